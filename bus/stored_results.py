@@ -8,6 +8,7 @@ from itertools import count
 import msgspec
 
 from millrace.schemas.chat.messages import MessageToolCall
+from millrace.schemas.control import CancelReason
 from millrace.schemas.frames import (
     Beam,
     BeamEnd,
@@ -77,11 +78,13 @@ def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
                 notices=result.notices,
             )
         case Status.CANCELLED:
-            return Cancelled(epoch=epoch, num_tokens=num_tokens)
+            is_orphaned = result.error_code == CancelReason.ORPHANED.value
+            reason = result.error_code if is_orphaned else ""
+            return Cancelled(epoch=epoch, num_tokens=num_tokens, reason=reason)
         case Status.EXPIRED:
             return Expired(epoch=epoch, num_tokens=num_tokens)
         case Status.SHED:
-            return Shed(epoch=epoch, retry_after_s=_SHED_RETRY_S)
+            return Shed(epoch=epoch, retry_after_s=_SHED_RETRY_S, code=result.error_code)
         case _:
             return Failed(
                 epoch=epoch,

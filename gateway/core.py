@@ -20,6 +20,7 @@ from millrace.gateway.alerts import GatewayAlerts
 from millrace.gateway.metrics import Metrics
 from millrace.gateway.models import Models
 from millrace.gateway.request.admission import Admission
+from millrace.gateway.request.failure_log import FailureLog
 from millrace.gateway.request.idempotency import Idempotency
 from millrace.gateway.request.index import RequestIndex
 from millrace.gateway.request.intake_limits import IntakeLimits
@@ -133,7 +134,8 @@ class Gateway:
             bus, settings, self.gateway_id, self.fleet, clock, self._on_end, backends.generations
         )
         self.deliveries = Deliveries(bus.outbox, clock)
-        self.refusals = Refusals(bus.outbox, clock, self.gateway_id, self.metrics)
+        self.failure_log = FailureLog(clock)
+        self.refusals = Refusals(bus.outbox, clock, self.gateway_id, self.metrics, self.failure_log)
         self.identity = Identity(redis, settings, clock)
         self.limiter = Limiter(redis, settings, clock)
         self.tools = ToolRunner(tools or ToolCatalogue(), settings, clock)
@@ -187,6 +189,7 @@ class Gateway:
             clock,
             tool_loop.run,
             self.tools.catalogue,
+            self.failure_log,
         )
         self.submitter = RequestSubmitter(
             settings,
@@ -241,6 +244,7 @@ class Gateway:
         self.keys.start()
         await self._directories.start()
         self.refusals.start()
+        self.failure_log.start()
         await self.stores.look()
         self.stores.start()
         await self.fleet.start(self.bus)
@@ -290,6 +294,7 @@ class Gateway:
             self.deliveries.close(_LAST_RECORDS_S),
             self.identity.close(),
             self.refusals.close(_LAST_RECORDS_S),
+            self.failure_log.close(),
             self.limiter.close(_LAST_SETTLEMENTS_S),
         )
 

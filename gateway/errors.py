@@ -159,7 +159,7 @@ def refusal_of_end(frame: TerminalFrame, form_field: str = "") -> Refusal:
     if isinstance(frame, Shed):
         return Refusal(
             status=429,
-            code="overloaded",
+            code=frame.code or "overloaded",
             message="Too many requests wait for this model. Try again later.",
             retry_after_s=frame.retry_after_s,
         )

@@ -34,7 +34,7 @@ from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.context_length import PromptParts
 from millrace.schemas.engines import PROMISES, EngineKind, check_supported
 from millrace.schemas.errors import ConfigError, ContextLengthError, ParameterError
-from millrace.schemas.jobs import Job, Tier
+from millrace.schemas.jobs import Job, Tier, asked_of
 from millrace.schemas.notices import NoticeCode, bounded, notice
 from millrace.schemas.pooling import ModelTask, Pooling
 from millrace.schemas.sampling import MAX_SEED, SamplingDefaults, SamplingOptions
@@ -382,6 +382,7 @@ def _prepared(
         truncate_prompt_tokens=None,
         prompt_token_ids=token_ids,
         sampling=sampling.with_defaults(defaults, seed=seed, max_tokens=max_tokens),
+        asked=asked_of(job),
     )
 
 

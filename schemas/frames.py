@@ -188,9 +188,11 @@ class Expired(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="expire
 
 class Shed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="shed"):
     """Refused for overload, or for a limit of its tenant, which ``limit`` names as
-    ``schemas.tenants.LimitSet`` does; come back after ``retry_after_s``."""
+    ``schemas.tenants.LimitSet`` does; come back after ``retry_after_s``. ``code`` is stable; empty
+    in frames of older versions."""
 
     retry_after_s: float
+    code: str = ""
     limit: str = ""
     message: str = ""
 

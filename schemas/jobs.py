@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from millrace.schemas.asked import Api, Asked
 from millrace.schemas.chat.messages import MessageToolCall
 from millrace.schemas.errors import (
     ForeignReplyError,
@@ -116,7 +117,7 @@ class Job(
     scheduler.
     ``body`` is the body of a chat or completion, in JSON or MessagePack, that a service has
     published with the fields of a job beside its own: the scheduler reads it. ``answer`` says that
-    the answer is told apart, as that of a chat is. No service writes either of the two.
+    the answer is told apart, as that of a chat is. No service writes these two, or ``asked``.
     ``request_id`` is the identity that everything else is keyed by: publishing the same id twice is
     accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to: the
     tenant's name, alone or followed by a slash and a name of one's choice; empty means that there
@@ -141,7 +142,9 @@ class Job(
     for it. ``prediction`` is what the completion will be for the most part, in text or token ids:
     it changes no token, and may save time. ``adapter`` is a LoRA adapter of ``model`` to apply, by
     its name; ``adapter_version`` is what it was when the request was accepted, and stays to its
-    end. ``notices`` are what the part that made the job left out; its end repeats them.
+    end. ``notices`` are what the part that made the job left out; its end repeats them. ``asked``
+    is how it was asked, for its record: a gateway says so, and so does the scheduler that prepares
+    a job which a service published.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -184,6 +187,7 @@ class Job(
     notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
     body: bytes = b""
     answer: AnswerForm | None = None
+    asked: Asked | None = None
 
     def __post_init__(self) -> None:
         num_given = (
@@ -228,6 +232,15 @@ class Job(
     def is_past_deadline(self, now_ns: int) -> bool:
         """Whether nobody is to be given an answer any more."""
         return self.deadline_ns is not None and now_ns >= self.deadline_ns
+
+
+def asked_of(job: Job) -> Asked:
+    """How a job was asked; one that is not prepared yet says so by its own fields."""
+    if job.asked is not None:
+        return job.asked
+    if job.source in GATEWAY_SOURCES:
+        return Asked()
+    return Asked(api=Api.JOB, stream=bool(job.reply), max_tokens=job.sampling.max_tokens)
 
 
 def check_priority(priority: int) -> None:

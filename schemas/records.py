@@ -12,6 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
+from millrace.schemas.asked import Api
 from millrace.schemas.engines import CostMethod, WorkerRole
 from millrace.schemas.jobs import Source, Tier
 
@@ -21,6 +22,9 @@ from millrace.schemas.jobs import Source, Tier
 RECORD_VERSION = 6
 
 STALL_MS = 1_000.0
+MAX_CALLED_TOOLS = 16
+# OpenAI's bound of the name of a tool.
+MAX_TOOL_NAME_CHARACTERS = 64
 
 
 class Status(StrEnum):
@@ -31,6 +35,16 @@ class Status(StrEnum):
     EXPIRED = "expired"
     SHED = "shed"
     FAILED = "failed"
+
+
+class ClientEnd(StrEnum):
+    """How a client parted from its stream, where that came before the stream's end."""
+
+    DISCONNECTED = "disconnected"
+    SLOW_CLIENT = "slow_client"
+    GOING_AWAY = "going_away"  # the gateway, that is
+    KEY_REVOKED = "key_revoked"
+    REFUSED = "refused"  # another choice of the request could not be queued
 
 
 class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
@@ -90,6 +104,16 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     attempts, came from other workers' KV caches, all attempts together; the last that came were of
     ``kv_source``, empty if none did. ``num_devices`` is how many devices the worker that ended it
     computes on; ``device_us`` is of all of them together.
+
+    ``finish_reason`` is the one that the client is told, in the words of chat completions.
+    ``error_code`` is the code of the error that it is told: one of the failure, ``overloaded``,
+    ``queue_full`` or the limit's where it was shed, ``deadline_exceeded`` where it expired,
+    ``cancelled`` or ``orphaned`` where it was cancelled; empty where it is done. ``api`` is the
+    interface that it was written for, ``stream`` whether its client read tokens as they came,
+    ``max_tokens`` what it asked for (None: nothing), ``deadline_ns`` when its answer was of no use
+    any more (0: never). Of the ``num_tool_calls`` that its answer made, ``called_tools`` names the
+    first ``MAX_CALLED_TOOLS``, each cut to ``MAX_TOOL_NAME_CHARACTERS``: clients and models write
+    these names.
     """
 
     request_id: str
@@ -137,6 +161,12 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     pulled_tokens: int = 0
     kv_source: str = ""
     num_devices: int = 1
+    api: Api = Api.UNKNOWN
+    stream: bool = False
+    max_tokens: int | None = None
+    deadline_ns: int = 0
+    called_tools: tuple[str, ...] = ()
+    num_tool_calls: int = 0
     version: int = RECORD_VERSION
 
 
@@ -149,7 +179,8 @@ class DeliveryRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="d
     in which the gateway checked the key, read the body and parsed it.
     A stall is a gap of ``STALL_MS`` or more between two deliveries of an answer's tokens;
     ``stalled_ms`` is all of them together, ``longest_gap_ms`` the longest gap, a stall or not.
-    ``num_resumes`` counts a client's returns to its stream.
+    ``num_resumes`` counts a client's returns to its stream. ``outcome`` is a ``Status`` value, or
+    one of ``ClientEnd``.
     """
 
     request_id: str
@@ -270,5 +301,7 @@ class RefusalRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
 # refusal that somebody asks about is found by its id; a flood does not make the record longer.
 MAX_REFUSED_IDS = 8
 OTHER_REFUSALS = "others"
+# ClickHouse's DateTime, which rows expire by, ends in 2106: what is later is a mistake.
+MAX_RECORD_TIME_NS = ((1 << 32) - 1) * 1_000_000_000
 
 Record = RequestRecord | DeliveryRecord | WorkerSample | TranscriptRecord | RefusalRecord

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from millrace.bus.jobs.decoding import Owner
 from millrace.runtime.tracing import recorded_trace_id
-from millrace.schemas.control import CancelReason
-from millrace.schemas.jobs import Job, JobResult
-from millrace.schemas.records import RequestRecord, Status
+from millrace.schemas.jobs import Job, JobResult, asked_of
+from millrace.schemas.records import MAX_RECORD_TIME_NS, RequestRecord, Status
 
 _NS_PER_MS = 1e6
+# A job that is refused may ask for more.
+_MOST_TOKENS = (1 << 32) - 1
 
 
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
     """The record of a job that no worker answered: no tokens of a completion, no cost. A worker
-    adds what it knows. Only failures and orphaned requests keep their code."""
-    keeps_code = status is Status.FAILED or error_code == CancelReason.ORPHANED.value
+    adds what it knows."""
+    asked = asked_of(job)
     return RequestRecord(
         request_id=job.request_id,
         tenant=job.tenant,
@@ -28,7 +29,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         prompt_tokens=len(job.prompt_token_ids or ()),
         total_ms=max(done_ns - job.received_ns, 0) / _NS_PER_MS,
         status=status,
-        error_code=error_code if keeps_code else "",
+        error_code=error_code,
         received_ns=job.received_ns,
         done_ns=done_ns,
         epoch=epoch,
@@ -36,6 +37,10 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         key_id=job.key_id,
         metadata=job.metadata,
         adapter=job.adapter,
+        api=asked.api,
+        stream=asked.stream,
+        max_tokens=None if asked.max_tokens is None else min(asked.max_tokens, _MOST_TOKENS),
+        deadline_ns=min(job.deadline_ns or 0, MAX_RECORD_TIME_NS),
     )
 
 

@@ -38,16 +38,21 @@ class UpLog:
 
     def say(self, text: str) -> None:
         """One thing, on a line of the log if it is one."""
+        self._tell(text, logging.INFO)
+
+    def warn(self, text: str) -> None:
+        """The same of what should not have happened."""
+        self._tell(text, logging.WARNING)
+
+    def _tell(self, text: str, level: int) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone
             print(text, flush=True)
         if text.strip() and "\n" not in text:
-            self.note(text)
+            self.note(text, level)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, level: int = logging.INFO) -> None:
         """Only in the log."""
-        record = logging.LogRecord(
-            "millrace.cli.local.up", logging.INFO, __file__, 0, text, None, None
-        )
+        record = logging.LogRecord("millrace.cli.local.up", level, __file__, 0, text, None, None)
         self._handler.handle(record)
 
     def close(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millrace.cli.local.private_files import make_private, write_private
+from millrace.runtime.exits import how_it_ended
 from millrace.runtime.process import python_environment
 
 _PR_SET_PDEATHSIG = 1
@@ -76,11 +77,16 @@ class Supervisor:
         log_dir: Path,
         say: Callable[[str], None] = print,
         env: Mapping[str, str] = os.environ,
+        *,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
+        """``say`` tells of what happens as it should, ``warn`` of the rest: ``say`` too if it is
+        None."""
         self._env = python_environment(env)
         self._run_dir = run_dir
         self._log_dir = log_dir
         self._say = say
+        self._warn = warn or say
         self._running: dict[str, _Running] = {}
         self._stopping = False
         make_private(run_dir)
@@ -115,6 +121,7 @@ class Supervisor:
         been started yet needs nothing."""
         running = self._running.get(name)
         if running is not None and running.handle is not None and running.handle.returncode is None:
+            running.is_asked_to_end = True
             await _end(running.handle, running.process.stop_timeout_s)
 
     async def remove(self, name: str) -> None:
@@ -177,7 +184,7 @@ class Supervisor:
         while process.ready is not None and not await process.ready():
             if handle.returncode is not None:
                 raise StartError(
-                    f"{process.name} ended with exit code {handle.returncode} before it was "
+                    f"{process.name} ended with {how_it_ended(handle.returncode)} before it was "
                     f"ready: {self._last_words(running)}"
                 )
             if time.monotonic() > deadline:
@@ -199,7 +206,9 @@ class Supervisor:
                 return
             if time.monotonic() - running.started_at > _STABLE_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
-            self._say(f"{running.process.name} ended ({how_it_ended(code)}); starting it again")
+            tell = self._say if running.is_asked_to_end else self._warn
+            running.is_asked_to_end = False
+            tell(f"{running.process.name} ended ({how_it_ended(code)}); starting it again")
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, _LONGEST_BACKOFF_S)
             running.num_restarts += 1
@@ -210,7 +219,7 @@ class Supervisor:
                     await running.process.on_restart()
             except (StartError, OSError) as error:
                 # It is ended, so that the next turn starts it once more.
-                self._say(str(error))
+                self._warn(str(error))
                 if running.handle.returncode is None:
                     _signal_group(running.handle.pid, signal.SIGKILL)
 
@@ -234,6 +243,7 @@ class _Running:
     started_at: float = 0.0
     num_restarts: int = 0
     is_ready: bool = False
+    is_asked_to_end: bool = False
 
 
 def _stage(running: _Running) -> int:
@@ -271,8 +281,3 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
     """Signal a process and all that it started; it leads its own session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-def how_it_ended(code: int) -> str:
-    """A return code in words."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -286,7 +286,7 @@ async def _run(plan: Plan) -> int:
     logs = plan.data / "logs"
     make_private(logs)
     log = UpLog(logs)
-    supervisor = Supervisor(plan.data / "run", logs, log.say, env)
+    supervisor = Supervisor(plan.data / "run", logs, log.say, env, warn=log.warn)
     stack = Stack(plan, supervisor, log.say)
     control = ControlServer(plan.data / "run", stack.live.handle)
     await control.start()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.transport.http import Receive, wait_for_disconnect
+from millrace.schemas.records import ClientEnd
 
 ABORT_EXTENSION = "millrace.abort"
 
@@ -75,4 +76,4 @@ class HttpClient(Client):
     async def watch(self, receive: Receive) -> None:
         """Note that the client closes its connection. Runs until then."""
         await wait_for_disconnect(receive)
-        self.disconnect("disconnect")
+        self.disconnect(ClientEnd.DISCONNECTED)

@@ -16,6 +16,7 @@ from millrace.gateway.responses.store import ResponseNotFoundError
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
 from millrace.gateway.transport.http import Headers, Receive, Scope, Send
+from millrace.schemas.records import ClientEnd
 
 
 async def follow(
@@ -47,7 +48,8 @@ async def follow(
             return await answers.follow(response, client, writer, send, render(response), headers)
         finally:
             writer.release()
-            response.abort(client.gone or "disconnect")  # nothing to do if its end was delivered
+            # Nothing to do if its end was delivered.
+            response.abort(client.gone or ClientEnd.DISCONNECTED)
     finally:
         watch.cancel()
         with contextlib.suppress(asyncio.CancelledError):

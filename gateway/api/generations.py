@@ -15,6 +15,7 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.errors import (
     InternalError,
     MethodNotAllowedError,
+    Refusal,
     SlowRequestError,
     refusal_of,
 )
@@ -43,7 +44,9 @@ from millrace.gateway.transport.http import (
     send_refusal,
     send_response,
 )
+from millrace.schemas.asked import Asked
 from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
+from millrace.schemas.records import ClientEnd
 
 _log = logging.getLogger(__name__)
 
@@ -85,11 +88,17 @@ class GenerationHandler:
         finally:
             if trace is not None:
                 trace.finish(status, refusal)
-            if refusal is not None and not scope.get(ACCEPTED):
-                self._gateway.refusals.note(
-                    self._endpoint.route, refusal, scope.get(CALLER), request_id
-                )
+            if refusal is not None:
+                self._note(refusal, scope, request_id)
         self._gateway.metrics.count_request(self._endpoint.route, status)
+
+    def _note(self, refusal: Refusal, scope: Scope, request_id: str) -> None:
+        """Tell of a refusal; an accepted request has a record of its own, however it ends."""
+        route, caller = self._endpoint.route, scope.get(CALLER)
+        if not scope.get(ACCEPTED):
+            self._gateway.refusals.note(route, refusal, caller, request_id)
+        elif caller is not None:
+            self._gateway.failure_log.failed(route, refusal, caller.tenant, request_id)
 
     async def _answer(
         self,
@@ -125,8 +134,9 @@ class GenerationHandler:
             prepared = await endpoint.prepare(body, caller, gateway.prompts)
         key = _idempotency_key(scope)
         digest = digest_of(endpoint.route.encode(), body) if key else ""
+        asked = Asked(api=endpoint.api, stream=prepared.stream)
         if prepared.begin is not None:
-            requester = Requester(caller, DetachedClient(lambda: None), trace=trace)
+            requester = Requester(caller, DetachedClient(lambda: None), trace=trace, asked=asked)
             with _bugs_answered(request_id):
                 _refuse_last_event_id(scope)
                 begun = await self._submit_kept(prepared, requester, request_id, key, digest)
@@ -140,7 +150,7 @@ class GenerationHandler:
             takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
         )
         writer: ResponseWriter = scope["extensions"][WRITER_EXTENSION]
-        requester = Requester(caller, client, trace=trace, arrived_s=arrived_s)
+        requester = Requester(caller, client, trace=trace, arrived_s=arrived_s, asked=asked)
         watch = asyncio.create_task(client.watch(receive))
         try:
             with _bugs_answered(request_id):
@@ -157,16 +167,16 @@ class GenerationHandler:
                     response = await gateway.submitter.submit(
                         prepared.request, requester, request_id
                     )
-            scope[ACCEPTED] = True  # it has a record of its own now, however it ends
+            scope[ACCEPTED] = True
             try:
                 return await self._deliver(prepared, response, client, writer, send, had)
             finally:
                 writer.release()
                 # Nothing to do if the end was delivered.
                 if response.is_kept or (client.going_away and prepared.stream):
-                    response.detach(None, client.gone or "disconnect")
+                    response.detach(None, client.gone or ClientEnd.DISCONNECTED)
                 else:
-                    response.abort(client.gone or "disconnect")
+                    response.abort(client.gone or ClientEnd.DISCONNECTED)
         finally:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -23,6 +23,7 @@ from millrace.gateway.streams.usage import total_usage
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
+from millrace.schemas.asked import Api
 from millrace.schemas.embeddings import (
     EmbeddingList,
     EmbeddingObject,
@@ -49,7 +50,15 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
         model = await self._gateway.models.get_named(asked.model, caller.tenant)
         pooling, form = embedding_pooling(asked.pooling, model), form_of(asked, model)
         base = replace(
-            bare_job(asked.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
+            bare_job(
+                asked.model,
+                caller,
+                request_id,
+                Tier.BATCH,
+                received_ns,
+                deadline_ns,
+                Api.EMBEDDINGS,
+            ),
             store_result=True,
             user=user_of(asked.user),
             pooling=pooling,

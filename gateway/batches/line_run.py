@@ -200,6 +200,7 @@ class LineRunner:
                 )
                 self._log.note_finished(FinishedLine(line.number, True, answer))
                 return
+        self._gateway.failure_log.failed(_DOOR, refusal, self._caller.tenant, order.request_id)
         self._refuse(line, request, order.request_id, refusal)
 
     def _refuse(

@@ -113,7 +113,15 @@ class GenerationBatchEndpoint(BatchEndpoint):
         prepared = replace(prepared, request=request)
         model = await self._gateway.models.get(request.model, caller.tenant, request.adapter)
         base = replace(
-            bare_job(request.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
+            bare_job(
+                request.model,
+                caller,
+                request_id,
+                Tier.BATCH,
+                received_ns,
+                deadline_ns,
+                self._endpoint.api,
+            ),
             store_result=True,
             user=request.user,
             cache_salt=request.cache_salt,

@@ -22,6 +22,7 @@ from millrace.gateway.streams.parts import (
 )
 from millrace.registry.requests.parsing import parse_chat
 from millrace.registry.tool_formats.freeform import input_of
+from millrace.schemas.asked import Api
 from millrace.schemas.chat.completions import (
     AssistantMessage,
     ChatChoice,
@@ -205,5 +206,5 @@ def _step_info(part: StepPart) -> ToolStepInfo:
 
 
 CHAT_COMPLETIONS = BodyEndpoint(
-    "/v1/chat/completions", "chatcmpl", ChatCompletionRequest, parse_chat, ChatRenderer
+    "/v1/chat/completions", "chatcmpl", Api.CHAT, ChatCompletionRequest, parse_chat, ChatRenderer
 )

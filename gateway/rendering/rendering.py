@@ -18,6 +18,7 @@ from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.schemas.asked import Api
 
 _ReadT = TypeVar("_ReadT")
 
@@ -74,6 +75,7 @@ class Endpoint(ABC):
 
     route: str
     id_prefix: str
+    api: Api
     id_header: bytes = b""
 
     @abstractmethod
@@ -110,12 +112,14 @@ class BodyEndpoint(Endpoint, Generic[_RequestT]):
         self,
         route: str,
         id_prefix: str,
+        api: Api,
         request_type: type[_RequestT],
         parse: Callable[[_RequestT], GenerationRequest],
         renderer: Callable[[ResponseReader, _RequestT], Renderer],
     ) -> None:
         self.route = route
         self.id_prefix = id_prefix
+        self.api = api
         self._decoder = msgspec.json.Decoder(request_type)
         self._parse = parse
         self._renderer = renderer

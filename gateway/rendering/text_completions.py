@@ -16,6 +16,7 @@ from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents, TextPart
 from millrace.registry.requests.parsing import parse_completion
 from millrace.registry.tokenizers.silent_tokens import silent_tokens
+from millrace.schemas.asked import Api
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.notices import field_of
 from millrace.schemas.openai import (
@@ -208,7 +209,12 @@ class CompletionRenderer:
 
 
 COMPLETIONS = BodyEndpoint(
-    "/v1/completions", "cmpl", CompletionRequest, parse_completion, CompletionRenderer
+    "/v1/completions",
+    "cmpl",
+    Api.COMPLETIONS,
+    CompletionRequest,
+    parse_completion,
+    CompletionRenderer,
 )
 
 

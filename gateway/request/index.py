@@ -10,6 +10,7 @@ from millrace.bus import redis_keys
 from millrace.gateway.tools.runner import ToolResult
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script, reachable
+from millrace.schemas.asked import Asked
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Source, Tier
@@ -46,8 +47,8 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A request that was accepted. ``origin`` is the gateway that its frames are sent to,
     ``holder`` the one whose client gets them now. ``request`` is without the prompt unless a later
     round needs it. ``traceparent`` is the request's place in its trace, empty without one.
-    ``key_id`` is the API key that asked. ``reasoning`` is how its completions begin with thoughts,
-    ``prompt_token_ids`` are of each prompt if they are to be told.
+    ``key_id`` is the API key that asked, ``asked`` is how. ``reasoning`` is how its completions
+    begin with thoughts, ``prompt_token_ids`` are of each prompt if they are to be told.
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning: ReasoningFormat | None = None
     key_id: str = ""
     prompt_token_ids: PromptTokenIds = ()
+    asked: Asked = Asked()
 
 
 class IdempotencyConflictError(MillraceError, code="idempotency_conflict", http_status=409):

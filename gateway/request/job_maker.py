@@ -24,6 +24,7 @@ from millrace.registry.requests.ready_jobs import (
     with_tools,
 )
 from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
+from millrace.schemas.asked import Api, Asked
 from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import Job, Source, Tier
 from millrace.schemas.sampling import MAX_SEED
@@ -62,11 +63,18 @@ def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Jo
         keep_transcript=keep_transcript,
         key_id=state.key_id,
         metadata=request.metadata,
+        asked=state.asked,
     )
 
 
 def bare_job(
-    model: str, caller: Caller, request_id: str, tier: Tier, received_ns: int, deadline_ns: int
+    model: str,
+    caller: Caller,
+    request_id: str,
+    tier: Tier,
+    received_ns: int,
+    deadline_ns: int,
+    api: Api,
 ) -> Job:
     """A job over HTTP without its prompt: of a batch, of an input to embed, or of the gateway's
     own."""
@@ -81,6 +89,7 @@ def bare_job(
         model_requested=model,
         received_ns=received_ns,
         deadline_ns=deadline_ns,
+        asked=Asked(api=api),
     )
 
 
@@ -138,7 +147,15 @@ class JobMaker:
         """The job with token ids, within the windows of model and caller; its notices name the
         constraints that its calls are not held to."""
         self.check_template(request.chat_template)
-        job = with_tools(job, request, model, self._tools_of(request))
+        tools = self._tools_of(request)
+        job = with_tools(job, request, model, tools)
+        asked = replace(
+            job.asked or Asked(),
+            max_tokens=request.sampling.max_tokens,
+            reads_calls=bool(tools) and model.tool_format is not None,
+            must_call=request.tool_choice.mode in (ToolMode.REQUIRED, ToolMode.NAMED),
+        )
+        job = replace(job, asked=asked)
         length = num_characters_with(request.chat_template, num_characters(job))
         prepare = partial(prepared, job, request, model, self._seed_source)
         job = await self._prompts.run(job.tenant, length, prepare)

@@ -13,6 +13,7 @@ from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.streams.streams import StreamTable
 from millrace.runtime.clock import Clock
 from millrace.schemas.jobs import Job
+from millrace.schemas.records import ClientEnd
 
 
 class JobPublisher:
@@ -59,7 +60,7 @@ class JobPublisher:
                 self._streams.follow(stream)
             self._streams.accept(stream, published.stream_sequence)
             if failed is not None:
-                self._streams.abort(stream, "refused")
+                self._streams.abort(stream, ClientEnd.REFUSED)
         if failed is not None:
             response.release(reservation_id)
             raise failed

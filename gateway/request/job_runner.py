@@ -19,6 +19,7 @@ from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.ready_jobs import with_prompt
 from millrace.runtime.clock import Clock
+from millrace.schemas.asked import Api
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Done
@@ -105,7 +106,15 @@ class JobRunner:
         now_ns = self._clock.now_ns()
         deadline_ns = now_ns + round(self._config.request_timeout_s * _NS_PER_S)
         base = replace(
-            bare_job(request.model, caller, request_id, Tier.BATCH, now_ns, deadline_ns),
+            bare_job(
+                request.model,
+                caller,
+                request_id,
+                Tier.BATCH,
+                now_ns,
+                deadline_ns,
+                Api.GATEWAY,
+            ),
             session_id=request.session_id,
             reply=self._config.gateway_id,
             batch_frames=True,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from millrace.bus.api import Outbox
 from millrace.gateway.errors import Refusal
 from millrace.gateway.metrics import Metrics
+from millrace.gateway.request.failure_log import FailureLog
 from millrace.gateway.tenancy.caller import Caller
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
@@ -67,8 +68,16 @@ class Refusals:
     Owns its task: ``start`` makes it, ``close`` sends what was counted, for a moment.
     """
 
-    def __init__(self, outbox: Outbox, clock: Clock, gateway_id: str, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        outbox: Outbox,
+        clock: Clock,
+        gateway_id: str,
+        metrics: Metrics,
+        failure_log: FailureLog,
+    ) -> None:
         self._outbox = outbox
+        self._failure_log = failure_log
         self._clock = clock
         self._gateway_id = gateway_id
         self._metrics = metrics
@@ -88,13 +97,15 @@ class Refusals:
     def note(
         self, door: str, refusal: Refusal, caller: Caller | None, request_id: str = ""
     ) -> None:
-        """Count a refusal of ``door``, a route or a name that is known beforehand. Returns at once.
+        """Count and log a refusal of ``door``, a route or a name that is known beforehand. Returns
+        at once.
         A client that left was not refused."""
         if refusal.status < _FIRST_ERROR_STATUS or refusal.status == _CLIENT_LEFT:
             return
         status = str(refusal.status)
         self._metrics.refused_requests.labels(door, status, refusal.code).inc()
         tenant, key_id = ("", "") if caller is None else (caller.tenant, caller.key_id)
+        self._failure_log.refused(door, refusal, tenant, request_id)
         kind = _Kind(tenant, key_id, door, refusal.status, refusal.code, refusal.limit)
         now_ns = self._clock.now_ns()
         tally = self._tallies.get(kind) or self._new_tally(kind, now_ns)

@@ -30,7 +30,7 @@ _NS_PER_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRequest:
-    """What was asked, by whom and of which model. ``created_s`` is UTC epoch."""
+    """What was asked, by whom, of which model and by which route. ``created_s`` is UTC epoch."""
 
     request: GenerationRequest
     caller: Caller
@@ -40,6 +40,7 @@ class AcceptedRequest:
     session: SessionInfo | None = None
     idempotency_key: str = ""
     prompt_token_ids: PromptTokenIds = ()
+    path: str = ""
 
     @classmethod
     def of(
@@ -55,6 +56,7 @@ class AcceptedRequest:
             state.session,
             state.idempotency_key,
             state.prompt_token_ids,
+            state.asked.api.path,
         )
 
 

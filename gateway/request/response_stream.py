@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from millrace.gateway.request.admission import Admission
 from millrace.gateway.request.detached_client import NULL_CLIENT, DetachedClient
+from millrace.gateway.request.failure_log import FailureLog
 from millrace.gateway.request.job_maker import job_id
 from millrace.gateway.request.model_choice import route_headers
 from millrace.gateway.request.open_responses import OpenResponses
@@ -44,6 +45,7 @@ class ResponseContext:
     clock: Clock
     run_tools: Callable[[ResponseStream, Choice], Coroutine[Any, Any, None]]
     server_tools: ToolCatalogue
+    failure_log: FailureLog
 
 
 class Keeper(Protocol):
@@ -100,6 +102,7 @@ class ResponseStream(ResponseReader):
         super().__init__(accepted, context.gaps, first_indices)
         self.context = context
         self.idempotency_key = accepted.idempotency_key
+        self._path = accepted.path
         self._headers = [*headers, *route_headers(accepted.request)]
         self.owner = owner
         self.is_copy = is_copy
@@ -246,9 +249,15 @@ class ResponseStream(ResponseReader):
             context.history.forget(self.request_id)
 
     def _on_failure(self, end: TerminalFrame) -> None:
+        is_first = self.refusal is None
         super()._on_failure(end)
         if end is TAKEN_OVER or self.is_copy:
             return
+        is_wanted = isinstance(end, Cancelled) and not end.reason
+        if is_first and not is_wanted and self.refusal is not None:
+            self.context.failure_log.failed(
+                self._path, self.refusal, self.caller.tenant, self.request_id
+            )
         for other in self.choices:
             if other.end is None:  # of no use any more
                 self.context.streams.cancel(other.stream, CancelReason.CLIENT)

@@ -21,6 +21,7 @@ from millrace.gateway.streams.stream import Client
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import Identity
 from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.schemas.asked import Asked
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.jobs import Source
 from millrace.schemas.sessions import SessionInfo
@@ -32,7 +33,8 @@ _NS_PER_S = 1_000_000_000
 class Requester:
     """Who asks, and how: the client that reads the response, which ``owner`` is a part of, the
     endpoint that it came by, and the trace that it leaves. ``arrived_s`` (monotonic) is when the
-    gateway began with the request, before it was read; None: nobody waited for that."""
+    gateway began with the request, before it was read; None: nobody waited for that. ``asked``
+    is for its record."""
 
     caller: Caller
     client: Client
@@ -40,6 +42,7 @@ class Requester:
     owner: object = None
     trace: RequestTrace | None = None
     arrived_s: float | None = None
+    asked: Asked | None = None
 
 
 class RequestSubmitter:
@@ -151,6 +154,7 @@ class RequestSubmitter:
             idempotency_key=idempotency_key,
             traceparent="" if trace is None else trace.context.traceparent,
             key_id=requester.caller.key_id,
+            asked=requester.asked or Asked(),
         )
 
     @asynccontextmanager

@@ -9,7 +9,7 @@ from millrace.gateway.streams.state import Cancellation, DeliveryFigures, Phase,
 from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
 from millrace.schemas.jobs import Job
-from millrace.schemas.records import Status
+from millrace.schemas.records import ClientEnd, Status
 
 # An attribute of an enum takes longer to look up, and each frame does so.
 _ATTACHED, _, _ABORTED = Phase
@@ -36,14 +36,14 @@ class Client(ABC):
 
     def go_away(self) -> None:
         """This gateway shuts down: part with the client, which may go on at another one."""
-        self.drop("going_away")
+        self.drop(ClientEnd.GOING_AWAY)
 
 
 class OpenStream:
     """A job that this gateway answers, from before it is published until its end is recorded.
 
     The table of streams feeds it; its client takes from it. ``outcome`` is how it ended for the
-    client: a ``Status`` value, or what became of the client (``disconnect``, ``slow_client``). It
+    client: a ``Status`` value, or one of ``ClientEnd``. It
     is ``accepted`` once the queue has its job, at ``stream_sequence`` if this gateway published it.
     ``owner`` is whatever the client needs to find its way from the stream to what it is a part of,
     until its end is recorded. A stream ``from_index`` is one that another connection began: the
@@ -136,7 +136,7 @@ class OpenStream:
         client = self.client
         client.pending_bytes += reader.pending_bytes - before
         if client.pending_bytes > client.limit_bytes and type(frame) is Delta:
-            client.drop("slow_client")
+            client.drop(ClientEnd.SLOW_CLIENT)
         elif not self.is_ready:
             self.is_ready = True
             client.wake(self)

@@ -24,6 +24,7 @@ from millrace.schemas.control import Cancel, CancelReason, ResumePoint
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Cancelled, Failed, Frame, TerminalFrame
 from millrace.schemas.jobs import Job
+from millrace.schemas.records import ClientEnd
 
 _log = logging.getLogger(__name__)
 
@@ -292,7 +293,7 @@ class StreamTable:
             and sending_since_s is not None
             and now_s - sending_since_s > config.client_stall_timeout_s
         ):
-            stream.client.drop("slow_client")
+            stream.client.drop(ClientEnd.SLOW_CLIENT)
         elif stream.ended:
             return
         elif (
@@ -301,7 +302,7 @@ class StreamTable:
             and now_s >= stream.detached_until_s
             and not self._copies.of(stream.request_id)
         ):
-            self.abort(stream, "disconnect")
+            self.abort(stream, ClientEnd.DISCONNECTED)
         elif stream.cancellation is not None:
             self._sweep_cancelled(stream, stream.cancellation, now_s)
         elif now_s - stream.opened_s > config.request_timeout_s + _SWEEP_S:

@@ -177,9 +177,7 @@ class Finalizer:
 
 
 def _record_of(job: Job, terminal_status: TerminalStatus, epoch: int, now_ns: int) -> RequestRecord:
-    record = record_of(job, terminal_status.status, terminal_status.code, epoch, now_ns)
-    # Which limit it was that shed a job.
-    return replace(record, error_code=terminal_status.code) if terminal_status.limit else record
+    return record_of(job, terminal_status.status, terminal_status.code, epoch, now_ns)
 
 
 def _is_unavailable(error: Exception) -> bool:

@@ -44,6 +44,7 @@ class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
                 return Shed(
                     epoch=epoch,
                     retry_after_s=self.retry_after_s,
+                    code=self.code,
                     limit=self.limit,
                     message=self.message if self.limit else "",
                 )

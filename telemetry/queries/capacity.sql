@@ -18,7 +18,8 @@ SELECT
     sum(w.running_ms) / sum(w.period_ms) AS batch_size,
     100 * sum(w.used_blocks_ms) / nullIf(sum(w.blocks_ms), 0) AS kv_use_percent,
     100 * sum(w.busy_us) / nullIf(sum(w.busy_us) + sum(w.idle_us), 0) AS busy_percent,
-    100 * sum(w.device_share_ms) / sum(w.period_ms) AS device_percent,
+    100 * sum(w.device_share_ms)
+        / nullIf(sumIf(w.period_ms, isNotNull(w.device_share_ms)), 0) AS device_percent,
     max(w.device_memory_bytes) AS device_memory_bytes,
     max(w.device_memory_total_bytes) AS device_memory_total_bytes,
     sum(w.steps_ms) / nullIf(sum(w.num_steps), 0) AS step_ms,

@@ -5,7 +5,7 @@
 -- param model: only this model's (default '')
 WITH
     {{steps}},
-    quantilesBFloat16(0.5, 0.95, 0.99)(intake_ms + first_byte_ms) AS first_byte
+    quantilesBFloat16(0.5, 0.95, 0.99)(ifNull(intake_ms, 0) + first_byte_ms) AS first_byte
 SELECT
     t,
     first_byte[1] AS first_byte_p50_ms,

@@ -14,7 +14,7 @@ WITH
     quantilesBFloat16(0.5, 0.95, 0.99)(d.intake_ms) AS intake,
     quantilesBFloat16(0.5, 0.95, 0.99)(assumeNotNull(r.ttft_ms)) AS ttft,
     quantilesBFloat16(0.5, 0.95, 0.99)(d.first_byte_ms - assumeNotNull(r.ttft_ms)) AS way_back,
-    quantilesBFloat16(0.5, 0.95, 0.99)(d.intake_ms + d.first_byte_ms) AS first_byte
+    quantilesBFloat16(0.5, 0.95, 0.99)(ifNull(d.intake_ms, 0) + d.first_byte_ms) AS first_byte
 SELECT
     d.model AS model,
     count() AS requests,

@@ -180,7 +180,7 @@ SELECT
     sumOrNull(s.energy_j),
     sumOrNull(s.charged_j),
     sum(s.num_steps),
-    sum(s.step_ms_mean * s.num_steps),
+    ifNull(sum(s.step_ms_mean * s.num_steps), 0),
     sum(s.prefill_tokens),
     sum(s.decode_tokens),
     sum(s.num_preemptions),
@@ -190,11 +190,11 @@ SELECT
     sum(s.num_waiting * s.period_ms),
     sum(s.queue_depth * s.period_ms),
     max(s.queue_depth),
-    sum(s.num_blocks * s.period_ms),
-    sum(s.used_blocks * s.period_ms),
-    sum(s.device_share * s.period_ms),
-    max(s.device_memory_bytes),
-    max(s.device_memory_total_bytes),
+    ifNull(sum(s.num_blocks * s.period_ms), 0),
+    ifNull(sum(s.used_blocks * s.period_ms), 0),
+    sumOrNull(s.device_share * s.period_ms),
+    maxOrNull(s.device_memory_bytes),
+    maxOrNull(s.device_memory_total_bytes),
     groupBitXor(s.hash),
     greatest(toUInt64(toUnixTimestamp64Nano(now64(9))), {version:UInt64}),
     num_samples = 0
@@ -216,7 +216,7 @@ FROM
     UNION ALL
     SELECT
         minute, model, worker, currency, device_per_hour, '', '',
-        0, 0, 0, 0, NULL, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0
+        0, 0, 0, 0, NULL, NULL, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, NULL, NULL, NULL, NULL, NULL, 0, 0
     FROM $name FINAL
     WHERE $minutes_of_range
       AND toUInt32(toUnixTimestamp(minute)) IN {minutes:Array(UInt32)}

@@ -10,6 +10,7 @@ import msgspec
 
 from millrace.schemas.errors import MalformedMessageError
 from millrace.schemas.records import (
+    MAX_RECORD_TIME_NS,
     Attempt,
     DeliveryRecord,
     Record,
@@ -34,8 +35,6 @@ _MAX_UINT16 = (1 << 16) - 1
 _MAX_UINT32 = (1 << 32) - 1
 # Microseconds and bytes: what JSON's numbers hold exactly.
 _MAX_WIDE = 1 << 53
-# DateTime, which minutes are and by which rows expire, ends in 2106; what is later is a mistake.
-_MAX_TIME_NS = _MAX_UINT32 * 1_000_000_000
 _MAX_MEASURE = 1e300
 _COST_STEP = Decimal("0.000000000001")
 # With the column's 12 digits behind the point, as many as a Decimal is rounded to.
@@ -120,7 +119,7 @@ def _check_counts(
 ) -> None:
     for name, limit in counts:
         count = getattr(part, name)
-        if not 0 <= count <= limit:
+        if count is not None and not 0 <= count <= limit:
             raise MalformedMessageError(
                 f"{prefix}{name} must be between 0 and {limit}, got {count}"
             )
@@ -137,7 +136,9 @@ class _Fields(msgspec.Struct, frozen=True):
     def of(cls, kind: type[Record | Attempt]) -> _Fields:
         types = {field.name: field.type for field in msgspec.structs.fields(kind)}
         return cls(
-            counts=tuple((name, _limit(name)) for name in types if types[name] is int),
+            counts=tuple(
+                (name, _limit(name)) for name in types if types[name] in (int, int | None)
+            ),
             measures=tuple(name for name in types if types[name] in (float, float | None)),
             amounts=tuple(name for name in types if types[name] is Decimal),
         )
@@ -145,7 +146,7 @@ class _Fields(msgspec.Struct, frozen=True):
 
 def _limit(name: str) -> int:
     if name.endswith("_ns"):
-        return _MAX_TIME_NS
+        return MAX_RECORD_TIME_NS
     if name.endswith(("_us", "_bytes")):
         return _MAX_WIDE
     return _MAX_UINT16 if name in ("version", "status") else _MAX_UINT32
@@ -164,6 +165,11 @@ def _micros(name: str) -> Callable[[Any], int]:
 
 def _micros_if_reached(name: str) -> Callable[[Any], int | None]:
     return lambda record: getattr(record, name) // 1000 or None
+
+
+def _from_driver(name: str) -> Callable[[WorkerSample], float | None]:
+    """A figure of the device; None where there is no driver to ask, as on a CPU."""
+    return lambda sample: getattr(sample, name) if sample.device_memory_total_bytes else None
 
 
 def _amount(name: str) -> Callable[[Any], Decimal]:
@@ -247,6 +253,12 @@ REQUESTS: Table[RequestRecord] = Table(
         Column("pulls", _PULLS, _pulls),
         Column("num_devices", "UInt32", lambda r: r.num_devices),
         Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
+        Column("api", _STRING, lambda r: r.api.value),
+        Column("stream", "Nullable(Bool)", lambda r: r.stream if r.api else None),
+        Column("max_tokens", "Nullable(UInt32)", lambda r: r.max_tokens),
+        Column("deadline_at", f"Nullable({_TIME})", _micros_if_reached("deadline_ns")),
+        Column("called_tools", "Array(LowCardinality(String))", lambda r: list(r.called_tools)),
+        Column("num_tool_calls", "UInt32", lambda r: r.num_tool_calls),
         Column("record_version", "UInt16", lambda r: r.version),
     ),
 )
@@ -259,7 +271,7 @@ DELIVERIES: Table[DeliveryRecord] = Table(
         Column("tenant", _STRING, lambda r: r.tenant),
         Column("source", _STRING, lambda r: r.source.value),
         Column("model", _STRING, lambda r: r.model),
-        Column("first_byte_ms", "Float64", lambda r: r.first_byte_ms),
+        Column("first_byte_ms", "Nullable(Float64)", lambda r: r.first_byte_ms or None),
         Column("total_ms", "Float64", lambda r: r.total_ms),
         Column("tokens_delivered", "UInt32", lambda r: r.tokens_delivered),
         Column("num_replays", "UInt32", lambda r: r.num_replays),
@@ -267,8 +279,8 @@ DELIVERIES: Table[DeliveryRecord] = Table(
         Column("num_resumes", "UInt32", lambda r: r.num_resumes),
         Column("num_stalls", "UInt32", lambda r: r.num_stalls),
         Column("stalled_ms", "Float64", lambda r: r.stalled_ms),
-        Column("longest_gap_ms", "Float64", lambda r: r.longest_gap_ms),
-        Column("intake_ms", "Float64", lambda r: r.intake_ms),
+        Column("longest_gap_ms", "Nullable(Float64)", lambda r: r.longest_gap_ms or None),
+        Column("intake_ms", "Nullable(Float64)", lambda r: r.intake_ms or None),
         Column("outcome", _STRING, lambda r: r.outcome),
         Column("done_at", _TIME, _micros("done_ns")),
         Column("record_version", "UInt16", lambda r: r.version),
@@ -285,10 +297,16 @@ WORKER_SAMPLES: Table[WorkerSample] = Table(
         Column("period_ms", "Float64", lambda r: r.period_ms),
         Column("num_running", "UInt32", lambda r: r.num_running),
         Column("num_waiting", "UInt32", lambda r: r.num_waiting),
-        Column("num_blocks", "UInt32", lambda r: r.num_blocks),
-        Column("num_free_blocks", "UInt32", lambda r: r.num_free_blocks),
+        Column("num_blocks", "Nullable(UInt32)", lambda r: r.num_blocks or None),
+        Column(
+            "num_free_blocks",
+            "Nullable(UInt32)",
+            lambda r: r.num_free_blocks if r.num_blocks else None,
+        ),
         Column("num_steps", "UInt32", lambda r: r.num_steps),
-        Column("step_ms_mean", "Float64", lambda r: r.step_ms_mean),
+        Column(
+            "step_ms_mean", "Nullable(Float64)", lambda r: r.step_ms_mean if r.num_steps else None
+        ),
         Column("busy_share", "Float64", lambda r: r.busy_share),
         Column("busy_us", "UInt64", lambda r: r.busy_us),
         Column("charged_us", "UInt64", lambda r: r.charged_us),
@@ -305,9 +323,13 @@ WORKER_SAMPLES: Table[WorkerSample] = Table(
         Column("served_tokens", "UInt32", lambda r: r.served_tokens),
         Column("num_devices", "UInt32", lambda r: r.num_devices),
         Column("device_name", _STRING, lambda r: r.device_name),
-        Column("device_share", "Float64", lambda r: r.device_share),
-        Column("device_memory_bytes", "UInt64", lambda r: r.device_memory_bytes),
-        Column("device_memory_total_bytes", "UInt64", lambda r: r.device_memory_total_bytes),
+        Column("device_share", "Nullable(Float64)", _from_driver("device_share")),
+        Column("device_memory_bytes", "Nullable(UInt64)", _from_driver("device_memory_bytes")),
+        Column(
+            "device_memory_total_bytes",
+            "Nullable(UInt64)",
+            _from_driver("device_memory_total_bytes"),
+        ),
         Column("device_per_hour", _MONEY, _amount("device_per_hour")),
         Column("currency", _STRING, lambda r: r.currency),
         Column("record_version", "UInt16", lambda r: r.version),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.runtime.exits import how_it_ended
 from millrace.runtime.logs import configure_logging
 from millrace.runtime.process import python_command, python_environment
 from millrace.schemas.config import EngineConfig
@@ -131,7 +132,7 @@ class EngineClient(EngineLike):
         """Returns when the engine's process has ended, with why."""
         why = await asyncio.shield(self._link.closed)
         code = await self._reap()
-        return why or f"the engine's process ended with exit code {code}"
+        return why or f"the engine's process ended with {how_it_ended(code)}"
 
     async def close(self) -> None:
         """End the process; what runs in it is lost."""

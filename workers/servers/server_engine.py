@@ -12,6 +12,7 @@ from typing import cast
 import msgspec
 
 from millrace.runtime.clock import Clock
+from millrace.runtime.exits import how_it_ended
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.schemas.engines import PROMISES, check_supported
 from millrace.schemas.errors import MillraceError, PrefixCacheKeptError
@@ -380,7 +381,7 @@ class ServerEngine(EngineLike):
 
     async def _watch_process(self, process: ServerProcess) -> None:
         code = await process.wait()
-        self._end(f"the server's process ended with exit code {code}")
+        self._end(f"the server's process ended with {how_it_ended(code)}")
 
     async def _watch_load(self) -> None:
         num_failed = 0

@@ -20,6 +20,7 @@ from millrace.gateway.rendering.embedding_jobs import classifier_of, inputs_of, 
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
+from millrace.schemas.asked import Api
 from millrace.schemas.embeddings import ClassifiedText, ClassifyList, ClassifyRequest
 from millrace.schemas.pooling import Pooling
 
@@ -28,7 +29,11 @@ ROUTE = "/classify"
 
 def classify_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
     decoder = msgspec.json.Decoder(ClassifyRequest)
-    return [PooledEndpoint(gateway, (ROUTE,), "classify", lambda body: _ask(decode(decoder, body)))]
+    return [
+        PooledEndpoint(
+            gateway, (ROUTE,), "classify", Api.CLASSIFY, lambda body: _ask(decode(decoder, body))
+        )
+    ]
 
 
 def class_activation(head: ClassifierHead, use_activation: bool | None) -> Activation:

@@ -28,6 +28,7 @@ from millrace.gateway.rendering.embedding_jobs import (
 from millrace.gateway.rendering.embedding_vectors import VectorForm
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
+from millrace.schemas.asked import Api
 from millrace.schemas.embeddings import (
     EmbeddingList,
     EmbeddingObject,
@@ -49,9 +50,15 @@ def embedding_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
     embeddings = msgspec.json.Decoder(EmbeddingRequest)
     pooling = msgspec.json.Decoder(PoolingRequest)
     return [
-        PooledEndpoint(gateway, (ROUTE,), "embd", lambda body: _embed(decode(embeddings, body))),
         PooledEndpoint(
-            gateway, (POOLING_ROUTE,), "pool", lambda body: _pool(decode(pooling, body))
+            gateway, (ROUTE,), "embd", Api.EMBEDDINGS, lambda body: _embed(decode(embeddings, body))
+        ),
+        PooledEndpoint(
+            gateway,
+            (POOLING_ROUTE,),
+            "pool",
+            Api.POOLING,
+            lambda body: _pool(decode(pooling, body)),
         ),
     ]
 

@@ -32,6 +32,7 @@ from millrace.gateway.transport.http import (
     read_body,
     wait_for_disconnect,
 )
+from millrace.schemas.asked import Api
 from millrace.schemas.embeddings import EmbeddingUsage
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import Done, TerminalFrame, Usage
@@ -114,11 +115,13 @@ class PooledEndpoint:
         gateway: Gateway,
         paths: Sequence[str],
         id_prefix: str,
+        api: Api,
         read: Callable[[bytes], PooledAsk],
     ) -> None:
         self._gateway = gateway
         self._paths = paths
         self._id_prefix = id_prefix
+        self._api = api
         self._read = read
 
     def routes(self) -> list[Route]:
@@ -181,6 +184,8 @@ class PooledEndpoint:
             await self._make(jobs, shape, made, request.receive)
         except _EndedBadlyError as error:
             refusal = refusal_of_end(error.end)
+            path = request.scope["route"].path
+            gateway.failure_log.failed(path, refusal, caller.tenant, request_id)
             headers = [*refusal.headers, *headers]
             return _with_headers(Response(refusal.body, refusal.status), [JSON, *headers])
         finally:
@@ -222,7 +227,7 @@ class PooledEndpoint:
         gateway = self._gateway
         received_ns = gateway.clock.now_ns()
         deadline_ns = received_ns + round(gateway.config.request_timeout_s * _NS_PER_S)
-        job = bare_job(model, caller, request_id, caller.tier, received_ns, deadline_ns)
+        job = bare_job(model, caller, request_id, caller.tier, received_ns, deadline_ns, self._api)
         return msgspec.structs.replace(
             job,
             pooling=pooling,

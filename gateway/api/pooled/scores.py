@@ -29,6 +29,7 @@ from millrace.gateway.rendering.text_cuts import Overflow, truncation
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
+from millrace.schemas.asked import Api
 from millrace.schemas.embeddings import (
     RankedDocument,
     RerankList,
@@ -58,8 +59,10 @@ def scoring_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
 
     score = msgspec.json.Decoder(ScoreRequest)
     return [
-        PooledEndpoint(gateway, RERANK_PATHS, "rerank", read_rerank),
-        PooledEndpoint(gateway, SCORE_PATHS, "score", lambda body: _score(decode(score, body))),
+        PooledEndpoint(gateway, RERANK_PATHS, "rerank", Api.RERANK, read_rerank),
+        PooledEndpoint(
+            gateway, SCORE_PATHS, "score", Api.SCORE, lambda body: _score(decode(score, body))
+        ),
     ]
 
 

@@ -22,14 +22,16 @@ from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.connection_writer import ConnectionWriter
 from millrace.gateway.transport.http import new_request_id
 from millrace.registry.requests.parsing import parse_generate
+from millrace.schemas.asked import Api, Asked
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError, shown
 from millrace.schemas.jobs import Source
+from millrace.schemas.records import ClientEnd
 from millrace.schemas.websocket import Error, Generate, GoingAway, Resume, ServerMessage
 
 _log = logging.getLogger(__name__)
 
-KEY_REVOKED = "key_revoked"
+KEY_REVOKED = ClientEnd.KEY_REVOKED
 _LAST_WORDS_S = 1.0
 _MAX_ID_CHARACTERS = 256
 _ROUTE = "/v1/ws"
@@ -157,7 +159,7 @@ class SocketSession(Client):
         self._schedule_flush()
         self.pending_bytes += len(payload)
         if self.pending_bytes > self.limit_bytes:
-            self.drop("slow_client")
+            self.drop(ClientEnd.SLOW_CLIENT)
 
     def close(self, *, hold: bool) -> None:
         """The socket is gone; with ``hold`` its client may come back for what runs."""
@@ -200,7 +202,13 @@ class SocketSession(Client):
             caller.tenant, num_items, partial(parse_generate, message)
         )
         requester = Requester(
-            caller, self, Source.WEBSOCKET, request, request.trace, request.arrived_s
+            caller,
+            self,
+            Source.WEBSOCKET,
+            request,
+            request.trace,
+            request.arrived_s,
+            Asked(api=Api.WEBSOCKET, stream=True),
         )
         if not message.idempotency_key:
             return await gateway.submitter.submit(parsed, requester, request.request_id)
@@ -246,7 +254,7 @@ class SocketSession(Client):
             self.wake(choice.stream)
 
     def _part_with(self, response: ResponseStream) -> None:
-        outcome = self.dropped or "disconnect"
+        outcome = self.dropped or ClientEnd.DISCONNECTED
         if response.trace is not None:
             response.trace.finish(error=outcome)
         if response.is_kept:
@@ -301,7 +309,7 @@ class SocketSession(Client):
         if payloads:
             self._writer.write(payloads)
         if self._is_going_away and not self._requests:
-            self.drop("going_away")
+            self.drop(ClientEnd.GOING_AWAY)
         if self._parting:
             self.drop(self._parting)
 

@@ -17,14 +17,14 @@ const WORKERS = [
   number("Running", (row) => whole(row.running)),
   number("Waiting", (row) => whole(row.waiting)),
   number("KV blocks", (row) => meter(row.blocks ? (100 * usedBlocks(row)) / row.blocks : 0), {
-    title: (row) => `${whole(usedBlocks(row))} of ${whole(row.blocks)} blocks`,
+    title: (row) => row.blocks ? `${whole(usedBlocks(row))} of ${whole(row.blocks)} blocks` : "No KV blocks are known",
   }),
   number("Pulled", (row) => whole(row.pulled_tokens), { unit: "tokens", note: PULLED, isOf: exchanges }),
   number("Served", (row) => whole(row.served_tokens), { unit: "tokens", note: SERVED, isOf: exchanges }),
   number("Busy", (row) => meter(100 * row.busy_share), { title: () => "of the last sample's time" }),
   number("Utilisation", (row) => (row.device_name ? percent(row.device_share <= 1 ? 100 * row.device_share : row.device_share) : "–")),
   number("Memory", (row) => (row.device_memory_total_bytes ? `${bytes(row.device_memory_bytes)} of ${bytes(row.device_memory_total_bytes)}` : "–")),
-  number("Step", (row) => `${compact(row.step_ms)} ms`, { unit: "mean" }),
+  number("Step", (row) => ms(row.step_ms), { unit: "mean" }),
   number("An hour", (row) => (Number(row.device_per_hour) ? money(row.device_per_hour, row.currency) : "–")),
 ];
 const UNIT_COST = [

@@ -41,7 +41,9 @@ def said() -> list[str]:
 
 @pytest.fixture
 def supervisor(tmp_path: Path, said: list[str]) -> Supervisor:
-    return Supervisor(tmp_path / "run", tmp_path / "logs", said.append)
+    return Supervisor(
+        tmp_path / "run", tmp_path / "logs", said.append, warn=lambda text: said.append(f"! {text}")
+    )
 
 
 def _pid(tmp_path: Path, name: str) -> int:
@@ -61,9 +63,12 @@ async def test_a_killed_process_is_started_again(
     os.kill(first, signal.SIGKILL)
     await eventually(lambda: bool(restarts))
     assert restarts[0] != first
-    assert said == ["part ended (signal SIGKILL); starting it again"]
+    assert said == ["! part ended (signal SIGKILL); starting it again"]
+    await supervisor.restart("part")
+    await eventually(lambda: len(restarts) == 2)
+    assert said[1:] == ["part ended (signal SIGTERM); starting it again"], "it was asked to"
     await supervisor.stop(within_s=5.0)
-    assert not psutil.pid_exists(restarts[0])
+    assert not psutil.pid_exists(restarts[1])
     assert not (tmp_path / "run" / "part.pid").exists()
 
 

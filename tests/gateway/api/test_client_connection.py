@@ -29,7 +29,7 @@ def test_a_wait_says_whether_something_happened_in_time() -> None:
 def test_what_happened_before_the_wait_ends_it_at_once() -> None:
     async def main(clock: VirtualClock) -> None:
         client = _client()
-        client.disconnect("disconnect")
+        client.disconnect("disconnected")
         assert await client.wait_up_to(15.0)
         assert not await client.wait_up_to(1.0)
         assert clock.monotonic() == 1.0

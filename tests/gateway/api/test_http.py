@@ -177,7 +177,7 @@ async def test_a_disconnect_cancels(front: RunningGateway, stream: bool) -> None
     await eventually(lambda: len(front.worker.cancelled) == 1)
     await eventually(lambda: len(front.gateway.streams) == 0)
     record = await delivery(front)
-    assert (record.outcome, record.request_id) == ("disconnect", front.worker.cancelled[0])
+    assert (record.outcome, record.request_id) == ("disconnected", front.worker.cancelled[0])
 
 
 async def delivery(front: RunningGateway) -> DeliveryRecord:

@@ -233,6 +233,7 @@ async def test_an_outage_of_the_bus_leaves_no_hole(
     ("frame", "status", "code"),
     [
         (Shed(retry_after_s=4), 429, "overloaded"),
+        (Shed(retry_after_s=4, code="queue_full"), 429, "queue_full"),
         (Expired(), 504, "deadline_exceeded"),
         (Failed(code="worker_failed", message="it broke", retryable=True), 503, "worker_failed"),
         (Failed(code="context_length_exceeded", message="x"), 400, "context_length_exceeded"),

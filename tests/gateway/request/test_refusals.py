@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,13 +20,15 @@ from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.tenancy.tenants import TenantStore
 from millrace.gateway.errors import Refusal
 from millrace.gateway.metrics import Metrics
+from millrace.gateway.request import failure_log
+from millrace.gateway.request.failure_log import FailureLog
 from millrace.gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
 from millrace.gateway.tenancy.caller import Caller
 from millrace.runtime.metrics_server import render
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.errors import BusUnavailableError
-from millrace.schemas.frames import Shed
+from millrace.schemas.frames import Cancelled, Failed, Shed
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import MAX_REFUSED_IDS, OTHER_REFUSALS, Record, RefusalRecord
 from millrace.schemas.tenants import LimitOverrides, TenantRecord
@@ -35,6 +39,9 @@ from tests.support.waiting import eventually
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a secret of mine"}]}
 CONFIG = GatewayConfig(auth="required", max_body_bytes=4_096, max_generations_per_socket=1)
+
+
+Told = Callable[[], list[dict[str, Any]]]
 
 
 class Book:
@@ -71,6 +78,23 @@ class Book:
 
 
 @pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Told:
+    """What the gateway's log says of refused and failed requests."""
+    caplog.set_level(logging.INFO, failure_log.__name__)
+    names = ("request_id", "tenant", "path", "status", "code", "num_left_out")
+
+    def lines() -> list[dict[str, Any]]:
+        records = [one for one in caplog.records if one.name == failure_log.__name__]
+        return [
+            {"what": one.getMessage(), "level": one.levelname}
+            | {name: vars(one)[name] for name in names if name in vars(one)}
+            for one in records
+        ]
+
+    return lines
+
+
+@pytest.fixture
 async def front(redis_server: RedisServer) -> AsyncIterator[RunningGateway]:
     async with running_gateway(CONFIG, redis=RedisConfig(url=redis_server.url)) as made:
         yield made
@@ -94,7 +118,9 @@ def bearer(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"}
 
 
-async def test_what_http_refuses(front: RunningGateway, book: Book, store: TenantStore) -> None:
+async def test_what_http_refuses(
+    front: RunningGateway, book: Book, store: TenantStore, told: Told
+) -> None:
     one_a_minute = LimitOverrides(requests_per_minute=1)
     record, limited_token = await store.create_key("acme", 0, limits=one_a_minute)
     _, token = await store.create_key("acme", 0)
@@ -144,13 +170,19 @@ async def test_what_http_refuses(front: RunningGateway, book: Book, store: Tenan
     assert {one.key_id for one in book.records if one.status == 401} == {"", revoked.key_id}
     # Nothing that a client wrote is in them.
     assert b"secret" not in b"".join(codec.encode(one) for one in book.records)
+    assert _of_log(told()) == _of_book(book)
+    assert {line["request_id"] for line in told()} == {
+        request_id for one in book.records for request_id in one.request_ids or ("",)
+    }
+    assert {(line["what"], line["level"]) for line in told()} == {("a request was refused", "INFO")}
+    assert "secret" not in str(told())
     shown = render(front.gateway.metrics.registry).decode()
     sample = 'millrace_refused_requests_total{code="requests_per_minute",route="%s",status="429"} 2'
     assert sample % chat in shown
 
 
 async def test_what_a_websocket_refuses(
-    front: RunningGateway, book: Book, store: TenantStore
+    front: RunningGateway, book: Book, store: TenantStore, told: Told
 ) -> None:
     _, token = await store.create_key("acme", 0)
     front.worker.gate.clear()
@@ -184,6 +216,16 @@ async def test_what_a_websocket_refuses(
         ("acme", "/v1/ws", 404, "unknown_id", ""): 1,
         ("acme", "/v1/ws", 404, "request_not_found", ""): 1,
     }
+    assert _of_log(told()) == _of_book(book)
+
+
+def _of_log(lines: list[dict[str, Any]]) -> Counter[tuple[Any, ...]]:
+    return Counter((one["tenant"], one["path"], one["status"], one["code"]) for one in lines)
+
+
+def _of_book(book: Book) -> Counter[tuple[Any, ...]]:
+    """The same as the records have it."""
+    return Counter({kind[:4]: count for kind, count in book.kinds().items()})
 
 
 async def _told(connection: ClientConnection, kind: str, **fields: Any) -> str:
@@ -205,7 +247,7 @@ async def _until_end(connection: ClientConnection) -> str:
 
 
 async def test_what_was_a_job_is_not_told_twice(
-    front: RunningGateway, book: Book, store: TenantStore
+    front: RunningGateway, book: Book, store: TenantStore, told: Told
 ) -> None:
     """A job that is shed has its own record, whatever door it came by and however it is told."""
     _, token = await store.create_key("acme", 0)
@@ -222,10 +264,39 @@ async def test_what_was_a_job_is_not_told_twice(
         assert (await http.post("/v1/chat/completions", content=b"{")).status_code == 400
     await book.until(1)
     assert list(book.kinds()) == [("acme", "/v1/chat/completions", 400, "invalid_json", "")]
+    failed = [line for line in told() if line["what"] == "a request failed"]
+    assert _of_log(failed) == {
+        ("acme", "/v1/chat/completions", 429, "overloaded"): 2,
+        ("acme", "/v1/embeddings", 429, "overloaded"): 1,
+        ("acme", "/v1/ws", 429, "overloaded"): 1,
+    }
+    assert len({line["request_id"] for line in failed}) == 4
+    assert len(told()) == 5
+
+
+async def test_a_failure_of_ours_is_a_warning_and_a_cancel_is_none(
+    front: RunningGateway, store: TenantStore, told: Told
+) -> None:
+    """Several choices of one request fail together, and are one line."""
+    _, token = await store.create_key("acme", 0)
+    async with httpx.AsyncClient(base_url=front.url, headers=bearer(token), timeout=20) as http:
+        front.worker.end_with = Failed(code="worker_failed", message="of a secret of mine")
+        answer = await http.post("/v1/chat/completions", json={**CHAT, "n": 3})
+        assert answer.status_code == 500
+        of_anthropic = await http.post("/v1/messages", json={**CHAT, "max_tokens": 4})
+        assert of_anthropic.status_code == 500
+        front.worker.end_with = Cancelled()
+        assert (await http.post("/v1/chat/completions", json=CHAT)).status_code == 409
+    assert [(line["path"], line["level"], line["status"]) for line in told()] == [
+        ("/v1/chat/completions", "WARNING", 500),
+        ("/v1/messages", "WARNING", 500),
+    ]
+    assert told()[0]["request_id"] == answer.headers["x-request-id"]
+    assert "secret" not in str(told())
 
 
 async def test_a_flood_over_http_leaves_few_records(
-    front: RunningGateway, book: Book, store: TenantStore
+    front: RunningGateway, book: Book, store: TenantStore, told: Told
 ) -> None:
     """With as many keys as requests, none of which is one; and the gateway answers meanwhile."""
     number = 600
@@ -244,6 +315,11 @@ async def test_a_flood_over_http_leaves_few_records(
     assert kind == (("", "/v1/chat/completions", 401, "invalid_api_key", ""), number)
     # One each second that it took.
     assert len(book.records) == len({record.recorded_ns for record in book.records})
+    front.gateway.failure_log.flush()
+    lines = [line for line in told() if "num_left_out" not in line]
+    left_out = [line["num_left_out"] for line in told() if "num_left_out" in line]
+    assert len(lines) <= failure_log.LINES_OF_A_KIND * len(left_out)
+    assert len(lines) + sum(left_out) == number
 
 
 # --- the bounds, whoever refuses ---------------------------------------------------------------
@@ -276,12 +352,32 @@ class FlakyOutbox:
 @asynccontextmanager
 async def _refusals() -> AsyncIterator[tuple[Refusals, FlakyOutbox, ManualClock]]:
     outbox, clock = FlakyOutbox(), ManualClock(1_000)
-    made = Refusals(outbox, clock, "gw", Metrics())  # type: ignore[arg-type]
+    made = Refusals(outbox, clock, "gw", Metrics(), FailureLog(clock))  # type: ignore[arg-type]
     yield made, outbox, clock
 
 
 def _refusal(code: str = "bad", status: int = 400) -> Refusal:
     return Refusal(status=status, code=code, message="never told")
+
+
+async def test_however_many_kinds_come_the_lines_of_the_log_are_bounded_and_count_them_all(
+    told: Told,
+) -> None:
+    log, number = FailureLog(ManualClock(1_000)), 10_000
+    for i in range(number):
+        log.refused(f"/v1/{i % 1_000}", _refusal(), "acme", f"r{i}")
+    log.flush()
+    lines = [line for line in told() if "num_left_out" not in line]
+    left_out = [line for line in told() if "num_left_out" in line]
+    assert len(lines) == failure_log.MAX_KINDS * 10
+    assert [(line["path"], line["num_left_out"]) for line in left_out] == [
+        ("others", number - len(lines))
+    ]
+    # An interval begins anew.
+    log.refused("/v1/0", _refusal(), "acme", "later")
+    assert told()[-1]["request_id"] == "later"
+    log.flush()
+    assert told()[-1]["request_id"] == "later"
 
 
 async def test_however_many_kinds_come_the_records_are_bounded_and_count_them_all() -> None:

@@ -109,7 +109,7 @@ async def test_an_end_that_came_while_the_client_was_away(pair: Pair) -> None:
     num_seen = [stream.num_seen for stream in pair.first.gateway.streams]
     pair.worker.gate.set()
     [early] = await records(pair)
-    assert early.outcome == "disconnect"
+    assert early.outcome == "disconnected"
     assert early.tokens_delivered == num_seen[0] < len(TEXT)
     await go_on(pair, pair.second, reading)
     [late] = await records(pair)

@@ -228,7 +228,7 @@ async def test_another_worker_goes_on(table: Table) -> None:
 async def test_resume_points_of_clients_that_are_gone(table: Table) -> None:
     stream = table.open()
     assert table.streams.resume_point("other") is None
-    table.streams.abort(stream, "disconnect")
+    table.streams.abort(stream, "disconnected")
     point = table.streams.resume_point("r1")
     assert point is not None
     assert not point.open
@@ -236,7 +236,7 @@ async def test_resume_points_of_clients_that_are_gone(table: Table) -> None:
 
 async def test_a_cancel_is_repeated_until_the_end_comes(table: Table) -> None:
     stream = table.open()
-    table.streams.abort(stream, "disconnect")
+    table.streams.abort(stream, "disconnected")
     await table.clock.advance(3)
     assert len(table.cancels) >= 3
     assert table.cancels[0].reason is CancelReason.DISCONNECT
@@ -250,10 +250,10 @@ async def test_a_cancel_is_repeated_until_the_end_comes(table: Table) -> None:
 
 async def test_a_cancel_without_an_answer_ends_after_a_bound(table: Table) -> None:
     stream = table.open()
-    table.streams.abort(stream, "disconnect")
+    table.streams.abort(stream, "disconnected")
     await table.clock.advance(16)
     assert table.ended == [stream]
-    assert stream.outcome == "disconnect"
+    assert stream.outcome == "disconnected"
 
 
 async def test_a_stream_that_nobody_came_back_for_ends_though_its_cancel_was_lost(
@@ -267,12 +267,12 @@ async def test_a_stream_that_nobody_came_back_for_ends_though_its_cancel_was_los
     assert len(table.cancels) > 2
     await table.clock.advance(16.0)
     assert len(table.streams) == 0
-    assert [ended.outcome for ended in table.ended] == ["disconnect"]
+    assert [ended.outcome for ended in table.ended] == ["disconnected"]
 
 
 async def test_a_client_that_leaves_before_its_job_is_stored(table: Table) -> None:
     stream = table.streams.open(JOB, table.client, table.clock.monotonic())
-    table.streams.abort(stream, "disconnect")
+    table.streams.abort(stream, "disconnected")
     await table.clock.advance(0.1)
     assert table.cancels == []
     table.streams.accept(stream)

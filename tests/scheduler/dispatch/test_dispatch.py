@@ -14,7 +14,7 @@ from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.scheduler.intake.puller import Puller
 from millrace.schemas.control import Cancel
-from millrace.schemas.frames import Cancelled, Expired, Failed, Queued
+from millrace.schemas.frames import Cancelled, Expired, Failed, Queued, Shed
 from millrace.schemas.jobs import JobResult, Tier
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.records import Status
@@ -318,7 +318,7 @@ async def test_a_late_job_expires_at_the_pull_and_while_held(world: World) -> No
     await world.until(lambda: isinstance(world.terminal("soon"), Expired), within_s=1.0)
     record = world.record("soon")
     assert record is not None
-    assert record.status is Status.EXPIRED
+    assert (record.status, record.error_code) == (Status.EXPIRED, "deadline_exceeded")
     assert world.num_stored == 0
 
 
@@ -330,10 +330,11 @@ async def test_the_newest_are_shed_above_the_bound() -> None:
     await world.until(lambda: world.num_stored == 5)
     await world.until(lambda: len(world.records()) == 3)
     assert {record.request_id for record in world.records()} == {"r5", "r6", "r7"}
-    assert all(record.status is Status.SHED for record in world.records())
+    ends = {(record.status, record.error_code) for record in world.records()}
     frame = world.terminal("r7")
-    assert frame is not None
-    assert frame.retry_after_s > 0  # type: ignore[union-attr]
+    assert isinstance(frame, Shed)
+    assert ends == {(Status.SHED, frame.code)} == {(Status.SHED, "queue_full")}
+    assert frame.retry_after_s > 0
     result = await world.client.results.fetch("local", "r6")
     assert result is not None
     assert result.status == "shed"

@@ -63,7 +63,8 @@ async def test_every_panel_has_its_columns_and_rows(store: Store) -> None:
             figures = [
                 kind
                 for column, kind in columns.items()
-                if column != "time" and kind.startswith(("UInt", "Int", "Float", "Nullable(Float"))
+                if column != "time"
+                and kind.removeprefix("Nullable(").startswith(("UInt", "Int", "Float"))
             ]
             labels = [kind for kind in columns.values() if kind == "String"]
             # Anything else would be neither a line nor what a line is told by.

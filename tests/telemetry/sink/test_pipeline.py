@@ -74,6 +74,42 @@ async def test_a_row_says_what_its_record_said(store: Store, embedded_kafka: Kaf
     assert rows[1][7] is None
 
 
+async def test_what_is_unknown_is_null_and_a_zero_that_was_measured_stays(
+    store: Store, embedded_kafka: KafkaConfig
+) -> None:
+    bus = MemoryBus(MemoryBroker())
+    seen = msgspec.structs.replace(delivery_record(1), intake_ms=0.5, longest_gap_ms=20.0)
+    unseen = msgspec.structs.replace(delivery_record(2), first_byte_ms=0.0, tokens_delivered=0)
+    idle = msgspec.structs.replace(
+        worker_sample(1, worker="gpu"),
+        num_steps=0,
+        step_ms_mean=0.0,
+        num_free_blocks=0,
+        device_name="H100",
+        device_share=0.0,
+        device_memory_total_bytes=80,
+    )
+    foreign = msgspec.structs.replace(
+        worker_sample(2, worker="server"), num_blocks=0, num_free_blocks=0, step_ms_mean=8.0
+    )
+    for record in (seen, unseen, idle, foreign):
+        await bus.outbox.publish(record)
+    async with running(bus, store, embedded_kafka) as service:
+
+        async def landed() -> bool:
+            return await service.ledger.mark() == 4
+
+        await eventually(landed, timeout_s=20, poll_s=POLL_S)
+    assert await store.rows(
+        "SELECT first_byte_ms, intake_ms, longest_gap_ms, stalled_ms FROM deliveries "
+        "ORDER BY request_id"
+    ) == [(12.5, 0.5, 20.0, 0.0), (None, None, None, 0.0)]
+    assert await store.rows(
+        "SELECT num_blocks, num_free_blocks, step_ms_mean, device_share, device_memory_bytes, "
+        "device_memory_total_bytes FROM worker_samples ORDER BY worker"
+    ) == [(1024, 0, None, 0.0, 0, 80), (None, None, 8.0, None, None, None)]
+
+
 async def test_poison_goes_to_the_dead_letters_and_its_batch_lands(
     store: Store, embedded_kafka: KafkaConfig
 ) -> None:

@@ -68,18 +68,41 @@ async def test_records_of_version_1_land_with_the_defaults_of_what_they_lack(
     await land(store, embedded_kafka, written)
     requests = await store.rows(
         "SELECT request_id, tenant, completion_tokens, cost, toUnixTimestamp64Micro(done_at), "
+        "api, stream, max_tokens, deadline_at, called_tools, num_tool_calls, "
         "device_us, device_cost, lives, dispatched_at, trace_id, pulled_tokens, kv_source, pulls, "
         "num_devices, record_version FROM requests FINAL"
     )
     cost = Decimal("0.0000222")
     assert requests == [
-        ("v1-request", "acme", 34, cost, DONE_US_1, 0, Decimal(0), [], None, "", 0, "", [], 1, 1)
+        (
+            "v1-request",
+            "acme",
+            34,
+            cost,
+            DONE_US_1,
+            "",
+            None,
+            None,
+            None,
+            [],
+            0,
+            0,
+            Decimal(0),
+            [],
+            None,
+            "",
+            0,
+            "",
+            [],
+            1,
+            1,
+        )
     ]
     deliveries = await store.rows(
         "SELECT request_id, gateway, tokens_delivered, model, num_resumes, num_stalls, stalled_ms, "
         "longest_gap_ms, record_version FROM deliveries FINAL"
     )
-    assert deliveries == [("v1-request", "g-1", 34, "", 0, 0, 0.0, 0.0, 1)]
+    assert deliveries == [("v1-request", "g-1", 34, "", 0, 0, 0.0, None, 1)]
     samples = await store.rows(
         "SELECT worker, num_steps, busy_share, busy_us, charged_us, device_name, device_per_hour, "
         "role, pulled_tokens, served_tokens, num_devices, record_version FROM worker_samples FINAL"

@@ -19,10 +19,12 @@ from millrace.registry.routing.router import (
     TIER,
 )
 from millrace.registry.routing.score import Cue
+from millrace.schemas.asked import Api
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.engines import CostMethod, WorkerRole
+from millrace.schemas.frames import FinishReason
 from millrace.schemas.jobs import Source, Tier
-from millrace.schemas.records import Status
+from millrace.schemas.records import ClientEnd, Status
 from millrace.schemas.tenants import LimitSet
 from millrace.telemetry.store.declaration import INTERNAL, load_declaration, load_values
 from millrace.telemetry.store.migrate import migrate
@@ -98,6 +100,9 @@ def test_the_declared_values_are_those_of_the_code() -> None:
         "role": WorkerRole,
         "limit": LimitSet.__struct_fields__,
         "route_reason": reasons,
+        "finish_reason": FinishReason,
+        "api": [api for api in Api if api is not Api.UNKNOWN],
+        "outcome": [*Status, *ClientEnd],
     }
     assert {name: set(values) for name, values in load_values().items()} == {
         name: set(map(str, values)) for name, values in of_code.items()
@@ -125,11 +130,11 @@ async def test_what_differs_is_made_again_and_nothing_else(spoiled: Store) -> No
 
 
 async def test_a_view_follows_the_type_of_a_column(spoiled: Store) -> None:
-    await spoiled.command("ALTER TABLE deliveries MODIFY COLUMN intake_ms Nullable(Float64)")
+    await spoiled.command("ALTER TABLE deliveries MODIFY COLUMN stalled_ms Nullable(Float64)")
     assert await migrate(spoiled) == ["views deliveries_once"]
     [(kind,)] = await spoiled.rows(
         "SELECT type FROM system.columns "
-        "WHERE database = currentDatabase() AND table = 'deliveries_once' AND name = 'intake_ms'"
+        "WHERE database = currentDatabase() AND table = 'deliveries_once' AND name = 'stalled_ms'"
     )
     assert kind == "Nullable(Float64)"
 

@@ -9,6 +9,7 @@ import pytest
 
 from millrace.bus import subjects
 from millrace.registry.served import ServedModel
+from millrace.schemas.asked import Api
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.frames import (
@@ -89,6 +90,9 @@ async def test_done_leaves_frames_a_record_and_no_job(demo: ServedModel) -> None
             done_ns=job.received_ns + _S * 3 // 2,
             epoch=1,
             num_preemptions=3,
+            api=Api.JOB,
+            stream=True,
+            max_tokens=job.sampling.max_tokens,
         )
         await eventually(
             lambda: b.index.calls == [("start", "r1", 1), ("finish", "r1", 1)], what="the index"
@@ -125,15 +129,20 @@ async def test_length_flushes_what_was_held_back(demo: ServedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "frame", "status"),
+    ("reason", "frame", "status", "code"),
     [
-        (CancelReason.CLIENT, Cancelled(epoch=1, num_tokens=2), Status.CANCELLED),
-        (CancelReason.DISCONNECT, Cancelled(epoch=1, num_tokens=2), Status.CANCELLED),
-        (CancelReason.DEADLINE, Expired(epoch=1, num_tokens=2), Status.EXPIRED),
+        (CancelReason.CLIENT, Cancelled(epoch=1, num_tokens=2), Status.CANCELLED, "cancelled"),
+        (CancelReason.DISCONNECT, Cancelled(epoch=1, num_tokens=2), Status.CANCELLED, "cancelled"),
+        (
+            CancelReason.DEADLINE,
+            Expired(epoch=1, num_tokens=2),
+            Status.EXPIRED,
+            "deadline_exceeded",
+        ),
     ],
 )
 async def test_cancelled(
-    demo: ServedModel, reason: CancelReason, frame: Cancelled | Expired, status: Status
+    demo: ServedModel, reason: CancelReason, frame: Cancelled | Expired, status: Status, code: str
 ) -> None:
     async with bench(demo) as b:
         await b.dispatch()
@@ -142,7 +151,8 @@ async def test_cancelled(
         assert await b.ended() == frame
         assert b.engine.cancelled == ["r1:1"]
         (record,) = await b.records()
-        assert (record.status, record.completion_tokens) == (status, 2)
+        ended = (record.status, record.error_code, record.completion_tokens)
+        assert ended == (status, code, 2)
         assert await b.num_queued() == 0
         # What the step that was under way still made is of no use to anybody.
         b.engine.emit("r1:1", [22])
@@ -214,7 +224,7 @@ async def test_the_deadline_passes(demo: ServedModel) -> None:
         assert await b.ended() == Expired(epoch=1, num_tokens=1)
         assert b.engine.cancelled == ["r1:1"]
         (record,) = await b.records()
-        assert record.status is Status.EXPIRED
+        assert (record.status, record.error_code) == (Status.EXPIRED, "deadline_exceeded")
 
 
 async def test_a_deadline_that_has_passed_never_reaches_the_engine(demo: ServedModel) -> None:

@@ -130,6 +130,7 @@ class Finalizer:
                     self._context.worker_id,
                     self._prices_of(generation),
                     PROMISES[self._context.config.engine.kind].cost_method,
+                    self._context.model.tokenizer.tool_format,
                 )
                 await self._retry(
                     lambda: self._bus.outbox.publish(record, _RECORD_LINGER_S), generation

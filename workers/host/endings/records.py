@@ -13,8 +13,18 @@ from millrace.bus.jobs.ends import record_of, result_of
 from millrace.registry.pricing import PriceBook, cost, device_cost
 from millrace.schemas.engines import CostMethod
 from millrace.schemas.frames import Usage
-from millrace.schemas.jobs import JobResult
-from millrace.schemas.records import Attempt, RequestRecord, Status, sum_energy, sum_pulled
+from millrace.schemas.jobs import JobResult, asked_of
+from millrace.schemas.records import (
+    MAX_CALLED_TOOLS,
+    MAX_TOOL_NAME_CHARACTERS,
+    Attempt,
+    RequestRecord,
+    Status,
+    sum_energy,
+    sum_pulled,
+)
+from millrace.schemas.tools import ToolFormat
+from millrace.workers.host.generations.chat_answer import ChatAnswer
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.pulls import pulled_from
 from millrace.workers.host.generations.state import since_ms
@@ -23,14 +33,19 @@ _US_PER_MS = 1e3
 
 
 def request_record(
-    generation: Generation, worker_id: str, prices: PriceBook, cost_method: CostMethod
+    generation: Generation,
+    worker_id: str,
+    prices: PriceBook,
+    cost_method: CostMethod,
+    tool_format: ToolFormat | None,
 ) -> RequestRecord:
     """The record of an ended generation. The times of the first token and the mean time per token
     are those of this attempt; the token counts are those of the whole answer, and so is the device
     time, as far as it is known, and the energy, if it is known of all attempts. So are the tokens
-    that were pulled. A request that never ran costs nothing and has no price version. If all that
-    is known of earlier attempts is device time, the row has a price version for that and no prompt
-    tokens, so that cost and tokens agree."""
+    that were pulled. ``finish_reason`` is what the client is told: ``tool_calls`` where its answer
+    calls tools, in the model's ``tool_format``. A request that never ran costs nothing and has no
+    price version. If all that is known of earlier attempts is device time, the row has a price
+    version for that and no prompt tokens, so that cost and tokens agree."""
     job, outcome, usage = generation.job, generation.outcome, generation.usage() or Usage()
     timing, ran = generation.timing, generation.ran
     assert outcome is not None
@@ -43,6 +58,11 @@ def request_record(
     )
     earlier_pulled_tokens, earlier_source = sum_pulled(lives)
     own_source = pulled_from(generation.kv_source, generation.num_pulled_tokens)
+    read = _read_answer(generation, tool_format)
+    called = () if read is None else read.called_names
+    reason = outcome.finish_reason
+    if reason is not None and read is not None:
+        reason = read.finish_reason(reason)
     answer = timing.answer(outcome.status, received_ns, num_own_tokens)
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, timing.done_ns),
@@ -54,7 +74,9 @@ def request_record(
         ttft_ms=answer.ttft_ms,
         tpot_us=answer.tpot_ms * _US_PER_MS,
         total_ms=answer.total_ms,
-        finish_reason=outcome.finish_reason.value if outcome.finish_reason else "",
+        finish_reason="" if reason is None else reason.value,
+        num_tool_calls=len(called),
+        called_tools=tuple(name[:MAX_TOOL_NAME_CHARACTERS] for name in called[:MAX_CALLED_TOOLS]),
         cost=cost(prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
         currency=prices.currency,
         price_version=prices.version if ran or device_us else "",
@@ -75,6 +97,17 @@ def request_record(
         kv_source=own_source or earlier_source,
         num_devices=generation.device_use.num_devices,
     )
+
+
+def _read_answer(generation: Generation, tool_format: ToolFormat | None) -> ChatAnswer | None:
+    """The answer as its reader tells it apart; None if nothing is told from its text."""
+    job, outcome = generation.job, generation.outcome
+    if generation.answer is not None or outcome is None or not asked_of(job).reads_calls:
+        return generation.answer
+    answer = ChatAnswer.read_by_gateway(job, tool_format)
+    answer.read([generation.text])
+    answer.finish(outcome.finish_reason, generation.stop_reason)
+    return answer
 
 
 def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt:

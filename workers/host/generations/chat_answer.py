@@ -23,7 +23,7 @@ from millrace.registry.tool_formats.freeform import InputReader
 from millrace.registry.tool_formats.strictness import violations
 from millrace.schemas.chat.messages import CalledCustom, CalledFunction, MessageToolCall
 from millrace.schemas.frames import CustomDelta, FinishReason, FunctionDelta, ToolCallDelta
-from millrace.schemas.jobs import AnswerForm, Job
+from millrace.schemas.jobs import AnswerForm, Job, asked_of
 from millrace.schemas.notices import Notices
 from millrace.schemas.tools import ToolCall, ToolFormat
 
@@ -85,7 +85,15 @@ class ChatAnswer:
     ``notices`` name, once it has ended, the calls of strict tools that do not fit their schemas.
     """
 
-    def __init__(self, form: AnswerForm, job: Job, tool_format: ToolFormat | None) -> None:
+    def __init__(
+        self,
+        form: AnswerForm,
+        job: Job,
+        tool_format: ToolFormat | None,
+        *,
+        reads_calls: bool = False,
+    ) -> None:
+        """Calls are told from text if the form has tools, or if ``reads_calls``."""
         self._contents: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[_Call] = []
@@ -98,7 +106,7 @@ class ChatAnswer:
         reasoning = job.sampling.reasoning
         self._reasoning = None if reasoning is None else ReasoningParser(reasoning)
         self._parser: ToolCallParser | None = None
-        if form.tools and tool_format is not None:
+        if (form.tools or reads_calls) and tool_format is not None:
             numbers = itertools.count()
             self._parser = ToolCallParser(
                 tool_format,
@@ -114,6 +122,18 @@ class ChatAnswer:
         if job.answer is None or job.sampling.use_beam_search:
             return None
         return cls(job.answer, job, tool_format)
+
+    @classmethod
+    def read_by_gateway(cls, job: Job, tool_format: ToolFormat | None) -> ChatAnswer:
+        """That of a job whose gateway tells calls from text, read as the gateway does."""
+        asked = asked_of(job)
+        form = AnswerForm(must_call=asked.must_call)
+        return cls(form, job, tool_format, reads_calls=asked.reads_calls)
+
+    @property
+    def called_names(self) -> tuple[str, ...]:
+        """The names of the tools that it calls, in the order of the calls."""
+        return tuple(call.name for call in self._calls)
 
     @property
     def is_certain(self) -> bool:

@@ -83,7 +83,8 @@ class RunTrace:
         if outcome is None:
             error = "taken_over"
         elif outcome.finish_reason is not None:
-            attributes["gen_ai.response.finish_reasons"] = (outcome.finish_reason.value,)
+            reason = generation.finish_reason or outcome.finish_reason
+            attributes["gen_ai.response.finish_reasons"] = (reason.value,)
         elif outcome.status is not Status.DONE:
             error = outcome.error_code
         verb = "generate" if generation.job.pooling is None else "embed"

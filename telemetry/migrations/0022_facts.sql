@@ -1,0 +1,27 @@
+-- What is unknown is NULL in rows from here on; rows of before keep their 0.
+ALTER TABLE deliveries
+    MODIFY COLUMN first_byte_ms Nullable(Float64) DEFAULT NULL,
+    MODIFY COLUMN intake_ms Nullable(Float64) DEFAULT NULL,
+    MODIFY COLUMN longest_gap_ms Nullable(Float64) DEFAULT NULL;
+
+ALTER TABLE worker_samples
+    MODIFY COLUMN num_blocks Nullable(UInt32) DEFAULT NULL,
+    MODIFY COLUMN num_free_blocks Nullable(UInt32) DEFAULT NULL,
+    MODIFY COLUMN step_ms_mean Nullable(Float64) DEFAULT NULL,
+    MODIFY COLUMN device_share Nullable(Float64) DEFAULT NULL,
+    MODIFY COLUMN device_memory_bytes Nullable(UInt64) DEFAULT NULL,
+    MODIFY COLUMN device_memory_total_bytes Nullable(UInt64) DEFAULT NULL;
+
+ALTER TABLE workers_by_minute
+    MODIFY COLUMN device_share_ms Nullable(Float64) DEFAULT NULL,
+    MODIFY COLUMN device_memory_bytes Nullable(UInt64) DEFAULT NULL,
+    MODIFY COLUMN device_memory_total_bytes Nullable(UInt64) DEFAULT NULL;
+
+-- How a request was asked, and the tools that its answer called.
+ALTER TABLE requests
+    ADD COLUMN IF NOT EXISTS api LowCardinality(String) DEFAULT '',
+    ADD COLUMN IF NOT EXISTS stream Nullable(Bool) DEFAULT NULL,
+    ADD COLUMN IF NOT EXISTS max_tokens Nullable(UInt32) DEFAULT NULL,
+    ADD COLUMN IF NOT EXISTS deadline_at Nullable(DateTime64(6, 'UTC')) DEFAULT NULL,
+    ADD COLUMN IF NOT EXISTS called_tools Array(LowCardinality(String)),
+    ADD COLUMN IF NOT EXISTS num_tool_calls UInt32 DEFAULT 0;
