@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import time
 
+import pytest
+
 from millrace.schemas.control import TelemetryQuery
 from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.store.store import Store
@@ -77,3 +79,12 @@ async def test_the_page_of_tables_is_of_today(store: Store) -> None:
     rows = await described(store)
     assert (ROOT / MARKDOWN).read_text(encoding="utf-8") == as_markdown(rows)
     assert (ROOT / ROWS).read_text(encoding="utf-8") == as_json(rows)
+
+
+@pytest.mark.parametrize("name", ["usage_by_minute", "usage_by_minute_once"])
+async def test_the_tables_are_asked_for_by_either_name(store: Store, name: str) -> None:
+    query = TelemetryQuery(name="tables", params={"table": name})
+    rows = rows_of(await Answers(store.reader).answer(query))
+    assert {row["table"] for row in rows} == {"usage_by_minute", "usage_by_minute_once"}
+    assert {"ttft_ms", "ttft_p95_ms", "cost"} <= {row["column"] for row in rows}
+    assert "fingerprint" not in {row["column"] for row in rows}
