@@ -155,6 +155,10 @@ async def test_a_view_has_percentiles_in_place_of_states(store: Store) -> None:
         "AND endsWith(table, '_once') AND startsWith(type, 'AggregateFunction')"
     )
     assert kinds == []
+    for view in (table.view for table in load_declaration().values() if table.view):
+        await store.rows(f"SELECT * FROM {view} LIMIT 100")
+        for form in ("JSONEachRow", "Parquet", "RowBinaryWithNamesAndTypes"):
+            await store.reader.read(f"SELECT * FROM {view} LIMIT 100", {}, form)
     wanted = await store.rows(
         "SELECT toStartOfMinute(done_at) AS minute, tenant, user, any(ttft_ms), any(tpot_ms) "
         "FROM requests_once GROUP BY minute, tenant, user HAVING count() = 1 ORDER BY ALL"
