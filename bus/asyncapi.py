@@ -36,6 +36,7 @@ from millrace.schemas.records import (
     RefusalRecord,
     RequestRecord,
     TranscriptRecord,
+    WorkerLossRecord,
     WorkerSample,
 )
 
@@ -285,6 +286,12 @@ _CHANNELS = (
         subjects.REFUSAL_RECORD,
         "What was refused before it was a job",
         RefusalRecord,
+    ),
+    _records(
+        "worker-loss-records",
+        subjects.WORKER_LOSS_RECORD,
+        "Workers that were lost, and why",
+        WorkerLossRecord,
     ),
 )
 

@@ -17,6 +17,7 @@ from millrace.schemas.records import (
     RefusalRecord,
     RequestRecord,
     TranscriptRecord,
+    WorkerLossRecord,
     WorkerSample,
 )
 
@@ -56,6 +57,7 @@ DELIVERY_RECORD = "rec.delivery"
 WORKER_RECORD = "rec.worker"
 TRANSCRIPT_RECORD = "rec.transcript"
 REFUSAL_RECORD = "rec.refusal"
+WORKER_LOSS_RECORD = "rec.worker_loss"
 ALL_FILES = "files.>"
 ALL_BATCHES = "batches.>"
 ALL_WORKERS = f"$KV.{WORKERS_BUCKET}.*"
@@ -89,6 +91,7 @@ DELIVERIES_TOPIC = "millrace.deliveries.v1"
 WORKERS_TOPIC = "millrace.workers.v1"
 TRANSCRIPTS_TOPIC = "millrace.transcripts.v1"
 REFUSALS_TOPIC = "millrace.refusals.v1"
+WORKER_LOSSES_TOPIC = "millrace.worker-losses.v1"
 DEAD_TOPIC = "millrace.dlq"
 BRIDGE_TOPIC = "millrace.bridge"  # signed by the bridge: a Kafka without it is a new one
 RECORD_TOPICS = (
@@ -97,6 +100,7 @@ RECORD_TOPICS = (
     WORKERS_TOPIC,
     TRANSCRIPTS_TOPIC,
     REFUSALS_TOPIC,
+    WORKER_LOSSES_TOPIC,
 )
 
 _CACHED_LINES = 4096
@@ -365,6 +369,8 @@ def record(item: Record) -> str:
             return TRANSCRIPT_RECORD
         case RefusalRecord():
             return REFUSAL_RECORD
+        case WorkerLossRecord():
+            return WORKER_LOSS_RECORD
 
 
 def record_identity(item: Record) -> str:
@@ -382,6 +388,8 @@ def record_identity(item: Record) -> str:
             return f"transcript:{token(item.request_id)}"
         case RefusalRecord():
             return f"refusal:{token(item.gateway_id)}:{item.recorded_ns}:{item.number}"
+        case WorkerLossRecord():
+            return f"worker_loss:{token(item.worker_id)}:{item.observer.value}:{item.lost_ns}"
 
 
 def topic(record_subject: str) -> str:
@@ -395,4 +403,5 @@ _TOPICS = {
     WORKER_RECORD: WORKERS_TOPIC,
     TRANSCRIPT_RECORD: TRANSCRIPTS_TOPIC,
     REFUSAL_RECORD: REFUSALS_TOPIC,
+    WORKER_LOSS_RECORD: WORKER_LOSSES_TOPIC,
 }

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from millrace.bus.api import Bus
 from millrace.bus.control import unless_forbidden
 from millrace.bus.fleet.directories import Directories
+from millrace.bus.fleet.losses import publish_loss
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.keeper import LimitKeeper
@@ -21,6 +22,7 @@ from millrace.scheduler.dispatch.health_monitor import HealthMonitor
 from millrace.scheduler.dispatch.lease_recovery import LeaseRecovery
 from millrace.scheduler.dispatch.role_watch import RoleWatch
 from millrace.scheduler.fleet.fleet import Departed, Departure
+from millrace.scheduler.fleet.losses import loss_of
 from millrace.scheduler.fleet.rollout_watch import RolloutWatch
 from millrace.scheduler.intake.model_cache import ModelCache
 from millrace.scheduler.intake.queue_watch import QueueWatch
@@ -284,6 +286,8 @@ class Scheduler:
                     "num_requests": len(gone.request_ids),
                 },
             )
+            recording = publish_loss(self.context.bus, self.context.clock, loss_of(gone))
+            self._answers.spawn(recording, "record a lost worker")
             self.context.prefixes.drop(gone.worker_id)
             scheduled_jobs = [
                 scheduled

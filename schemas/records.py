@@ -304,4 +304,53 @@ OTHER_REFUSALS = "others"
 # ClickHouse's DateTime, which rows expire by, ends in 2106: what is later is a mistake.
 MAX_RECORD_TIME_NS = ((1 << 32) - 1) * 1_000_000_000
 
-Record = RequestRecord | DeliveryRecord | WorkerSample | TranscriptRecord | RefusalRecord
+
+class LossCause(StrEnum):
+    """Why a worker, or its engine's process, was lost."""
+
+    STOPPED = "stopped"
+    SILENT = "silent"
+    REPLACED = "replaced"
+    SIGNAL = "signal"
+    EXIT = "exit"
+    OUT_OF_MEMORY = "out_of_memory"
+
+
+class LossObserver(StrEnum):
+    """The part that saw a loss."""
+
+    SCHEDULER = "scheduler"
+    PROCESS_KEEPER = "process_keeper"
+    WORKER = "worker"
+
+
+class WorkerLossRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="worker_loss"):
+    """A worker that was lost, as one part saw it: the same loss may have a record of each.
+
+    A scheduler sees that a worker says goodbye (STOPPED), is silent, or has a successor of its name
+    (REPLACED); ``lost_ns`` is the worker's last heartbeat then, and all schedulers record the same.
+    The keeper of a local system's processes sees how the process ended: by a SIGNAL, with an EXIT
+    code, or killed because memory was short; ``detail`` is the signal's name or the code. A worker
+    sees the same of its engine's process, after which it starts another engine.
+    ``num_requests`` ran or waited there, as far as its last heartbeat or the worker itself says.
+    """
+
+    worker_id: str
+    name: str
+    model: str
+    lost_ns: int
+    cause: LossCause
+    observer: LossObserver
+    detail: str = ""
+    num_requests: int = 0
+    version: int = RECORD_VERSION
+
+
+Record = (
+    RequestRecord
+    | DeliveryRecord
+    | WorkerSample
+    | TranscriptRecord
+    | RefusalRecord
+    | WorkerLossRecord
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -46,6 +47,7 @@ from millrace.cli.local.scrape_targets import (
 from millrace.cli.local.server_files import nats_config, redis_config
 from millrace.cli.local.store_recovery import StoreRecovery, with_folders
 from millrace.cli.local.supervisor import Process, Supervisor
+from millrace.cli.local.worker_losses import WorkerLosses
 from millrace.cli.local.worker_pool import WorkerPool
 from millrace.runtime.binaries import nats_server_path, redis_server_path
 from millrace.runtime.clock import SystemClock
@@ -129,6 +131,7 @@ class Stack:
         processes = TargetedProcesses(self.supervisor, self._targets)
         self._pool = WorkerPool(processes, self._worker, self.plan.data / "run", self.say)
         self.live.pool = self._pool
+        self._losses = WorkerLosses(self._pool.status)
         self.records = RecordKeeping(
             self.supervisor,
             self.plan.data / "run",
@@ -152,6 +155,7 @@ class Stack:
         bus = await nats_bus.connect(config.nats, "millrace-up", part=Part.SCHEDULER)
         self.system_state.bus = bus
         await bus.workers.watch(self._pool.note)
+        self.supervisor.on_lost = partial(self._losses.note, bus)
         self._store_recovery = StoreRecovery(
             config.storage, bus.storage, self.supervisor.restart, SystemClock(), self.say
         )
@@ -186,6 +190,7 @@ class Stack:
         await self.records.close()
         if self._store_recovery is not None:
             await self._store_recovery.close()
+        await self._losses.close()
         await self._pool.close()
         if self.system_state.bus is not None:
             await self.system_state.bus.close()

@@ -13,9 +13,10 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from millrace.cli.local.private_files import make_private, write_private
-from millrace.runtime.exits import how_it_ended
+from millrace.runtime.exits import how_it_ended, num_oom_kills
 from millrace.runtime.process import python_environment
 
 _PR_SET_PDEATHSIG = 1
@@ -68,6 +69,15 @@ class PartView:
     is_ready: bool
 
 
+class Lost(NamedTuple):
+    """A process that has ended without being asked to, and its return code. ``oom_kills`` is what
+    ``num_oom_kills`` said when it began."""
+
+    name: str
+    code: int
+    oom_kills: int
+
+
 class Supervisor:
     """Owns the processes that it starts: none outlives it, even if it is killed."""
 
@@ -87,6 +97,7 @@ class Supervisor:
         self._log_dir = log_dir
         self._say = say
         self._warn = warn or say
+        self.on_lost: Callable[[Lost], None] = lambda _lost: None
         self._running: dict[str, _Running] = {}
         self._stopping = False
         make_private(run_dir)
@@ -175,6 +186,7 @@ class Supervisor:
         finally:
             log.close()
         running.started_at, running.is_ready = time.monotonic(), False
+        running.oom_kills = num_oom_kills()
         write_private(self._pid_file(running), f"{running.handle.pid}\n")
 
     async def _wait_ready(self, running: _Running) -> None:
@@ -206,7 +218,11 @@ class Supervisor:
                 return
             if time.monotonic() - running.started_at > _STABLE_AFTER_S:
                 backoff_s = _FIRST_BACKOFF_S
-            tell = self._say if running.is_asked_to_end else self._warn
+            if running.is_asked_to_end:
+                tell = self._say
+            else:
+                tell = self._warn
+                self.on_lost(Lost(running.process.name, code, running.oom_kills))
             running.is_asked_to_end = False
             tell(f"{running.process.name} ended ({how_it_ended(code)}); starting it again")
             await asyncio.sleep(backoff_s)
@@ -244,6 +260,7 @@ class _Running:
     num_restarts: int = 0
     is_ready: bool = False
     is_asked_to_end: bool = False
+    oom_kills: int = 0
 
 
 def _stage(running: _Running) -> int:

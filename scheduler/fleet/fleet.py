@@ -24,12 +24,13 @@ class Departure(StrEnum):
 
 
 class Departed(NamedTuple):
-    """A worker that is gone, and the requests of ours that it held."""
+    """A worker that is gone, the requests of ours that it held, and its last heartbeat."""
 
     worker_id: str
     name: str
     why: Departure
     request_ids: tuple[str, ...]
+    status: WorkerStatus
 
 
 class Fleet:
@@ -129,7 +130,7 @@ class Fleet:
         incarnations.discard(worker_id)
         if not incarnations:
             del self._by_name[worker.status.name]
-        return [Departed(worker_id, worker.status.name, why, tuple(worker.runs))]
+        return [Departed(worker_id, worker.status.name, why, tuple(worker.runs), worker.status)]
 
     def _past_until(self, worker_id: str, until_s: float) -> None:
         """What is heard of it before then was on its way."""

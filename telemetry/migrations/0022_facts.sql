@@ -25,3 +25,22 @@ ALTER TABLE requests
     ADD COLUMN IF NOT EXISTS deadline_at Nullable(DateTime64(6, 'UTC')) DEFAULT NULL,
     ADD COLUMN IF NOT EXISTS called_tools Array(LowCardinality(String)),
     ADD COLUMN IF NOT EXISTS num_tool_calls UInt32 DEFAULT 0;
+
+-- The losses of workers, one row for each part that saw one.
+CREATE TABLE IF NOT EXISTS worker_losses
+(
+    worker LowCardinality(String),
+    name LowCardinality(String),
+    model LowCardinality(String),
+    lost_at DateTime64(6, 'UTC'),
+    cause LowCardinality(String),
+    detail LowCardinality(String),
+    observer LowCardinality(String),
+    num_requests UInt32,
+    record_version UInt16,
+    outbox_sequence UInt64
+)
+ENGINE = ReplacingMergeTree(outbox_sequence)
+ORDER BY (lost_at, worker, observer)
+TTL toDateTime(lost_at) + INTERVAL 400 DAY DELETE WHERE lost_at > toDateTime64('2000-01-01', 6, 'UTC')
+SETTINGS non_replicated_deduplication_window = 1000;

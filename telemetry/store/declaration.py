@@ -16,6 +16,8 @@ import msgspec
 _COMMON = "common"
 # The values of columns that have a fixed set of them, each with its meaning.
 _VALUES = "values"
+# Views of several tables.
+_VIEWS = "views"
 INTERNAL = "Internal:"
 VIEW_SUFFIX = "_once"
 PERCENTILES = (50, 90, 95, 99)
@@ -98,6 +100,21 @@ class DeclaredTable(msgspec.Struct, frozen=True, kw_only=True):
         return [ViewColumn(name=name, comment=column.comment, expression=name)]
 
 
+class JointViewColumn(DeclaredColumn, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A column of a view of several tables, and its ClickHouse type."""
+
+    type: str
+
+
+class JointView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A view of several tables: what a row of it is, and the query that makes it. In the query
+    ``{database}`` stands for the name of the database."""
+
+    what: str
+    select: str
+    columns: dict[str, JointViewColumn]
+
+
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what: str
     columns: dict[str, DeclaredColumn] = {}
@@ -128,7 +145,7 @@ def load_declaration() -> dict[str, DeclaredTable]:
     files = resources.files("millrace.telemetry").joinpath("columns").iterdir()
     texts = {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
     common = msgspec.convert(tomllib.loads(texts.pop(_COMMON)), dict[str, DeclaredColumn])
-    del texts[_VALUES]
+    del texts[_VALUES], texts[_VIEWS]
     tables = {}
     for name in sorted(texts):
         file = msgspec.convert(tomllib.loads(texts[name]), _File)
@@ -140,6 +157,13 @@ def load_declaration() -> dict[str, DeclaredTable]:
             internal=file.internal,
         )
     return tables
+
+
+@functools.cache
+def load_joint_views() -> dict[str, JointView]:
+    """The views of several tables by name."""
+    file = resources.files("millrace.telemetry").joinpath("columns", f"{_VIEWS}.toml")
+    return msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), dict[str, JointView])
 
 
 @functools.cache

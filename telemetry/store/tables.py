@@ -17,10 +17,19 @@ from millrace.schemas.records import (
     RefusalRecord,
     RequestRecord,
     TranscriptRecord,
+    WorkerLossRecord,
     WorkerSample,
 )
 
-R = TypeVar("R", RequestRecord, DeliveryRecord, WorkerSample, TranscriptRecord, RefusalRecord)
+R = TypeVar(
+    "R",
+    RequestRecord,
+    DeliveryRecord,
+    WorkerSample,
+    TranscriptRecord,
+    RefusalRecord,
+    WorkerLossRecord,
+)
 
 _STRING = "LowCardinality(String)"
 _TIME = "DateTime64(6, 'UTC')"
@@ -83,6 +92,8 @@ def table_of(record: Record) -> Table[Any]:
             return TRANSCRIPTS
         case RefusalRecord():
             return REFUSALS
+        case WorkerLossRecord():
+            return WORKER_LOSSES
 
 
 def check(record: Record) -> None:
@@ -106,7 +117,7 @@ def check(record: Record) -> None:
 
 def _identity(record: Record) -> str:
     match record:
-        case WorkerSample():
+        case WorkerSample() | WorkerLossRecord():
             return record.worker_id
         case RefusalRecord():
             return record.gateway_id
@@ -154,7 +165,14 @@ def _limit(name: str) -> int:
 
 _FIELDS = {
     kind: _Fields.of(kind)
-    for kind in (RequestRecord, DeliveryRecord, WorkerSample, TranscriptRecord, RefusalRecord)
+    for kind in (
+        RequestRecord,
+        DeliveryRecord,
+        WorkerSample,
+        TranscriptRecord,
+        RefusalRecord,
+        WorkerLossRecord,
+    )
 }
 _ATTEMPT_COUNTS = _Fields.of(Attempt).counts
 
@@ -366,6 +384,21 @@ REFUSALS: Table[RefusalRecord] = Table(
         Column("last_at", _TIME, _micros("last_ns")),
         Column("request_id", "String", lambda r: r.request_id),
         Column("request_ids", "Array(String)", lambda r: list(r.request_ids)),
+        Column("record_version", "UInt16", lambda r: r.version),
+    ),
+)
+
+WORKER_LOSSES: Table[WorkerLossRecord] = Table(
+    "worker_losses",
+    (
+        Column("worker", _STRING, lambda r: r.worker_id),
+        Column("name", _STRING, lambda r: r.name),
+        Column("model", _STRING, lambda r: r.model),
+        Column("lost_at", _TIME, _micros("lost_ns")),
+        Column("cause", _STRING, lambda r: r.cause.value),
+        Column("detail", _STRING, lambda r: r.detail),
+        Column("observer", _STRING, lambda r: r.observer.value),
+        Column("num_requests", "UInt32", lambda r: r.num_requests),
         Column("record_version", "UInt16", lambda r: r.version),
     ),
 )

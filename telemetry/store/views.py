@@ -11,7 +11,13 @@ from typing import Any
 
 import msgspec
 
-from millrace.telemetry.store.declaration import DeclaredTable, ViewColumn, load_declaration
+from millrace.telemetry.store.declaration import (
+    DeclaredTable,
+    JointView,
+    ViewColumn,
+    load_declaration,
+    load_joint_views,
+)
 from millrace.telemetry.store.reading import quote
 from millrace.telemetry.store.store import Store
 
@@ -65,6 +71,9 @@ class Changes(msgspec.Struct, frozen=True):
             made = _view(table, there, existing.get(table.view), database) if table.view else ""
             if made:
                 views[table.view] = made
+        for name, view in load_joint_views().items():
+            if made := _joint_view(name, view, existing.get(name), database):
+                views[name] = made
         return cls(comments, views)
 
     def summary(self) -> list[str]:
@@ -105,20 +114,37 @@ def _view(table: DeclaredTable, there: Existing, view: Existing | None, database
     select = " ".join(("SELECT", ", ".join(map(_selected, columns)), "FROM", source, "FINAL"))
     wanted = Existing(
         comment=table.view_comment,
-        as_select=_LAYOUT.sub("", select),
+        as_select=select,
         columns={column.name: (column.type, column.comment) for column in columns},
     )
-    if view is not None:
-        normal = msgspec.structs.replace(view, as_select=_LAYOUT.sub("", view.as_select))
-        if normal == wanted and list(normal.columns) == list(wanted.columns):
-            return ""
-    declared = ", ".join(
-        f"{column.name} {column.type} COMMENT {_quoted(column.comment)}" for column in columns
+    return _statement(table.view, wanted, view)
+
+
+def _joint_view(name: str, declared: JointView, view: Existing | None, database: str) -> str:
+    """The same of a view of several tables."""
+    wanted = Existing(
+        comment=declared.what,
+        as_select=declared.select.strip().format(database=quote(database)),
+        columns={name: (column.type, column.comment) for name, column in declared.columns.items()},
+    )
+    return _statement(name, wanted, view)
+
+
+def _statement(name: str, wanted: Existing, view: Existing | None) -> str:
+    if view is not None and _normal(view) == _normal(wanted):
+        return ""
+    columns = ", ".join(
+        f"{column} {kind} COMMENT {_quoted(comment)}"
+        for column, (kind, comment) in wanted.columns.items()
     )
     return (
-        f"CREATE OR REPLACE VIEW {table.view} ({declared}) "
-        f"COMMENT {_quoted(table.view_comment)} AS {select}"
+        f"CREATE OR REPLACE VIEW {name} ({columns}) "
+        f"COMMENT {_quoted(wanted.comment)} AS {wanted.as_select}"
     )
+
+
+def _normal(view: Existing) -> tuple[object, ...]:
+    return view.comment, _LAYOUT.sub("", view.as_select), tuple(view.columns.items())
 
 
 def _selected(column: ViewColumn) -> str:

@@ -14,10 +14,13 @@ from millrace.bus.tokens import ENVELOPE, token, untoken
 from millrace.schemas.jobs import Source, Tier
 from millrace.schemas.records import (
     DeliveryRecord,
+    LossCause,
+    LossObserver,
     Record,
     RefusalRecord,
     RequestRecord,
     TranscriptRecord,
+    WorkerLossRecord,
     WorkerSample,
 )
 
@@ -123,12 +126,23 @@ def test_each_record_has_its_subject_topic_and_identity() -> None:
             code="c",
             count=1,
         ),
+        WorkerLossRecord(
+            worker_id="w",
+            name="w",
+            model="m",
+            lost_ns=7,
+            cause=LossCause.SILENT,
+            observer=LossObserver.SCHEDULER,
+        ),
     ]
     names = [subjects.record(record) for record in records]
-    assert names == ["rec.request", "rec.delivery", "rec.worker", "rec.transcript", "rec.refusal"]
+    assert names == [
+        *("rec.request", "rec.delivery", "rec.worker", "rec.transcript", "rec.refusal"),
+        "rec.worker_loss",
+    ]
     assert [subjects.topic(name) for name in names] == list(subjects.RECORD_TOPICS)
     identities = [subjects.record_identity(record) for record in records]
     assert identities == [
         *("request:a%2Eb", "delivery:a%2Eb:g:0", "worker:w:7", "transcript:a%2Eb"),
-        "refusal:g:7:2",
+        *("refusal:g:7:2", "worker_loss:w:scheduler:7"),
     ]

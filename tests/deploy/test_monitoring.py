@@ -18,7 +18,7 @@ from millrace.runtime.alerts.rules import RULES, SCHEDULER_SILENT
 from millrace.runtime.metrics_server import check_exposure, exposition, render
 from millrace.runtime.settings import load_config
 from millrace.telemetry.metrics import DEPRECATED
-from millrace.telemetry.store.declaration import load_declaration
+from millrace.telemetry.store.declaration import load_declaration, load_joint_views
 from tests.deploy.grafana import BOARDS, FOLDER, read_board, targets
 from tests.deploy.known_metrics import Known, known_metrics, registries
 from tests.deploy.promql import SyntaxProblemError, named_in
@@ -207,7 +207,8 @@ async def test_who_draws_boards_reads_all_but_transcripts() -> None:
     assert asked >= {"requests", "deliveries"}
     assert asked <= granted
     readable = [table for table in declared if table.view and table.name != "transcripts"]
-    assert granted == {name for table in readable for name in (table.name, table.view)}
+    of_tables = {name for table in readable for name in (table.name, table.view)}
+    assert granted == of_tables | load_joint_views().keys()
     assert "<readonly>2</readonly>" in text
 
 

@@ -115,7 +115,30 @@ async def test_status_tells_of_a_part_that_was_killed(millrace: Millrace) -> Non
         return bool(report["well"] and part["restarts"] == 1 and part["pid"] != former)
 
     await eventually(is_back, timeout_s=30.0)
-    assert "worker-1 ended (signal SIGKILL); starting it again" in millrace("logs", "up")
+    lines = [line for line in millrace("logs", "up").splitlines() if "signal SIGKILL" in line]
+    assert "worker-1 ended (signal SIGKILL); starting it again" in lines[0]
+    assert "warning" in lines[0].lower()
+    losses: list[dict[str, Any]] = []
+
+    def are_stored() -> bool:
+        losses[:] = millrace.system.sql(
+            "SELECT name, model, cause, detail, observer, uniq(worker) OVER () AS workers "
+            "FROM worker_losses_once WHERE name = 'worker-1' ORDER BY observer"
+        )
+        return len(losses) == 2
+
+    await eventually(are_stored, 30.0, "a row of each part that saw the loss")
+    of_keeper, of_scheduler = losses
+    assert list(of_keeper.values()) == [
+        "worker-1",
+        "demo",
+        "signal",
+        "SIGKILL",
+        "process_keeper",
+        1,
+    ]
+    assert (of_scheduler["observer"], of_scheduler["workers"]) == ("scheduler", 1)
+    assert of_scheduler["cause"] in ("silent", "replaced")
 
 
 def test_status_of_a_part_that_stands_still(millrace: Millrace) -> None:

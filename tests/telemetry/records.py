@@ -10,9 +10,12 @@ from decimal import Decimal
 from millrace.schemas.jobs import Source, Tier
 from millrace.schemas.records import (
     DeliveryRecord,
+    LossCause,
+    LossObserver,
     RefusalRecord,
     RequestRecord,
     Status,
+    WorkerLossRecord,
     WorkerSample,
 )
 
@@ -131,3 +134,23 @@ def unix_s(time: str) -> float:
     """Of a time as answers have it: in UTC, with a Z."""
     assert time.endswith("Z")
     return datetime.fromisoformat(time).timestamp()
+
+
+def loss_record(
+    cause: LossCause,
+    lost_ns: int = NOW_NS,
+    *,
+    worker: str = "w-1",
+    observer: LossObserver = LossObserver.SCHEDULER,
+    detail: str = "",
+) -> WorkerLossRecord:
+    return WorkerLossRecord(
+        worker_id=worker,
+        name=worker,
+        model="demo",
+        lost_ns=lost_ns,
+        cause=cause,
+        observer=observer,
+        detail=detail,
+        num_requests=3,
+    )

@@ -13,12 +13,14 @@ from msgspec.structs import replace
 
 from millrace.bus.api import Bus
 from millrace.bus.control import unless_forbidden
+from millrace.bus.fleet.losses import cause_of_text, publish_loss
 from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.settling import Settlements
 from millrace.bus.transport import Subscription
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock, until_beat_s
-from millrace.runtime.tasks import first_error
+from millrace.runtime.exits import num_oom_kills
+from millrace.runtime.tasks import Tasks, first_error
 from millrace.runtime.tracing import Tracing
 from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import (
@@ -36,6 +38,7 @@ from millrace.schemas.control import (
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import BusUnavailableError, MillraceError
 from millrace.schemas.jobs import Job
+from millrace.schemas.records import LossObserver, WorkerLossRecord
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.energy.counters import EnergyCounter, NvmlCounter, RaplCounter
 from millrace.workers.host.energy.meter import EnergyMeter
@@ -84,6 +87,9 @@ class Worker:
         self._config = config
         self._engine = engine
         self._clock = clock
+        self._model = served_model.entry.name
+        self._losses = Tasks()
+        self._num_oom_kills = num_oom_kills()
         self._drain_requested = asyncio.Event()
         self._drained_s = math.inf
         self._shutdown_forced = False
@@ -173,6 +179,7 @@ class Worker:
             await self._release(sends=False)
             raise
         finally:
+            await self._losses.close(_GOODBYE_TIMEOUT_S)
             await self._announce_retirement(subscriptions)
 
     async def _subscribe(self, subscriptions: list[Subscription]) -> None:
@@ -232,9 +239,27 @@ class Worker:
     def _on_orphan(self, request_id: str) -> None:
         self.requests.cancel(Cancel(request_id=request_id, reason=CancelReason.ORPHANED))
 
-    def _on_engine_lost(self) -> None:
+    def _on_engine_lost(self, why: str) -> None:
+        self._record_loss(why)
         self.requests.on_engine_lost()
         self._status.announce_soon()
+
+    def _record_loss(self, why: str) -> None:
+        """Record that the engine has ended, before its requests are taken from it."""
+        num_kills = num_oom_kills()
+        cause, detail = cause_of_text(why, is_oom_kill=num_kills > self._num_oom_kills)
+        self._num_oom_kills = num_kills
+        loss = WorkerLossRecord(
+            worker_id=self.worker_id,
+            name=self._config.name,
+            model=self._model,
+            lost_ns=self._clock.now_ns(),
+            cause=cause,
+            observer=LossObserver.WORKER,
+            detail=detail,
+            num_requests=self.requests.num_running,
+        )
+        self._losses.spawn(publish_loss(self._bus, self._clock, loss), "record a lost engine")
 
     def _on_engine_replaced(self) -> None:
         self.requests.on_engine_replaced()

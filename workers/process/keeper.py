@@ -75,7 +75,7 @@ class EngineKeeper:
     """Hands requests to the engine that runs, and starts another when that one has ended.
 
     ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache,
-    ``on_device_times`` what requests have taken of the device; ``on_lost`` is called when an engine
+    ``on_device_times`` what requests have taken of the device; ``on_lost`` gets why an engine
     has ended, ``on_replaced`` when the next one is there. What is added or cancelled in between is
     dropped: nothing of an engine outlives it, so who hears ``on_replaced`` adds what shall go on.
     The restarts are bounded; the first follows at once, the
@@ -89,7 +89,7 @@ class EngineKeeper:
         self.on_outputs: Callable[[list[EngineOutput]], None] = ignore
         self.on_prefixes: Callable[[PrefixChanges], None] = ignore
         self.on_device_times: Callable[[list[DeviceTime]], None] = ignore
-        self.on_lost: Callable[[], None] = ignore
+        self.on_lost: Callable[[str], None] = ignore
         self.on_replaced: Callable[[], None] = ignore
         self._engine: EngineLike | None = None
         self._restart = restart
@@ -179,7 +179,7 @@ class EngineKeeper:
             self._engine = None
             self.on_prefixes(PrefixChanges(whole=True))
             logger.warning("the engine has ended and is started again", extra={"reason": why})
-            self.on_lost()
+            self.on_lost(why)
             # What it still holds, such as memory of the device, is for the next one.
             await ended.close()
             self._take_over(await self._start_another(why))

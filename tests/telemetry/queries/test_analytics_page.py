@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 import time
 
+import msgspec
 import pytest
 
 from millrace.schemas.control import TelemetryQuery
 from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.store.tables import REFUSALS
+from millrace.telemetry.store.tables import REFUSALS, REQUESTS
 from millrace.telemetry.store.tables_page import MARKDOWN, ROWS, as_json, as_markdown, described
 from tests.support.repository import ROOT
 from tests.telemetry.answered import rows_of
 from tests.telemetry.books import FIRST_S, REQUEST_ROWS, fill
-from tests.telemetry.records import refusal_record
+from tests.telemetry.records import refusal_record, request_record
 
 PAGE = (ROOT / "docs" / "analytics.md").read_text(encoding="utf-8")
 _INTERNAL = {"outbox_ledger", "schema_migrations"}
@@ -38,6 +39,13 @@ async def test_tables_are_kept_for_as_long_as_it_says(store: Store) -> None:
 
 async def test_its_statements_run(store: Store) -> None:
     await fill(store)
+    now_ns = time.time_ns()
+    calling = msgspec.structs.replace(
+        request_record(1, done_ns=now_ns), called_tools=("look",), num_tool_calls=1
+    )
+    await store.insert(REQUESTS, REQUESTS.to_columns([calling], [1]), "calling")
+    refused = REFUSALS.to_columns([refusal_record(now_ns, limit="requests_per_minute")], [1])
+    await store.insert(REFUSALS, refused, "refused")
     statements = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
     assert statements
     for statement in statements:

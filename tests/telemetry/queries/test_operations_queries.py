@@ -11,13 +11,25 @@ import pytest
 
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import TelemetryQuery
-from millrace.schemas.records import DeliveryRecord, RequestRecord, Status
+from millrace.schemas.records import DeliveryRecord, LossCause, LossObserver, RequestRecord, Status
 from millrace.telemetry.http.answers import Answers
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
+from millrace.telemetry.store.tables import (
+    DELIVERIES,
+    REFUSALS,
+    REQUESTS,
+    WORKER_LOSSES,
+    WORKER_SAMPLES,
+)
 from tests.telemetry.answered import rows_of
-from tests.telemetry.records import delivery_record, refusal_record, request_record, worker_sample
+from tests.telemetry.records import (
+    delivery_record,
+    loss_record,
+    refusal_record,
+    request_record,
+    worker_sample,
+)
 
 NS = 10**9
 
@@ -209,3 +221,28 @@ async def test_refusals_by_time_and_by_what_is_looked_for(store: Store) -> None:
         429,
     )
     assert await ask(store, "refusal_details", id="chatcmpl-8") == []
+
+
+async def test_a_loss_of_a_worker_is_one_row_that_says_what_is_known_best(store: Store) -> None:
+    now_ns = time.time_ns()
+    keeper, of_itself = LossObserver.PROCESS_KEEPER, LossObserver.WORKER
+    signal, oom = LossCause.SIGNAL, LossCause.OUT_OF_MEMORY
+    losses = [
+        loss_record(LossCause.SILENT, now_ns - 10 * NS, worker="killed"),
+        loss_record(signal, now_ns - 20 * NS, worker="killed", observer=keeper, detail="SIGKILL"),
+        loss_record(LossCause.STOPPED, now_ns - 30 * NS, worker="stopped"),
+        loss_record(oom, now_ns - 40 * NS, worker="stopped", observer=of_itself),
+        loss_record(
+            signal, now_ns - 50 * NS, worker="stopped", observer=of_itself, detail="SIGSEGV"
+        ),
+    ]
+    for token in ("once", "twice"):
+        await store.insert(WORKER_LOSSES, WORKER_LOSSES.to_columns(losses, range(5)), token)
+    rows = await ask(store, "worker_losses")
+    assert [(row["worker"], row["cause"], row["detail"], row["observers"]) for row in rows] == [
+        ("killed", "signal", "SIGKILL", "process_keeper, scheduler"),
+        ("stopped", "stopped", "", "scheduler"),
+        ("stopped", "out_of_memory", "", "worker"),
+        ("stopped", "signal", "SIGSEGV", "worker"),
+    ]
+    assert await ask(store, "worker_losses", model="other") == []

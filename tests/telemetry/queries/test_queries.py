@@ -13,15 +13,22 @@ from msgspec.structs import replace
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import TelemetryQuery
 from millrace.schemas.engines import WorkerRole
-from millrace.schemas.records import Status, WorkerSample
+from millrace.schemas.records import LossCause, Status, WorkerSample
 from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.http.parameters import read_values
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.store.tables import DELIVERIES, REFUSALS, REQUESTS, WORKER_SAMPLES
+from millrace.telemetry.store.tables import (
+    DELIVERIES,
+    REFUSALS,
+    REQUESTS,
+    WORKER_LOSSES,
+    WORKER_SAMPLES,
+)
 from tests.telemetry.answered import integer_columns, rows_of
 from tests.telemetry.records import (
     delivery_record,
+    loss_record,
     refusal_record,
     request_record,
     unix_s,
@@ -40,7 +47,9 @@ async def fill(store: Store) -> None:
         for worker in ("w-1", "w-2")
     ]
     refusals = [refusal_record(now_ns - n * 10**9, n) for n in range(1, 11)]
+    losses = [loss_record(LossCause.SILENT, now_ns - 10**9)]
     for token in ("once", "twice"):
+        await store.insert(WORKER_LOSSES, WORKER_LOSSES.to_columns(losses, range(1)), token)
         await store.insert(REFUSALS, REFUSALS.to_columns(refusals, range(10)), token)
         await store.insert(REQUESTS, REQUESTS.to_columns(records, range(60)), token)
         await store.insert(DELIVERIES, DELIVERIES.to_columns(deliveries, range(60)), token)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from millrace.registry.rollouts import versions
@@ -24,13 +25,22 @@ from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.engines import CostMethod, WorkerRole
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.jobs import Source, Tier
-from millrace.schemas.records import ClientEnd, Status
+from millrace.schemas.records import ClientEnd, LossCause, LossObserver, Status
 from millrace.schemas.tenants import LimitSet
-from millrace.telemetry.store.declaration import INTERNAL, load_declaration, load_values
+from millrace.telemetry.store.declaration import (
+    INTERNAL,
+    DeclaredTable,
+    JointView,
+    load_declaration,
+    load_joint_views,
+    load_values,
+)
 from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.tables import REFUSALS, REQUESTS
 from millrace.telemetry.store.views import STATE, Changes, Existing
 from tests.telemetry.books import fill
+from tests.telemetry.records import refusal_record, request_record
 
 _COLUMNS = "SELECT table, name, comment FROM system.columns WHERE database = currentDatabase()"
 _STATEMENTS = """
@@ -51,7 +61,7 @@ async def spoiled(store_path: Path) -> AsyncIterator[Store]:
 async def test_the_declaration_has_the_columns_of_the_tables(store: Store) -> None:
     """A column that is added to a table needs a line in ``telemetry/columns/<table>.toml``."""
     declared = load_declaration()
-    views = {table.view for table in declared.values() if table.view}
+    views = {table.view for table in declared.values() if table.view} | load_joint_views().keys()
     existing = Existing.of(await store.rows(STATE))
     assert existing.keys() - views == declared.keys()
     for name, table in declared.items():
@@ -71,6 +81,10 @@ async def test_every_table_and_column_says_what_it_is(store: Store) -> None:
     )
 
 
+def _declared() -> Mapping[str, DeclaredTable | JointView]:
+    return {**load_declaration(), **load_joint_views()}
+
+
 _NUMBERS = re.compile(r"(Nullable\()?(U?Int|Float|Decimal)|AggregateFunction")
 _TEXTS = ("String", "LowCardinality(String)")
 _UNITS = {"ms": "ms", "us": "us", "j": "J", "bytes": "bytes", "tokens": "tokens"}
@@ -78,7 +92,7 @@ _UNITS = {"ms": "ms", "us": "us", "j": "J", "bytes": "bytes", "tokens": "tokens"
 
 async def test_a_column_says_its_unit_and_when_it_is_null_or_empty(store: Store) -> None:
     existing = Existing.of(await store.rows(STATE))
-    for table, declared in load_declaration().items():
+    for table, declared in _declared().items():
         for name, (kind, _) in existing[table].columns.items():
             column, where = declared.columns[name], (table, name)
             assert column.what.endswith("."), where
@@ -103,11 +117,14 @@ def test_the_declared_values_are_those_of_the_code() -> None:
         "finish_reason": FinishReason,
         "api": [api for api in Api if api is not Api.UNKNOWN],
         "outcome": [*Status, *ClientEnd],
+        "loss_cause": LossCause,
+        "loss_observer": LossObserver,
+        "refused_by": ("gateway", "queue"),
     }
     assert {name: set(values) for name, values in load_values().items()} == {
         name: set(map(str, values)) for name, values in of_code.items()
     }
-    columns = [column for table in load_declaration().values() for column in table.columns.values()]
+    columns = [column for one in _declared().values() for column in one.columns.values()]
     assert {column.values for column in columns if column.values} == of_code.keys()
 
 
@@ -143,7 +160,8 @@ def test_of_an_empty_store_everything_differs() -> None:
     changes = Changes.of({}, "millrace")
     declared = load_declaration()
     assert changes.comments.keys() == declared.keys()
-    assert changes.views.keys() == {table.view for table in declared.values() if table.view}
+    views = {table.view for table in declared.values() if table.view}
+    assert changes.views.keys() == views | load_joint_views().keys()
     assert all(table.internal for table in declared.values() if not table.view)
 
 
@@ -155,7 +173,8 @@ async def test_a_view_has_percentiles_in_place_of_states(store: Store) -> None:
         "AND endsWith(table, '_once') AND startsWith(type, 'AggregateFunction')"
     )
     assert kinds == []
-    for view in (table.view for table in load_declaration().values() if table.view):
+    views = [table.view for table in load_declaration().values() if table.view]
+    for view in (*views, *load_joint_views()):
         await store.rows(f"SELECT * FROM {view} LIMIT 100")
         for form in ("JSONEachRow", "Parquet", "RowBinaryWithNamesAndTypes"):
             await store.reader.read(f"SELECT * FROM {view} LIMIT 100", {}, form)
@@ -170,3 +189,26 @@ async def test_a_view_has_percentiles_in_place_of_states(store: Store) -> None:
     )
     assert {low is None for *_, low, _ in wanted} == {True, False}
     assert found == wanted
+
+
+async def test_what_was_answered_429_is_in_one_view(store: Store) -> None:
+    shed = {"status": Status.SHED, "model_served": "", "model_requested": "demo"}
+    requests = [
+        msgspec.structs.replace(request_record(number), error_code=code, **shed)
+        for number, code in ((1, "queue_full"), (2, ""))
+    ]
+    requests.append(msgspec.structs.replace(request_record(3), status=Status.EXPIRED))
+    refusals = [
+        refusal_record(number=1, tenant="acme", limit="requests_per_minute", count=5),
+        refusal_record(number=2, tenant="acme", status=400, code="invalid_json"),
+    ]
+    await store.insert(REQUESTS, REQUESTS.to_columns(requests, range(3)), "requests")
+    await store.insert(REFUSALS, REFUSALS.to_columns(refusals, range(2)), "refusals")
+    assert await store.rows(
+        "SELECT refused_by, code, limit_reached, model, sum(requests) FROM too_many_requests_once "
+        "GROUP BY ALL ORDER BY ALL"
+    ) == [
+        ("gateway", "requests_per_minute", "requests_per_minute", "", 5),
+        ("queue", "overloaded", "", "demo", 1),
+        ("queue", "queue_full", "", "demo", 1),
+    ]
