@@ -3,11 +3,13 @@
 -- param table: only this one's, with or without _once (default '')
 SELECT
     table,
-    name AS column,
+    columns.name AS column,
     type,
-    comment
-FROM system.columns
-WHERE database = currentDatabase()
+    columns.comment AS comment
+FROM system.columns AS columns
+INNER JOIN system.tables AS tables
+    ON tables.database = columns.database AND tables.name = columns.table
+WHERE columns.database = currentDatabase()
   AND ({table:String} = '' OR replaceRegexpOne(table, '_once$', '') = replaceRegexpOne({table:String}, '_once$', ''))
-  AND (endsWith(table, '_once') OR startsWith(type, 'AggregateFunction'))
+  AND (tables.engine = 'View' OR startsWith(type, 'AggregateFunction'))
 ORDER BY table, position

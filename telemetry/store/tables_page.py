@@ -33,8 +33,8 @@ FROM system.columns AS columns
 INNER JOIN system.tables AS tables
     ON tables.database = columns.database AND tables.name = columns.table
 WHERE columns.database = currentDatabase()
-  AND (endsWith(table, '_once') OR startsWith(type, 'AggregateFunction'))
-ORDER BY endsWith(table, '_once') DESC, table, position
+  AND (tables.engine = 'View' OR startsWith(type, 'AggregateFunction'))
+ORDER BY tables.engine = 'View' DESC, table, position
 """
 
 
