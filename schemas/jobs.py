@@ -107,6 +107,24 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     include_reasoning: bool = True
 
 
+class RequestPart(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Which generation of an accepted request a job is, if the request may have several.
+
+    ``request_id`` is the accepted request's. ``choice`` counts its choices, or the inputs to embed
+    or to score, and ``round`` the rounds of server tools of a choice, both from 0. ``attempt``
+    counts how often the line of a batch was queued again. With ``shares_prompt`` another choice
+    pays for the prompt: this one counts and costs its completion alone.
+    """
+
+    request_id: str
+    choice: int = 0
+    round: int = 0
+    attempt: int = 0
+    shares_prompt: bool = False
+
+
 class Job(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -144,7 +162,9 @@ class Job(
     its name; ``adapter_version`` is what it was when the request was accepted, and stays to its
     end. ``notices`` are what the part that made the job left out; its end repeats them. ``asked``
     is how it was asked, for its record: a gateway says so, and so does the scheduler that prepares
-    a job which a service published.
+    a job which a service published. ``part`` says which generation of an
+    accepted request it is; None: the only one. ``batch_id`` is the batch that it is a line of. No
+    service writes ``asked``, ``part`` or ``batch_id``.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -188,6 +208,8 @@ class Job(
     body: bytes = b""
     answer: AnswerForm | None = None
     asked: Asked | None = None
+    part: RequestPart | None = None
+    batch_id: str = ""
 
     def __post_init__(self) -> None:
         num_given = (
@@ -222,6 +244,16 @@ class Job(
         if self.pooling is not None:
             return 0
         return (self.sampling.max_tokens or 0) * self.sampling.num_answers
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether another choice of its request pays for the prompt."""
+        return self.part is not None and self.part.shares_prompt
+
+    @property
+    def num_paid_prompt_tokens(self) -> int:
+        """How many tokens of its prompt, as far as it is known, count and cost."""
+        return 0 if self.shares_prompt else len(self.prompt_token_ids or ())
 
     @property
     def awaits_client(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace.bus.jobs.decoding import Owner
 from millrace.runtime.tracing import recorded_trace_id
-from millrace.schemas.jobs import Job, JobResult, asked_of
+from millrace.schemas.jobs import Job, JobResult, RequestPart, asked_of
 from millrace.schemas.records import MAX_RECORD_TIME_NS, RequestRecord, Status
 
 _NS_PER_MS = 1e6
@@ -15,7 +15,7 @@ _MOST_TOKENS = (1 << 32) - 1
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
     """The record of a job that no worker answered: no tokens of a completion, no cost. A worker
     adds what it knows."""
-    asked = asked_of(job)
+    asked, part = asked_of(job), job.part or RequestPart(request_id="")
     return RequestRecord(
         request_id=job.request_id,
         tenant=job.tenant,
@@ -26,7 +26,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         model_requested=job.model_requested or job.model,
         model_served=job.model,
         route_reason=job.route_reason,
-        prompt_tokens=len(job.prompt_token_ids or ()),
+        prompt_tokens=job.num_paid_prompt_tokens,
         total_ms=max(done_ns - job.received_ns, 0) / _NS_PER_MS,
         status=status,
         error_code=error_code,
@@ -41,6 +41,11 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         stream=asked.stream,
         max_tokens=None if asked.max_tokens is None else min(asked.max_tokens, _MOST_TOKENS),
         deadline_ns=min(job.deadline_ns or 0, MAX_RECORD_TIME_NS),
+        parent_id=part.request_id,
+        choice=part.choice,
+        round=part.round,
+        attempt=part.attempt,
+        batch_id=job.batch_id,
     )
 
 

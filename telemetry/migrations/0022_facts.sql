@@ -26,6 +26,14 @@ ALTER TABLE requests
     ADD COLUMN IF NOT EXISTS called_tools Array(LowCardinality(String)),
     ADD COLUMN IF NOT EXISTS num_tool_calls UInt32 DEFAULT 0;
 
+ALTER TABLE generation_rows
+    ADD COLUMN IF NOT EXISTS api LowCardinality(String) DEFAULT '',
+    ADD COLUMN IF NOT EXISTS stream Nullable(Bool) DEFAULT NULL,
+    ADD COLUMN IF NOT EXISTS max_tokens Nullable(UInt32) DEFAULT NULL,
+    ADD COLUMN IF NOT EXISTS deadline_at Nullable(DateTime64(6, 'UTC')) DEFAULT NULL,
+    ADD COLUMN IF NOT EXISTS called_tools Array(LowCardinality(String)),
+    ADD COLUMN IF NOT EXISTS num_tool_calls UInt32 DEFAULT 0;
+
 -- The losses of workers, one row for each part that saw one.
 CREATE TABLE IF NOT EXISTS worker_losses
 (
