@@ -160,11 +160,10 @@ class Job(
     for it. ``prediction`` is what the completion will be for the most part, in text or token ids:
     it changes no token, and may save time. ``adapter`` is a LoRA adapter of ``model`` to apply, by
     its name; ``adapter_version`` is what it was when the request was accepted, and stays to its
-    end. ``notices`` are what the part that made the job left out; its end repeats them. ``asked``
-    is how it was asked, for its record: a gateway says so, and so does the scheduler that prepares
-    a job which a service published. ``part`` says which generation of an
-    accepted request it is; None: the only one. ``batch_id`` is the batch that it is a line of. No
-    service writes ``asked``, ``part`` or ``batch_id``.
+    end. ``notices`` are what the part that made the job left out; its end repeats them. ``part``
+    says which generation of an accepted request it is; None: the only one. ``batch_id`` is the
+    batch that it is a line of. No service writes either of the two. ``asked`` is
+    how it was asked, for its record; no service writes it.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """

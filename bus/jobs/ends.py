@@ -15,7 +15,8 @@ _MOST_TOKENS = (1 << 32) - 1
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
     """The record of a job that no worker answered: no tokens of a completion, no cost. A worker
     adds what it knows."""
-    asked, part = asked_of(job), job.part or RequestPart(request_id="")
+    asked = asked_of(job)
+    part = job.part or RequestPart(request_id="")
     return RequestRecord(
         request_id=job.request_id,
         tenant=job.tenant,

@@ -199,8 +199,9 @@ class LineRunner:
                 )
                 self._log.note_finished(FinishedLine(line.number, True, answer))
                 return
-        request_id = order.attempt.request_id
-        self._gateway.failure_log.failed(_DOOR, refusal, self._caller.tenant, request_id)
+        self._gateway.failure_log.failed(
+            _DOOR, refusal, self._caller.tenant, order.attempt.request_id
+        )
         self._refuse(line, request, refusal)
 
     def _refuse(self, line: InputLine, request: BatchLine, refusal: Refusal) -> None:

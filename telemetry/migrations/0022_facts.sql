@@ -26,14 +26,6 @@ ALTER TABLE requests
     ADD COLUMN IF NOT EXISTS called_tools Array(LowCardinality(String)),
     ADD COLUMN IF NOT EXISTS num_tool_calls UInt32 DEFAULT 0;
 
-ALTER TABLE generation_rows
-    ADD COLUMN IF NOT EXISTS api LowCardinality(String) DEFAULT '',
-    ADD COLUMN IF NOT EXISTS stream Nullable(Bool) DEFAULT NULL,
-    ADD COLUMN IF NOT EXISTS max_tokens Nullable(UInt32) DEFAULT NULL,
-    ADD COLUMN IF NOT EXISTS deadline_at Nullable(DateTime64(6, 'UTC')) DEFAULT NULL,
-    ADD COLUMN IF NOT EXISTS called_tools Array(LowCardinality(String)),
-    ADD COLUMN IF NOT EXISTS num_tool_calls UInt32 DEFAULT 0;
-
 -- The losses of workers, one row for each part that saw one.
 CREATE TABLE IF NOT EXISTS worker_losses
 (
@@ -52,3 +44,11 @@ ENGINE = ReplacingMergeTree(outbox_sequence)
 ORDER BY (lost_at, worker, observer)
 TTL toDateTime(lost_at) + INTERVAL 400 DAY DELETE WHERE lost_at > toDateTime64('2000-01-01', 6, 'UTC')
 SETTINGS non_replicated_deduplication_window = 1000;
+
+ALTER TABLE generation_rows
+    ADD COLUMN IF NOT EXISTS api LowCardinality(String) DEFAULT '',
+    ADD COLUMN IF NOT EXISTS stream Nullable(Bool) DEFAULT NULL,
+    ADD COLUMN IF NOT EXISTS max_tokens Nullable(UInt32) DEFAULT NULL,
+    ADD COLUMN IF NOT EXISTS deadline_at Nullable(DateTime64(6, 'UTC')) DEFAULT NULL,
+    ADD COLUMN IF NOT EXISTS called_tools Array(LowCardinality(String)),
+    ADD COLUMN IF NOT EXISTS num_tool_calls UInt32 DEFAULT 0;

@@ -57,9 +57,10 @@ _SUM = "sum({0})"
 _FIRST = "argMin({0}, (attempt, choice, round))"
 _ANY_LAST = "argMaxIf({0}, done_at, {0} != '')"
 _SORTED = "arraySort(groupArrayArray({0}))"
-_FIRST_TOOLS = (
-    "arraySlice(arrayFlatten(arrayMap(part -> part.4, "
-    f"arraySort(groupArray((attempt, choice, round, {{0}}))))), 1, {MAX_CALLED_TOOLS})"
+# In the order in which they were made.
+_CALLS = (
+    "arraySlice(arrayFlatten(arrayMap(one -> one.2, "
+    f"arraySort(groupArray(((attempt, choice, round), {{0}}))))), 1, {MAX_CALLED_TOOLS})"
 )
 # The last attempt at a line of a batch decides how the request ended, the worst of its generations
 # first; why it failed is what failed first.
@@ -329,20 +330,15 @@ REQUESTS: Table[RequestRecord] = Table(
             "num_devices", "UInt32", lambda r: r.num_devices, "argMax({0}, (worker != '', done_at))"
         ),
         Column("num_preemptions", "UInt32", lambda r: r.num_preemptions, _SUM),
-        Column("api", _STRING, lambda r: r.api.value),
-        Column("stream", "Nullable(Bool)", lambda r: r.stream if r.api else None),
-        Column("max_tokens", "Nullable(UInt32)", lambda r: r.max_tokens),
-        Column(
-            "deadline_at",
-            f"Nullable({_TIME})",
-            _micros_if_reached("deadline_ns"),
-            "max({0})",
-        ),
+        Column("api", _STRING, lambda r: r.api.value, _ANY_LAST),
+        Column("stream", "Nullable(Bool)", lambda r: r.stream if r.api else None, "max({0})"),
+        Column("max_tokens", "Nullable(UInt32)", lambda r: r.max_tokens, "max({0})"),
+        Column("deadline_at", f"Nullable({_TIME})", _micros_if_reached("deadline_ns"), "max({0})"),
         Column(
             "called_tools",
             "Array(LowCardinality(String))",
             lambda r: list(r.called_tools),
-            _FIRST_TOOLS,
+            _CALLS,
         ),
         Column("num_tool_calls", "UInt32", lambda r: r.num_tool_calls, _SUM),
         Column("record_version", "UInt16", lambda r: r.version, "max({0})"),
