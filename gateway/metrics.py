@@ -18,7 +18,8 @@ from millrace.gateway.streams.streams import StreamTable
 from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
-from millrace.runtime.metrics_server import new_registry, render
+from millrace.runtime.metrics_server import new_registry
+from millrace.runtime.tracing import recorded_trace_id
 from millrace.schemas.frames import Done
 from millrace.schemas.jobs import Source
 from millrace.schemas.records import Status
@@ -162,17 +163,19 @@ class Metrics:
                 of_model.inc(amount)
         if delivery.num_replays:
             self._replays.inc(delivery.num_replays)
-        self._of(self._whole_s, model).observe(now_s - delivery.received_s)
+        trace_id = recorded_trace_id(stream.job.traceparent)
+        exemplar = {"trace_id": trace_id} if trace_id else None
+        self._of(self._whole_s, model).observe(now_s - delivery.received_s, exemplar)
         usage = stream.reader.usage
         if usage is not None and isinstance(stream.reader.terminal, Done):
             self._of(self._prompt_tokens, model).inc(usage.prompt_tokens)
         first_s, last_s = delivery.first_token_s, delivery.last_token_s
         if first_s is None or last_s is None:
             return
-        self._of(self._first_token_s, model).observe(first_s - delivery.received_s)
+        self._of(self._first_token_s, model).observe(first_s - delivery.received_s, exemplar)
         if stream.num_seen > 1:
             seconds = (last_s - first_s) / (stream.num_seen - 1)
-            self._of(self._per_token_s, model).observe(seconds)
+            self._of(self._per_token_s, model).observe(seconds, exemplar)
 
     def count_return(self, model: str) -> None:
         """Take in a client that came back for the end of an answer, which was counted before."""
@@ -194,10 +197,6 @@ class Metrics:
         if series is None:
             series = self._series[key] = metric.labels(*labels)
         return cast("_M", series)
-
-    def render(self) -> bytes:
-        """The registry in Prometheus' text format."""
-        return render(self.registry)
 
 
 class _Queues(Collector):

@@ -7,10 +7,12 @@ of several systems can be laid side by side.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 
 from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.samples import Exemplar
 
 FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -26,26 +28,32 @@ ROWS = (1.0, 10.0, 100.0, 500.0, 1_000.0, 2_500.0, 5_000.0, 10_000.0, 25_000.0, 
 
 
 class Histogram:
-    """How many values fell between which bounds, and their sum. One thread adds and reads."""
+    """How many values fell between which bounds, their sum, and the last exemplar between each two
+    bounds. One thread adds and reads."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
+        self._exemplars: dict[int, Exemplar] = {}
         self._sum = 0.0
 
-    def add(self, value: float, count: int = 1) -> None:
-        """``count`` times the same value."""
-        self._counts[bisect_left(self._bounds, value)] += count
+    def add(self, value: float, count: int = 1, trace_id: str = "") -> None:
+        """``count`` times the same value. ``trace_id`` is the recorded trace that it is from, and
+        makes an exemplar."""
+        place = bisect_left(self._bounds, value)
+        self._counts[place] += count
         self._sum += value * count
+        if trace_id:
+            self._exemplars[place] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
         """One series of ``family``."""
-        buckets: list[tuple[str, float]] = []
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         total = 0
-        for bound, count in zip(self._bounds, self._counts, strict=False):
-            total += count
-            buckets.append((str(bound), total))
-        buckets.append(("+Inf", total + self._counts[-1]))
+        for place, bound in enumerate((*map(str, self._bounds), "+Inf")):
+            total += self._counts[place]
+            exemplar = self._exemplars.get(place)
+            buckets.append((bound, total) if exemplar is None else (bound, total, exemplar))
         family.add_metric(labels, buckets, self._sum)

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
@@ -26,10 +26,12 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.faults.failures import Failures, note_in
+from millrace.runtime.http.answer_coding import encoded, weight_of
 from millrace.runtime.http.head import (
     MAX_FIELDS,
     MAX_HEAD_BYTES,
@@ -44,6 +46,7 @@ from millrace.schemas.config import MetricsConfig
 from millrace.schemas.errors import ConfigError
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
@@ -68,6 +71,26 @@ def new_registry() -> CollectorRegistry:
 def render(registry: CollectorRegistry) -> bytes:
     """The registry in Prometheus' text format."""
     return generate_latest(registry)
+
+
+def exposition(registry: CollectorRegistry, headers: Headers) -> tuple[bytes, dict[str, str]]:
+    """The registry and the headers of its answer to a request with these ``headers``.
+
+    It is in Prometheus' text format, and in OpenMetrics where ``Accept`` names that and prefers it:
+    only OpenMetrics has exemplars. It is compressed as ``Accept-Encoding`` allows.
+    """
+    asked = weight_of(headers, b"accept", b"application/openmetrics-text")
+    is_openmetrics = asked > 0 and asked >= weight_of(headers, b"accept", b"text/plain")
+    if is_openmetrics:
+        text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+    else:
+        text = render(registry)
+    body, coding = encoded(text, headers)
+    told = {
+        "Content-Type": OPENMETRICS_TYPE if is_openmetrics else CONTENT_TYPE,
+        "Vary": "Accept, Accept-Encoding",
+    }
+    return body, told | ({"Content-Encoding": coding} if coding else {})
 
 
 class Monitor:
@@ -107,14 +130,15 @@ class Monitor:
         if path not in (b"/metrics", b"/healthz"):
             return _response(404, _TEXT, b"Not found. Use /metrics or /healthz.\n")
         if method not in (b"GET", b"HEAD"):
-            return _response(405, _TEXT, b"Use GET.\n", allow=True)
+            return _response(405, _TEXT, b"Use GET.\n", {"Allow": "GET, HEAD"})
         if path == b"/healthz":
             response = self._health()
         elif self._token and not bears_token(_authorization(headers), self._token):
             response = _response(401, _TEXT, b"Send metrics.token as Authorization: Bearer.\n")
         else:
             try:
-                response = _response(200, CONTENT_TYPE, render(self.registry))
+                body, told = exposition(self.registry, headers)
+                response = _response(200, told.pop("Content-Type"), body, told)
             except Exception:
                 # A collector with a bug must not end a process that serves.
                 logger.exception("the metrics could not be collected")
@@ -241,7 +265,9 @@ def _listen(config: MetricsConfig) -> socket.socket:
     return listener
 
 
-def _response(status: int, content_type: str, body: bytes, *, allow: bool = False) -> bytes:
+def _response(
+    status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None
+) -> bytes:
     challenge = ['WWW-Authenticate: Bearer realm="millrace metrics"'] if status == 401 else []
     lines = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
@@ -249,7 +275,7 @@ def _response(status: int, content_type: str, body: bytes, *, allow: bool = Fals
         f"Content-Type: {content_type}",
         f"Content-Length: {len(body)}",
         "Connection: close",
-        *(["Allow: GET, HEAD"] if allow else []),
+        *(f"{name}: {value}" for name, value in (headers or {}).items()),
     ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii") + body
 

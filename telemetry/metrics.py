@@ -12,6 +12,9 @@ from millrace.bus.storage import CLICKHOUSE, KAFKA
 from millrace.bus.store.watch import StoreMetrics
 from millrace.telemetry.service import TelemetryService
 
+# The older name of a counter, for one version: promtool takes "minutes" for a unit.
+DEPRECATED = "millrace_telemetry_rollup_minutes"
+
 
 class TelemetryMetrics(Collector):
     """Labels are topics and tables of ours."""
@@ -42,10 +45,16 @@ class TelemetryMetrics(Collector):
             "For how long usage by the minute has not been brought up to date without a failure",
             self._service.rollups.age_s,
         )
+        num_computed = self._service.rollups.num_computed
         yield CounterMetricFamily(
-            "millrace_telemetry_rollup_minutes",
-            "Minutes of usage that were computed",
-            self._service.rollups.num_computed,
+            "millrace_telemetry_rollup_computations",
+            "How often usage of a minute was computed",
+            num_computed,
+        )
+        yield CounterMetricFamily(
+            DEPRECATED,
+            "Older name of millrace_telemetry_rollup_computations_total, for this version only",
+            num_computed,
         )
 
     def _bridge(self) -> Iterator[Metric]:

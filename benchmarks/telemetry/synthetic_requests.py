@@ -27,7 +27,7 @@ from millrace.schemas.records import RECORD_VERSION
 from millrace.telemetry.rollups.prices import TABLE as PRICES
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.migrate import migrate
-from millrace.telemetry.store.store import Store
+from millrace.telemetry.store.store import PlainTable, Store
 from millrace.telemetry.store.tables import DELIVERIES, REQUESTS, WORKER_SAMPLES, Table
 
 Ints = npt.NDArray[np.int64]
@@ -75,7 +75,8 @@ MODELS = (
     _model("giant-70b", 0.05, 600.0, 45.0, 30),
 )
 _TIERS = ("enterprise", "pro", "free", "batch")
-_SOURCES = ("http", "ws", "nats")
+_SOURCES = ("http", "websocket", "nats")
+_TOOLS = ("search", "get_weather", "run_sql", "send_mail")
 _ERRORS = ("engine_failed", "worker_lost", "context_too_long", "invalid_request")
 
 
@@ -150,6 +151,7 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
         (tenant % 5 == 0) & (user % 3 == 0), np.char.add("lora-", tenant.astype(str)), ""
     )
     failed = status == "failed"
+    num_calls = np.where(draw.random(size) < 0.1, draw.integers(1, 5, size), 0) * (status == "done")
     ids = [f"chatcmpl-{value.hex()}" for value in _tokens(draw, size)]
     costs = [
         (
@@ -220,6 +222,10 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
         "cost_method": ["steps"] * size,
         "resampled": [False] * size,
         "num_preemptions": (draw.random(size) < 0.002).astype(int).tolist(),
+        "api": np.where(source == 2, "job", "chat").tolist(),
+        "stream": (source == 1).tolist(),
+        "called_tools": [list(_TOOLS[:n]) for n in num_calls.tolist()],
+        "num_tool_calls": num_calls.tolist(),
         "record_version": [RECORD_VERSION] * size,
         "outbox_sequence": sequences.tolist(),
     }
@@ -346,7 +352,10 @@ async def _fill_prices(store: Store, first_seen_us: int) -> None:
 
 
 async def _insert(store: Store, table: Table[Any], columns: Columns, token: str) -> None:
-    await store.insert(table, [columns[name] for name in table.column_names], token)
+    """The columns that are left out have their defaults."""
+    types = dict(zip(table.column_names, table.column_types, strict=True))
+    into = PlainTable(table.name, tuple(columns), tuple(types[name] for name in columns))
+    await store.insert(into, list(columns.values()), token)
 
 
 def _tokens(draw: np.random.Generator, size: int) -> Sequence[bytes]:

@@ -138,7 +138,7 @@ def _create(arguments: argparse.Namespace) -> int:
             limits=overrides,
             is_admin=arguments.admin,
         )
-        return *made, known.record
+        return *made, (await store.tenant(arguments.tenant)).record
 
     record, token, owner = with_store(arguments, create)
     if arguments.json:
@@ -179,19 +179,23 @@ def _list(arguments: argparse.Namespace) -> int:
 def _revoke(arguments: argparse.Namespace) -> int:
     from millrace.bus.tenancy.tenants import TenantStore
 
-    async def revoke(link: RedisLink) -> tuple[KeyRecord, TenantRecord] | None:
+    async def revoke(link: RedisLink) -> tuple[KeyRecord, TenantRecord, int | None] | None:
         store = TenantStore(link)
         revoked = await store.revoke(arguments.key_id, time.time_ns())
-        return None if revoked is None else (revoked, (await store.tenant(revoked.tenant)).record)
+        if revoked is None:
+            return None
+        used_ns = await store.uses_of([revoked.key_id])
+        owner = (await store.tenant(revoked.tenant)).record
+        return revoked, owner, used_ns.get(revoked.key_id)
 
     found = with_store(arguments, revoke)
     if found is None:
         raise KeyNotFoundError(
             f"there is no key {arguments.key_id}; millrace keys list shows those that there are"
         )
-    record, owner = found
+    record, owner, used_ns = found
     if arguments.json:
-        _print_json(_shown_key(arguments, record, owner))
+        _print_json(_shown_key(arguments, record, owner, used_ns))
     else:
         print(f"Key {record.key_id} of tenant {record.tenant} opens nothing any more.")
     return 0
@@ -306,14 +310,17 @@ def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
 
 
 def _shown_key(
-    arguments: argparse.Namespace, key: KeyRecord, owner: TenantRecord
+    arguments: argparse.Namespace,
+    key: KeyRecord,
+    owner: TenantRecord,
+    used_ns: int | None = None,
 ) -> dict[str, Any]:
     import msgspec
 
     from millrace.cli.keys.key_report import key_report
 
     tiers, _ = _tiers(arguments)
-    shown: dict[str, Any] = msgspec.to_builtins(key_report(key, owner, tiers))
+    shown: dict[str, Any] = msgspec.to_builtins(key_report(key, owner, tiers, used_ns))
     return shown
 
 

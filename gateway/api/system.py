@@ -26,7 +26,7 @@ from millrace.registry.requests.offered.offered_tools import AskedChoice, offere
 from millrace.registry.requests.unreadable import left_out_of
 from millrace.registry.tokenizers.prompt_pool import num_characters_with
 from millrace.runtime.addresses import is_loopback
-from millrace.runtime.metrics_server import bears_token, build_version
+from millrace.runtime.metrics_server import bears_token, build_version, exposition
 from millrace.schemas.chat.tokenizing import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -49,7 +49,6 @@ _CANNOT_ACCEPT = {"draining", "bus_unavailable", "storage_full"}
 TOKENIZE_PATHS = ("/v1/tokenize", "/tokenize")
 DETOKENIZE_PATHS = ("/v1/detokenize", "/detokenize")
 HEALTH_PATHS = ("/healthz", "/health", "/ping")
-_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +178,8 @@ class Api:
             is_open = bears_token(request.headers.get("authorization", ""), exposure.token)
         if not is_open:
             await self._require_administrators_key(request)
-        return Response(self._gateway.metrics.render(), media_type=_PROMETHEUS)
+        body, headers = exposition(self._gateway.metrics.registry, request.headers.raw)
+        return Response(body, headers=headers)
 
     async def _require_administrators_key(self, request: Request) -> None:
         try:

@@ -385,7 +385,9 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "Figures for Prometheus",
             TEXT,
             description="Where other machines can ask, for who sends metrics.token or the key of "
-            "an administrator, unless metrics.public is set.",
+            "an administrator, unless metrics.public is set. In OpenMetrics, with exemplars, for "
+            "an Accept header of application/openmetrics-text; compressed with gzip or zstd for "
+            "an Accept-Encoding header that names one.",
             is_open=True,
         ),
         get(

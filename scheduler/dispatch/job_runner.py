@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
+from millrace.runtime.tracing import recorded_trace_id
 from millrace.scheduler.dispatch.context import SchedulerContext
 from millrace.scheduler.dispatch.counts import DispatchCounts, DispatchResult, MovedBy, Rerun
 from millrace.scheduler.dispatch.placement_round import Place
@@ -145,8 +146,10 @@ class JobRunner:
         worker.confirm(request_id)
         scheduled.enter(Phase.RUNNING)
         if not scheduled.ran_before and scheduled.job.received_ns:
-            queue_s = (context.clock.now_ns() - scheduled.job.received_ns) / 1e9
-            self.counts.queue_s[scheduled.job.tier].add(max(0.0, queue_s))
+            job = scheduled.job
+            queue_s = max(0.0, (context.clock.now_ns() - job.received_ns) / 1e9)
+            trace_id = recorded_trace_id(job.traceparent)
+            self.counts.queue_s[job.tier].add(queue_s, trace_id=trace_id)
         reason = context.cancel_reason(scheduled)
         if reason is not None:
             # The worker may have heard the cancel before the dispatch.

@@ -1,13 +1,15 @@
 -- The views and their columns, what type each has and what it says, with its unit, NULL rule and values.
 -- Of the tables themselves, only the columns that are in no view: the states of t-digests.
--- param table: only this one's (default '')
+-- param table: only this one's, with or without _once (default '')
 SELECT
     table,
-    name AS column,
+    columns.name AS column,
     type,
-    comment
-FROM system.columns
-WHERE database = currentDatabase()
-  AND ({table:String} = '' OR table = {table:String})
-  AND (endsWith(table, '_once') OR table = 'generations' OR startsWith(type, 'AggregateFunction'))
+    columns.comment AS comment
+FROM system.columns AS columns
+INNER JOIN system.tables AS tables
+    ON tables.database = columns.database AND tables.name = columns.table
+WHERE columns.database = currentDatabase()
+  AND ({table:String} = '' OR replaceRegexpOne(table, '_once$', '') = replaceRegexpOne({table:String}, '_once$', ''))
+  AND (tables.engine = 'View' OR startsWith(type, 'AggregateFunction'))
 ORDER BY table, position

@@ -29,8 +29,8 @@ class DeclaredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     or, for text, ``empty``, and the set in ``values.toml`` that its ``values`` are of.
 
     An ``internal`` column is for Millrace itself: it is in no view. A column with ``percentiles``
-    holds states of ``quantilesTDigest``: the view has its percentiles instead. ``whole`` is the
-    value in rows that the view has of another table, which lacks the column.
+    holds states that this function merges: the view has their percentiles instead. ``whole``
+    is the value in rows that the view has of another table, which lacks the column.
     """
 
     what: str
@@ -39,7 +39,7 @@ class DeclaredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     empty: str = ""
     values: str = ""
     internal: bool = False
-    percentiles: bool = False
+    percentiles: str = ""
     whole: str = ""
 
     @property
@@ -51,6 +51,9 @@ class DeclaredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             parts.append(f"NULL: {self.null}.")
         if self.empty:
             parts.append("Never empty." if self.empty == "never" else f"Empty: {self.empty}.")
+        if self.percentiles:
+            levels = ", ".join(f"{level / 100:g}" for level in PERCENTILES)
+            parts.append(f"A state of a t-digest: merge it with {self.percentiles}({levels}).")
         if self.values:
             meanings = load_values()[self.values].items()
             said = "; ".join(f"{value} ({meaning})" for value, meaning in meanings)
@@ -132,7 +135,10 @@ def _percentile(name: str, column: DeclaredColumn, level: int) -> ViewColumn:
     measure, _, unit = name.rpartition("_")
     state = f"finalizeAggregation({name})[{level + 1}]"
     said = msgspec.structs.replace(
-        column, what=f"Percentile {PERCENTILES[level]} of the row's requests. {column.what}"
+        column,
+        what=f"Percentile {PERCENTILES[level]} of the row's requests. {column.what}",
+        null="no request of the row has one",
+        percentiles="",
     )
     return ViewColumn(
         name=f"{measure}_p{PERCENTILES[level]}_{unit}",

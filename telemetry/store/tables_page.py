@@ -1,21 +1,28 @@
-"""The page of tables: ``python -m millrace.telemetry.store.tables_page > docs/tables.md``."""
+"""The page of tables, as Markdown for the documentation and as rows for the operations page.
+
+``python -m millrace.telemetry.store.tables_page`` in the root of the repository writes both.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 from itertools import groupby
+from pathlib import Path
+
+import msgspec
 
 from millrace.schemas.config import ClickHouseConfig
 from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.store import Store
 
+MARKDOWN = Path("docs/tables.md")
+ROWS = Path("gateway/web/ops/tables.json")
 _HEAD = """# Columns
 
-Made by `python -m millrace.telemetry.store.tables_page > docs/tables.md` from what ClickHouse
-itself says of its tables, which is declared in `telemetry/columns`: `millrace sql --saved tables`,
-`/ops/tables.html` and `DESCRIBE TABLE` tell it of a system that runs.
+Made by `python -m millrace.telemetry.store.tables_page` from what ClickHouse itself says of its
+tables, which is declared in `telemetry/columns`: `millrace sql --saved tables`, `/ops/tables.html`
+and `DESCRIBE TABLE` tell it of a system that runs.
 
 Read the views, whose names end in `_once`, and `generations`: they have each row once. All times
 are UTC. A column is only NULL where its type says `Nullable`; its description says when.
@@ -26,34 +33,64 @@ FROM system.columns AS columns
 INNER JOIN system.tables AS tables
     ON tables.database = columns.database AND tables.name = columns.table
 WHERE columns.database = currentDatabase()
-  AND (endsWith(table, '_once') OR table = 'generations' OR startsWith(type, 'AggregateFunction'))
-ORDER BY startsWith(type, 'AggregateFunction'), table, position
+  AND (tables.engine = 'View' OR startsWith(type, 'AggregateFunction'))
+ORDER BY tables.engine = 'View' DESC, table, position
 """
 
 
-async def tables_page(store: Store) -> str:
-    """As Markdown, of a store that is up to date."""
-    parts = [_HEAD]
+class Described(msgspec.Struct, frozen=True):
+    """A column of a view or table, or with an empty name the view or table itself."""
+
+    table: str
+    column: str
+    type: str
+    comment: str
+
+
+async def described(store: Store) -> list[Described]:
+    """What a store that is up to date says of its views and tables, each before its columns."""
+    found = []
     rows = await store.rows(_COLUMNS)
     for (table, what), columns in groupby(rows, key=lambda row: (str(row[0]), str(row[1]))):
-        lines = [f"## {table}", "", what, "", "| column | type | meaning |", "|---|---|---|"]
-        for _, _, name, kind, comment in columns:
-            lines.append(f"| `{name}` | `{_one_line(str(kind))}` | {comment} |")
-        parts.append("\n".join(lines) + "\n")
-    return "\n".join(parts)
+        found.append(Described(table, "", "", what))
+        found += [
+            Described(table, str(name), _one_line(str(kind)), str(comment))
+            for _, _, name, kind, comment in columns
+        ]
+    return found
+
+
+def as_markdown(rows: list[Described]) -> str:
+    lines = [_HEAD]
+    for row in rows:
+        if row.column:
+            lines.append(f"| `{row.column}` | `{row.type}` | {row.comment} |\n")
+        else:
+            lines.append(f"\n## {row.table}\n\n{row.comment}\n\n")
+            lines.append("| column | type | meaning |\n|---|---|---|\n")
+    return "".join(lines)
+
+
+def as_json(rows: list[Described]) -> str:
+    """A row in each line."""
+    lines = ",\n".join(msgspec.json.encode(row).decode() for row in rows)
+    return f"[\n{lines}\n]\n"
 
 
 def _one_line(kind: str) -> str:
     return " ".join(kind.split()).replace("( ", "(")
 
 
-async def _main() -> None:
+async def _described_anew() -> list[Described]:
     with tempfile.TemporaryDirectory() as folder:
         store = await Store.open(ClickHouseConfig(path=folder))
         await migrate(store)
-        sys.stdout.write(await tables_page(store))
+        rows = await described(store)
         await store.close()
+    return rows
 
 
 if __name__ == "__main__":
-    asyncio.run(_main())
+    found = asyncio.run(_described_anew())
+    MARKDOWN.write_text(as_markdown(found), encoding="utf-8")
+    ROWS.write_text(as_json(found), encoding="utf-8")

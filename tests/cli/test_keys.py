@@ -188,8 +188,32 @@ async def test_the_last_use_of_a_key(redis_server: RedisServer, keys: Keys) -> N
 
     first = await told_after(0.0)
     assert await told_after(30.0) == first  # not for each request
-    assert await told_after(31.0) > first
+    last = await told_after(31.0)
+    assert last > first
+    revoked = await asyncio.to_thread(keys.json, "revoke", made["key_id"])
+    assert revoked["last_used"] == last
     await link.close()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--tier", "pro"),
+        ("--tier", "enterprise", "--requests-per-minute", "7"),
+        ("--tier", "batch", "--admin"),
+        (),
+    ],
+)
+def test_what_is_told_of_a_new_key_is_what_holds(arguments: tuple[str, ...], keys: Keys) -> None:
+    """Of a tenant that the key makes, of one that is there, and once the key is revoked."""
+    for _ in range(2):
+        made = keys.json("create", "--tenant", "acme", *arguments)
+        del made["key"]
+        listed = {one["key_id"]: one for one in keys.json("list")}
+        assert made == listed[made["key_id"]]
+        assert made["effective_tier"] == (arguments[1] if arguments else "free")
+    revoked = keys.json("revoke", made["key_id"])
+    assert revoked == {**made, "revoked": revoked["revoked"]}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 from millrace.gateway.models import Models
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
+from millrace.runtime.metrics_server import render
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.models.cards import ModelCard
 from tests.clients.packages import need, npm_packages
@@ -71,7 +72,7 @@ def _models(window_tokens: int) -> Models:
 async def test_a_wrong_key(program: Path, tmp_path: Path) -> None:
     async with running_gateway(GatewayConfig(auth="required")) as front:
         said, status = await _says(program, front, tmp_path)
-        metrics = front.gateway.metrics.render().decode()
+        metrics = render(front.gateway.metrics.registry).decode()
     assert status == 1
     assert "Invalid API key" in said
     refused = [

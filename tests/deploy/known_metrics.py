@@ -45,18 +45,25 @@ class Known(NamedTuple):
 
 async def known_metrics() -> Mapping[str, list[Known]]:
     """By part, in order; the last are those of every process."""
-    common = Monitor("any").registry
+    parts = await registries()
+    common = parts.pop("every part")
     shared = {one.name: one for one in _families(common) if one.name.startswith("millrace_")}
     by_part: dict[str, list[Known]] = {}
-    for part, registry in (
-        ("gateway", _gateway()),
-        ("scheduler", await _scheduler()),
-        ("worker", _alone(WorkerMetrics())),
-        ("telemetry", _telemetry()),
-    ):
+    for part, registry in parts.items():
         own = [one for one in _families(registry) if one.name.startswith("millrace_")]
         by_part[part] = sorted(one for one in own if one.name not in shared)
     return {**by_part, "every part": sorted(shared.values())}
+
+
+async def registries() -> dict[str, CollectorRegistry]:
+    """What each part of ``PARTS`` registers."""
+    return {
+        "gateway": _gateway(),
+        "scheduler": await _scheduler(),
+        "worker": _alone(WorkerMetrics()),
+        "telemetry": _telemetry(),
+        "every part": Monitor("any").registry,
+    }
 
 
 def _families(registry: CollectorRegistry) -> Iterator[Known]:

@@ -15,13 +15,15 @@ import yaml
 
 from millrace.cli.local.scrape_targets import FILE_NAME
 from millrace.runtime.alerts.rules import RULES, SCHEDULER_SILENT
-from millrace.runtime.metrics_server import check_exposure
+from millrace.runtime.metrics_server import check_exposure, exposition, render
 from millrace.runtime.settings import load_config
+from millrace.telemetry.metrics import DEPRECATED
 from millrace.telemetry.store.declaration import load_declaration, load_joint_views
 from tests.deploy.grafana import BOARDS, FOLDER, read_board, targets
-from tests.deploy.known_metrics import Known, known_metrics
+from tests.deploy.known_metrics import Known, known_metrics, registries
 from tests.deploy.promql import SyntaxProblemError, named_in
 from tests.support.repository import ROOT
+from tests.support.scraped import exemplars
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 DOCUMENT = ROOT / "docs" / "monitoring.md"
@@ -243,7 +245,32 @@ def test_prometheus_finds_the_parts_of_a_local_system() -> None:
     assert f'job="{job["job_name"]}"' in str(rules)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+
+
+@_promtool
+async def test_prometheus_own_tool_agrees_with_the_names_of_metrics() -> None:
+    for part, registry in (await registries()).items():
+        lines = render(registry).decode().splitlines(keepends=True)
+        current = "".join(line for line in lines if DEPRECATED not in line)
+        checked = subprocess.run(
+            ["promtool", "check", "metrics"],
+            input=current,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert checked.stdout + checked.stderr == "", part
+
+
+async def test_every_part_can_be_told_in_openmetrics() -> None:
+    accept = [(b"accept", b"application/openmetrics-text")]
+    for part, registry in (await registries()).items():
+        body, _ = exposition(registry, accept)
+        assert exemplars(body.decode()) == {}, part
+
+
+@_promtool
 @pytest.mark.parametrize(
     "arguments",
     [

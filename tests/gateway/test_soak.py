@@ -11,6 +11,7 @@ import httpx
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
+from millrace.runtime.metrics_server import render
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
@@ -29,7 +30,7 @@ async def test_nothing_is_left_of_clients_that_come_and_go() -> None:
         await eventually(lambda: len(front.gateway.streams) == 0)
         await eventually(lambda: front.worker.num_running == 0)
         await eventually(lambda: len(asyncio.all_tasks()) <= tasks_before)
-        metrics = front.gateway.metrics.render().decode()
+        metrics = render(front.gateway.metrics.registry).decode()
         outcomes = [
             float(line.rsplit(" ", 1)[1])
             for line in metrics.splitlines()

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from millrace.runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, STEP_S, Histogram
-from millrace.runtime.metrics_server import CONTENT_TYPE, check_exposure, monitored
+from millrace.runtime.metrics_server import (
+    CONTENT_TYPE,
+    OPENMETRICS_TYPE,
+    check_exposure,
+    exposition,
+    monitored,
+)
 from millrace.schemas.config import MetricsConfig
 from millrace.schemas.errors import ConfigError
-from tests.support.scraped import Scraped, scrape_of
+from tests.support.scraped import Scraped, exemplars, scrape_of
 from tests.support.servers import free_port
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 
 @pytest.fixture
@@ -60,6 +74,73 @@ async def test_a_process_tells_its_part_and_its_health(config: MetricsConfig) ->
         assert (await http.get(f"{_base(config)}/healthz")).status_code == 503
         again = Scraped((await http.get(f"{_base(config)}/metrics")).text)
         assert again.value("millrace_healthy") == 0
+
+
+_PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        (_PROMETHEUS, OPENMETRICS_TYPE),
+        ("application/openmetrics-text", OPENMETRICS_TYPE),
+        ("Application/OpenMetrics-Text; q=0.5", OPENMETRICS_TYPE),
+        ("text/plain, application/openmetrics-text;q=0.9", CONTENT_TYPE),
+        ("application/openmetrics-text;q=0", CONTENT_TYPE),
+        ("application/openmetrics-text;q=nan", CONTENT_TYPE),
+        ("text/html, */*", CONTENT_TYPE),
+    ],
+)
+async def test_openmetrics_is_told_to_clients_that_ask_for_it(
+    accept: str, content_type: str, config: MetricsConfig
+) -> None:
+    async with monitored("worker", config), httpx.AsyncClient() as http:
+        answer = await http.get(f"{_base(config)}/metrics", headers={"accept": accept})
+    assert answer.headers["content-type"] == content_type
+    assert answer.headers["vary"] == "Accept, Accept-Encoding"
+    assert answer.text.endswith("# EOF\n") == (content_type == OPENMETRICS_TYPE)
+    if content_type == OPENMETRICS_TYPE:
+        assert exemplars(answer.text) == {}
+
+
+@pytest.mark.parametrize(
+    ("accepted", "coding"),
+    [
+        ("gzip", "gzip"),
+        ("zstd", "zstd"),
+        ("gzip, deflate, br, zstd", "zstd"),
+        ("gzip;q=1.0, zstd;q=0.5", "gzip"),
+        ("*", "zstd"),
+        ("zstd;q=0, *", "gzip"),
+        ("GZIP ; q=0.1", "gzip"),
+        ("identity", ""),
+        ("gzip;q=0", ""),
+        ("br", ""),
+        ("", ""),
+    ],
+)
+async def test_metrics_are_compressed_as_the_client_accepts(
+    accepted: str, coding: str, config: MetricsConfig
+) -> None:
+    headers = f"Host: a\r\nAccept-Encoding: {accepted}\r\n\r\n".encode()
+    async with monitored("worker", config):
+        answer = await _raw(config, b"GET /metrics HTTP/1.1\r\n" + headers)
+        of_head = await _raw(config, b"HEAD /metrics HTTP/1.1\r\n" + headers)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    told = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:])
+    assert told.get("Content-Encoding", "") == coding
+    assert told["Content-Length"] == str(len(body))
+    assert of_head.endswith(b"\r\n\r\n")
+    assert (b"Content-Encoding" in of_head) == bool(coding)
+    decoders: dict[str, Callable[[bytes], bytes]] = {
+        "gzip": gzip.decompress,
+        "zstd": zstd.decompress,
+        "": bytes,
+    }
+    Scraped(decoders[coding](body).decode()).check()
 
 
 async def test_what_is_no_scrape_is_refused(config: MetricsConfig) -> None:
@@ -171,8 +252,8 @@ async def test_without_a_port_nothing_listens() -> None:
 
 def test_a_tally_is_a_histogram_of_prometheus() -> None:
     tally = Histogram((0.1, 1.0))
-    tally.add(0.05)
-    tally.add(0.1, 2)
+    tally.add(0.05, trace_id="ab")
+    tally.add(0.1, 2, trace_id="cd")
     tally.add(7.0)
 
     class One(Collector):
@@ -181,6 +262,10 @@ def test_a_tally_is_a_histogram_of_prometheus() -> None:
             tally.add_to(family, ["m"])
             yield family
 
+    registry = CollectorRegistry()
+    registry.register(One())
+    body, _ = exposition(registry, [(b"accept", b"application/openmetrics-text")])
+    assert exemplars(body.decode()) == {"millrace_x_bucket": {"cd"}}
     scraped = scrape_of(One())
     found = {
         bound: scraped.value("millrace_x_bucket", model="m", le=bound)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from millrace.runtime.metrics_server import render
+from millrace.runtime.metrics_server import exposition, render
 
 _LIBRARY = ("process_", "python_")
 # What a label may be about. All of it is bounded by what we run and by words of our own.
@@ -57,6 +60,25 @@ class Scraped:
         for name, labels in self._values:
             if not name.startswith(_LIBRARY):
                 assert {label for label, _ in labels} <= LABELS, (name, labels)
+
+
+def exemplars_of(collector: Collector) -> dict[str, set[str]]:
+    """Those of a collector alone."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    body, _ = exposition(registry, [(b"accept", b"application/openmetrics-text")])
+    return exemplars(body.decode())
+
+
+def exemplars(text: str) -> dict[str, set[str]]:
+    """The traces that an answer in OpenMetrics names, by the sample that names them. ValueError for
+    text that is no OpenMetrics."""
+    found: dict[str, set[str]] = {}
+    for family in openmetrics_families(text):  # type: ignore[no-untyped-call]
+        for sample in family.samples:
+            if sample.exemplar is not None:
+                found.setdefault(sample.name, set()).add(sample.exemplar.labels["trace_id"])
+    return found
 
 
 def scrape(registry: CollectorRegistry) -> Scraped:

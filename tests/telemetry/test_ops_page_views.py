@@ -301,6 +301,7 @@ async def test_files_of_what_is_shown(
 
 @pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 async def test_the_tables_are_described(ops: OpsPage, width: int) -> None:
+    """As docs/tables.md says it, to a reader without a key: nothing is asked of telemetry."""
     page, complaints = await ops.open("tables.html", width=width)
     rows = page.locator("#columns tbody tr")
     await expect(page.locator("#said")).to_contain_text("Times are UTC")
@@ -311,4 +312,5 @@ async def test_the_tables_are_described(ops: OpsPage, width: int) -> None:
     await shoot(page, f"tables-{width}")
     await page.get_by_label("Find").fill("no such column")
     await expect(rows).to_contain_text("No table or column")
+    assert ops.asked == []
     assert complaints == []

@@ -9,9 +9,11 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
+from millrace.runtime.metrics_server import CONTENT_TYPE, OPENMETRICS_TYPE
 from millrace.runtime.tracing import SpanKind, parse_traceparent
 from millrace.schemas.websocket import SUBPROTOCOL
 from tests.support.running_gateway import RunningGateway, running_gateway
+from tests.support.scraped import exemplars
 from tests.support.waiting import eventually
 from tests.tracing.kept import KeptSpans, kept_tracing
 
@@ -83,6 +85,22 @@ async def test_a_request_is_told_by_the_names_of_the_field(traced: Traced, strea
     assert job.traceparent == publish.context.traceparent
     assert SECRET not in repr(traced.kept.spans)
     assert job.tenant not in repr(traced.kept.spans)
+
+
+async def test_latencies_on_metrics_name_their_trace(traced: Traced) -> None:
+    """In OpenMetrics only: Prometheus' text format has no exemplars."""
+    await traced.chat(CALLER)
+    asked = {"accept": "application/openmetrics-text", "accept-encoding": "gzip"}
+    answer = await traced.http.get("/metrics", headers=asked)
+    assert answer.headers["content-type"] == OPENMETRICS_TYPE
+    assert answer.headers["content-encoding"] == "gzip"
+    assert exemplars(answer.text) == {
+        f"millrace_{name}_seconds_bucket": {"ab" * 16}
+        for name in ("time_to_first_token", "time_per_output_token", "e2e_request_latency")
+    }
+    plain = await traced.http.get("/metrics", headers={"accept-encoding": "identity"})
+    assert plain.headers["content-type"] == CONTENT_TYPE
+    assert "ab" * 16 not in plain.text
 
 
 async def test_each_choice_has_its_own_job_in_one_trace(traced: Traced) -> None:

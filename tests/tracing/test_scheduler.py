@@ -9,10 +9,12 @@ import pytest
 from millrace.runtime.tracing import SpanKind, life_span, parse_traceparent, record_span
 from millrace.scheduler.jobs.finalizer import Finalizer
 from millrace.scheduler.jobs.tracing import JobTraces
+from millrace.scheduler.metrics import SchedulerMetrics
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.frames import Cancelled
 from millrace.schemas.jobs import Source
 from tests.scheduler.world import World, job
+from tests.support.scraped import exemplars_of
 from tests.tracing.kept import KeptSpans, kept_tracing
 
 CALLER = f"00-{'ab' * 16}-{'cd' * 8}-01"
@@ -159,3 +161,13 @@ async def test_what_is_not_recorded_is_not_told(world: World, kept: KeptSpans) -
     await worker.finish_all()
     await world.until(lambda: world.num_stored == 0)
     assert kept.spans == []
+
+
+async def test_waits_on_metrics_name_their_trace(world: World) -> None:
+    await world.add_worker("a")
+    now_ns = world.clock.now_ns()
+    await world.client.jobs.publish(job("r1", traceparent=CALLER, received_ns=now_ns))
+    await world.until(lambda: bool(exemplars_of(SchedulerMetrics(world.schedulers[0]))))
+    assert exemplars_of(SchedulerMetrics(world.schedulers[0])) == {
+        "millrace_scheduler_queue_time_seconds_bucket": {"ab" * 16}
+    }

@@ -256,7 +256,8 @@ class Requests:
         before_ns = generation.timing.last_token_ns
         outcome = generation.apply(output, now_ns)
         if output.token_ids and not output.choice:
-            self.times.note_tokens(generation.timing, len(output.token_ids), before_ns)
+            num_tokens, trace = len(output.token_ids), generation.job.traceparent
+            self.times.note_tokens(generation.timing, num_tokens, before_ns, trace)
         has_advanced = generation.phase is not before
         if has_advanced:
             self.moves.advanced(generation, began=before is Phase.QUEUED)
@@ -317,7 +318,7 @@ class Requests:
 
     def _end(self, generation: Generation, outcome: GenerationOutcome) -> None:
         generation.end(outcome, self._clock.now_ns())
-        self.times.add_end(generation.timing, outcome.status)
+        self.times.add_end(generation.timing, outcome.status, generation.job.traceparent)
         self._drop(generation)
         self._finished.add(generation)
         self._flusher.flush_now(generation, *generation.closing_frames())

@@ -1,6 +1,6 @@
-// What the tables of the analytics store have: each column with its type, its meaning and its unit.
+// What the tables of the analytics store have: each column with its type, its meaning and its unit. The
+// rows are a file of this version: they need no key, and are those of docs/tables.md.
 
-import { ask, KeyNeededError } from "./ask.js";
 import { Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
@@ -8,7 +8,7 @@ const table = new Table("columns", [
   { name: "Table", of: (row) => row.table, sort: (row) => row.table },
   { name: "Column", of: (row) => make("code", {}, row.column), sort: (row) => row.column },
   { name: "Type", of: (row) => row.type },
-  { name: "What it is", of: (row) => row.comment },
+  { name: "Meaning", of: (row) => row.comment },
 ], "No table or column is called or described so.");
 
 let rows = [];
@@ -19,15 +19,12 @@ function show() {
 }
 
 try {
-  const found = await ask("tables", {});
-  rows = found.map((row) => ({ ...row, text: [row.table, row.column, row.comment].join(" ").toLowerCase() }));
+  const answer = await fetch("tables.json");
+  if (!answer.ok) throw new Error(`the gateway answered ${answer.status}`);
+  rows = (await answer.json()).map((row) => ({ ...row, text: [row.table, row.column, row.comment].join(" ").toLowerCase() }));
   byId("said").textContent = "Times are UTC. Read the views that end in _once: they have each row of their table once.";
   byId("find").addEventListener("input", show);
   show();
 } catch (error) {
-  const isKey = error instanceof KeyNeededError;
-  byId("said").replaceChildren(
-    isKey ? "This needs an administrator's key: give it on the " : `The tables cannot be read now: ${error.message}`,
-    ...(isKey ? [make("a", { href: "/ops/" }, "operations page"), ", and load this page again."] : []),
-  );
+  byId("said").textContent = `The tables cannot be read now: ${error.message}. Load this page again.`;
 }

@@ -24,6 +24,7 @@ from millrace.gateway.request import failure_log
 from millrace.gateway.request.failure_log import FailureLog
 from millrace.gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
 from millrace.gateway.tenancy.caller import Caller
+from millrace.runtime.metrics_server import render
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.errors import BusUnavailableError
@@ -199,7 +200,7 @@ async def test_what_http_refuses(
     }
     assert {(line["what"], line["level"]) for line in told()} == {("a request was refused", "INFO")}
     assert "secret" not in str(told())
-    shown = front.gateway.metrics.render().decode()
+    shown = render(front.gateway.metrics.registry).decode()
     sample = 'millrace_refused_requests_total{code="requests_per_minute",route="%s",status="429"} 2'
     assert sample % chat in shown
 

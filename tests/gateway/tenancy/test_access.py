@@ -64,7 +64,8 @@ async def test_where_keys_are_demanded_nothing_goes_without(redis: RedisConfig) 
             ), path
         for path in (_PATH, "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/batches"):
             assert (await http.post(path, json=_CHAT)).status_code == 401, path
-        assert (await http.get("/healthz")).status_code == 200
+        for path in ("/healthz", "/ops/tables.html", "/ops/tables.json"):
+            assert (await http.get(path)).status_code == 200, path
         taken = await http.post(_PATH, json=_CHAT, headers={"Authorization": f"Bearer {key}"})
         assert taken.status_code == 200
         assert front.worker.jobs[0].tenant == "acme"

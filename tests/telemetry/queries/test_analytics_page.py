@@ -6,12 +6,13 @@ import re
 import time
 
 import msgspec
+import pytest
 
 from millrace.schemas.control import TelemetryQuery
 from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REFUSALS, REQUESTS
-from millrace.telemetry.store.tables_page import tables_page
+from millrace.telemetry.store.tables_page import MARKDOWN, ROWS, as_json, as_markdown, described
 from millrace.telemetry.store.view_statements import changes_views
 from tests.support.repository import ROOT
 from tests.telemetry.answered import rows_of
@@ -94,5 +95,15 @@ async def test_saved_queries_tell_times_as_such(store: Store) -> None:
 
 async def test_the_page_of_tables_is_of_today(store: Store) -> None:
     """Made by ``python -m millrace.telemetry.store.tables_page``."""
-    made = await tables_page(store)
-    assert (ROOT / "docs" / "tables.md").read_text(encoding="utf-8") == made
+    rows = await described(store)
+    assert (ROOT / MARKDOWN).read_text(encoding="utf-8") == as_markdown(rows)
+    assert (ROOT / ROWS).read_text(encoding="utf-8") == as_json(rows)
+
+
+@pytest.mark.parametrize("name", ["usage_by_minute", "usage_by_minute_once"])
+async def test_the_tables_are_asked_for_by_either_name(store: Store, name: str) -> None:
+    query = TelemetryQuery(name="tables", params={"table": name})
+    rows = rows_of(await Answers(store.reader).answer(query))
+    assert {row["table"] for row in rows} == {"usage_by_minute", "usage_by_minute_once"}
+    assert {"ttft_ms", "ttft_p95_ms", "cost"} <= {row["column"] for row in rows}
+    assert "fingerprint" not in {row["column"] for row in rows}

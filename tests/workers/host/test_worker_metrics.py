@@ -8,7 +8,7 @@ from millrace.schemas.frames import FinishReason
 from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.metrics import WorkerMetrics
 from millrace.workers.host.reports.device_watch import DeviceReading
-from tests.support.scraped import Scraped, scrape_of
+from tests.support.scraped import Scraped, exemplars_of, scrape_of
 from tests.workers.scripted import Bench, bench
 
 _AT = {"model": "demo", "worker": "w"}
@@ -81,6 +81,31 @@ async def test_the_engine_s_state_and_work_are_told(demo: ServedModel) -> None:
         bucket = "millrace_engine_step_duration_seconds_bucket"
         assert scraped.value(bucket, le="0.002", **_AT) == 0
         assert scraped.value(bucket, le="0.004", **_AT) == 1
+
+
+async def test_times_of_a_request_name_its_trace(demo: ServedModel) -> None:
+    """Where one is recorded: the second request's is not."""
+    recorded, other = (f"00-{digit * 32}-{'c' * 16}-0{end}" for digit, end in (("a", 1), ("b", 0)))
+    async with bench(demo, name="w") as b:
+        await b.dispatch(b.job("r1", traceparent=recorded))
+        await b.dispatch(b.job("r2", traceparent=other))
+        for name in ("r1:1", "r2:1"):
+            b.engine.emit(name, [20])
+        await b.settle(0.02)
+        for name in ("r1:1", "r2:1"):
+            b.engine.emit(name, [21], FinishReason.LENGTH)
+        await b.ended()
+        metrics = WorkerMetrics()
+        metrics.watch("w", "demo", b.worker._engine, b.worker)
+        assert exemplars_of(metrics) == {
+            f"millrace_{name}_bucket": {"a" * 32}
+            for name in (
+                "engine_time_to_first_token_seconds",
+                "request_queue_time_seconds",
+                "request_prefill_time_seconds",
+                "request_decode_time_seconds",
+            )
+        }
 
 
 async def test_times_between_tokens_are_those_of_the_engine(demo: ServedModel) -> None:

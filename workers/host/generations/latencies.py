@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from millrace.runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Histogram
+from millrace.runtime.tracing import recorded_trace_id
 from millrace.schemas.records import Status
 from millrace.workers.host.generations.state import Timing
 
@@ -31,16 +32,19 @@ class RequestTimes:
         self.ended: Counter[Status] = Counter()
         self._num_since: defaultdict[int, int] = defaultdict(int)
 
-    def note_tokens(self, timing: Timing, num_tokens: int, before_ns: int) -> None:
+    def note_tokens(
+        self, timing: Timing, num_tokens: int, before_ns: int, traceparent: str = ""
+    ) -> None:
         """A generation has got so many just now, and the token before them at ``before_ns``, 0 if
-        there was none."""
+        there was none. ``traceparent`` is the trace of its request."""
         if before_ns and num_tokens == 1:
             self._num_since[before_ns] += 1
         elif before_ns:
             gap_s = (timing.last_token_ns - before_ns) / _NS_PER_S
             self.gap_s.add(gap_s / num_tokens, num_tokens)
         elif timing.first_token_ns:
-            self.first_token_s.add((timing.first_token_ns - timing.accepted_ns) / _NS_PER_S)
+            seconds = (timing.first_token_ns - timing.accepted_ns) / _NS_PER_S
+            self.first_token_s.add(seconds, trace_id=recorded_trace_id(traceparent))
 
     def end_step(self, now_ns: int) -> None:
         """All tokens of a step have been noted."""
@@ -48,13 +52,17 @@ class RequestTimes:
             self.gap_s.add((now_ns - before_ns) / _NS_PER_S, num_tokens)
         self._num_since.clear()
 
-    def add_end(self, timing: Timing, status: Status) -> None:
+    def add_end(self, timing: Timing, status: Status, traceparent: str = "") -> None:
         """A generation has ended here."""
         self.ended[status] += 1
         if not timing.started_ns:
             return
-        self.queue_s.add((timing.started_ns - timing.accepted_ns) / _NS_PER_S)
+        seconds = (timing.started_ns - timing.accepted_ns) / _NS_PER_S
+        trace_id = recorded_trace_id(traceparent)
+        self.queue_s.add(seconds, trace_id=trace_id)
         if not timing.first_token_ns:
             return
-        self.prefill_s.add((timing.first_token_ns - timing.started_ns) / _NS_PER_S)
-        self.decode_s.add((timing.last_token_ns - timing.first_token_ns) / _NS_PER_S)
+        seconds = (timing.first_token_ns - timing.started_ns) / _NS_PER_S
+        self.prefill_s.add(seconds, trace_id=trace_id)
+        seconds = (timing.last_token_ns - timing.first_token_ns) / _NS_PER_S
+        self.decode_s.add(seconds, trace_id=trace_id)
