@@ -91,7 +91,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     the generation is the request. ``choice``, ``round`` and ``attempt`` count from 0. The prompt
     that choices share counts once: ``prompt_tokens``, ``cached_tokens`` and the prompt's part of
     ``cost`` are 0 in all of them but the first, and so are those of a generation that no worker has
-    begun, so that the generations of a request add up to what it used and pays. ``batch_id`` is the batch that it is a line of (empty: none).
+    begun, so that the generations of a request add up to what it used and pays. ``batch_id`` is the
+    batch that it is a line of (empty: none).
 
     ``queue_ms`` is from receipt to the worker's start, ``ttft_ms`` from receipt to the first
     token, ``tpot_us`` the mean time per token after the first, ``cost`` what the tenant pays, in

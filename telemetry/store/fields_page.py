@@ -212,7 +212,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 def _value(of: Any) -> Any:
     """Something of a type that is not its default."""
     if isinstance(of, type) and issubclass(of, enum.Enum):
-        return next(iter(of))
+        return list(of)[-1]
     if _is_struct(of):
         return example(of)
     arguments, origin = typing.get_args(of), typing.get_origin(of)

@@ -13,6 +13,7 @@ from millrace.registry.adapters import AdapterOffer, adapter_folder, check_offer
 from millrace.registry.artifacts.store import ModelSourceError
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.pricing import PriceBook
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import AdapterError
 from tests.support.adapters import write_adapter
@@ -46,7 +47,7 @@ def test_an_adapter_of_the_hub_is_kept_by_its_commit(
     checkpoint: Path, asked: list[dict[str, Any]]
 ) -> None:
     offer = AdapterOffer(name="sql", model="tiny", source="org/sql@main")
-    folder = check_offer(offer, EngineKind.REAL, ())
+    folder = check_offer(offer, EngineKind.REAL, (), PriceBook())
     outline = read_adapter_outline(folder, read_model_config(checkpoint))
     adapter = read_offer(offer, folder, outline, 0)
     assert adapter.source == f"org/sql@{_COMMIT}"

@@ -64,6 +64,17 @@ async def test_the_client_s_default_is_base64(
     await eventually(lambda: len(front.gateway.streams) == 0)
 
 
+async def test_inputs_are_parts_of_the_request_that_the_answer_names(
+    client: openai.AsyncOpenAI, front: RunningGateway
+) -> None:
+    """Each input pays for itself; its row is found by the answer's X-Request-Id."""
+    raw = await client.embeddings.with_raw_response.create(model=MODEL, input=["a", "b"])
+    parts = [job.part for job in front.worker.jobs if job.part is not None]
+    assert sorted(part.choice for part in parts) == [0, 1]
+    assert {part.request_id for part in parts} == {raw.headers["x-request-id"]}
+    assert not any(part.shares_prompt for part in parts)
+
+
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
 async def test_many_inputs_keep_their_order(
     client: openai.AsyncOpenAI, front: RunningGateway, encoding_format: Any
