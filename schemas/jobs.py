@@ -106,6 +106,24 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     include_reasoning: bool = True
 
 
+class RequestPart(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Which generation of an accepted request a job is, if the request may have several.
+
+    ``request_id`` is the accepted request's. ``choice`` counts its choices, or the inputs to embed
+    or to score, and ``round`` the rounds of server tools of a choice, both from 0. ``attempt``
+    counts how often the line of a batch was queued again. With ``shares_prompt`` another choice
+    pays for the prompt: this one counts and costs its completion alone.
+    """
+
+    request_id: str
+    choice: int = 0
+    round: int = 0
+    attempt: int = 0
+    shares_prompt: bool = False
+
+
 class Job(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
@@ -141,7 +159,9 @@ class Job(
     for it. ``prediction`` is what the completion will be for the most part, in text or token ids:
     it changes no token, and may save time. ``adapter`` is a LoRA adapter of ``model`` to apply, by
     its name; ``adapter_version`` is what it was when the request was accepted, and stays to its
-    end. ``notices`` are what the part that made the job left out; its end repeats them.
+    end. ``notices`` are what the part that made the job left out; its end repeats them. ``part``
+    says which generation of an accepted request it is; None: the only one. ``batch_id`` is the
+    batch that it is a line of. No service writes either of the two.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -184,6 +204,8 @@ class Job(
     notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
     body: bytes = b""
     answer: AnswerForm | None = None
+    part: RequestPart | None = None
+    batch_id: str = ""
 
     def __post_init__(self) -> None:
         num_given = (
@@ -218,6 +240,16 @@ class Job(
         if self.pooling is not None:
             return 0
         return (self.sampling.max_tokens or 0) * self.sampling.num_answers
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether another choice of its request pays for the prompt."""
+        return self.part is not None and self.part.shares_prompt
+
+    @property
+    def num_paid_prompt_tokens(self) -> int:
+        """How many tokens of its prompt, as far as it is known, count and cost."""
+        return 0 if self.shares_prompt else len(self.prompt_token_ids or ())
 
     @property
     def awaits_client(self) -> bool:

@@ -16,9 +16,9 @@ from millrace.schemas.engines import CostMethod, WorkerRole
 from millrace.schemas.jobs import Source, Tier
 
 # 1: until device time and its cost, earlier runs, stalls; 2: until key, metadata and energy; 3:
-# until proposed tokens; 4: until pulled tokens; 5: until groups of devices. A field that is missing
-# has its default.
-RECORD_VERSION = 6
+# until proposed tokens; 4: until pulled tokens; 5: until groups of devices; 6: until parts of
+# requests. A field that is missing has its default.
+RECORD_VERSION = 7
 
 STALL_MS = 1_000.0
 
@@ -69,7 +69,15 @@ def sum_pulled(attempts: Iterable[Attempt]) -> tuple[int, str]:
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="request"):
-    """One finished request. Times are UTC epoch in ns, 0 where the request did not get so far.
+    """One finished generation: a request, or one of several that an accepted request has. Times are
+    UTC epoch in ns, 0 where the request did not get so far.
+
+    ``request_id`` is the generation's own. ``parent_id`` is the accepted request's if that may have
+    several: a choice, an input, a round of server tools, an attempt at a line of a batch; empty:
+    the generation is the request. ``choice``, ``round`` and ``attempt`` count from 0. The prompt
+    that choices share counts once: ``prompt_tokens``, ``cached_tokens`` and the prompt's part of
+    ``cost`` are 0 in all of them but the first, so that the generations of a request add up to what
+    it used and pays. ``batch_id`` is the batch that it is a line of (empty: none).
 
     ``queue_ms`` is from receipt to the worker's start, ``ttft_ms`` from receipt to the first
     token, ``tpot_us`` the mean time per token after the first, ``cost`` what the tenant pays, in
@@ -137,6 +145,11 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     pulled_tokens: int = 0
     kv_source: str = ""
     num_devices: int = 1
+    parent_id: str = ""
+    choice: int = 0
+    round: int = 0
+    attempt: int = 0
+    batch_id: str = ""
     version: int = RECORD_VERSION
 
 

@@ -163,7 +163,7 @@ class SimulatedWorker:
         if sequence.index == sequence.total:
             self._forget(sequence)
             usage = Usage(
-                prompt_tokens=len(sequence.job.prompt_token_ids or ()),
+                prompt_tokens=sequence.job.num_paid_prompt_tokens,
                 completion_tokens=sequence.total,
             )
             done = Done(finish_reason=FinishReason.LENGTH, num_tokens=sequence.total)

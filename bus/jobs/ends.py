@@ -5,7 +5,7 @@ from __future__ import annotations
 from millrace.bus.jobs.decoding import Owner
 from millrace.runtime.tracing import recorded_trace_id
 from millrace.schemas.control import CancelReason
-from millrace.schemas.jobs import Job, JobResult
+from millrace.schemas.jobs import Job, JobResult, RequestPart
 from millrace.schemas.records import RequestRecord, Status
 
 _NS_PER_MS = 1e6
@@ -14,6 +14,7 @@ _NS_PER_MS = 1e6
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
     """The record of a job that no worker answered: no tokens of a completion, no cost. A worker
     adds what it knows. Only failures and orphaned requests keep their code."""
+    part = job.part or RequestPart(request_id="")
     keeps_code = status is Status.FAILED or error_code == CancelReason.ORPHANED.value
     return RequestRecord(
         request_id=job.request_id,
@@ -25,7 +26,7 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         model_requested=job.model_requested or job.model,
         model_served=job.model,
         route_reason=job.route_reason,
-        prompt_tokens=len(job.prompt_token_ids or ()),
+        prompt_tokens=job.num_paid_prompt_tokens,
         total_ms=max(done_ns - job.received_ns, 0) / _NS_PER_MS,
         status=status,
         error_code=error_code if keeps_code else "",
@@ -36,6 +37,11 @@ def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: in
         key_id=job.key_id,
         metadata=job.metadata,
         adapter=job.adapter,
+        parent_id=part.request_id,
+        choice=part.choice,
+        round=part.round,
+        attempt=part.attempt,
+        batch_id=job.batch_id,
     )
 
 

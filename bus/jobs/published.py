@@ -25,7 +25,7 @@ _TEXT: codec.Codec[str] = codec.Codec(str)
 _FIELDS: codec.Codec[JobFields] = codec.Codec(JobFields)
 
 # Fields of ``Job`` that no service writes.
-_OWN_FIELDS = ("body", "answer")
+_OWN_FIELDS = ("body", "answer", "part", "batch_id")
 _NESTED_FIELDS = ("sampling", "prompt_token_ids", "pooling", "text_pair")
 # How a chat body writes what the nested form writes otherwise.
 _HOW_ELSEWHERE = "write what is in sampling beside messages, or leave the field out"

@@ -83,7 +83,8 @@ class AccountUsage(NamedTuple):
 class Charge(NamedTuple):
     """What a request is to use at most, and how long it may take. ``longest_tokens`` is the most
     that one of its several prompts and its completion may have, None if it has but one.
-    ``in_line``: a job that waits for its place, and leaves some to requests that cannot wait."""
+    ``in_line``: a job that waits for its place, and leaves some to requests that cannot wait.
+    ``num_requests`` is how many requests it counts as: 0 for a later part of one that counts."""
 
     request_id: str
     model: str
@@ -94,6 +95,7 @@ class Charge(NamedTuple):
     lapse_ms: int
     longest_tokens: int | None = None
     in_line: bool = False
+    num_requests: int = 1
 
     @property
     def num_tokens(self) -> int:

@@ -141,6 +141,7 @@ class LimitKeeper:
         tier: Tier | None = None,
         longest_tokens: int | None = None,
         in_line: bool = False,
+        num_requests: int = 1,
     ) -> Taken:
         """Set aside tokens (of all prompts and choices together), money and a place.
 
@@ -148,7 +149,7 @@ class LimitKeeper:
 
         ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
         own, if it is not the holder's. The same ``request_id`` again takes nothing more.
-        ``in_line`` is as for ``Charge``. Raises
+        ``in_line`` and ``num_requests`` are as for ``Charge``. Raises
         RateLimitError, TierContextError, KeyGoneError for a key revoked by now, and
         LimitsUnreachableError for a batch while Redis is unreachable.
         """
@@ -162,6 +163,7 @@ class LimitKeeper:
             lapse_ms=max(1, round(deadline_s * _MS_PER_S)),
             longest_tokens=longest_tokens,
             in_line=in_line,
+            num_requests=num_requests,
         )
         month = month_of(self._clock.now_ns())
         degraded = False
@@ -346,6 +348,7 @@ class LimitKeeper:
             charge.num_tokens,
             charge.cost_nano,
             int(charge.in_line),
+            charge.num_requests,
         ]
         for account in accounts:
             keys += [account.record_key, *account.state_keys, account.spent_key(month)]

@@ -48,7 +48,7 @@ class _AccountState:
         """Each limit that refuses, and the ms to wait."""
         limits = account.limits
         buckets = (
-            ("requests_per_minute", limits.requests_per_minute, self.requests, 1),
+            ("requests_per_minute", limits.requests_per_minute, self.requests, charge.num_requests),
             ("tokens_per_minute", limits.tokens_per_minute, self.tokens, charge.num_tokens),
         )
         for name, per_minute, used, wanted in buckets:
@@ -72,9 +72,9 @@ class _AccountState:
     def take(self, account: Account, charge: Charge) -> tuple[int, int]:
         """How many requests and tokens ever went into the buckets, with these."""
         limits = account.limits
-        self.requests += TICKS * (limits.requests_per_minute is not None)
+        self.requests += TICKS * charge.num_requests * (limits.requests_per_minute is not None)
         self.tokens += TICKS * charge.num_tokens * (limits.tokens_per_minute is not None)
-        self.requests_taken += 1
+        self.requests_taken += charge.num_requests
         self.tokens_taken += charge.num_tokens
         self.held_nano += charge.cost_nano
         self.running.add(charge.request_id)
@@ -184,7 +184,8 @@ class LocalLimits:
         for account, state, taken in made.parts:
             state.drain(account, now_ms)
             unused = made.charge.num_tokens - (num_tokens or 0)
-            state.give_back(int(num_tokens is None), unused, taken)
+            num_requests = made.charge.num_requests if num_tokens is None else 0
+            state.give_back(num_requests, unused, taken)
             state.spent_nano += cost_nano
         return made.spent_keys
 

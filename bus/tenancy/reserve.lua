@@ -3,9 +3,9 @@
 -- KEYS: the reservation; then for each account its record, buckets, running requests, holds and
 -- what it has spent this month.
 -- ARGV: the time in ms (empty: Redis' own), the request's id, ms until it lapses, ms to keep what
--- is left of it, tokens, cost in billionths, 1 if it is a job that waits in line; then for each
--- account the version of its record, requests and tokens per minute, concurrent requests and budget
--- (empty: no limit).
+-- is left of it, tokens, cost in billionths, 1 if it is a job that waits in line, how many
+-- requests it counts as; then for each account the version of its record, requests and tokens per
+-- minute, concurrent requests and budget (empty: no limit).
 --
 -- A job that waits in line takes each place that becomes free, so that requests of its account that
 -- cannot wait would find none. Once one of these is refused, jobs leave them a quarter of each limit,
@@ -35,11 +35,12 @@ end
 local request, lapse_ms, keep_ms = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local tokens, cost = tonumber(ARGV[5]), tonumber(ARGV[6])
 local is_in_line = ARGV[7] == '1'
+local requests = tonumber(ARGV[8])
 
 local accounts = {}
 local changed = false
 for i = 1, (#KEYS - 1) / 5 do
-  local k, a = 5 * i - 4, 5 * i + 2
+  local k, a = 5 * i - 4, 5 * i + 3
   accounts[i] = {
     record = KEYS[k + 1], buckets = KEYS[k + 2], running = KEYS[k + 3], holds = KEYS[k + 4],
     spent_key = KEYS[k + 5],
@@ -123,7 +124,7 @@ local function check_bucket(i, account, name, used, wanted, per_minute)
 end
 
 local function check(i, account)
-  check_bucket(i, account, 'requests_per_minute', account.requests, 1, account.rpm)
+  check_bucket(i, account, 'requests_per_minute', account.requests, requests, account.rpm)
   check_bucket(i, account, 'tokens_per_minute', account.tokens, tokens, account.tpm)
   local concurrent = account.concurrent
   if concurrent and account.num_running >= concurrent - share(account, concurrent) then
@@ -148,9 +149,9 @@ local function keep_yielding(account)
 end
 
 local function take(account)
-  account.requests = account.rpm and account.requests + TICKS or 0
+  account.requests = account.rpm and account.requests + requests * TICKS or 0
   account.tokens = account.tpm and account.tokens + tokens * TICKS or 0
-  account.requests_taken = account.requests_taken + 1
+  account.requests_taken = account.requests_taken + requests
   account.tokens_taken = account.tokens_taken + tokens
   account.num_running = account.num_running + 1
   account.held = account.held + cost
@@ -175,7 +176,7 @@ for i, account in ipairs(accounts) do load(account) end
 if redis.call('EXISTS', KEYS[1]) == 0 then
   for i, account in ipairs(accounts) do check(i, account) end
   if refused == 0 then
-    local made = {tokens = tokens, accounts = {}}
+    local made = {requests = requests, tokens = tokens, accounts = {}}
     for i, account in ipairs(accounts) do
       take(account)
       made.accounts[i] = {

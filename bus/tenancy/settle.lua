@@ -58,7 +58,8 @@ end
 -- These keys are not among KEYS: they are those that the reservation was made with.
 for _, account in ipairs(made.accounts) do
   local buckets, running, holds, spent_key = account[1], account[2], account[3], account[4]
-  if not tokens then give_back(buckets, 'requests', 1, account[5], account[6]) end
+  -- A reservation of an older version has no number of requests: it is one.
+  if not tokens then give_back(buckets, 'requests', made.requests or 1, account[5], account[6]) end
   give_back(buckets, 'tokens', made.tokens - (tokens or 0), account[7], account[8])
   redis.call('ZREM', running, request)
   local held = redis.call('HGET', holds, request)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import replace
 
-from millrace.gateway.batches.lines import BatchEndpoint, BatchOrder
+from millrace.gateway.batches.lines import BatchEndpoint, BatchOrder, LineAttempt
 from millrace.gateway.core import Gateway
 from millrace.gateway.rendering.embedding_jobs import (
     embedding_pooling,
@@ -18,7 +18,6 @@ from millrace.gateway.rendering.embedding_jobs import (
     user_of,
 )
 from millrace.gateway.rendering.embedding_vectors import VectorForm
-from millrace.gateway.request.job_maker import bare_job
 from millrace.gateway.streams.usage import total_usage
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.decoding import decode
@@ -29,7 +28,7 @@ from millrace.schemas.embeddings import (
     EmbeddingRequest,
     EmbeddingUsage,
 )
-from millrace.schemas.jobs import JobResult, Tier
+from millrace.schemas.jobs import JobResult
 
 
 class EmbeddingBatchEndpoint(BatchEndpoint):
@@ -42,15 +41,19 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
         self._decoder = msgspec.json.Decoder(EmbeddingRequest)
 
     async def order(
-        self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
+        self,
+        body: bytes,
+        caller: Caller,
+        attempt: LineAttempt,
+        received_ns: int,
+        deadline_ns: int,
     ) -> BatchOrder:
         asked = decode(self._decoder, body)
         inputs, num_kept = truncated_inputs(asked)
         model = await self._gateway.models.get_named(asked.model, caller.tenant)
         pooling, form = embedding_pooling(asked.pooling, model), form_of(asked, model)
         base = replace(
-            bare_job(asked.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
-            store_result=True,
+            attempt.job(asked.model, caller, received_ns, deadline_ns),
             user=user_of(asked.user),
             pooling=pooling,
             truncate_prompt_tokens=num_kept,
@@ -58,7 +61,7 @@ class EmbeddingBatchEndpoint(BatchEndpoint):
             metadata=metadata_of(asked.metadata),
         )
         jobs = await jobs_of(base, inputs, model, self._gateway.prompts)
-        return _EmbeddingOrder(self._gateway, caller, model, jobs, form)
+        return _EmbeddingOrder(self._gateway, caller, model, attempt, jobs, form)
 
 
 @dataclass(frozen=True)

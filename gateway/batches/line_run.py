@@ -7,7 +7,7 @@ import logging
 
 from millrace.gateway.batches import answers as batch_answers
 from millrace.gateway.batches.input import InputLine, read_line
-from millrace.gateway.batches.lines import BatchEndpoint, BatchOrder
+from millrace.gateway.batches.lines import BatchEndpoint, BatchOrder, LineAttempt
 from millrace.gateway.batches.log import BatchLog
 from millrace.gateway.batches.results import ResultWaiter
 from millrace.gateway.batches.store import BatchRecord, FinishedLine, PublishedLine
@@ -70,17 +70,16 @@ class LineRunner:
                 extra={"batch_id": self._batch_id, "line": line.number},
             )
             refusal = refusal_of(InternalError("The gateway failed to answer this request."))
-            request_id = attempt_id(self._batch_id, line.number, 0)
-            self._refuse(line, read_line(line), request_id, refusal)
+            self._refuse(line, read_line(line), refusal)
 
     async def _run(self, line: InputLine) -> None:
         request = read_line(line)
         known = self._log.in_queue.get(line.number)
         attempt = 0 if known is None else known.attempt
         while True:
-            request_id = attempt_id(self._batch_id, line.number, attempt)
+            named = LineAttempt(self._batch_id, line.number, attempt)
             try:
-                order = await self._order(request, request_id)
+                order = await self._order(request, named)
                 if order is None:
                     return
                 if known is None:
@@ -89,8 +88,8 @@ class LineRunner:
                     return
             except MillraceError as error:
                 refusal = refusal_of(error)
-                self._gateway.refusals.note(_DOOR, refusal, self._caller, request_id)
-                self._refuse(line, request, request_id, refusal)
+                self._gateway.refusals.note(_DOOR, refusal, self._caller, named.request_id)
+                self._refuse(line, request, refusal)
                 return
             results = await self._wait(order, known)
             order.settle(results)
@@ -103,14 +102,14 @@ class LineRunner:
             if await self._stopped_within(_RETRY_S):
                 return
 
-    async def _order(self, request: BatchLine, request_id: str) -> BatchOrder | None:
+    async def _order(self, request: BatchLine, attempt: LineAttempt) -> BatchOrder | None:
         """None if the batch is stopped before anybody can say. Raises what is wrong with it."""
         for delay_s in doubling_delays(_RETRY_S, _LONGEST_RETRY_S):
             try:
                 return await self._kind.order(
                     bytes(request.body),
                     self._caller,
-                    request_id,
+                    attempt,
                     self._gateway.clock.now_ns(),
                     self._deadline_ns,
                 )
@@ -196,15 +195,14 @@ class LineRunner:
                 refusal = refusal_of(error)
             else:
                 answer = batch_answers.answered(
-                    self._batch_id, line, request, order.request_id, body
+                    self._batch_id, line, request, order.attempt.request_id, body
                 )
                 self._log.note_finished(FinishedLine(line.number, True, answer))
                 return
-        self._refuse(line, request, order.request_id, refusal)
+        self._refuse(line, request, refusal)
 
-    def _refuse(
-        self, line: InputLine, request: BatchLine, request_id: str, refusal: Refusal
-    ) -> None:
+    def _refuse(self, line: InputLine, request: BatchLine, refusal: Refusal) -> None:
+        request_id = LineAttempt(self._batch_id, line.number).request_id
         answer = batch_answers.refused(self._batch_id, line, request, request_id, refusal)
         self._log.note_finished(FinishedLine(line.number, False, answer))
 
@@ -212,11 +210,6 @@ class LineRunner:
         """Wait; whether the batch was stopped meanwhile."""
         await wait_or_sleep(self._stopping, self._gateway.clock, seconds)
         return self._stopping.is_set()
-
-
-def attempt_id(batch_id: str, line: int, attempt: int) -> str:
-    """The request id of a line: the same whichever gateway runs it."""
-    return f"{batch_id}.{line}" + (f"-{attempt}" if attempt else "")
 
 
 def _has(results: list[JobResult], status: Status) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -21,7 +22,7 @@ from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import Done
-from millrace.schemas.jobs import Job, JobResult, Tier
+from millrace.schemas.jobs import Job, JobResult, RequestPart, Tier
 
 _NS_PER_S = 1_000_000_000
 _TIERS = (None, Tier.BATCH)
@@ -37,6 +38,31 @@ class LogprobsLostError(MillraceError, code="answer_too_large", http_status=413)
         )
 
 
+class LineAttempt(NamedTuple):
+    """A line of a batch, and how often it was queued before: a line that is shed is queued again,
+    with jobs of other ids. A line is one request, the same whichever gateway runs it."""
+
+    batch_id: str
+    line: int
+    attempt: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """The line's, whatever the attempt."""
+        return f"{self.batch_id}.{self.line}"
+
+    @property
+    def job_id(self) -> str:
+        """The id of the attempt's first job."""
+        return self.request_id + (f"-{self.attempt}" if self.attempt else "")
+
+    def job(self, model: str, caller: Caller, received_ns: int, deadline_ns: int) -> Job:
+        """The attempt's first job without its prompt."""
+        job = bare_job(model, caller, self.job_id, Tier.BATCH, received_ns, deadline_ns)
+        part = RequestPart(request_id=self.request_id, attempt=self.attempt)
+        return replace(job, store_result=True, part=part, batch_id=self.batch_id)
+
+
 @dataclass(frozen=True)
 class BatchOrder(ABC):
     """One request, understood: the jobs that it takes, and what is made of their results."""
@@ -44,12 +70,8 @@ class BatchOrder(ABC):
     gateway: Gateway
     caller: Caller
     model: ServedModelLike
+    attempt: LineAttempt
     jobs: Sequence[Job]
-
-    @property
-    def request_id(self) -> str:
-        """The first job's, which the reservation and the answer are named by."""
-        return self.jobs[0].request_id
 
     @property
     def form_field(self) -> str:
@@ -62,7 +84,7 @@ class BatchOrder(ABC):
         deadline_ns = self.jobs[0].deadline_ns or 0
         await self.gateway.admission.reserve(
             self.caller,
-            self.request_id,
+            self.attempt.job_id,
             self.model,
             self.jobs,
             deadline_s=max(deadline_ns - self.gateway.clock.now_ns(), 0) / _NS_PER_S,
@@ -71,7 +93,7 @@ class BatchOrder(ABC):
     def settle(self, results: Sequence[JobResult]) -> None:
         """Charge what was computed and give the rest back; nothing was without results."""
         usages = [result.usage for result in results]
-        self.gateway.admission.settle(self.request_id, self.model, usages)
+        self.gateway.admission.settle(self.attempt.job_id, self.model, usages)
 
     def refusal(self, results: Sequence[JobResult]) -> Refusal | None:
         """Why there is no answer; None if all the results are good."""
@@ -92,7 +114,12 @@ class BatchEndpoint(ABC):
 
     @abstractmethod
     async def order(
-        self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
+        self,
+        body: bytes,
+        caller: Caller,
+        attempt: LineAttempt,
+        received_ns: int,
+        deadline_ns: int,
     ) -> BatchOrder:
         """Raises MillraceError for what cannot be honoured."""
 
@@ -105,7 +132,12 @@ class GenerationBatchEndpoint(BatchEndpoint):
         self._endpoint = endpoint
 
     async def order(
-        self, body: bytes, caller: Caller, request_id: str, received_ns: int, deadline_ns: int
+        self,
+        body: bytes,
+        caller: Caller,
+        attempt: LineAttempt,
+        received_ns: int,
+        deadline_ns: int,
     ) -> BatchOrder:
         prepared = await self._endpoint.prepare(body, caller, self._gateway.prompts)
         _refuse_what_needs_a_client(prepared)
@@ -113,8 +145,7 @@ class GenerationBatchEndpoint(BatchEndpoint):
         prepared = replace(prepared, request=request)
         model = await self._gateway.models.get(request.model, caller.tenant, request.adapter)
         base = replace(
-            bare_job(request.model, caller, request_id, Tier.BATCH, received_ns, deadline_ns),
-            store_result=True,
+            attempt.job(request.model, caller, received_ns, deadline_ns),
             user=request.user,
             cache_salt=request.cache_salt,
             priority=request.priority,
@@ -125,7 +156,7 @@ class GenerationBatchEndpoint(BatchEndpoint):
         )
         jobs = await self._gateway.maker.jobs(base, request, model, caller)
         prepared = replace(prepared, request=replace(request, notices=jobs[0].notices))
-        return _GenerationOrder(self._gateway, caller, model, jobs, prepared)
+        return _GenerationOrder(self._gateway, caller, model, attempt, jobs, prepared)
 
 
 @dataclass(frozen=True)
@@ -145,7 +176,7 @@ class _GenerationOrder(BatchOrder):
             request,
             self.caller,
             self.model,
-            self.request_id,
+            self.attempt.request_id,
             created_s,
             prompt_token_ids=prompt_token_ids(self.jobs, request),
         )

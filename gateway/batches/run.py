@@ -20,8 +20,8 @@ from millrace.gateway.batches.input import (
     lines_of,
     read_line,
 )
-from millrace.gateway.batches.line_run import LineRunner, attempt_id
-from millrace.gateway.batches.lines import BatchEndpoint
+from millrace.gateway.batches.line_run import LineRunner
+from millrace.gateway.batches.lines import BatchEndpoint, LineAttempt
 from millrace.gateway.batches.log import BatchLog
 from millrace.gateway.batches.results import ResultWaiter
 from millrace.gateway.batches.store import BatchRecord, BatchStore, FinishedLine
@@ -257,7 +257,7 @@ class BatchRun:
         self._grace.reschedule(asyncio.get_running_loop().time() + _STOP_GRACE_S)
         reason = CancelReason.DEADLINE if is_over else CancelReason.CLIENT
         for published in list(self._log.in_queue.values()):
-            base = attempt_id(self._batch_id, published.line, published.attempt)
+            base = LineAttempt(self._batch_id, published.line, published.attempt).job_id
             for choice in range(len(published.sequences)):
                 cancel = Cancel(request_id=job_id(base, choice, 0), reason=reason)
                 await self._gateway.bus.control.cancel(cancel)

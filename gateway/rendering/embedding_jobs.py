@@ -15,7 +15,7 @@ from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.schemas.embeddings import MAX_INPUTS, EmbeddingRequest
 from millrace.schemas.errors import ContextLengthError, ParameterError
-from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, Job
+from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, Job, RequestPart
 from millrace.schemas.notices import NoticeCode, notice
 from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
@@ -67,8 +67,12 @@ def inputs_in(param: str, given: Sequence[str | tuple[int, ...]]) -> list[Input]
 async def jobs_of(
     base: Job, inputs: Sequence[Input], model: ServedModelLike, prompts: PromptPool
 ) -> list[Job]:
-    """Make a job like ``base`` for each input. Notices name the inputs that are cut without the
-    client having asked for it. Raises MillraceError, which names the input at fault."""
+    """Make a job like ``base`` for each input: of several, each is a part of the request. Notices
+    name the inputs that are cut without the client having asked for it. Raises MillraceError, which
+    names the input at fault."""
+
+    if len(inputs) > 1 and base.part is None:
+        base = msgspec.structs.replace(base, part=RequestPart(request_id=base.request_id))
 
     def prepare_all() -> list[Job]:
         # Nothing is drawn for an embedding, so any seed will do.
@@ -137,7 +141,8 @@ def _prepare(
         if not part.given:
             raise ParameterError(part.where, f"{part.where} must not be empty")
     request_id = f"{base.request_id}.{index}" if index else base.request_id
-    base = msgspec.structs.replace(base, request_id=request_id)
+    of_input = None if base.part is None else msgspec.structs.replace(base.part, choice=index)
+    base = msgspec.structs.replace(base, request_id=request_id, part=of_input)
     short = _shortened(one, model)
     for part in _parts(short):
         if not part.given:

@@ -70,8 +70,9 @@ class Admission:
         deadline_s: float | None = None,
     ) -> Headers:
         """Reserve the most that the jobs may need of the caller's limits; the headers say what is
-        left. Reserving again is the same as once. Raises what ``Limiter.reserve`` does."""
-        num_prompt = sum(map(_num_prompt_tokens, jobs))
+        left. Reserving again is the same as once. A later round of tools is no request of its own.
+        Raises what ``Limiter.reserve`` does."""
+        num_prompt = sum(job.num_paid_prompt_tokens for job in jobs)
         num_completion = sum(job.max_completion_tokens for job in jobs)
         await self._intake_limits.give_back(reservation_id)
         reservation = await self._limiter.reserve(
@@ -84,6 +85,7 @@ class Admission:
             cost_upper=cost(model.prices, num_prompt, 0, num_completion),
             deadline_s=self._request_timeout_s if deadline_s is None else deadline_s,
             longest_tokens=max(map(_longest_tokens, jobs)),
+            num_requests=0 if jobs[0].part is not None and jobs[0].part.round else 1,
         )
         return reservation.headers
 
@@ -116,14 +118,10 @@ def tier_of(request: GenerationRequest, caller: Caller) -> Tier:
     return request.tier
 
 
-def _num_prompt_tokens(job: Job) -> int:
-    return len(job.prompt_token_ids or ())
-
-
 def _longest_tokens(job: Job) -> int:
     """Of the prompt and one completion; an embedding has none."""
     num_completion = 0 if job.pooling is not None else job.sampling.max_tokens or 0
-    return _num_prompt_tokens(job) + num_completion
+    return len(job.prompt_token_ids or ()) + num_completion
 
 
 def _price(model: ServedModelLike, usage: Usage) -> Decimal:

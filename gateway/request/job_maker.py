@@ -25,7 +25,7 @@ from millrace.registry.requests.ready_jobs import (
 )
 from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
 from millrace.schemas.errors import ContextLengthError, ParameterError
-from millrace.schemas.jobs import Job, Source, Tier
+from millrace.schemas.jobs import Job, RequestPart, Source, Tier
 from millrace.schemas.sampling import MAX_SEED
 from millrace.schemas.tools import ToolDefinition, ToolMode
 
@@ -36,11 +36,29 @@ def job_id(request_id: str, choice: int, round_: int) -> str:
     return request_id + (f".{choice}" if choice else "") + (f"-r{round_}" if round_ else "")
 
 
-def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Job:
-    """The job of an accepted request without its prompt, whose frames go to ``state.origin``."""
+def part_of(request: GenerationRequest, request_id: str, number: int) -> RequestPart | None:
+    """Which generation of the request the first round of its job of this number is; None if it can
+    have no other. The choices of one prompt share it."""
+    num_choices = request.jobs_per_prompt
+    if num_choices == 1 and not request.other_prompts and not request.server_tools:
+        return None
+    return RequestPart(request_id=request_id, choice=number, shares_prompt=number % num_choices > 0)
+
+
+def next_round(job: Job, number: int) -> Job:
+    """The job of a later round of the same choice, which pays for its own prompt."""
+    part = job.part
+    assert part is not None, "a request with tools of the gateway's may have several rounds"
+    part = replace(part, round=number, shares_prompt=False)
+    return replace(job, request_id=job_id(part.request_id, part.choice, number), part=part)
+
+
+def job_of(state: RequestState, number: int, *, keep_transcript: bool) -> Job:
+    """The job of this number, in its first round, of an accepted request. It has no prompt, and its
+    frames go to ``state.origin``."""
     request = state.request
     return Job(
-        request_id=request_id,
+        request_id=job_id(state.request_id, number, 0),
         model=request.model,
         prompt_token_ids=(),
         sampling=replace(of_one_job(request.sampling), reasoning=state.reasoning),
@@ -62,6 +80,7 @@ def job_of(state: RequestState, request_id: str, *, keep_transcript: bool) -> Jo
         keep_transcript=keep_transcript,
         key_id=state.key_id,
         metadata=request.metadata,
+        part=part_of(request, state.request_id, number),
     )
 
 
@@ -108,14 +127,14 @@ class JobMaker:
         there is one. Choices differ in their seeds only; ``base`` says everything that is not in
         the ask, and the request's id."""
         jobs: list[Job] = []
-        for number, job in enumerate(_with_each_prompt(base, request)):
+        for place_in_ask, job in enumerate(_with_each_prompt(base, request)):
             try:
                 first = await self.prepare(job, request, model, caller)
                 await self._check_context(job, first, request, model, caller)
             except (ParameterError, ContextLengthError) as error:
                 if not request.other_prompts or error.param.partition("[")[0] != PROMPT:
                     raise
-                place = {PROMPT: f"{PROMPT}[{number}]"}
+                place = {PROMPT: f"{PROMPT}[{place_in_ask}]"}
                 if isinstance(error, ParameterError):
                     raise respelled(error, place) from error
                 error.param = in_words(error.param, place)
@@ -128,8 +147,11 @@ class JobMaker:
                 sampling = first.sampling
                 if choice:
                     sampling = replace(sampling, seed=(seed + choice) % (MAX_SEED + 1))
-                request_id = job_id(base.request_id, len(jobs), 0)
-                jobs.append(replace(first, request_id=request_id, sampling=sampling))
+                number = len(jobs)
+                request_id = job_id(base.request_id, number, 0)
+                assert base.part is not None, "a request of several jobs has parts"
+                part = replace(base.part, choice=number, shares_prompt=choice > 0)
+                jobs.append(replace(first, request_id=request_id, sampling=sampling, part=part))
         return jobs
 
     async def prepare(

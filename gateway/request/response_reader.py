@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
 from millrace.gateway.errors import Refusal, refusal_of_end
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.index import PromptTokenIds, RequestState
@@ -152,16 +150,7 @@ class ResponseReader:
     @property
     def usage(self) -> Usage:
         """Of all choices and rounds; the prompt that they share counts once."""
-        usages = [choice.usage for choice in self.choices]
-        of_prompts = total_usage(usages[:: self.request.sampling.n])
-        of_all = total_usage(usages)
-        return replace(
-            of_prompts,
-            completion_tokens=of_all.completion_tokens,
-            reasoning_tokens=of_all.reasoning_tokens,
-            proposed_tokens=of_all.proposed_tokens,
-            accepted_tokens=of_all.accepted_tokens,
-        )
+        return total_usage(choice.usage for choice in self.choices)
 
     @property
     def next_indices(self) -> tuple[int, ...]:

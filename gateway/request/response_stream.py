@@ -286,7 +286,7 @@ class ResponseStream(ResponseReader):
             context.history.keep_stream(self.request_id, stream)
         if not any(choice.stream is stream and choice.runs_tools for choice in self.choices):
             self._unlink(stream)
-        usage = usage_so_far(stream.reader)
+        usage = usage_so_far(stream)
         if stream.request_id not in self._first_ids():
             context.admission.settle(stream.request_id, self.model, [usage])
         else:

@@ -104,7 +104,7 @@ class Resuming:
         history.keep(request_id, statistics)
         response = ResponseStream(self._context, accepted, first_indices=next_indices, owner=owner)
         for index, own in enumerate(_by_job(state, next_indices)):
-            job = job_of(state, job_id(request_id, index, 0), keep_transcript=keep_transcript)
+            job = job_of(state, index, keep_transcript=keep_transcript)
             # What a beam search found comes as a whole, or not at all.
             from_index = 0 if job.sampling.use_beam_search else own[0]
             stream = self._streams.take_over(job, client, response, from_index)
@@ -160,7 +160,7 @@ class Resuming:
         )
         is_foreign = None if held is not None else state.origin != self._gateway_id
         for index in range(_num_jobs(state)):
-            job = job_of(state, job_id(request_id, index, 0), keep_transcript=False)
+            job = job_of(state, index, keep_transcript=False)
             response.add_choices(self._streams.copy(job, client, response, is_foreign=is_foreign))
         self._context.responses.copies.add(response)
         return response

@@ -87,7 +87,7 @@ class RequestSubmitter:
                 request, requester, request_id, received_ns, session, idempotency_key
             )
             keep_transcript = await self._identity.keeps_transcripts(caller.tenant)
-            base = job_of(state, request_id, keep_transcript=keep_transcript)
+            base = job_of(state, 0, keep_transcript=keep_transcript)
             jobs = await self._maker.jobs(base, request, model, caller)
             if (notices := jobs[0].notices) != request.notices:
                 request = replace(request, notices=notices)

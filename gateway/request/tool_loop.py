@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from millrace.bus.api import Bus
 from millrace.gateway.request.index import RequestIndex
-from millrace.gateway.request.job_maker import JobMaker, job_id
+from millrace.gateway.request.job_maker import JobMaker, next_round
 from millrace.gateway.request.job_publisher import JobPublisher
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.choice import TOOL_CALLS, Choice
@@ -166,8 +166,7 @@ class ToolCallLoop:
         MillraceError: nothing was stored then."""
         context, former = response.context, choice.stream
         if response.is_copy:
-            request_id = job_id(response.request_id, choice.index, choice.round + 1)
-            job = replace(former.job, request_id=request_id)
+            job = next_round(former.job, choice.round + 1)
             return context.streams.copy(job, former.client, response)
         job = await self._job(response, choice)
         if response.trace is not None:
@@ -203,8 +202,7 @@ class ToolCallLoop:
             tool_choice=ToolChoice(mode=mode),
         )
         former = choice.stream.job
-        request_id = job_id(response.request_id, choice.index, number)
-        first = replace(former, request_id=request_id, reply=self._config.gateway_id)
+        first = replace(next_round(former, number), reply=self._config.gateway_id)
         job = await self._maker.prepare(
             with_prompt(first, request), request, response.model, response.caller
         )

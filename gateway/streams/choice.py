@@ -163,7 +163,7 @@ class Choice:
     @property
     def usage_so_far(self) -> Usage | None:
         """Of what the client was given of all rounds; None while no worker has begun."""
-        usage = usage_so_far(self.stream.reader)
+        usage = usage_so_far(self.stream)
         if usage is None and not self.round:
             return None
         both = total_usage((self._earlier, usage))

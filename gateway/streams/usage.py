@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from millrace.bus.frame_reader import StreamReader
+from millrace.gateway.streams.stream import OpenStream
 from millrace.schemas.frames import Usage
 
 _COUNTS = [name for name in Usage.__struct_fields__ if name.endswith("_tokens")]
 
 
-def usage_so_far(reader: StreamReader) -> Usage | None:
-    """What was computed for a stream as far as it is known; None: nothing was."""
+def usage_so_far(stream: OpenStream) -> Usage | None:
+    """What a stream's job has used as far as it is known; None: nothing. A prompt that another
+    choice pays for counts no tokens."""
+    reader = stream.reader
     if reader.usage is not None:
         return reader.usage
     if reader.started is None:
         return None
+    is_paid = not stream.job.shares_prompt
     return Usage(
-        prompt_tokens=reader.started.num_prompt_tokens,
-        cached_tokens=reader.started.num_cached_tokens,
+        prompt_tokens=reader.started.num_prompt_tokens * is_paid,
+        cached_tokens=reader.started.num_cached_tokens * is_paid,
         completion_tokens=reader.next_index,
     )
 

@@ -52,6 +52,7 @@ class Limiter(LimitKeeper):
         deadline_s: float,
         tier: Tier | None = None,
         longest_tokens: int | None = None,
+        num_requests: int = 1,
     ) -> Reservation:
         """As ``take``. Raises AuthenticationError for a key revoked by now."""
         try:
@@ -65,6 +66,7 @@ class Limiter(LimitKeeper):
                 deadline_s=deadline_s,
                 tier=tier,
                 longest_tokens=longest_tokens,
+                num_requests=num_requests,
             )
         except RateLimitError as error:
             error.headers = rate_headers(error.accounts, error.usages)

@@ -71,6 +71,10 @@ class Run:
     def num_cached_tokens(self) -> int:
         return 0 if self.sequence is None else self.sequence.num_cached_tokens
 
+    @property
+    def num_paid_cached_tokens(self) -> int:
+        return 0 if self.dispatch.job.shares_prompt else self.num_cached_tokens
+
     def started_frame(self, worker_id: str) -> Frame:
         return Started(
             worker_id=worker_id,
@@ -82,8 +86,8 @@ class Run:
     def closing_frames(self, status: Status) -> tuple[Frame, ...]:
         count, epoch = self.num_tokens, self.epoch
         usage = Usage(
-            prompt_tokens=len(self.dispatch.job.prompt_token_ids or ()),
-            cached_tokens=self.num_cached_tokens,
+            prompt_tokens=self.dispatch.job.num_paid_prompt_tokens,
+            cached_tokens=self.num_paid_cached_tokens,
             completion_tokens=count,
             epoch=epoch,
         )
@@ -117,7 +121,7 @@ class Run:
         return msgspec.structs.replace(
             record_of(job, status, "", self.epoch, done_ns),
             worker_id=worker_id,
-            cached_tokens=self.num_cached_tokens,
+            cached_tokens=self.num_paid_cached_tokens,
             completion_tokens=self.num_tokens,
             queue_ms=_since_ms(job.received_ns, self.started_ns),
             ttft_ms=_since_ms(job.received_ns, self.first_token_ns),

@@ -24,12 +24,13 @@ from millrace.telemetry.kafka.kafka import (
 )
 from millrace.telemetry.sink.batches import Batch
 from millrace.telemetry.sink.insertion import Insertion
+from millrace.telemetry.sink.merging import merge_generations
 from millrace.telemetry.sink.progress import Progress
 from millrace.telemetry.sink.rebalance_listener import RebalanceListener
 from millrace.telemetry.sink.tracing import StoredTraces
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.store.tables import WORKER_SAMPLES
+from millrace.telemetry.store.tables import GENERATION_ROWS, WORKER_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class Sink:
     ) -> None:
         self._config = config
         self._telemetry = telemetry
+        self._store = store
         self._ledger = ledger
         self._clock = clock
         self._on_stored = on_stored
@@ -265,9 +267,11 @@ class Sink:
             letters += [
                 DeadLetterRecord.of(row.message, reason, row.sequence) for row, reason in refused
             ]
-            if self._on_stored is not None:
-                records = (row.record for row in rows)
-                self._on_stored(r.done_ns for r in records if isinstance(r, RequestRecord))
+            records = [row.record for row in rows if isinstance(row.record, RequestRecord)]
+            if table is GENERATION_ROWS:
+                await self._merge({record.parent_id for record in records})
+            elif self._on_stored is not None:
+                self._on_stored(record.done_ns for record in records)
             if self._on_sampled is not None and table is WORKER_SAMPLES:
                 self._on_sampled()
         if letters:
@@ -279,6 +283,16 @@ class Sink:
         self.num_dead += len(letters)
         self.num_batches += 1
         self.last_stored_s = self._clock.now_ns() / 1e9
+
+    async def _merge(self, request_ids: set[str]) -> None:
+        """Make the rows of requests of which generations were stored."""
+
+        async def merge() -> None:
+            done_ns = await merge_generations(self._store, request_ids)
+            if self._on_stored is not None:
+                self._on_stored(done_ns)
+
+        await self.insertion.until_stored(merge)
 
 
 def sparse_rest_s(took_s: float, batch_interval_s: float) -> float:

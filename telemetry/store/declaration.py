@@ -27,7 +27,8 @@ class DeclaredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     or, for text, ``empty``, and the set in ``values.toml`` that its ``values`` are of.
 
     An ``internal`` column is for Millrace itself: it is in no view. A column with ``percentiles``
-    holds states of ``quantilesTDigest``: the view has its percentiles instead.
+    holds states of ``quantilesTDigest``: the view has its percentiles instead. ``whole`` is the
+    value in rows that the view has of another table, which lacks the column.
     """
 
     what: str
@@ -37,6 +38,7 @@ class DeclaredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     values: str = ""
     internal: bool = False
     percentiles: bool = False
+    whole: str = ""
 
     @property
     def comment(self) -> str:
@@ -65,12 +67,15 @@ class ViewColumn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeclaredTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A table, what a row of it is, and its columns by name."""
+    """A table, what a row of it is, and its columns by name. The view is named ``view_name`` if
+    that is given. It also has the rows of the table ``whole_in`` that are whole."""
 
     name: str
     what: str
     columns: dict[str, DeclaredColumn]
     internal: bool = False
+    view_name: str = ""
+    whole_in: str = ""
 
     @property
     def comment(self) -> str:
@@ -79,10 +84,12 @@ class DeclaredTable(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def view(self) -> str:
         """The name of the view that has each row once; empty for an internal table."""
-        return "" if self.internal else self.name + VIEW_SUFFIX
+        return self.view_name or ("" if self.internal else self.name + VIEW_SUFFIX)
 
     @property
     def view_comment(self) -> str:
+        if self.view_name:
+            return f"{self.what} Each row once."
         return f"{self.what} Each row once, as {self.name} FINAL has it."
 
     def view_columns(self, name: str) -> list[ViewColumn]:
@@ -100,6 +107,8 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     columns: dict[str, DeclaredColumn] = {}
     common: tuple[str, ...] = ()
     internal: bool = False
+    view: str = ""
+    whole_in: str = ""
 
 
 def _percentile(name: str, column: DeclaredColumn, level: int) -> ViewColumn:
@@ -132,6 +141,8 @@ def load_declaration() -> dict[str, DeclaredTable]:
             what=file.what,
             columns={**shared, **file.columns},
             internal=file.internal,
+            view_name=file.view,
+            whole_in=file.whole_in,
         )
     return tables
 

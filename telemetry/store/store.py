@@ -9,7 +9,7 @@ import asyncio
 import functools
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -24,7 +24,7 @@ from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, MillraceError
 from millrace.schemas.redaction import redact_urls
 from millrace.telemetry.store.clickhouse_server import raise_refusal, server_connect
-from millrace.telemetry.store.reading import Parameters, Reader, ReadLimits, ServerReader, quote
+from millrace.telemetry.store.reading import Reader, ReadLimits, ServerReader, quote
 from millrace.telemetry.store.store_folder import is_taken
 
 # ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
@@ -151,7 +151,7 @@ class Store:
         store._client = writing
         return store
 
-    async def command(self, sql: str, parameters: Parameters | None = None) -> None:
+    async def command(self, sql: str, parameters: Mapping[str, object] | None = None) -> None:
         """Run a statement that answers nothing. Raises StoreUnavailableError."""
         await self._write(lambda client: client.command(sql, parameters=dict(parameters or {})))
 
@@ -180,7 +180,9 @@ class Store:
 
         await self._write(run)
 
-    async def rows(self, sql: str, parameters: Parameters | None = None) -> list[tuple[Any, ...]]:
+    async def rows(
+        self, sql: str, parameters: Mapping[str, object] | None = None
+    ) -> list[tuple[Any, ...]]:
         """A trusted query's rows, on the writing connection: it sees all that was written."""
 
         def run(client: Client) -> list[tuple[Any, ...]]:

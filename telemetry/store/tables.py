@@ -42,12 +42,27 @@ _COST_STEP = Decimal("0.000000000001")
 _MAX_COST = Decimal(10) ** 15
 
 
+# How the row of a request that has several generations is made of theirs: their sum; that of the
+# first one; that which ended last; of all in the order of their attempts.
+_SUM = "sum({0})"
+_FIRST = "argMin({0}, (attempt, choice, round))"
+_ANY_LAST = "argMaxIf({0}, done_at, {0} != '')"
+_SORTED = "arraySort(groupArrayArray({0}))"
+# The last attempt at a line of a batch decides how the request ended, the worst of its generations
+# first; why it failed is what failed first.
+_SEVERITY = "indexOf(['done', 'cancelled', 'shed', 'expired', 'failed'], status)"
+_SINCE = "(toUnixTimestamp64Micro({0}) - toUnixTimestamp64Micro(min(received_at))) / 1000"
+_NUM_GAPS = "toFloat64(greatest(completion_tokens, 1) - 1)"
+
+
 class Column(msgspec.Struct, Generic[R], frozen=True):
-    """A column: its name, its ClickHouse type, and its value in a record."""
+    """A column: its name, its ClickHouse type, and its value in a record. ``merged`` is the value
+    for a request of several generations, of theirs, in which {0} stands for the column."""
 
     name: str
     type: str
     value: Callable[[R], Any]
+    merged: str = _FIRST
 
 
 class Table(msgspec.Struct, Generic[R], frozen=True):
@@ -75,7 +90,7 @@ def table_of(record: Record) -> Table[Any]:
     """Where a record belongs."""
     match record:
         case RequestRecord():
-            return REQUESTS
+            return GENERATION_ROWS if record.parent_id else REQUESTS
         case DeliveryRecord():
             return DELIVERIES
         case WorkerSample():
@@ -208,48 +223,116 @@ REQUESTS: Table[RequestRecord] = Table(
         Column("source", _STRING, lambda r: r.source.value),
         Column("tier", _STRING, lambda r: r.tier.value),
         Column("model_requested", _STRING, lambda r: r.model_requested),
-        Column("model_served", _STRING, lambda r: r.model_served),
+        Column("model_served", _STRING, lambda r: r.model_served, _ANY_LAST),
         Column("route_reason", _STRING, lambda r: r.route_reason),
-        Column("worker", _STRING, lambda r: r.worker_id),
+        Column("worker", _STRING, lambda r: r.worker_id, _ANY_LAST),
         Column("adapter", _STRING, lambda r: r.adapter),
-        Column("prompt_tokens", "UInt32", lambda r: r.prompt_tokens),
-        Column("cached_tokens", "UInt32", lambda r: r.cached_tokens),
-        Column("completion_tokens", "UInt32", lambda r: r.completion_tokens),
-        Column("queue_ms", "Nullable(Float64)", lambda r: r.queue_ms if r.started_ns else None),
-        Column("ttft_ms", "Nullable(Float64)", lambda r: r.ttft_ms if r.first_token_ns else None),
+        Column("prompt_tokens", "UInt32", lambda r: r.prompt_tokens, _SUM),
+        Column("cached_tokens", "UInt32", lambda r: r.cached_tokens, _SUM),
+        Column("completion_tokens", "UInt32", lambda r: r.completion_tokens, _SUM),
         Column(
-            "tpot_us", "Nullable(Float64)", lambda r: r.tpot_us if r.completion_tokens > 1 else None
+            "queue_ms",
+            "Nullable(Float64)",
+            lambda r: r.queue_ms if r.started_ns else None,
+            _SINCE.format("min(started_at)"),
         ),
-        Column("total_ms", "Float64", lambda r: r.total_ms),
-        Column("finish_reason", _STRING, lambda r: r.finish_reason),
-        Column("status", _STRING, lambda r: r.status.value),
-        Column("error_code", _STRING, lambda r: r.error_code),
-        Column("cost", _MONEY, _amount("cost")),
-        Column("device_us", "UInt64", lambda r: r.device_us),
-        Column("device_cost", _MONEY, _amount("device_cost")),
-        Column("energy_j", "Nullable(Float64)", lambda r: r.energy_j),
-        Column("currency", _STRING, lambda r: r.currency),
-        Column("price_version", _STRING, lambda r: r.price_version),
-        Column("received_at", _TIME, _micros("received_ns")),
-        Column("dispatched_at", f"Nullable({_TIME})", _micros_if_reached("dispatched_ns")),
-        Column("started_at", f"Nullable({_TIME})", _micros_if_reached("started_ns")),
-        Column("first_token_at", f"Nullable({_TIME})", _micros_if_reached("first_token_ns")),
-        Column("done_at", _TIME, _micros("done_ns")),
-        Column("epoch", "UInt32", lambda r: r.epoch),
-        Column("lives", _LIVES, _lives),
-        Column("trace_id", "String", lambda r: r.trace_id),
+        Column(
+            "ttft_ms",
+            "Nullable(Float64)",
+            lambda r: r.ttft_ms if r.first_token_ns else None,
+            _SINCE.format("min(first_token_at)"),
+        ),
+        Column(
+            "tpot_us",
+            "Nullable(Float64)",
+            lambda r: r.tpot_us if r.completion_tokens > 1 else None,
+            f"sum({{0}} * {_NUM_GAPS}) / nullIf(sumIf({_NUM_GAPS}, isNotNull({{0}})), 0)",
+        ),
+        Column("total_ms", "Float64", lambda r: r.total_ms, _SINCE.format("max(done_at)")),
+        Column(
+            "finish_reason",
+            _STRING,
+            lambda r: r.finish_reason,
+            f"argMax({{0}}, (attempt, {_SEVERITY}, -toInt64(choice), round))",
+        ),
+        Column(
+            "status", _STRING, lambda r: r.status.value, f"argMax({{0}}, (attempt, {_SEVERITY}))"
+        ),
+        Column(
+            "error_code",
+            _STRING,
+            lambda r: r.error_code,
+            f"argMax({{0}}, (attempt, {_SEVERITY}, -toUnixTimestamp64Micro(done_at)))",
+        ),
+        Column("cost", _MONEY, _amount("cost"), _SUM),
+        Column("device_us", "UInt64", lambda r: r.device_us, _SUM),
+        Column("device_cost", _MONEY, _amount("device_cost"), _SUM),
+        Column(
+            "energy_j",
+            "Nullable(Float64)",
+            lambda r: r.energy_j,
+            "if(count({0}) = count(started_at), sumOrNull({0}), NULL)",
+        ),
+        Column(
+            "currency", _STRING, lambda r: r.currency, "argMaxIf({0}, done_at, price_version != '')"
+        ),
+        Column("price_version", _STRING, lambda r: r.price_version, _ANY_LAST),
+        Column("received_at", _TIME, _micros("received_ns"), "min({0})"),
+        Column(
+            "dispatched_at", f"Nullable({_TIME})", _micros_if_reached("dispatched_ns"), "min({0})"
+        ),
+        Column("started_at", f"Nullable({_TIME})", _micros_if_reached("started_ns"), "min({0})"),
+        Column(
+            "first_token_at", f"Nullable({_TIME})", _micros_if_reached("first_token_ns"), "min({0})"
+        ),
+        Column("done_at", _TIME, _micros("done_ns"), "max({0})"),
+        Column("epoch", "UInt32", lambda r: r.epoch, "max({0})"),
+        Column("lives", _LIVES, _lives, _SORTED),
+        Column("trace_id", "String", lambda r: r.trace_id, _ANY_LAST),
         Column("cost_method", _STRING, lambda r: r.cost_method.value),
-        Column("resampled", "Bool", lambda r: r.resampled),
-        Column("proposed_tokens", "UInt32", lambda r: r.proposed_tokens),
-        Column("accepted_tokens", "UInt32", lambda r: r.accepted_tokens),
-        Column("pulled_tokens", "UInt32", lambda r: r.pulled_tokens),
-        Column("kv_source", _STRING, lambda r: r.kv_source),
-        Column("pulls", _PULLS, _pulls),
-        Column("num_devices", "UInt32", lambda r: r.num_devices),
-        Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
-        Column("record_version", "UInt16", lambda r: r.version),
+        Column("resampled", "Bool", lambda r: r.resampled, "max({0})"),
+        Column("proposed_tokens", "UInt32", lambda r: r.proposed_tokens, _SUM),
+        Column("accepted_tokens", "UInt32", lambda r: r.accepted_tokens, _SUM),
+        Column("pulled_tokens", "UInt32", lambda r: r.pulled_tokens, _SUM),
+        Column("kv_source", _STRING, lambda r: r.kv_source, _ANY_LAST),
+        Column("pulls", _PULLS, _pulls, _SORTED),
+        Column(
+            "num_devices", "UInt32", lambda r: r.num_devices, "argMax({0}, (worker != '', done_at))"
+        ),
+        Column("num_preemptions", "UInt32", lambda r: r.num_preemptions, _SUM),
+        Column("record_version", "UInt16", lambda r: r.version, "max({0})"),
     ),
 )
+
+# Of requests that may have several generations; the others are in REQUESTS alone.
+_PART_COLUMNS: tuple[Column[RequestRecord], ...] = (
+    Column("generation_id", "String", lambda r: r.request_id),
+    Column("choice", "UInt32", lambda r: r.choice),
+    Column("round", "UInt32", lambda r: r.round),
+    Column("attempt", "UInt32", lambda r: r.attempt),
+)
+_BATCH_ID: Column[RequestRecord] = Column("batch_id", "String", lambda r: r.batch_id)
+GENERATION_ROWS: Table[RequestRecord] = Table(
+    "generation_rows",
+    (
+        Column("request_id", "String", lambda r: r.parent_id),
+        *_PART_COLUMNS,
+        _BATCH_ID,
+        *REQUESTS.columns[1:],
+    ),
+)
+# The columns of the row of a request that is made of its generations' rows, and what each is. Its
+# place in the outbox is the sum of theirs, which rises with every one that is stored or replaced.
+MERGED_COLUMNS = {
+    "request_id": "request_id",
+    **{
+        column.name: column.merged.format(column.name)
+        for column in (_BATCH_ID, *REQUESTS.columns[1:])
+    },
+    "num_generations": "count()",
+    "is_whole": "false",
+    "outbox_sequence": "sum(outbox_sequence)",
+}
 
 DELIVERIES: Table[DeliveryRecord] = Table(
     "deliveries",

@@ -11,7 +11,12 @@ from typing import Any
 
 import msgspec
 
-from millrace.telemetry.store.declaration import DeclaredTable, ViewColumn, load_declaration
+from millrace.telemetry.store.declaration import (
+    DeclaredColumn,
+    DeclaredTable,
+    ViewColumn,
+    load_declaration,
+)
 from millrace.telemetry.store.reading import quote
 from millrace.telemetry.store.store import Store
 
@@ -103,6 +108,11 @@ def _view(table: DeclaredTable, there: Existing, view: Existing | None, database
     ]
     source = f"{quote(database)}.{table.name}"
     select = " ".join(("SELECT", ", ".join(map(_selected, columns)), "FROM", source, "FINAL"))
+    if table.whole_in:
+        parts = ", ".join(_whole(table.columns[column.name], column) for column in columns)
+        whole = f"{quote(database)}.{table.whole_in}"
+        rest = ("UNION ALL SELECT", parts, "FROM", whole, "FINAL WHERE is_whole")
+        select = " ".join((select, *rest))
     wanted = Existing(
         comment=table.view_comment,
         as_select=_LAYOUT.sub("", select),
@@ -125,6 +135,10 @@ def _selected(column: ViewColumn) -> str:
     if column.expression == column.name:
         return column.name
     return f"{column.expression} AS {column.name}"
+
+
+def _whole(declared: DeclaredColumn, column: ViewColumn) -> str:
+    return f"{declared.whole} AS {column.name}" if declared.whole else _selected(column)
 
 
 def _quoted(text: str) -> str:

@@ -222,7 +222,7 @@ class EchoWorker:
             await asyncio.sleep(0)
         reasoning = job.sampling.reasoning
         usage = Usage(
-            prompt_tokens=num_prompt,
+            prompt_tokens=job.num_paid_prompt_tokens,
             completion_tokens=len(texts),
             reasoning_tokens=num_reasoning_tokens(reasoning, texts) if reasoning else 0,
             epoch=epoch,

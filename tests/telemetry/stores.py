@@ -15,6 +15,7 @@ TABLES = (
     "refusals",
     "usage_by_minute",
     "workers_by_minute",
+    "generation_rows",
     "prices",
     "outbox_ledger",
 )

@@ -27,6 +27,9 @@ async def test_choices_are_jobs_of_their_own(
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 6)
     ids = [job.request_id for job in front.worker.jobs]
     assert sorted(ids) == [answer.id, f"{answer.id}.1", f"{answer.id}.2"]
+    parts = {job.part.choice: job.part for job in front.worker.jobs if job.part is not None}
+    assert [parts[number].shares_prompt for number in range(3)] == [False, True, True]
+    assert {part.request_id for part in parts.values()} == {answer.id}
     assert len(front.gateway.streams) == 0
 
 

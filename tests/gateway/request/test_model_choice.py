@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 
 from millrace.bus.memory import MemoryBus
 from millrace.gateway.__main__ import models_of
-from millrace.gateway.batches.lines import GenerationBatchEndpoint
+from millrace.gateway.batches.lines import GenerationBatchEndpoint, LineAttempt
 from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
 from millrace.registry.catalogue import BUILT_IN, load_catalogue
 from millrace.schemas.config import (
@@ -279,10 +279,10 @@ async def test_a_line_of_a_batch_has_its_model_by_what_it_asks_alone(fronts: Fro
     fronts.queue(LARGE, num_queued=100)
     for messages, model in ((EASY, SMALL), (HARD, LARGE)):
         body = json.dumps({"model": "auto", "messages": messages}).encode()
-        order = await kind.order(body, caller, "r", 1, 2**62)
+        order = await kind.order(body, caller, LineAttempt("batch-1", 0), 1, 2**62)
         (job,) = order.jobs
         assert (job.model, job.model_requested) == (model, "auto")
         assert job.route_reason
     body = json.dumps({"model": "auto", "messages": EASY, "stop_token_ids": [3]}).encode()
     with pytest.raises(ParameterError, match="stop_token_ids"):
-        await kind.order(body, caller, "r", 1, 2**62)
+        await kind.order(body, caller, LineAttempt("batch-1", 0), 1, 2**62)

@@ -60,7 +60,7 @@ class BatchWorker(EchoWorker):
         await self.bus.jobs.ack(leased.lease)
 
     def _answer(self, job: Job) -> JobResult:
-        num_prompt = len(job.prompt_token_ids or ())
+        num_prompt = job.num_paid_prompt_tokens
         if job.pooling is not None:
             usage = Usage(prompt_tokens=num_prompt)
             return result_of(job, Status.DONE, embedding=embedding_of(job), usage=usage)

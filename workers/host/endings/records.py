@@ -47,7 +47,7 @@ def request_record(
     return msgspec.structs.replace(
         record_of(job, outcome.status, outcome.error_code, generation.epoch, timing.done_ns),
         worker_id=worker_id,
-        prompt_tokens=len(generation.prompt_token_ids) if ran or not device_us else 0,
+        prompt_tokens=generation.num_paid_prompt_tokens if ran or not device_us else 0,
         cached_tokens=usage.cached_tokens,
         completion_tokens=usage.completion_tokens,
         queue_ms=since_ms(received_ns, timing.started_ns),

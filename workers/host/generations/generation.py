@@ -372,7 +372,8 @@ class Generation:
 
     def usage(self) -> Usage | None:
         """No tokens for a request that was refused for what it says; None for another one that
-        never ran, which does not even count as a request."""
+        never ran, which does not even count as a request. A prompt that another choice pays for
+        counts no tokens."""
         if not self.ran:
             return Usage() if outcomes.is_refusal(self.outcome) else None
         reasoning = self.job.sampling.reasoning
@@ -381,13 +382,18 @@ class Generation:
         else:
             num_thoughts = num_reasoning_tokens(reasoning, self.pieces) if reasoning else 0
         return Usage(
-            prompt_tokens=len(self.prompt_token_ids),
-            cached_tokens=self.num_cached_tokens,
+            prompt_tokens=self.num_paid_prompt_tokens,
+            cached_tokens=0 if self.job.shares_prompt else self.num_cached_tokens,
             completion_tokens=self.num_completion_tokens,
             reasoning_tokens=num_thoughts,
             proposed_tokens=self.num_proposed_tokens,
             accepted_tokens=self.num_accepted_tokens,
         )
+
+    @property
+    def num_paid_prompt_tokens(self) -> int:
+        """How many tokens of the prompt count and cost."""
+        return 0 if self.job.shares_prompt else len(self.prompt_token_ids)
 
     def pop_served(self) -> Served | None:
         """What this attempt used, returned once; None if it never started, unless it failed so."""
