@@ -154,12 +154,13 @@ class ClickHouseConfig(TlsFiles, frozen=True, kw_only=True):
 
     max_query_memory_bytes: int = 512 * 1024 * 1024
     """Memory of one query; a query that needs more is ended. GROUP BY and ORDER BY use the disk
-    from half of it on."""
+    from a quarter of it on."""
 
     max_queries_memory_bytes: int = 1024 * 1024 * 1024
-    """Memory of all queries together; above it the query with the most memory is ended."""
+    """Memory of all queries together; from half of it on, the query with the most memory is
+    ended."""
 
-    max_queries: int = 12
+    max_queries: int = 16
     """Queries of that interface that run at once; others wait."""
 
     max_queries_per_user: int = 6

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,17 @@ with without("pyarrow"):
     import chdb.state
 
 # At rest the engine would look at its memory twenty times a second, and for each table every ten
-# seconds at what might be merged, which an insert has it do at once. Its caches are bounded: they
-# count as memory of the process. The memory that it gives its users includes what inserts take.
+# seconds at what might be merged, which an insert has it do at once. Its caches are bounded. It has
+# no memory limit for a user: its count is reset only when no query of the user runs, and drifts. It
+# keeps no idle threads, whose niceness ``query_watch`` may have raised for good.
 _CONFIG = """<clickhouse>
   <user_directories><users_xml><path>users.xml</path></users_xml></user_directories>
+  <memory_worker_correct_memory_tracker>1</memory_worker_correct_memory_tracker>
   <memory_worker_period_ms>1000</memory_worker_period_ms>
   <background_processing_pool_thread_sleep_seconds>60</background_processing_pool_thread_sleep_seconds>
   <background_processing_pool_task_sleep_seconds_when_no_work_min>60</background_processing_pool_task_sleep_seconds_when_no_work_min>
   <max_server_memory_usage>{max_server_memory_usage}</max_server_memory_usage>
+  <max_thread_pool_free_size>0</max_thread_pool_free_size>
   <mark_cache_size>67108864</mark_cache_size>
   <primary_index_cache_size>67108864</primary_index_cache_size>
   <index_mark_cache_size>16777216</index_mark_cache_size>
@@ -99,8 +102,8 @@ _OF_VIEWS = (
 )
 # One of each kind of source that a user has unless somebody took it away.
 _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
-# What the process needs beside queries: Python, inserts, merges, caches.
-_MEMORY_BESIDE_QUERIES = 640 * 1024 * 1024
+# What the process needs beside queries of users: Python, inserts, merges, caches.
+_MEMORY_BESIDE_QUERIES = 768 * 1024 * 1024
 # Settings that keep their value whatever a statement says: they name files that the engine would
 # read or write, or an address that it would ask, hold expressions that the guard does not see, have
 # it read another language than the guard does, show its insides, or lift the bounds.
@@ -122,6 +125,7 @@ _CONSTANT = (
     "max_memory_usage_for_user",
     "max_temporary_data_on_disk_size_for_user",
     "memory_overcommit_ratio_denominator",
+    "memory_overcommit_ratio_denominator_for_user",
     "memory_usage_overcommit_max_wait_microseconds",
     "order",
     "os_threads_nice_value_query",
@@ -160,8 +164,10 @@ def engine_options(*databases: str, limits: ReadLimits | None = None) -> Iterato
 def _users(databases: Sequence[str], limits: ReadLimits) -> str:
     settings = {
         "allow_introspection_functions": 0,
-        "max_memory_usage_for_user": limits.max_memory_of_all_bytes,
         "max_untracked_memory": _MIB,
+        "memory_usage_overcommit_max_wait_microseconds": 1_000_000,
+        "output_format_parallel_formatting": 0,
+        "output_format_parquet_parallel_encoding": 0,
         "output_format_parquet_row_group_size_bytes": 16 * _MIB,
         "max_temporary_data_on_disk_size_for_user": 8 * 1024 * _MIB,
     }
@@ -214,9 +220,12 @@ def connect(path: str, *databases: str, limits: ReadLimits | None = None) -> Any
     return connection
 
 
-def connect_again(path: str) -> Any:
-    """A further connection to the engine that a ``connect`` of this process holds open."""
-    return chdb.connect(os.path.realpath(path))  # type: ignore[no-untyped-call]
+def connect_again(path: str, settings: Mapping[str, int | str] | None = None) -> Any:
+    """A further connection to the engine that a ``connect`` of this process holds open. The values
+    of settings are numbers or words."""
+    options = "&".join(f"{name}={value}" for name, value in (settings or {}).items())
+    real = os.path.realpath(path)
+    return chdb.connect(f"{real}?{options}" if options else real)  # type: ignore[no-untyped-call]
 
 
 def _require_closed(connection: Any) -> None:

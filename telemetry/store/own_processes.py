@@ -24,6 +24,10 @@ _PROCESSES = (
     .replace("{id}", _KNOWN_ID)
     .replace("{query}", _QUERY)
 )
+# As ``query_watch.RunningQuery``.
+RUNNING = (
+    "SELECT {id}, memory_usage, elapsed, thread_ids FROM system.processes WHERE notEmpty({id})"
+).replace("{id}", _ID)
 _FROM_PROCESSES = f"FROM {_PROCESSES}"
 _BEFORE_TABLE = frozenset({"from", "join"})
 _MODES = frozenset({"sync", "async", "test"})

@@ -43,7 +43,7 @@ class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_memory_bytes: int = 512 * 1024 * 1024
     max_memory_of_all_bytes: int = 1024 * 1024 * 1024
     max_threads: int = 2
-    max_queries: int = 12
+    max_queries: int = 16
     max_queries_per_user: int = 6
     max_queries_waiting: int = 64
     max_query_wait_s: float = 10.0

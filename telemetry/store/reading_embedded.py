@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from millrace.telemetry.store import external_tables, own_processes
 from millrace.telemetry.store.admission import Admission
 from millrace.telemetry.store.answer_pipe import AnswerPipe
 from millrace.telemetry.store.embedded_engine import ANALYST, connect, connect_again
+from millrace.telemetry.store.query_watch import QueryWatch, RunningQuery
 from millrace.telemetry.store.reading import (
     QUOTE_INTEGERS,
     Answer,
@@ -37,6 +39,7 @@ _FORMAT = re.compile(r"[A-Za-z]\w*")
 _SETTING = re.compile(r"[a-z]\w*", re.IGNORECASE)
 _MAX_KNOWN = 256
 _MAX_KNOWN_CHARS = 16_384
+_RUNNING = msgspec.json.Decoder(RunningQuery, strict=False)
 _NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
 _KILL_AGAIN_S = 0.2
 _GRACE_S = 2.0
@@ -60,11 +63,14 @@ class EmbeddedReader(StreamingReader):
             limits.max_queries_waiting,
             limits.max_query_wait_s,
         )
-        self._threads = ThreadPoolExecutor(limits.max_queries, thread_name_prefix="store-query")
         # Ends queries, whatever the other threads do.
         self._ender = ThreadPoolExecutor(1, thread_name_prefix="store-kill")
         self._queries: dict[str, Question] = {}
         self._left: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Future[None]] = set()
+        self._watch = QueryWatch(
+            limits.max_memory_of_all_bytes, self._running, lambda each: self._kill([each])
+        )
         # It holds the engine open.
         self._held = connect(path, database, limits=limits)
 
@@ -85,17 +91,20 @@ class EmbeddedReader(StreamingReader):
             del self._queries[question.query_id]
             raise
 
+        loop = asyncio.get_running_loop()
+
         def over(_: asyncio.Future[None] | None) -> None:
             del self._queries[question.query_id]
             self._admission.leave(user)
 
-        loop = asyncio.get_running_loop()
         try:
             pipe = AnswerPipe()
         except BaseException:
             over(None)
             raise
-        call = loop.run_in_executor(self._threads, self._write, question, pipe)
+        call = _in_new_thread(partial(self._write, question, pipe))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
 
         call.add_done_callback(over)
         # The engine's own limit does not hold while it waits for a reader that takes nothing.
@@ -127,10 +136,12 @@ class EmbeddedReader(StreamingReader):
 
     def _write(self, question: Question, pipe: AnswerPipe) -> None:
         """Have the engine write the answer into the pipe, in a thread."""
+        self._watch.enter()
         try:
             if pipe.is_left:
                 return
-            connection = self._connection(self._bounds_of(question), question)
+            ours, given = self._settings_of(question)
+            connection = self._connection(ours, question, given)
             try:
                 statement = self._statement(question.sql)
                 output_format = statement.output_format or question.output_format
@@ -167,6 +178,9 @@ class EmbeddedReader(StreamingReader):
             raise QueryError.of(str(error)) from error
         finally:
             pipe.end()
+            ended = self._watch.leave(question.query_id)
+            if ended is not None:
+                raise ended
 
     def _find(
         self, connection: Any, statement: Statement, question: Question, values: Parameters
@@ -190,10 +204,22 @@ class EmbeddedReader(StreamingReader):
         finally:
             connection.close()
 
-    def _bounds_of(self, question: Question) -> dict[str, int | str]:
-        """The settings of a statement: its own, none of them above its bound."""
+    def _running(self) -> list[RunningQuery]:
+        """The queries of users that run."""
+        connection = connect_again(self._path)
+        try:
+            rows: bytes = connection.query(own_processes.RUNNING, "JSONCompactEachRow").bytes()
+        except (ChdbError, RuntimeError):
+            # The engine is at its own limit, and ends queries itself.
+            return []
+        finally:
+            connection.close()
+        return [_RUNNING.decode(row) for row in rows.splitlines()]
+
+    def _settings_of(self, question: Question) -> tuple[dict[str, int | str], dict[str, str]]:
+        """Our settings for a statement, and its own, none of them above its bound."""
         limits = self._limits
-        spilling = limits.max_memory_bytes // 2
+        spilling = limits.max_memory_bytes // 4
         bounds = {
             "max_execution_time": limits.max_query_s,
             "max_memory_usage": limits.max_memory_bytes,
@@ -206,30 +232,43 @@ class EmbeddedReader(StreamingReader):
             value = given.get(name, "")
             if value.isdecimal() and not 0 < int(value) <= bound:
                 given[name] = str(bound)
-        return {
+        given[own_processes.QUERY_ID_SETTING] = question.query_id
+        ours: dict[str, int | str] = {
             "final": 1,
             "date_time_output_format": "iso",
             **bounds,
-            **given,
-            own_processes.QUERY_ID_SETTING: question.query_id,
+            "allow_ddl": 0,
+            "readonly": 2,
         }
+        return ours, given
 
-    def _connection(self, settings: Mapping[str, int | str], question: Question | None) -> Any:
-        """A connection for one statement. What is set last on it makes it read-only."""
-        for name in settings:
+    def _connection(
+        self,
+        ours: Mapping[str, int | str],
+        question: Question | None = None,
+        given: Mapping[str, str] | None = None,
+    ) -> Any:
+        """A read-only connection for one statement, with our settings and the statement's own."""
+        for name in given or {}:
             if not _SETTING.fullmatch(name):
                 raise QueryError.refusing(115, f"Unknown setting {name:.100}. (UNKNOWN_SETTING)")
-        connection = connect_again(self._path)
+        external = question.external if question else ()
+        # A connection that is read-only from its beginning makes no temporary tables.
+        later = {"allow_ddl", "readonly"} if external else set()
+        first = {name: value for name, value in ours.items() if name not in later}
+        connection = connect_again(self._path, first)
         try:
             database = question.database if question else None
             connection.query(f"USE {quote(database or self._database)}")
-            values = [f"{name} = {literal(str(value))}" for name, value in settings.items()]
-            connection.query(f"SET {', '.join(values)}")
+            if given:
+                values = [f"{name} = {literal(value)}" for name, value in given.items()]
+                connection.query(f"SET {', '.join(values)}")
             if question and question.user == "analyst":
                 connection.query(f"SET ROLE {ANALYST}")
-            for table in question.external if question else ():
+            for table in external:
                 external_tables.load(connection, table)
-            connection.query("SET allow_ddl = 0, readonly = 2" if question else "SET readonly = 1")
+            if external:
+                connection.query(f"SET allow_ddl = 0, readonly = {ours['readonly']}")
         except BaseException:
             connection.close()
             raise
@@ -245,7 +284,7 @@ class EmbeddedReader(StreamingReader):
         values = _values(parameters)
         try:
             connection = self._connection(
-                {**self._limits.settings(), QUOTE_INTEGERS: int(quotes_integers)}, None
+                {**self._limits.settings(), QUOTE_INTEGERS: int(quotes_integers), "readonly": 1}
             )
             try:
                 statement = self._statement(sql)
@@ -274,8 +313,10 @@ class EmbeddedReader(StreamingReader):
         for query_id in list(self._queries):
             await asyncio.to_thread(self._kill, [query_id])
         await asyncio.gather(*self._left)
-        await asyncio.to_thread(self._threads.shutdown)
+        if self._calls:
+            await asyncio.wait(self._calls)
         await asyncio.to_thread(self._ender.shutdown)
+        await asyncio.to_thread(self._watch.close)
         self._held.close()
 
 
@@ -293,6 +334,14 @@ def normal_form(path: str, sql: str) -> str:
     finally:
         connection.close()
     return written.decode()
+
+
+def _in_new_thread(work: Callable[[], None]) -> asyncio.Future[None]:
+    """A thread that is not used again: ``QueryWatch`` may have raised its niceness for good."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="store-query")
+    call = asyncio.get_running_loop().run_in_executor(thread, work)
+    thread.shutdown(wait=False)
+    return call
 
 
 async def _all(first: bytes, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

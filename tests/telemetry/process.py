@@ -53,6 +53,11 @@ class TelemetryProcess:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def log(self) -> str:
         return (self._directory / "telemetry.log").read_text(errors="replace")
 

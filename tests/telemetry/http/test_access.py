@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 from millrace.schemas.config import ClickHouseConfig
@@ -151,6 +152,30 @@ async def test_nothing_reaches_out_of_the_database(
             assert trap.num_visits == 0, sql
     assert await store.rows("SHOW TABLES") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret.txt"]
+
+
+async def test_an_analyst_has_a_name_and_a_password_of_its_own(store: Store) -> None:
+    config = msgspec.structs.replace(CONFIG, analyst_password="another")
+    transport = httpx.ASGITransport(HttpInterface(streaming(store), config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://clickhouse") as client:
+        for auth, sql, status in (
+            (("analyst", "another"), "SELECT count() FROM millrace.requests_once", 200),
+            (("analyst", "another"), "SELECT count() FROM millrace.transcripts", 400),
+            (("analyst", "another"), "SELECT count() FROM millrace.transcripts_once", 400),
+            (RIGHT, "SELECT count() FROM millrace.transcripts", 200),
+            (("analyst", RIGHT[1]), "SELECT 1", 403),
+            ((RIGHT[0], "another"), "SELECT 1", 403),
+        ):
+            answer = await client.post("/", content=sql, auth=auth)
+            assert answer.status_code == status, (auth, sql, answer.text)
+            assert ("ACCESS_DENIED" in answer.text) is (status == 400)
+    transport = httpx.ASGITransport(HttpInterface(streaming(store), CONFIG))
+    async with httpx.AsyncClient(transport=transport, base_url="http://clickhouse") as client:
+        assert (await client.post("/", content="SELECT 1", auth=("analyst", ""))).status_code == 403
+    with pytest.raises(ConfigError, match="another name"):
+        HttpInterface(
+            streaming(store), msgspec.structs.replace(config, analyst_username=config.username)
+        )
 
 
 @pytest.mark.parametrize("value", ["file", "FILE", "x.file", "fi\\x6ce", "`file`", ""])

@@ -21,6 +21,7 @@ from millrace.telemetry.store.reading import ReadLimits
 from millrace.telemetry.store.reading_embedded import EmbeddedReader
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REQUESTS
+from tests.support.waiting import eventually
 from tests.telemetry.records import request_record
 from tests.telemetry.stores import streaming
 
@@ -263,6 +264,61 @@ async def test_clickhouse_connect_takes_it_for_a_server(store: Store, compress: 
     rows = await asyncio.to_thread(ask)
     assert [row[0] for row in rows] == [request_record(number).request_id for number in range(3)]
     assert rows[0][1] == request_record(0).cost
+    server.stop()
+    await task
+
+
+async def test_a_query_ends_when_its_socket_closes(store: Store) -> None:
+    server = HttpServer(streaming(store), CONFIG)
+    task = asyncio.create_task(server.run())
+    address = server.url.removeprefix("http://").split(":")
+    key = f"X-ClickHouse-User: {AUTH[0]}\r\nX-ClickHouse-Key: {AUTH[1]}\r\n"
+    running = "SELECT count() FROM system.processes WHERE query LIKE '%numbers(77777777777)%' "
+    running += "AND query NOT LIKE '%processes%'"
+
+    async with httpx.AsyncClient(base_url=server.url, auth=AUTH, trust_env=False) as client:
+
+        async def num_running() -> str:
+            return (await client.post("/", content=running)).text
+
+        async def runs() -> bool:
+            return await num_running() == "1\n"
+
+        async def ended() -> bool:
+            return await num_running() == "0\n"
+
+        for sql in (
+            "SELECT sum(number) FROM numbers(77777777777)",
+            "SELECT number FROM numbers(77777777777)",
+        ):
+            _, writer = await asyncio.open_connection(*address)
+            head = f"POST / HTTP/1.1\r\nHost: a\r\n{key}Content-Length: {len(sql)}\r\n\r\n"
+            writer.write(f"{head}{sql}".encode())
+            await eventually(runs)
+            writer.close()
+            await eventually(ended)
+    server.stop()
+    await task
+
+
+async def test_an_error_behind_the_beginning_of_an_answer_cuts_it(store: Store) -> None:
+    server = HttpServer(streaming(store), CONFIG)
+    task = asyncio.create_task(server.run())
+    sql = "SELECT throwIf(number = 3000000) FROM numbers(10000000)"
+    last = b""
+
+    async def receive(answer: httpx.Response) -> None:
+        nonlocal last
+        async for chunk in answer.aiter_raw():
+            last = chunk
+
+    async with httpx.AsyncClient(base_url=server.url, auth=AUTH, trust_env=False) as client:
+        async with client.stream("POST", "/", content=sql) as answer:
+            assert answer.status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError):
+                await receive(answer)
+        assert (await client.post("/", content="SELECT 1")).text == "1\n"
+    assert b"Code: 395. DB::Exception: " in last
     server.stop()
     await task
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -152,3 +153,63 @@ async def test_settings_are_of_one_statement_and_within_bounds(reader: EmbeddedR
     with pytest.raises(QueryError) as raised:
         await whole(reader, "SELECT 1", settings={"no_such": "1"})
     assert (raised.value.number, "no_such" in raised.value.message) == (115, True)
+
+
+_STATEMENTS = (
+    "SELECT 1",
+    "SELECT 'a' AS x, number FROM numbers(3) FORMAT JSON SETTINGS output_format_write_statistics=0",
+    "SELECT number FROM numbers(400000)",
+    "SELECT number, toString(number) FROM numbers(200000) FORMAT Native",
+    "SELECT number FROM numbers(1000) FORMAT Parquet",
+    "SELECT number AS n FROM numbers(10) FORMAT ArrowStream",
+    "SELECT count() FROM requests",
+    "SHOW TABLES",
+    "SELECT 1 WHERE 0 FORMAT CSVWithNames",
+    "SELECT getSetting('max_threads') SETTINGS max_threads = 1",
+    "SELECT getSetting('max_threads')",
+    "SELECT throwIf(number = 300000) FROM numbers(1000000) FORMAT CSV",
+    "SELECT throwIf(number = 3000000) FROM numbers(10000000) FORMAT JSONEachRow",
+    "SELECT throwIf(1)",
+    "SELECT nothing FROM requests",
+    "SELEC 1",
+    "SELECT 1 FORMAT Nope",
+    "SELECT 1 SETTINGS max_memory_usage = 0",
+    "DROP TABLE requests",
+    "SELECT groupArray(repeat('x', 1000000)) FROM numbers(2000)",
+    "SELECT sleep(0.02)",
+    f"{_ENDLESS} LIMIT 2000000",
+)
+
+
+async def test_an_answer_never_holds_bytes_of_another_statement(reader: EmbeddedReader) -> None:
+    """Pairs of statements, each behind one that ended, failed or was left, and beside others: the
+    answer is that of the statement alone."""
+
+    async def outcome(sql: str) -> object:
+        try:
+            return await whole(reader, sql)
+        except QueryError as error:
+            return error.number
+
+    async def leave(sql: str) -> None:
+        try:
+            async with reader.stream(Question(sql=sql)) as answer:
+                await anext(aiter(answer))
+        except QueryError:
+            pass
+
+    alone = {sql: await outcome(sql) for sql in _STATEMENTS}
+    rows = [each for each in alone.values() if isinstance(each, bytes)]
+    assert len(rows) > 10
+    chosen = random.Random(50)
+
+    async def pairs() -> None:
+        for _ in range(20):
+            first, second = chosen.choices(_STATEMENTS, k=2)
+            if chosen.random() < 0.5:
+                await leave(first)
+            else:
+                await outcome(first)
+            assert await outcome(second) == alone[second], (first, second)
+
+    await asyncio.gather(*(pairs() for _ in range(3)))
