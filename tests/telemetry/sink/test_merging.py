@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from millrace.runtime.clock import SystemClock
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.records import Attempt, RequestRecord, Status
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.sink.merging import merge_generations

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import ClientEnd, Status
