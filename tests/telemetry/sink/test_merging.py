@@ -210,7 +210,12 @@ def test_every_column_of_a_request_is_one_of_its_generations() -> None:
 
 
 async def test_tools_that_rounds_and_choices_called_are_those_of_the_request(store: Store) -> None:
-    asked = {"api": Api.CHAT, "stream": True, "max_tokens": 9, "deadline_ns": _RECEIVED_NS}
+    asked: dict[str, Any] = {
+        "api": Api.CHAT,
+        "stream": True,
+        "max_tokens": 9,
+        "deadline_ns": _RECEIVED_NS,
+    }
     rounds = [
         part(0, called_tools=("look", "find"), num_tool_calls=2, **asked),
         part(0, 1, called_tools=("write",), num_tool_calls=1, **asked),
