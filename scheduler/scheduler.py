@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterator, Sequence
 from millrace.bus.api import Bus
 from millrace.bus.control import unless_forbidden
 from millrace.bus.fleet.directories import Directories
-from millrace.bus.fleet.losses import publish_loss
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
+from millrace.bus.worker_losses import publish_loss
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, wait_unless_done
 from millrace.scheduler.dispatch.context import SchedulerContext

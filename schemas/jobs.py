@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from millrace.schemas.asked import Api, Asked
+from millrace.schemas.chat.asked import Api, Asked
 from millrace.schemas.chat.messages import MessageToolCall
 from millrace.schemas.errors import (
     ForeignReplyError,

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.engines import CostMethod, WorkerRole
 from millrace.schemas.jobs import Source, Tier
 

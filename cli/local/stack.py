@@ -38,6 +38,7 @@ from millrace.cli.local.records.record_keeping import (
     TELEMETRY,
     RecordKeeping,
 )
+from millrace.cli.local.records.worker_losses import WorkerLosses
 from millrace.cli.local.scrape_targets import (
     FILE_NAME,
     ScrapeTargets,
@@ -47,7 +48,6 @@ from millrace.cli.local.scrape_targets import (
 from millrace.cli.local.server_files import nats_config, redis_config
 from millrace.cli.local.store_recovery import StoreRecovery, with_folders
 from millrace.cli.local.supervisor import Process, Supervisor
-from millrace.cli.local.worker_losses import WorkerLosses
 from millrace.cli.local.worker_pool import WorkerPool
 from millrace.runtime.binaries import nats_server_path, redis_server_path
 from millrace.runtime.clock import SystemClock

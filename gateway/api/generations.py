@@ -44,7 +44,7 @@ from millrace.gateway.transport.http import (
     send_refusal,
     send_response,
 )
-from millrace.schemas.asked import Asked
+from millrace.schemas.chat.asked import Asked
 from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 from millrace.schemas.records import ClientEnd
 

@@ -23,7 +23,7 @@ from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.schemas.anthropic.answers import TokenCount
 from millrace.schemas.anthropic.requests import MessagesRequest
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import field_of
 

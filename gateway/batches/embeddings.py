@@ -22,7 +22,7 @@ from millrace.gateway.streams.usage import total_usage
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.embeddings import (
     EmbeddingList,
     EmbeddingObject,

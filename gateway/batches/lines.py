@@ -20,7 +20,7 @@ from millrace.gateway.request.response_reader import AcceptedRequest, ResponseRe
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import Done
 from millrace.schemas.jobs import Job, JobResult, RequestPart, Tier

@@ -22,7 +22,7 @@ from millrace.gateway.streams.parts import (
 )
 from millrace.registry.requests.parsing import parse_chat
 from millrace.registry.tool_formats.freeform import input_of
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.chat.completions import (
     AssistantMessage,
     ChatChoice,

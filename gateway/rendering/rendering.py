@@ -18,7 +18,7 @@ from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 
 _ReadT = TypeVar("_ReadT")
 

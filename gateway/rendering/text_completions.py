@@ -16,7 +16,7 @@ from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents, TextPart
 from millrace.registry.requests.parsing import parse_completion
 from millrace.registry.tokenizers.silent_tokens import silent_tokens
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.notices import field_of
 from millrace.schemas.openai import (

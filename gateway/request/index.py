@@ -10,7 +10,7 @@ from millrace.bus import redis_keys
 from millrace.gateway.tools.runner import ToolResult
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script, reachable
-from millrace.schemas.asked import Asked
+from millrace.schemas.chat.asked import Asked
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Source, Tier

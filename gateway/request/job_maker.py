@@ -24,7 +24,7 @@ from millrace.registry.requests.ready_jobs import (
     with_tools,
 )
 from millrace.registry.tokenizers.prompt_pool import PromptPool, num_characters, num_characters_with
-from millrace.schemas.asked import Api, Asked
+from millrace.schemas.chat.asked import Api, Asked
 from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import Job, RequestPart, Source, Tier
 from millrace.schemas.sampling import MAX_SEED

@@ -19,7 +19,7 @@ from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.ready_jobs import with_prompt
 from millrace.runtime.clock import Clock
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Done

@@ -21,7 +21,7 @@ from millrace.gateway.streams.stream import Client
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import Identity
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.schemas.asked import Asked
+from millrace.schemas.chat.asked import Asked
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.jobs import Source
 from millrace.schemas.sessions import SessionInfo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ from tests.support.adapters import write_adapter
 from tests.support.engine.checkpoints_made import write_checkpoint
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+BOOK = PriceBook(
+    version="v",
+    input_per_million=Decimal(1),
+    cached_input_per_million=Decimal(1),
+    output_per_million=Decimal(1),
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +55,7 @@ def test_an_adapter_of_the_hub_is_kept_by_its_commit(
     checkpoint: Path, asked: list[dict[str, Any]]
 ) -> None:
     offer = AdapterOffer(name="sql", model="tiny", source="org/sql@main")
-    folder = check_offer(offer, EngineKind.REAL, (), PriceBook())
+    folder = check_offer(offer, EngineKind.REAL, (), BOOK)
     outline = read_adapter_outline(folder, read_model_config(checkpoint))
     adapter = read_offer(offer, folder, outline, 0)
     assert adapter.source == f"org/sql@{_COMMIT}"

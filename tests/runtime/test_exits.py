@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.bus.fleet.losses import cause_of_code, cause_of_text
+from millrace.bus.worker_losses import cause_of_code, cause_of_text
 from millrace.runtime import exits
 from millrace.runtime.exits import how_it_ended, num_oom_kills
 from millrace.schemas.records import LossCause

@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from millrace.bus.api import Bus
 from millrace.bus.control import unless_forbidden
-from millrace.bus.fleet.losses import cause_of_text, publish_loss
 from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.settling import Settlements
 from millrace.bus.transport import Subscription
+from millrace.bus.worker_losses import cause_of_text, publish_loss
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock, until_beat_s
 from millrace.runtime.exits import num_oom_kills

@@ -56,7 +56,7 @@ from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.json.lines import on_one_line
 from millrace.runtime.redis.link import RedisUnreachableError
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.errors import ModelNotFoundError, ParameterError, PayloadTooLargeError
 from millrace.schemas.notices import NOTICE_HEADER, NOTICE_NAME, Notices, field_of, header_value
 from millrace.schemas.responses.items import Item, ResponsesRequest

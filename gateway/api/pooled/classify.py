@@ -20,7 +20,7 @@ from millrace.gateway.rendering.embedding_jobs import classifier_of, inputs_of, 
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.embeddings import ClassifiedText, ClassifyList, ClassifyRequest
 from millrace.schemas.pooling import Pooling
 

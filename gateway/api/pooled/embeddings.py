@@ -28,7 +28,7 @@ from millrace.gateway.rendering.embedding_jobs import (
 from millrace.gateway.rendering.embedding_vectors import VectorForm
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.embeddings import (
     EmbeddingList,
     EmbeddingObject,

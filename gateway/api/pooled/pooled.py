@@ -33,7 +33,7 @@ from millrace.gateway.transport.http import (
     request_id_header,
     wait_for_disconnect,
 )
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.embeddings import EmbeddingUsage
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import Done, TerminalFrame, Usage

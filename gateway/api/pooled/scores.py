@@ -29,7 +29,7 @@ from millrace.gateway.rendering.text_cuts import Overflow, truncation
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.embeddings import (
     RankedDocument,
     RerankList,

@@ -22,7 +22,7 @@ from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.connection_writer import ConnectionWriter
 from millrace.gateway.transport.http import new_request_id
 from millrace.registry.requests.parsing import parse_generate
-from millrace.schemas.asked import Api, Asked
+from millrace.schemas.chat.asked import Api, Asked
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError, shown
 from millrace.schemas.jobs import Source

@@ -137,7 +137,7 @@ async def test_pages_and_probes_are_no_refused_requests(front: RunningGateway, b
         ("", "/v1/chat/completions", 401, "invalid_api_key", ""): 1,
         ("", "unmatched", 404, "not_found", ""): 1,
     }
-    metrics = front.gateway.metrics.render().decode()
+    metrics = render(front.gateway.metrics.registry).decode()
     assert 'millrace_refused_requests_total{code="invalid_api_key",route="/ops' not in metrics
     assert 'millrace_http_requests_total{route="/ops/api/{query}",status="401"} 3.0' in metrics
 

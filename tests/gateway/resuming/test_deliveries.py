@@ -7,6 +7,7 @@ import time
 
 from millrace.bus import codec
 from millrace.gateway.streams.state import Phase
+from millrace.runtime.metrics_server import render
 from millrace.schemas.records import DeliveryRecord
 from tests.gateway.resuming.clients import (
     TEXT,
@@ -124,7 +125,7 @@ async def test_an_end_that_came_while_the_client_was_away(pair: Pair) -> None:
 
 def generations_and_returns(pair: Pair) -> tuple[float, float]:
     names = ("millrace_generations_total", "millrace_resumes_total")
-    texts = [front.gateway.metrics.render().decode() for front in (pair.first, pair.second)]
+    texts = [render(front.gateway.metrics.registry).decode() for front in (pair.first, pair.second)]
     lines = [line for text in texts for line in text.splitlines()]
     first, second = (
         sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))

@@ -11,6 +11,7 @@ import pytest
 from millrace.bus.job_queue import PublishedJob
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.state import Phase
+from millrace.runtime.metrics_server import render
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import Job
 from tests.gateway.resuming.clients import (
@@ -60,7 +61,7 @@ def counted(pair: Pair, name: str) -> float:
     """A metric of both gateways together, whatever its labels."""
     total = 0.0
     for front in (pair.first, pair.second):
-        for line in front.gateway.metrics.render().decode().splitlines():
+        for line in render(front.gateway.metrics.registry).decode().splitlines():
             if line.startswith((f"{name}{{", f"{name} ")):
                 total += float(line.rpartition(" ")[2])
     return total

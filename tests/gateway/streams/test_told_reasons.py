@@ -9,7 +9,7 @@ from millrace.gateway.streams.choice import Choice, ToldTools
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.registry.tool_formats.written import calls_as_text
-from millrace.schemas.asked import Asked
+from millrace.schemas.chat.asked import Asked
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.frames import Delta, Done, FinishReason, Usage
 from millrace.schemas.jobs import Job

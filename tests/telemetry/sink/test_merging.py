@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from millrace.runtime.clock import SystemClock
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.records import Attempt, RequestRecord, Status
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.sink.merging import merge_generations
@@ -206,3 +207,23 @@ async def test_ids_are_no_part_of_a_statement(store: Store) -> None:
 
 def test_every_column_of_a_request_is_one_of_its_generations() -> None:
     assert set(REQUESTS.column_names) < set(GENERATION_ROWS.column_names)
+
+
+async def test_tools_that_rounds_and_choices_called_are_those_of_the_request(store: Store) -> None:
+    asked: dict[str, Any] = {
+        "api": Api.CHAT,
+        "stream": True,
+        "max_tokens": 9,
+        "deadline_ns": _RECEIVED_NS,
+    }
+    rounds = [
+        part(0, called_tools=("look", "find"), num_tool_calls=2, **asked),
+        part(0, 1, called_tools=("write",), num_tool_calls=1, **asked),
+        part(1, called_tools=("look",), num_tool_calls=1, **asked),
+    ]
+    for sequence, record in enumerate(reversed(rounds), start=1):
+        await stored(store, record, sequence)
+    assert await store.rows(
+        "SELECT api, stream, max_tokens, deadline_at = received_at, called_tools, num_tool_calls "
+        "FROM requests FINAL"
+    ) == [("chat", True, 9, True, ["look", "find", "write", "look"], 4)]

@@ -20,7 +20,7 @@ from millrace.registry.routing.router import (
     TIER,
 )
 from millrace.registry.routing.score import Cue
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.engines import CostMethod, WorkerRole
 from millrace.schemas.frames import FinishReason

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.bus import subjects
 from millrace.registry.served import ServedModel
-from millrace.schemas.asked import Api
+from millrace.schemas.chat.asked import Api
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.frames import (

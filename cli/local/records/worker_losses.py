@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from millrace.bus.api import Bus
-from millrace.bus.fleet.losses import cause_of_code, publish_loss
+from millrace.bus.worker_losses import cause_of_code, publish_loss
 from millrace.cli.local.supervisor import Lost
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.tasks import Tasks
