@@ -125,6 +125,11 @@ def reservation_key(request_id: str) -> str:
     return f"resv:{request_id}"
 
 
+def booked_key(request_id: str) -> str:
+    """What was charged of a reservation that is not settled, by its jobs that have ended."""
+    return f"booked:{request_id}"
+
+
 def job_reservation(stream_sequence: int, request_id: str) -> str:
     """What ``reservation_key`` is given for a job that a service published: no gateway names one of
     its own so, and no two stored jobs share it, whatever ids they bear."""

@@ -260,6 +260,15 @@ class Job(
         published it, and does not keep the result for a later client."""
         return self.source in GATEWAY_SOURCES and bool(self.reply) and not self.store_result
 
+    @property
+    def reservation_id(self) -> str:
+        """What a gateway reserves under for this job: the request's id, shared by the request's
+        jobs; of a later round of tools or a later attempt of a batch's line an id of its own."""
+        part = self.part
+        if part is None or part.round:
+            return self.request_id
+        return part.request_id + (f"-{part.attempt}" if part.attempt else "")
+
     def is_past_deadline(self, now_ns: int) -> bool:
         """Whether nobody is to be given an answer any more."""
         return self.deadline_ns is not None and now_ns >= self.deadline_ns

@@ -1,7 +1,7 @@
 -- Give back what a request had set aside and did not use, and charge what it cost. Once.
 --
--- KEYS: the reservation; then, for one that was granted while Redis was unreachable, what each
--- account has spent in the month of the request.
+-- KEYS: the reservation, what book.lua has charged of it already; then, for one that was granted
+-- while Redis was unreachable, what each account has spent in the month of the request.
 -- ARGV: the time in ms (empty: Redis' own), the request's id, its tokens (empty: nothing was served,
 -- so that it does not count as a request either), its cost in billionths, ms to remember that it is
 -- settled, ms to keep what was spent, 1 if it must be remembered: somebody may ask again, and the
@@ -11,7 +11,7 @@
 local TICKS = 60000
 local SETTLED = 'settled'
 
-local now, request, tokens, cost = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local now, request, tokens, cost = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local keep_ms, month_ms, remember, currency = ARGV[5], ARGV[6], ARGV[7] == '1', ARGV[8]
 if not now then
   local time = redis.call('TIME')
@@ -20,8 +20,8 @@ end
 
 local function charge(account_key)
   local key = account_key .. currency
-  if cost ~= '0' then
-    redis.call('INCRBY', key, cost)
+  if cost > 0 then
+    redis.call('INCRBY', key, string.format('%.0f', cost))
     redis.call('PEXPIRE', key, month_ms)
   end
 end
@@ -29,14 +29,16 @@ end
 local kept = redis.call('GET', KEYS[1])
 if kept == SETTLED then return 0 end
 if not kept then
-  if #KEYS == 1 then return 0 end
-  for i = 2, #KEYS do charge(KEYS[i]) end
+  if #KEYS == 2 then return 0 end
+  for i = 3, #KEYS do charge(KEYS[i]) end
   -- The reservation itself may still be on its way: it finds that it is over.
   redis.call('SET', KEYS[1], SETTLED, 'PX', keep_ms)
   return 1
 end
 
 local made = cmsgpack.unpack(kept)
+cost = cost - (tonumber(redis.call('HGET', KEYS[2], currency)) or 0)
+redis.call('DEL', KEYS[2])
 
 -- ``taken`` is how many had gone into the bucket with the reservation. What came after them lies
 -- above them; below is what is left of the reservation and of earlier ones, of which no more than
@@ -72,7 +74,7 @@ for _, account in ipairs(made.accounts) do
   end
   charge(spent_key)
 end
-if #KEYS == 1 and not remember then
+if #KEYS == 2 and not remember then
   redis.call('DEL', KEYS[1])
 else
   redis.call('SET', KEYS[1], SETTLED, 'PX', keep_ms)

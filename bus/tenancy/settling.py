@@ -23,6 +23,7 @@ KEEP_MS = 3_600_000
 aside for it."""
 
 _SETTLE = Script(Path(__file__).with_name("settle.lua").read_text(encoding="utf-8"))
+_BOOK = Script(Path(__file__).with_name("book.lua").read_text(encoding="utf-8"))
 _KEEP_MONTH_MS = 400 * 86_400_000
 _NS_PER_MS = 1_000_000
 
@@ -38,6 +39,9 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
     ``spent_keys`` are for one that Redis may not know of: where its accounts keep what they spent.
     ``remember``: others may settle it again, or set something aside for it once more.
+    ``job_id``: one job of the request has ended, and the request's gateway settles the whole of it.
+    Until then the job's cost is charged, and the gateway charges the rest: so the cost counts
+    once, whether or not the gateway lives until the end.
     """
 
     request_id: str
@@ -47,6 +51,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     spent_keys: tuple[str, ...] = ()
     currency: str = DEFAULT_CURRENCY
     remember: bool = False
+    job_id: str = ""
 
 
 class Settlements:
@@ -131,8 +136,22 @@ class Settlements:
 
     async def _send(self, settlement: Settlement) -> bool:
         assert self._link is not None, "without Redis nothing is settled there"
-        keys = [redis_keys.reservation_key(settlement.request_id), *settlement.spent_keys]
-        arguments: list[Argument] = [
+        keys = [
+            redis_keys.reservation_key(settlement.request_id),
+            redis_keys.booked_key(settlement.request_id),
+        ]
+        arguments: list[Argument]
+        if settlement.job_id:
+            arguments = [
+                settlement.request_id,
+                settlement.job_id,
+                settlement.cost_nano,
+                _KEEP_MONTH_MS,
+                redis_keys.currency_suffix(settlement.currency),
+            ]
+            return bool(await self._link.evaluate(_BOOK, keys, arguments))
+        keys += settlement.spent_keys
+        arguments = [
             script_time(self._clock, redis_time=self._redis_time),
             settlement.request_id,
             "" if settlement.num_tokens is None else settlement.num_tokens,

@@ -15,11 +15,13 @@ from millrace.bus.codec import RECORD
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import RunningRequest as GenerationEntry
+from millrace.bus.tenancy.settling import Settlement, Settlements
 from millrace.registry.catalogue import ModelEntry
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.pricing import PriceBook
 from millrace.registry.served import ServedModel
 from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.runtime.clock import Clock
 from millrace.schemas.config import EngineConfig, WorkerConfig
 from millrace.schemas.control import Dispatch, WorkerCommand, WorkerReply, WorkerStatus
 from millrace.schemas.engines import EngineKind
@@ -170,6 +172,18 @@ class RecordingIndex:
             )
 
 
+class RecordingSettlements(Settlements):
+    """Of a Redis that takes everything."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(None, clock)
+        self.made: list[Settlement] = []
+
+    async def settle(self, settlement: Settlement) -> bool:
+        self.made.append(settlement)
+        return True
+
+
 class Bench:
     """One worker, and everything around it that a test looks at. ``engine`` is the one that runs
     now; with ``no_restart`` set no other can be started, and that says why."""
@@ -187,6 +201,7 @@ class Bench:
         self.peer = MemoryBus(self.broker)
         self.engine = ScriptedEngine(num_devices)
         self.index = RecordingIndex()
+        self.settlements = RecordingSettlements(self.clock)
         self.model = model
         self.no_restart = ""
         keeper = EngineKeeper(self.engine, self._restart, self.clock)
@@ -197,6 +212,7 @@ class Bench:
             keeper,
             self.clock,
             self.index,
+            settlements=self.settlements,
         )
         self.worker.orphans.grace_s = orphan_grace_s
         self.stopping = asyncio.Event()

@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from msgspec.structs import replace
+
 from millrace.bus.tenancy.settling import Settlement, Settlements
 from millrace.registry.pricing import PriceBook, prices_with
 from millrace.runtime.retry import doubling_delays, retry
 from millrace.schemas.engines import PROMISES
 from millrace.schemas.errors import PayloadTooLargeError
-from millrace.schemas.jobs import JobResult
+from millrace.schemas.jobs import GATEWAY_SOURCES, JobResult
 from millrace.schemas.records import RequestRecord
 from millrace.schemas.tenants import to_nano
 from millrace.workers.host.context import WorkerContext
@@ -41,8 +43,8 @@ class _NotOursError(Exception):
 
 class Finalizer:
     """Ends generations whose last frames are posted: result, transcript if it is to be kept,
-    record, settlement of the tenant's reservation, ack, in this order. The record waits for
-    the final device time. Without ``settlements`` nothing is settled.
+    record, what the tenant is charged, ack, in this order. The record waits for
+    the final device time. Without ``settlements`` nothing is charged.
 
     A task each, so that a slow one delays no other; a step that the bus refuses is retried until it
     succeeds. The lease is acknowledged only when all before it is stored, so a process that dies in
@@ -132,8 +134,9 @@ class Finalizer:
                 )
                 if generation.trace is not None:
                     generation.trace.record_published(generation)
-                if generation.lease.reservation is not None:
-                    await self._retry(lambda: self._settle(generation, record), generation)
+                settlement = self._settlement(generation, record)
+                if settlement is not None:
+                    await self._retry(lambda: self._settle(settlement), generation)
                 await self._retry(lambda: self._bus.jobs.ack(generation.lease.handle), generation)
                 self._on_acked(generation)
             except _NotOursError as error:
@@ -152,25 +155,36 @@ class Finalizer:
                     "a request could not be finalized", extra={"request_id": generation.request_id}
                 )
 
-    async def _settle(self, generation: Generation, record: RequestRecord) -> None:
-        """Settle once, however often the job ends: settlements are remembered. While Redis is
-        unreachable it is retried in the background, and the lease does not wait for that."""
-        reservation = generation.lease.reservation
-        if reservation is None or self._settlements is None:
-            return
-        usage = generation.usage()
-        num_tokens = None if usage is None else usage.prompt_tokens + usage.completion_tokens
-        await self._settlements.settle(
-            Settlement(
-                request_id=reservation.reservation_id,
-                num_tokens=num_tokens,
-                cost_nano=to_nano(record.cost),
-                currency=record.currency,
-                since_s=self._context.clock.monotonic(),
-                spent_keys=(reservation.spent_key,),
-                remember=True,
-            )
+    def _settlement(self, generation: Generation, record: RequestRecord) -> Settlement | None:
+        """Of a service's job the whole reservation; of a gateway's job its cost alone, which the
+        gateway does not charge if it dies."""
+        job, reservation = generation.job, generation.lease.reservation
+        settlement = Settlement(
+            request_id=job.reservation_id,
+            num_tokens=None,
+            cost_nano=to_nano(record.cost),
+            currency=record.currency,
+            since_s=self._context.clock.monotonic(),
+            job_id=job.request_id,
         )
+        if reservation is None:
+            is_charged = settlement.cost_nano > 0 and job.source in GATEWAY_SOURCES
+            return settlement if is_charged else None
+        usage = generation.usage()
+        return replace(
+            settlement,
+            request_id=reservation.reservation_id,
+            num_tokens=None if usage is None else usage.prompt_tokens + usage.completion_tokens,
+            spent_keys=(reservation.spent_key,),
+            remember=True,
+            job_id="",
+        )
+
+    async def _settle(self, settlement: Settlement) -> None:
+        """Settle once, however often the job ends. While Redis is unreachable it is retried in the
+        background, and the lease does not wait for that."""
+        if self._settlements is not None:
+            await self._settlements.settle(settlement)
 
     async def _store_transcript(self, generation: Generation) -> None:
         tokenizer = self._context.model.tokenizer
