@@ -242,9 +242,9 @@ class BooksClient:
         found = answer.json()
         self._told.answered(found["id"], found["usage"])
 
-    async def spent(self) -> Decimal:
+    async def spent(self, currency: str) -> Decimal:
         """What the tenant has spent by its budget's counter."""
         answer = await self._http.get(f"{self._system.http}/v1/limits")
         accounts = answer.json()["accounts"]
         (tenant,) = (one for one in accounts if one["kind"] == "tenant")
-        return Decimal(str(tenant["spent"]))
+        return Decimal(tenant["spent"].get(currency, 0))

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from decimal import Decimal
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 
 from tests.e2e.clients import chat_body
 from tests.e2e.gateways.names import GATEWAYS
+from tests.support.repository import ROOT
 from tests.support.system import System
 from tests.support.waiting import eventually
 
@@ -25,6 +27,12 @@ pytestmark = [
 
 GRACE_S = 12.0
 NUM_TOKENS = 500  # 25 s at 50 ms a step
+_PRICES = {
+    "version": "2026-11",
+    "input_per_million": "100",
+    "cached_input_per_million": "50",
+    "output_per_million": "400",
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +42,11 @@ def slow_system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     engine = {"simulation": {"step_ms": 50.0}}
     sections = {"gateway": {"orphan_grace_s": GRACE_S}, "worker": {"engine": engine}}
     settings.write_text(json.dumps(sections))
-    arguments = ("--port", "0", "--engine", "simulated", "--config", str(settings))
+    arguments = ["--port", "0", "--engine", "simulated", "--config", str(settings)]
+    catalogue = folder / "models.yaml"
+    demo = {"source": str(ROOT / "registry" / "demo" / "model"), "prices": _PRICES}
+    catalogue.write_text(json.dumps({"models": {"demo": demo}}))
+    arguments += ["--catalogue", str(catalogue), "--model", "demo"]
     running = System(folder / "data", arguments=(*arguments, "--gateways", "2")).start()
     yield running
     assert running.stop() == 0
@@ -120,6 +132,18 @@ def _rows(system: System, request_id: str) -> list[dict[str, Any]]:
     )
 
 
+async def _spent(system: System) -> Decimal:
+    """By the counter of the tenant's budget."""
+    async with httpx.AsyncClient(base_url=system.http) as http:
+        (account,) = (await http.get("/v1/limits")).json()["accounts"]
+    return Decimal(account["spent"].get("USD", 0))
+
+
+def _cost_of_rows(system: System) -> Decimal:
+    (row,) = system.sql("SELECT toString(sum(t.cost)) AS paid FROM requests AS t FINAL")
+    return Decimal(row["paid"])
+
+
 async def test_an_answer_for_nobody_ends_after_the_grace(slow_system: System) -> None:
     system, reader = slow_system, _Reader(slow_system)
     began_s = time.monotonic()
@@ -130,11 +154,13 @@ async def test_an_answer_for_nobody_ends_after_the_grace(slow_system: System) ->
     assert (row["status"], row["error_code"]) == ("cancelled", "orphaned")
     assert 0 < int(row["completion_tokens"]) < NUM_TOKENS
     assert GRACE_S / 2 < float(row["total_ms"]) / 1e3 < killed_after_s + GRACE_S + 8.0
-    # The client comes back all the same.
     await _are_back(system)
+    assert await _spent(system) == _cost_of_rows(system) > 0
+    # The client comes back all the same.
     async with asyncio.timeout(20.0):
         await reader.read()
     assert reader.error["code"] == "orphaned"
+    assert await _spent(system) == _cost_of_rows(system)
 
 
 async def test_a_client_that_comes_back_in_time_gets_every_token(slow_system: System) -> None:
@@ -150,3 +176,8 @@ async def test_a_client_that_comes_back_in_time_gets_every_token(slow_system: Sy
     await eventually(lambda: bool(_rows(system, disturbed.request_id)), timeout_s=20.0)
     (row,) = _rows(system, disturbed.request_id)
     assert (row["status"], int(row["completion_tokens"])) == ("done", NUM_TOKENS)
+
+    async def is_charged_once() -> bool:
+        return await _spent(system) == _cost_of_rows(system)
+
+    await eventually(is_charged_once, timeout_s=20.0)
