@@ -127,7 +127,7 @@ class Metrics:
     def know_models(self, models: Iterable[str]) -> None:
         """Show what is counted of these models from now on, at 0: Prometheus sees no increase in a
         series that begins at 1."""
-        tokens = (self._generation_tokens, self._prompt_tokens)
+        tokens = (self._generation_tokens, self._prompt_tokens, self._repeated_answers)
         troubles = (self._resumes, self._stalls, self._stalled_s, self._reruns)
         times = (self._first_token_s, self._per_token_s, self._whole_s)
         for model in models:

@@ -162,12 +162,19 @@ class Choice:
 
     @property
     def usage_so_far(self) -> Usage | None:
-        """Of what the client was given of all rounds; None while no worker has begun."""
+        """Of what the client was given of all rounds; None while no worker has begun. A prompt that
+        another choice pays for is the prompt of this choice as well."""
         usage = usage_so_far(self.stream)
         if usage is None and not self.round:
             return None
         both = total_usage((self._earlier, usage))
-        return msgspec.structs.replace(both, completion_tokens=self.next_index)
+        started = self.stream.reader.started
+        shared = started.num_prompt_tokens if started and self.stream.job.shares_prompt else 0
+        return msgspec.structs.replace(
+            both,
+            prompt_tokens=both.prompt_tokens + shared,
+            completion_tokens=self.next_index,
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -97,7 +97,7 @@ class Finalizer:
         is tried until it succeeds."""
         now_ns = self._clock.now_ns()
         self._count(job, terminal_status)
-        record = _record_of(job, terminal_status, 0, now_ns)
+        record = self._unstarted(job, terminal_status, 0, now_ns)
         await self._insist(lambda: self._bus.outbox.publish(record))
         if self._traces is not None:
             self._traces.recorded(job, now_ns)
@@ -137,7 +137,7 @@ class Finalizer:
         none, and the row has no prompt tokens; what is known of the time that they took was ours to
         pay."""
         job = scheduled.job
-        record = _record_of(job, terminal_status, scheduled.next_epoch, now_ns)
+        record = self._unstarted(job, terminal_status, scheduled.next_epoch, now_ns)
         if not scheduled.attempts:
             return record
         scheduled.attempts.close(now_ns)
@@ -151,11 +151,17 @@ class Finalizer:
             device_us=device_us,
             device_cost=device_cost(prices, device_us),
             energy_j=sum_energy(life.energy_j for life in lives),
-            currency=prices.currency,
             price_version=prices.version,
             pulled_tokens=pulled_tokens,
             kv_source=kv_source,
         )
+
+    def _unstarted(
+        self, job: Job, terminal_status: TerminalStatus, epoch: int, now_ns: int
+    ) -> RequestRecord:
+        """The record without amounts, in the currency of the model's price book."""
+        record = record_of(job, terminal_status.status, terminal_status.code, epoch, now_ns)
+        return replace(record, currency=self._prices(job.model).currency)
 
     def _count(self, job: Job, terminal_status: TerminalStatus) -> None:
         """By model, but for names that nobody knows: anybody can make up more of them."""
@@ -174,10 +180,6 @@ class Finalizer:
     async def _insist(self, step: Callable[[], Awaitable[None]]) -> None:
         delays = doubling_delays(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
         await retry(step, delays, self._clock.sleep, retried=_is_unavailable)
-
-
-def _record_of(job: Job, terminal_status: TerminalStatus, epoch: int, now_ns: int) -> RequestRecord:
-    return record_of(job, terminal_status.status, terminal_status.code, epoch, now_ns)
 
 
 def _is_unavailable(error: Exception) -> bool:

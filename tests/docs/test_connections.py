@@ -27,7 +27,8 @@ _OTHERWISE = {
     "nats": "replicas ack_wait_s max_deliver max_stored_jobs results_ttl_s files_ttl_s "
     "outbox_max_age_s connect_timeout_s",
     "kafka": "partitions replication_factor group server maven_url",
-    "clickhouse": "path database serve_host serve_port",
+    "clickhouse": "path database serve_host serve_port max_query_s max_query_memory_bytes "
+    "max_queries_memory_bytes max_queries max_queries_per_user max_query_wait_s",
     "redis": "",
 }
 

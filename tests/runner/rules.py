@@ -49,7 +49,6 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("tests/clients/kafka/*", ("tests/clients/test_kafka.py",)),
     ("tests/clients/generated/*", ("tests/clients/test_generated.py",)),
     ("tests/gateway/request/agents_requests.txt", ("tests/gateway/request/test_unheld_calls.py",)),
-    ("tests/support/kafka-pom.xml", ("tests/support/kafka.py",)),
     ("tests/support/texts_of_page.js", ("tests/support/chromium.py",)),
     ("telemetry/kafka/apache/jars.sha256", ("telemetry/kafka/apache/jars.py",)),
     ("tests/e2e/jobs/serializers/*", ("tests/e2e/jobs/test_foreign_serializers.py",)),

@@ -12,7 +12,7 @@ from millrace.scheduler.jobs.attempts import MAX_ATTEMPTS_KEPT, AttemptHistory
 from millrace.schemas.control import Served
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Attempt, Status, sum_pulled
-from tests.scheduler.world import CONFIG, World, job
+from tests.scheduler.world import CONFIG, PRICES, FakeModel, World, job
 
 _NS = 1_000_000_000
 
@@ -171,3 +171,18 @@ def test_there_are_never_too_many_and_no_device_time_is_lost() -> None:
     assert len(kept) == MAX_ATTEMPTS_KEPT
     assert sum(life.device_us for life in kept) == sum(range(1, 3 * MAX_ATTEMPTS_KEPT))
     assert (kept[0].epoch, kept[0].ended_ns) == (1, kept[1].epoch - 1)
+
+
+async def test_a_request_that_no_worker_began_has_its_model_s_currency(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    euros = replace(PRICES, currency="EUR")
+    monkeypatch.setattr(FakeModel, "prices", euros)
+    worker = await world.add_worker("a")
+    worker.rejection = "draining"
+    await world.client.jobs.publish(job("r1", deadline_ns=world.clock.now_ns() + 2 * _NS))
+    await world.pass_s(3.0)
+    await world.until(lambda: world.record("r1") is not None)
+    record = world.record("r1")
+    assert record is not None
+    assert (record.cost, record.currency, record.price_version) == (0, "EUR", "")

@@ -167,7 +167,7 @@ async def test_a_file_with_another_checksum_is_refused(repository: str, tmp_path
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        (f"http://127.0.0.1:{free_port()}", "Cannot connect to host"),
+        ("http://127.0.0.1:{closed_port}", "Cannot connect to host"),
         ("{repository}/elsewhere", "it answered 404"),
         ("http://user:secret@127.0.0.1:9/maven2", "Cannot connect to host"),
         ("http://", "http:"),
@@ -177,7 +177,7 @@ async def test_a_repository_that_cannot_be_reached_is_an_error_with_remedies(
     url: str, why: str, repository: str
 ) -> None:
     with pytest.raises(KafkaFetchError) as caught:
-        await fetch_jars(url.format(repository=repository), lambda _: None)
+        await fetch_jars(url.format(repository=repository, closed_port=free_port()), lambda _: None)
     assert why in caught.value.message
     assert "secret" not in caught.value.message
     for remedy in ("HTTPS_PROXY", "kafka.maven_url", "copy that folder", "--kafka embedded"):

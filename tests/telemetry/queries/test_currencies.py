@@ -45,7 +45,14 @@ EXAMPLES = [
         for page in sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
         for number, block in enumerate(
             [
-                *re.findall(r"```sql\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL),
+                *(
+                    re.sub(r"\ACREATE OR REPLACE VIEW \S+ AS\s", "", block)
+                    for block in re.findall(
+                        r"```sql\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL
+                    )
+                    # Models of dbt are no statements yet.
+                    if "{{" not in block
+                ),
                 *(
                     shlex.split(line)[2]
                     for line in re.findall(
