@@ -185,4 +185,4 @@ async def test_a_request_that_no_worker_began_has_its_model_s_currency(
     await world.until(lambda: world.record("r1") is not None)
     record = world.record("r1")
     assert record is not None
-    assert (record.cost, record.currency, record.price_version) == (0, "EUR", "")
+    assert (record.cost, record.currency, record.price_version) == (Decimal(0), "EUR", "")
