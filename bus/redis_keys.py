@@ -126,7 +126,7 @@ def reservation_key(request_id: str) -> str:
 
 
 def booked_key(request_id: str) -> str:
-    """What was charged of a reservation that is not settled, by its jobs that have ended."""
+    """The key of the amounts that ended jobs of an unsettled reservation were charged."""
     return f"booked:{request_id}"
 
 

@@ -275,7 +275,7 @@ class Job(
 
 
 def asked_of(job: Job) -> Asked:
-    """How a job was asked; one that is not prepared yet says so by its own fields."""
+    """How a job was asked, by its own fields if it is not prepared yet."""
     if job.asked is not None:
         return job.asked
     if job.source in GATEWAY_SOURCES:

@@ -197,7 +197,7 @@ async def _compare(system: System, tenant: Tenant, told: Told, client: BooksClie
 
 
 def _accepted(told: Told, rows: Figures) -> int:
-    """Of the requests that broke off before the client had their ids, those that have a row."""
+    """Count requests that have a row and broke off before their client knew the id."""
     num_known = len(told.accepted)
     return num_known + min(max(rows.requests - num_known, 0), told.num_lost)
 

@@ -38,7 +38,7 @@ class Tenant(msgspec.Struct, frozen=True):
 
 class Told(msgspec.Struct):
     """What a client was told of its requests, by their ids. ``usage`` holds prompt, cached and
-    completion tokens of those that were answered; others were accepted, and left or cancelled.
+    completion tokens of answered requests; other requests were accepted, then left or cancelled.
     ``num_lost`` requests broke off before the client had their ids: they may have been accepted."""
 
     usage: dict[str, tuple[int, int, int]] = {}

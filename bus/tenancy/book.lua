@@ -17,7 +17,7 @@ if redis.call('HSETNX', KEYS[2], 'job:' .. job, cost) == 0 then return 0 end
 redis.call('HINCRBY', KEYS[2], currency, cost)
 redis.call('PEXPIRE', KEYS[2], redis.call('PTTL', KEYS[1]))
 
--- These keys are not among KEYS: they are those that the reservation was made with.
+-- These keys are not among KEYS: the reservation was made with them.
 for _, account in ipairs(cmsgpack.unpack(kept).accounts) do
   local holds, spent_key = account[3], account[4] .. currency
   local held = redis.call('HGET', holds, request)

@@ -59,7 +59,7 @@ local function give_back(buckets, field, unused, per_minute, taken)
   end
 end
 
--- These keys are not among KEYS: they are those that the reservation was made with.
+-- These keys are not among KEYS: the reservation was made with them.
 for _, account in ipairs(made.accounts) do
   local buckets, running, holds, spent_key = account[1], account[2], account[3], account[4]
   -- A reservation of an older version has no number of requests: it is one.

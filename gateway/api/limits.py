@@ -23,8 +23,8 @@ from millrace.schemas.tenants import LimitSet, budgets_of, check_tenant, from_na
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True):
-    """What is left of each limit of a ``LimitSet`` that requests use up; None: no limit.
-    ``monthly_budget`` is what is left of each currency that has a budget."""
+    """The rest of each limit of a ``LimitSet`` that requests use up; None: no limit.
+    ``monthly_budget`` is the rest in each currency that has a budget."""
 
     requests_per_minute: int | None
     tokens_per_minute: int | None

@@ -28,7 +28,7 @@ class Api(StrEnum):
 
     @property
     def path(self) -> str:
-        """The route of those that answer with generations; of others their name."""
+        """The route of an API that answers with generations; the name of another API."""
         return _PATHS.get(self, self.value)
 
 

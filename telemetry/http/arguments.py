@@ -1,7 +1,7 @@
 """What a request says beside its SQL: parameters, settings, and how it wants the answer.
 
 The interface is ClickHouse's for a user with ``readonly = 2``. A client may send any setting; the
-engine bounds those that cost memory, threads or time. Settings of inserts and of the transport,
+engine bounds settings that cost memory, threads or time. Settings of inserts and of the transport,
 which drivers send with each request, change no answer: they are ignored.
 """
 
@@ -176,7 +176,7 @@ def read_arguments(scope: Scope, given: Mapping[str, str]) -> Arguments:
 
 
 def settings_of(given: Mapping[str, str]) -> dict[str, str]:
-    """The settings for the engine. Raises QueryError for those that would let a statement write."""
+    """The settings for the engine. Raises QueryError for settings that would allow writing."""
     settings = {}
     for name, value in given.items():
         if name in _WRITING:

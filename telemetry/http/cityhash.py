@@ -138,7 +138,7 @@ def _tail(
     v: tuple[int, int],
     w: tuple[int, int],
 ) -> tuple[int, int]:
-    """The end of the hash: what is left behind the whole blocks, in pieces of 32 bytes."""
+    """The end of the hash: the bytes behind the whole blocks, in pieces of 32 bytes."""
     x, y, z = state
     w0, w1 = w
     y = (y + _rotate(w0, 37) * _K0 + z) & _MASK

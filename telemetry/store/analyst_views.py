@@ -137,7 +137,7 @@ class AnalystViews:
 
     def _check_body(self, connection: Any, body: str) -> None:
         """Raises QueryError for a body that the view maker may not read, or that could read other
-        tables later than those that it names."""
+        tables later than the tables that it names."""
         functions = {row.name for row in _rows(connection, _FUNCTIONS)} - _PLAIN_FUNCTIONS
         tokens = tokens_of(body)
         for token, following in zip(tokens, (*tokens[1:], None), strict=True):

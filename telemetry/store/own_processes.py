@@ -76,7 +76,7 @@ class Kill:
         self._condition = statement.head[tokens[where].end : end]
 
     def find(self, ids: Collection[str]) -> str:
-        """Of the queries with these ids, the ids of those that the statement means."""
+        """The ids of the queries that the statement means, among these."""
         where = f"AS processes WHERE query_id IN {_list(ids)} AND ({self._condition})"
         return f"SELECT query_id {_FROM_PROCESSES} {where}"
 

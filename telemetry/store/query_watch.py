@@ -42,7 +42,7 @@ class RunningQuery(msgspec.Struct, frozen=True, array_like=True):
 class QueryWatch:
     """Looks at queries while there are some, in a thread of its own.
 
-    ``measure`` answers those that run, ``kill`` ends one. Queries are ended from
+    ``measure`` answers the queries that run, ``kill`` ends one query. Queries are ended from
     half of the limit on: they grow meanwhile.
     """
 

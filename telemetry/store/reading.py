@@ -219,7 +219,7 @@ class Reader(ABC):
 
 
 class StreamingReader(Reader):
-    """A reader that also answers statements of users, who may ask anything."""
+    """A reader that also answers arbitrary statements of users."""
 
     @abstractmethod
     def stream(self, question: Question) -> AbstractAsyncContextManager[Answer]:

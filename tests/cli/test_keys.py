@@ -205,7 +205,7 @@ async def test_the_last_use_of_a_key(redis_server: RedisServer, keys: Keys) -> N
     ],
 )
 def test_what_is_told_of_a_new_key_is_what_holds(arguments: tuple[str, ...], keys: Keys) -> None:
-    """Of a tenant that the key makes, of one that is there, and once the key is revoked."""
+    """A new tenant, a known tenant, and a revoked key."""
     for _ in range(2):
         made = keys.json("create", "--tenant", "acme", *arguments)
         del made["key"]

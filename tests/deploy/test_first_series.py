@@ -47,7 +47,7 @@ from tests.support.repository import ROOT
 from tests.workers.host.conftest import demo  # noqa: F401 (a fixture)
 from tests.workers.scripted import bench
 
-# Labels whose values nobody can list before they occur, and why. Series of models, workers, routes
+# Labels whose values cannot be listed before they occur, and why. Series of models, workers, routes
 # and experts are there at 0 once the process knows of them.
 OPEN = {
     "model": "names of the catalogue, which changes",
@@ -152,7 +152,7 @@ def closed_groups(name: str, labels: tuple[str, ...]) -> list[tuple[str, ...]]:
     groups = [group for metric, group in CLOSED if metric == name]
     left = set(labels) - {label for group in groups for label in group} - OPEN.keys()
     if name not in _WITHOUT_FIRST:
-        assert not left, f"{name}: say in CLOSED what {left} can be, or in OPEN why nobody can"
+        assert not left, f"{name}: say in CLOSED what {left} can be, or in OPEN why that is unknown"
     return groups
 
 

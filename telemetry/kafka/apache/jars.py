@@ -65,7 +65,7 @@ def jars_folder() -> Path:
 
 
 async def fetch_jars(repository: str, say: Callable[[str], None]) -> Path:
-    """Return the folder with all jars; those that are missing or damaged are fetched from the Maven
+    """Return the folder with all jars; missing and damaged jars are fetched from the Maven
     repository at the URL ``repository``, by the proxies that the environment names.
 
     ``say`` hears that something is fetched. Raises KafkaFetchError.

