@@ -7,7 +7,6 @@ loaded: neither gets as far as the password.
 from __future__ import annotations
 
 import base64
-import binascii
 import hmac
 import ipaddress
 from collections.abc import Mapping
@@ -128,7 +127,8 @@ def _credentials(scope: Scope, arguments: Mapping[str, str]) -> tuple[str, str] 
     if kind.lower() == "basic":
         try:
             name, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
+            # Not base64, or not UTF-8 in it.
             return "", ""
         return name, password
     if "user" in arguments or "password" in arguments:

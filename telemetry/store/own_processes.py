@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from millrace.telemetry.store.reading import literal
-from millrace.telemetry.store.sql_guard import KILL, Statement, Token, tokens_of
+from millrace.telemetry.store.sql_guard import (
+    KILL,
+    QUERY_ID_SETTING,
+    Statement,
+    Token,
+    tokens_of,
+)
 
-QUERY_ID_SETTING = "query_cache_tag"
 _ID = f"Settings['{QUERY_ID_SETTING}']"
 _KNOWN_ID = f"if(empty({_ID}), query_id, {_ID})"
 # The statement as its client sent it, without the place where the engine writes the answer.

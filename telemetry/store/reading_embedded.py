@@ -31,7 +31,12 @@ from millrace.telemetry.store.reading import (
     literal,
     quote,
 )
-from millrace.telemetry.store.sql_guard import Statement, require_plain_names, require_reading
+from millrace.telemetry.store.sql_guard import (
+    QUERY_ID_SETTING,
+    Statement,
+    require_plain_names,
+    require_reading,
+)
 
 _UNKNOWN_FORMAT = 73
 _SAME_ID = 216
@@ -99,15 +104,19 @@ class EmbeddedReader(StreamingReader):
             del self._queries[question.query_id]
             self._admission.leave(user)
 
+        pipe: AnswerPipe | None = None
         try:
             pipe = AnswerPipe()
+            call = _in_new_thread(partial(self._write, question, pipe))
         except BaseException:
+            # No room for a pipe or a thread.
+            if pipe is not None:
+                pipe.leave()
+                pipe.end()
             over(None)
             raise
-        call = _in_new_thread(partial(self._write, question, pipe))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-
         call.add_done_callback(over)
         # The engine's own limit does not hold while it waits for a reader that takes nothing.
         limit_s = self._limits.max_query_s + _GRACE_S
@@ -234,7 +243,7 @@ class EmbeddedReader(StreamingReader):
             value = given.get(name, "")
             if value.isdecimal() and not 0 < int(value) <= bound:
                 given[name] = str(bound)
-        given[own_processes.QUERY_ID_SETTING] = question.query_id
+        given[QUERY_ID_SETTING] = question.query_id
         ours: dict[str, int | str] = {
             "final": 1,
             "date_time_output_format": "iso",

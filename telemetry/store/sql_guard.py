@@ -15,6 +15,8 @@ from typing import NamedTuple
 from millrace.telemetry.store.reading import QueryError
 
 READONLY = 164
+# The engine has no query id of a client's own, so this setting holds it.
+QUERY_ID_SETTING = "query_cache_tag"
 EMPTY_QUERY = 62
 _READING = frozenset({"select", "with", "show", "describe", "desc", "explain", "exists"})
 KILL = "kill"
@@ -109,10 +111,13 @@ def require_reading(sql: str) -> Statement:
     for number, token in enumerate(tokens):
         # The format ArrowStream has the name of a function; a format is no function.
         is_format = clause is not None and number == clause + 1
+        following = tokens[number + 1].text if number + 1 < len(tokens) else ""
         if token.name in _REACHING_OUT and not is_format:
             raise _refuse(f"the function {token.name} reaches out of the database")
         if (previous, token.name, token.kind) == ("into", "outfile", "word"):
             raise _refuse("INTO OUTFILE writes a file")
+        if token.name == QUERY_ID_SETTING and following == "=":
+            raise _refuse(f"{QUERY_ID_SETTING} holds the id of the query")
         if token.name in _STRUCTURED and number + 1 < len(tokens):
             _require_plain_structure(tokens, number)
         previous = token.name

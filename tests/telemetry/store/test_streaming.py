@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from millrace.telemetry.store import reading_embedded
 from millrace.telemetry.store.reading import Answer, QueryError, Question, ReadLimits
 from millrace.telemetry.store.reading_embedded import EmbeddedReader
 from millrace.telemetry.store.store import Store
@@ -105,6 +106,33 @@ async def test_a_query_is_seen_and_killed_by_its_id(reader: EmbeddedReader) -> N
         await asking
     assert raised.value.number == 394
     await nothing_runs(reader)
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT 1 SETTINGS query_cache_tag = 'other'",
+        "SELECT * FROM (SELECT 1 SETTINGS max_threads = 1, `query_cache_tag`='other')",
+    ],
+)
+async def test_a_statement_cannot_bear_the_id_of_another(reader: EmbeddedReader, sql: str) -> None:
+    with pytest.raises(QueryError, match="holds the id of the query") as raised:
+        await whole(reader, sql)
+    assert raised.value.number == 164
+
+
+async def test_a_statement_without_a_thread_gives_its_place_back(
+    reader: EmbeddedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading_embedded, "_in_new_thread", refuse)
+        for _ in range(40):
+            with pytest.raises(RuntimeError, match="new thread"):
+                await whole(reader, "SELECT 1", query_id="mine")
+    assert await whole(reader, "SELECT 1", query_id="mine") == b"1\n"
 
 
 async def test_an_analyst_reads_all_but_the_transcripts(reader: EmbeddedReader) -> None:
