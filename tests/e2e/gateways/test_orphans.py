@@ -140,7 +140,9 @@ async def _spent(system: System) -> Decimal:
 
 
 def _cost_of_rows(system: System) -> Decimal:
-    (row,) = system.sql("SELECT toString(sum(t.cost)) AS paid FROM requests AS t FINAL")
+    (row,) = system.sql(
+        "SELECT toString(sum(t.cost)) AS paid FROM requests AS t FINAL WHERE tenant = 'local'"
+    )
     return Decimal(row["paid"])
 
 
