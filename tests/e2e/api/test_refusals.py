@@ -91,9 +91,9 @@ async def test_requests_that_the_engine_refuses_cost_nothing(
     query = f"SELECT {columns} FROM requests_once WHERE tenant = '{tenant}'"
 
     def are_stored() -> bool:
-        return len(system.sql(query)) == len(bodies) + 3
+        return len(system.sql(query)) == len(bodies) + 2
 
-    await eventually(are_stored, 60.0, "a row for each job")
+    await eventually(are_stored, 60.0, "a row for each request")
     rows = [tuple(row.values()) for row in system.sql(query)]
     refused = [row for row in rows if row[0] == "failed"]
     assert set(refused) == {("failed", "grammar_invalid", "", False)}
