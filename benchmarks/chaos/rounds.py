@@ -211,10 +211,11 @@ class Streams:
                     ids = ", ".join(f"'{one}'" for one in request_ids[start:][:_IDS_AT_ONCE])
                     rows = await asyncio.to_thread(
                         self._system.sql,
-                        f"SELECT request_id, epoch FROM requests FINAL WHERE request_id IN ({ids})",
+                        "SELECT generation_id, epoch FROM generations FINAL "
+                        f"WHERE generation_id IN ({ids})",
                     )
                     for row in rows:
-                        found.setdefault(row["request_id"], []).append(int(row["epoch"]))
+                        found.setdefault(row["generation_id"], []).append(int(row["epoch"]))
             except OSError:
                 found = {}  # telemetry is on its way back
             if len(found) == len(request_ids) or time.monotonic() > deadline_s:

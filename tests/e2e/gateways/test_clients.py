@@ -159,11 +159,11 @@ async def test_rounds_of_tools_go_on_after_a_kill(pair: System) -> None:
     )
     assert list(killed.steps.values()) == [True]
     query = (
-        "SELECT request_id, status FROM requests FINAL "
-        f"WHERE startsWith(request_id, '{answer.request_id}') ORDER BY request_id"
+        "SELECT generation_id FROM generations FINAL "
+        f"WHERE request_id = '{answer.request_id}' ORDER BY round"
     )
     rounds = [answer.request_id, f"{answer.request_id}-r1"]
-    await eventually(lambda: [row["request_id"] for row in system.sql(query)] == rounds)
+    await eventually(lambda: [row["generation_id"] for row in system.sql(query)] == rounds)
 
 
 async def test_what_a_client_has_let_go_of_can_be_had_by_its_key(pair: System) -> None:
