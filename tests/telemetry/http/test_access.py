@@ -92,7 +92,7 @@ async def test_a_name_and_a_password_are_demanded(
 async def test_credentials_that_make_no_sense_are_none(
     client: httpx.AsyncClient, header: str
 ) -> None:
-    headers = {"Authorization": header.encode()}
+    headers = {b"Authorization": header.encode()}
     answer = await client.post("/", content="SELECT 1", headers=headers)
     assert answer.status_code in {401, 403}
 
