@@ -110,13 +110,13 @@ CURRENCIES_KEY = "currencies"
 
 
 def spent_key(account: str, month: str) -> str:
-    """What the account has spent in a month, in DEFAULT_CURRENCY. ``currency_suffix`` after it
-    gives the key of another currency."""
+    """The key of an account's spending in a month, in DEFAULT_CURRENCY. With ``currency_suffix``
+    after it, it is the key of another currency."""
     return f"spent:{account}:{month}"
 
 
 def currency_suffix(currency: str) -> str:
-    """What marks money of a currency in keys and fields: nothing for DEFAULT_CURRENCY."""
+    """The mark of a currency in keys and fields: empty for DEFAULT_CURRENCY."""
     return "" if currency == DEFAULT_CURRENCY else f":{currency}"
 
 

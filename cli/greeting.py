@@ -1,4 +1,4 @@
-"""What ``millrace up`` says once everything runs."""
+"""The message of ``millrace up`` when everything runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.telemetry.kafka.apache.jars import VERSION
 
 
 def greeting(endpoints: Endpoints, plan: Plan, without_records: str = "") -> str:
-    """What to tell whoever started it: where everything is, and a first request to try;
+    """The message for the user who started it: where everything is, and a first request to try;
     ``without_records`` says why telemetry is not there yet."""
     question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
     body = f'{{"model":"{plan.models[0]}","stream":true,{question}}}'

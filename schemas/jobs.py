@@ -262,8 +262,9 @@ class Job(
 
     @property
     def reservation_id(self) -> str:
-        """What a gateway reserves under for this job: the request's id, shared by the request's
-        jobs; of a later round of tools or a later attempt of a batch's line an id of its own."""
+        """The id of the gateway's reservation for this job. The jobs of a request share the
+        request's id. A later round of tools and a later attempt of a batch's line have an id of
+        their own."""
         part = self.part
         if part is None or part.round:
             return self.request_id

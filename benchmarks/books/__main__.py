@@ -61,7 +61,7 @@ _KILLED = ("worker-1", "gateway-1", "telemetry-1")
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of one tenant: requests, tokens and money."""
+    """The requests, tokens and money of one tenant."""
 
     requests: int
     prompt_tokens: int
@@ -221,7 +221,7 @@ def _sums(system: System, table: str, tenant: Tenant, requests: str) -> Figures:
 
 
 def _by_answers(system: System, tenant: Tenant, told: Told) -> Figures:
-    """Of answered requests what the client was told, at the price book's prices; of others, whose
+    """Add up the usage that clients were told, at the price book's prices; of other requests, whose
     client left, what their rows say."""
     prices = msgspec.convert(_PRICES[tenant.model], PriceBook)
     rows = system.sql(
@@ -241,7 +241,7 @@ def _by_answers(system: System, tenant: Tenant, told: Told) -> Figures:
 
 
 async def _by_records(system: System, tenant: Tenant) -> Figures:
-    """Of the records in Kafka, the latest of each generation."""
+    """Add up the records in Kafka, the latest of each generation."""
     consumer = AIOKafkaConsumer(
         subjects.REQUESTS_TOPIC,
         bootstrap_servers=system.endpoints["kafka"],
@@ -277,7 +277,7 @@ def _by_command(system: System, tenant: Tenant) -> Figures:
 
 
 def _by_invoice(system: System, tenant: Tenant, rows: Figures) -> Figures:
-    """Of what the tenant pays for, computed from the price book; it counts no other requests."""
+    """Read the invoice, which counts the paid requests alone, by the price book."""
     asked = ("usage", "--tenant", tenant.name, "--from", _BEGIN, "--invoice", "--format", "json")
     lines = _command(system, *asked)["rows"]
     tokens = sum(line["computed_tokens"] + line["cached_tokens"] for line in lines)

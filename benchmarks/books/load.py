@@ -37,7 +37,7 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct):
-    """What a client was told of its requests, by their ids. ``usage`` holds prompt, cached and
+    """The answers that a client got, by request id. ``usage`` holds prompt, cached and
     completion tokens of answered requests; other requests were accepted, then left or cancelled.
     ``num_lost`` requests broke off before the client had their ids: they may have been accepted."""
 
@@ -243,7 +243,7 @@ class BooksClient:
         self._told.answered(found["id"], found["usage"])
 
     async def spent(self, currency: str) -> Decimal:
-        """What the tenant has spent by its budget's counter."""
+        """Return the amount on the counter of the tenant's budget."""
         answer = await self._http.get(f"{self._system.http}/v1/limits")
         accounts = answer.json()["accounts"]
         (tenant,) = (one for one in accounts if one["kind"] == "tenant")

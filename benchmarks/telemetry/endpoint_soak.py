@@ -93,7 +93,7 @@ _GOALS: dict[str, float] = {
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """What is told. Memory is that of the telemetry process in MiB, but for the two of queries."""
+    """The report. Memory is that of the telemetry process in MiB; two figures are of queries."""
 
     minutes: float = 0.0
     start_mib: float = 0.0

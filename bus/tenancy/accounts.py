@@ -82,7 +82,7 @@ class Spend(NamedTuple):
 
 
 class AccountUsage(NamedTuple):
-    """What an account uses now: ticks in its buckets, running requests, and money by currency.
+    """The present use of an account: ticks in its buckets, running requests, and money by currency.
     After a reservation only the currency of that request is among the money."""
 
     requests: int = 0
@@ -99,7 +99,7 @@ class Charge(NamedTuple):
     that one of its several prompts and its completion may have, None if it has but one.
     ``cost_nano`` is in ``currency``.
     ``in_line``: a job that waits for its place, and leaves some to requests that cannot wait.
-    ``num_requests`` is how many requests it counts as: 0 for a later part of one that counts."""
+    ``num_requests`` is the number of requests it counts as: 0 for a later part of a request."""
 
     request_id: str
     model: str
@@ -159,7 +159,7 @@ def key_account(stored: Stored[KeyRecord], tiers: TierLimits) -> Account:
 def decision_of(
     accounts: Sequence[Account], answer: Sequence[bytes | int], currency: str
 ) -> LimitDecision:
-    """What the script that reserves has answered to a request that costs ``currency``."""
+    """Read the reserving script's answer to a request that costs ``currency``."""
     _, refused, limit, wait_ms, *numbers = answer
     counts = iter(map(int, numbers))
     usages = tuple(
@@ -178,7 +178,7 @@ def decision_of(
 async def read_account_usage(
     link: RedisLink, account: Account, month: str, now_ms: int | None = None
 ) -> AccountUsage:
-    """What the account uses, with the money of each currency that it has a budget, spending or
+    """The account's use, with the money of each currency that it has a budget, spending or
     holds in; ``now_ms`` None: by Redis' own clock. Raises RedisUnreachableError."""
     if now_ms is None:
         seconds, microseconds = await link.call("TIME")

@@ -113,7 +113,7 @@ def _pending(config: ClickHouseConfig, data: Path) -> list[str]:
 
 
 def _rows(statement: str, config: ClickHouseConfig, data: Path) -> list[tuple[Any, ...]]:
-    """What the store answers; none if its database or the table is not made."""
+    """The store's answer; empty while its database or the table does not exist."""
     from millrace.cli.analytics.rows import parse_rows
     from millrace.telemetry.store.reading import QueryError
 

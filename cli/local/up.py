@@ -216,7 +216,7 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
 
 
 def _kafka_program(config: KafkaConfig) -> KafkaProgram | None:
-    """What runs Apache Kafka, if that is asked for; it is fetched if this machine has none."""
+    """Find or fetch the program that runs Apache Kafka, if the settings ask for it."""
     if config.server != "apache":
         return None
     from millrace.telemetry.kafka.apache.broker import KafkaProgram

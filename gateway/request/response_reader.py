@@ -28,7 +28,7 @@ _NS_PER_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRequest:
-    """What was asked, by whom, of which model and by which route. ``created_s`` is UTC epoch."""
+    """A request: its caller, model and route. ``created_s`` is UTC epoch."""
 
     request: GenerationRequest
     caller: Caller

@@ -162,8 +162,8 @@ class Choice:
 
     @property
     def usage_so_far(self) -> Usage | None:
-        """Of what the client was given of all rounds; None while no worker has begun. A prompt that
-        another choice pays for is the prompt of this choice as well."""
+        """The usage of all rounds so far, as the client was told; None while no worker has begun.
+        A prompt that another choice pays for is the prompt of this choice as well."""
         usage = usage_so_far(self.stream)
         if usage is None and not self.round:
             return None

@@ -11,7 +11,7 @@ _COUNTS = [name for name in Usage.__struct_fields__ if name.endswith("_tokens")]
 
 
 def usage_so_far(stream: OpenStream) -> Usage | None:
-    """What a stream's job has used as far as it is known; None: nothing. A prompt that another
+    """The known usage of a stream's job; None: none is known. A prompt that another
     choice pays for counts no tokens."""
     reader = stream.reader
     if reader.usage is not None:

@@ -1,4 +1,4 @@
-"""What a client accepts (RFC 9110, section 12.5): media types and codings by their weights."""
+"""The media types and codings that a client accepts, by their weights (RFC 9110, section 12.5)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Rerun(StrEnum):
 
 
 class DispatchResult(StrEnum):
-    """What became of a dispatch, by the label that the metric has for it."""
+    """The result of a dispatch, by its metric label."""
 
     ACCEPTED = "accepted"  # the worker holds the lease
     REFUSED = "refused"  # nothing ran: another worker, or later

@@ -33,8 +33,8 @@ class AnswerBody:
         self.tag = new_tag()
 
     async def piece(self, data: bytes) -> bytes:
-        """What to send of the data, which may be nothing yet. Raises QueryError for data that the
-        client's version of the protocol cannot read."""
+        """Return the bytes to send of the data, which may be none yet. Raises QueryError for data
+        that the client's version of the protocol cannot read."""
         if self._native is not None:
             data = self._native.feed(data)
         if len(data) <= _INLINE_BYTES:

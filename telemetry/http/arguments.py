@@ -1,4 +1,4 @@
-"""What a request says beside its SQL: parameters, settings, and how it wants the answer.
+"""The arguments of a request beside its SQL: parameters, settings, and how it wants the answer.
 
 The interface is ClickHouse's for a user with ``readonly = 2``. A client may send any setting; the
 engine bounds settings that cost memory, threads or time. Settings of inserts and of the transport,
@@ -109,7 +109,7 @@ _WRITING = {
 
 
 class Arguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What the address and the headers say. ``protocol_version`` is that of the format Native, 0
+    """The arguments in address and headers. ``protocol_version`` is that of the format Native, 0
     for blocks as in files. With ``waits`` an error is the answer's status also when it comes
     late."""
 

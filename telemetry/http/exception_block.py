@@ -11,7 +11,7 @@ _MAX_MESSAGE_BYTES = 15 * 1024
 
 
 def new_tag() -> str:
-    """What ``X-ClickHouse-Exception-Tag`` says, so that no data of an answer can pass for the
+    """The value of ``X-ClickHouse-Exception-Tag``, so that no data of an answer can pass for the
     block."""
     return "".join(secrets.choice(string.ascii_lowercase) for _ in range(_TAG_CHARS))
 

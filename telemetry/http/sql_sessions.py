@@ -20,7 +20,7 @@ _ESCAPE = re.compile(r"\\(.)|''", re.DOTALL)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """What a statement SET or USE changes for the statements behind it. None: it stays."""
+    """The changes that SET or USE makes for later statements. None: no change."""
 
     settings: dict[str, str] = {}
     parameters: dict[str, str] = {}
@@ -29,7 +29,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Session(msgspec.Struct, kw_only=True):
-    """What holds for each statement of a session, unless the statement's address says other."""
+    """The state of a session. Arguments in a statement's address override it."""
 
     expires_s: float
     settings: dict[str, str] = {}
@@ -88,8 +88,8 @@ class Sessions:
 
 
 def change_of(sql: str) -> Change | None:
-    """What a statement SET or USE changes; None for other statements. Raises QueryError for one
-    that cannot be read."""
+    """Read the changes of a statement SET or USE; None for other statements. Raises QueryError for
+    a statement that cannot be read."""
     tokens = tokens_of(sql)
     while tokens and tokens[-1].text == ";":
         tokens.pop()

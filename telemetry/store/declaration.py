@@ -1,4 +1,4 @@
-"""What the tables of the analytics store and their columns mean: ``telemetry/columns/*.toml``.
+"""The meanings of the analytics store's tables and columns: ``telemetry/columns/*.toml``.
 
 A file declares the table of its name. Comments in the store, the views and the page of tables are
 made of it. A migration makes tables and columns, and says nothing about their meaning.
@@ -98,7 +98,7 @@ class DeclaredTable(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.what} Each row once, as {self.name} FINAL has it."
 
     def view_columns(self, name: str) -> list[ViewColumn]:
-        """What the view has of the table's column ``name``."""
+        """The view's expression for the table's column ``name``."""
         column = self.columns.get(name)
         if column is None or column.internal:
             return []

@@ -32,7 +32,7 @@ User = Literal["full", "analyst"]
 
 
 class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What queries may take. Those of the HTTP interface are bounded together, and apart from the
+    """The limits of queries. Queries of the HTTP interface are bounded together, and apart from the
     ``max_running`` saved queries that the operations page and alerts ask, of which ``max_waiting``
     may wait."""
 
@@ -62,8 +62,8 @@ class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def settings(self) -> dict[str, int | str]:
-        """Of saved queries, as settings of ClickHouse. ``final``: duplicates that have not merged
-        are never seen."""
+        """The limits of saved queries as settings of ClickHouse. ``final`` hides duplicates that
+        have not merged."""
         return {
             "final": 1,
             "max_execution_time": self.max_execution_s,

@@ -48,7 +48,7 @@ class Described(msgspec.Struct, frozen=True):
 
 
 async def described(store: Store) -> list[Described]:
-    """What a store that is up to date says of its views and tables, each before its columns."""
+    """The comments of an up-to-date store: each view or table before its columns."""
     found = []
     rows = await store.rows(_COLUMNS)
     for (table, what), columns in groupby(rows, key=lambda row: (str(row[0]), str(row[1]))):

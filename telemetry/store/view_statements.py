@@ -224,7 +224,7 @@ class _Reader:
         return Comment(name, tuple(self.listed(self._command)))
 
     def listed(self, one: Callable[[], T]) -> Iterator[T]:
-        """What stands between commas."""
+        """Read items by ``one``, as long as a comma follows."""
         yield one()
         while self.takes(","):
             yield one()

@@ -50,12 +50,12 @@ class Read(NamedTuple):
 
     @property
     def arguments(self) -> tuple[str, str, str]:
-        """What each client is told."""
+        """The arguments of each client's program."""
         return self.system.endpoints["kafka"], subjects.REQUESTS_TOPIC, str(self.since_ms)
 
 
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
-    """What a client has found: the keys from the beginning to the end, the messages ``before`` the
+    """The findings of a client: the keys from the beginning to the end, the messages ``before`` the
     time, groups, the members of the sink's group, and the topic's partitions."""
 
     keys: list[str]

@@ -173,7 +173,7 @@ class RecordingIndex:
 
 
 class RecordingSettlements(Settlements):
-    """Of a Redis that takes everything."""
+    """Settlements with a Redis that takes everything."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(None, clock)

@@ -47,7 +47,7 @@ class KafkaServer(Protocol):
         """Where it is, as host:port, in this life of its process."""
 
     def told(self, config: KafkaConfig) -> KafkaConfig:
-        """What telemetry is told of it."""
+        """The settings that telemetry gets of it."""
 
 
 class StandIn:

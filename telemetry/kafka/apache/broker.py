@@ -55,7 +55,7 @@ class KafkaFormatError(MillraceError, code="kafka_not_formatted"):
 
 @dataclass(frozen=True)
 class KafkaProgram:
-    """What runs a broker: ``java`` with all jars of a folder."""
+    """The command of a broker: ``java`` with all jars of a folder."""
 
     java: Path
     jars: Path

@@ -79,7 +79,7 @@ class Book:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> Told:
-    """What the gateway's log says of refused and failed requests."""
+    """The gateway's log lines of refused and failed requests."""
     caplog.set_level(logging.INFO, failure_log.__name__)
     names = ("request_id", "tenant", "path", "status", "code", "num_left_out")
 

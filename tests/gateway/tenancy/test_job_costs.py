@@ -1,4 +1,4 @@
-"""What jobs cost counts once, whether or not the gateway that reserved for them lives on."""
+"""The cost of a job counts once, whether or not the gateway that reserved for it survives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.limit_bench import LimitBench, reserve, used
 
 
 def _cost_of(bench: LimitBench, job_id: str, cost: str, currency: str = "USD") -> Settlement:
-    """What a worker charges of the reservation r1 when one of its jobs ends."""
+    """Charge a job of the reservation r1 at its end, as a worker does."""
     return Settlement(
         request_id="r1",
         num_tokens=None,
@@ -28,7 +28,7 @@ def _cost_of(bench: LimitBench, job_id: str, cost: str, currency: str = "USD") -
 async def test_jobs_count_once_whether_or_not_their_gateway_settles(
     bench: LimitBench, end: str, currency: str
 ) -> None:
-    """Of two jobs one has ended before the gateway settles or dies, the other ends after it."""
+    """One of two jobs ends before the gateway settles or dies, the other one after it."""
     await bench.tenant("acme", monthly_budget={"USD": Decimal(9), "EUR": Decimal(9)})
     caller = await bench.caller("acme")
     worker = Settlements(bench.link, bench.clock, redis_time=False)

@@ -48,7 +48,7 @@ KEYS = (
 
 
 class Wanted(NamedTuple):
-    """What a request sets aside, and for how long."""
+    """The amount and duration of a request's reservation."""
 
     key: int
     tokens: int

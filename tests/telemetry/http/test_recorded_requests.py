@@ -1,4 +1,4 @@
-"""What drivers send, as recorded from them, and the bytes that they read as an answer."""
+"""Recorded requests of drivers, and the answer's bytes that they read."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def reader(folder: Path, bootstrap: str) -> Iterator[subprocess.Popen[str]]:
 async def test_the_consumer_in_python_reads_the_stand_in(
     embedded_kafka: KafkaConfig, tmp_path: Path
 ) -> None:
-    """What comes twice is printed once, and what is newer again."""
+    """A copy is printed once, and a newer version of a record again."""
     first, second = request_record(1), request_record(2)
     newer = msgspec.structs.replace(first, completion_tokens=first.completion_tokens + 1)
     sent = [(1, first), (1, first), (2, second), (3, newer), (1, first), (4, request_record(3))]

@@ -79,7 +79,7 @@ def book(currency: str, factor: int) -> PriceBook:
 
 
 def requests(factor: int) -> list[RequestRecord]:
-    """Of one model, tenant, user, key and minute in two currencies."""
+    """Rows of one model, tenant, user, key and minute in two currencies."""
     made = []
     for number in range(1, 9):
         prices = book("EUR" if number % 2 else "USD", factor)

@@ -156,8 +156,8 @@ class Finalizer:
                 )
 
     def _settlement(self, generation: Generation, record: RequestRecord) -> Settlement | None:
-        """Of a service's job the whole reservation; of a gateway's job its cost alone, which the
-        gateway does not charge if it dies."""
+        """The settlement of a service's job is of its whole reservation. That of a gateway's job
+        charges its cost alone, which the gateway would not charge if it died."""
         job, reservation = generation.job, generation.lease.reservation
         settlement = Settlement(
             request_id=job.reservation_id,

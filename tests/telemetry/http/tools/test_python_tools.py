@@ -66,7 +66,7 @@ async def url(store: Store) -> AsyncIterator[str]:
 async def run(
     command: tuple[str | Path, ...], folder: Path, more: Mapping[str, str] | None = None
 ) -> str:
-    """What a program prints. Raises AssertionError with its errors if it fails."""
+    """Run a program and return its output. Raises AssertionError with its errors if it fails."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     process = await asyncio.create_subprocess_exec(
         *command,

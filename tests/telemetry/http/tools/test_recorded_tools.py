@@ -1,4 +1,4 @@
-"""What analysts' tools in Python sent (``recorded.jsonl``), sent again.
+"""Replay the recorded requests of analysts' tools in Python (``recorded.jsonl``).
 
 The tests beside it run the tools themselves. ``recorded.jsonl`` has a line for each statement that
 they sent to a store with the rows of ``books``, without ids and credentials.

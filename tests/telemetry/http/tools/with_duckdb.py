@@ -1,4 +1,4 @@
-"""What an analyst does with DuckDB over tables of Arrow."""
+"""An analyst's steps with DuckDB over tables of Arrow."""
 
 from __future__ import annotations
 

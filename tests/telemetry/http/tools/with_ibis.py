@@ -1,4 +1,4 @@
-"""What an analyst does with ibis: expressions, tables of the own memory, and a view."""
+"""An analyst's steps with ibis: expressions, tables of the own memory, and a view."""
 
 from __future__ import annotations
 

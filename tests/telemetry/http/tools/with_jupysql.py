@@ -1,4 +1,4 @@
-"""What an analyst does in a notebook with JupySQL."""
+"""An analyst's steps in a notebook with JupySQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an analyst does with clickhouse-connect and pandas."""
+"""An analyst's steps with clickhouse-connect and pandas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an analyst does with polars, over streams of Arrow."""
+"""An analyst's steps with polars, over streams of Arrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an analyst does with clickhouse-sqlalchemy, which reads answers in TabSeparated."""
+"""An analyst's steps with clickhouse-sqlalchemy, which reads answers in TabSeparated."""
 
 from __future__ import annotations
 

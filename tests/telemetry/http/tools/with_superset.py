@@ -1,4 +1,4 @@
-"""What Superset's engine spec for ClickHouse asks: names, columns, and all its time grains."""
+"""The questions of Superset's engine spec for ClickHouse: names, columns, all time grains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker charges at the end of a job."""
+"""A worker's charge at the end of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.workers.scripted import Bench, bench
 
 
 async def _run(b: Bench, job: Job, reservation: Reservation | None = None) -> Settlement | None:
-    """What was charged for the job, which must be what its record says."""
+    """Return the amount charged for the job, which must equal its record's."""
     await b.dispatch(job, reservation=reservation)
     b.engine.step(
         EngineOutput(
