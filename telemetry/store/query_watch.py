@@ -42,15 +42,15 @@ class RunningQuery(msgspec.Struct, frozen=True, array_like=True):
 class QueryWatch:
     """Looks at queries while there are some, in a thread of its own.
 
-    ``measure`` answers the queries that run, ``kill`` ends one query. Queries are ended from
-    half of the limit on: they grow meanwhile.
+    ``measure`` answers the queries that run. ``kill`` ends one query and answers whether it could;
+    it is tried again if not. Queries are ended from half of the limit on: they grow meanwhile.
     """
 
     def __init__(
         self,
         limit_bytes: int,
         measure: Callable[[], Sequence[RunningQuery]],
-        kill: Callable[[str], None],
+        kill: Callable[[str], bool],
     ) -> None:
         self._limit_bytes = limit_bytes
         self._most_bytes = limit_bytes // 2
@@ -114,7 +114,9 @@ class QueryWatch:
                 f"{taken[query_id] // _MIB} MiB: read fewer rows or columns, or ask again later. "
                 "(MEMORY_LIMIT_EXCEEDED)",
             )
-        self._kill(query_id)
+        if not self._kill(query_id):
+            with self._lock:
+                self._ended.pop(query_id, None)
 
 
 def _yield_to_others(running: Sequence[RunningQuery]) -> None:

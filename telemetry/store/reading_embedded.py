@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -37,6 +38,8 @@ from millrace.telemetry.store.sql_guard import (
     require_plain_names,
     require_reading,
 )
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN_FORMAT = 73
 _SAME_ID = 216
@@ -76,7 +79,7 @@ class EmbeddedReader(StreamingReader):
         self._left: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Future[None]] = set()
         self._watch = QueryWatch(
-            limits.max_memory_of_all_bytes, self._running, lambda each: self._kill([each])
+            limits.max_memory_of_all_bytes, self._running, lambda each: self._try_kill([each])
         )
         # It holds the engine open.
         self._held = connect(path, database, limits=limits)
@@ -141,7 +144,7 @@ class EmbeddedReader(StreamingReader):
         """Kill a query until it is over: it may not have begun."""
         loop = asyncio.get_running_loop()
         while not call.done():
-            await loop.run_in_executor(self._ender, self._kill, [query_id])
+            await loop.run_in_executor(self._ender, self._try_kill, [query_id])
             await asyncio.wait([call], timeout=_KILL_AGAIN_S)
         call.exception()
 
@@ -214,6 +217,15 @@ class EmbeddedReader(StreamingReader):
             connection.query(own_processes.kill_statement(query_ids))
         finally:
             connection.close()
+
+    def _try_kill(self, query_ids: list[str]) -> bool:
+        """Whether the engine took the order: it may have no memory left for that."""
+        try:
+            self._kill(query_ids)
+        except (ChdbError, RuntimeError) as error:
+            logger.warning("a query could not be ended yet", extra={"reason": str(error)[:500]})
+            return False
+        return True
 
     def _running(self) -> list[RunningQuery]:
         """The queries of users that run."""
@@ -322,7 +334,7 @@ class EmbeddedReader(StreamingReader):
     async def close(self) -> None:
         await super().close()
         for query_id in list(self._queries):
-            await asyncio.to_thread(self._kill, [query_id])
+            await asyncio.to_thread(self._try_kill, [query_id])
         await asyncio.gather(*self._left)
         if self._calls:
             await asyncio.wait(self._calls)

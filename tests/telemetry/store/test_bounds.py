@@ -64,7 +64,12 @@ async def test_a_query_that_is_cancelled_as_its_turn_comes_gives_its_place_on() 
 
 def test_the_query_with_the_most_memory_is_ended() -> None:
     killed: list[str] = []
-    watch = QueryWatch(1_000 * _MIB, list, killed.append)
+
+    def kill(query_id: str) -> bool:
+        killed.append(query_id)
+        return True
+
+    watch = QueryWatch(1_000 * _MIB, list, kill)
     watch.close()
 
     def seen(**mib: int) -> list[str]:
@@ -85,3 +90,21 @@ def test_the_query_with_the_most_memory_is_ended() -> None:
     assert "they use 1002 MiB, maximum: 500 MiB. This query used the most of it, 251" in str(error)
     assert watch.leave("d") is None
     assert seen(c=600) == ["c"]
+
+
+def test_a_query_that_could_not_be_ended_is_tried_again() -> None:
+    killed: list[str] = []
+
+    def kill(query_id: str) -> bool:
+        killed.append(query_id)
+        return len(killed) > 1
+
+    watch = QueryWatch(1_000 * _MIB, list, kill)
+    watch.close()
+    running = [RunningQuery("a", 600 * _MIB, 0.0, ())]
+    watch.bound(running)
+    assert watch.leave("a") is None
+    watch.bound(running)
+    watch.bound(running)
+    assert killed == ["a", "a"]
+    assert watch.leave("a") is not None
