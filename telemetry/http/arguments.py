@@ -15,8 +15,9 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.types import Scope
 
+from millrace.runtime.http.head import Headers
 from millrace.telemetry.http.access import header_of
-from millrace.telemetry.http.codings import Blocks, Coding, Identity, accepted_coding
+from millrace.telemetry.http.codings import Blocks, Coding, accepted_coding
 from millrace.telemetry.store.reading import EscapedText, QueryError
 from millrace.telemetry.store.sql_guard import READONLY
 
@@ -110,8 +111,8 @@ _WRITING = {
 
 class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments in address and headers. ``protocol_version`` is that of the format Native, 0
-    for blocks as in files. With ``waits`` an error is the answer's status also when it comes
-    late."""
+    for blocks as in files. ``accepted`` are the headers that may ask for a compressed answer. With
+    ``waits`` a late error is the answer's status as well."""
 
     query: str
     query_id: str
@@ -126,7 +127,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str
     session_s: int
     must_have_session: bool
-    accept_encoding: str
+    accepted: Headers
     has_blocks: bool
     has_zstd_blocks: bool
 
@@ -139,7 +140,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
         """How the answer is compressed."""
         if self.has_blocks:
             return Blocks(with_zstd=self.has_zstd_blocks)
-        return accepted_coding(self.accept_encoding) if self.accept_encoding else Identity()
+        return accepted_coding(self.accepted)
 
 
 def given_in(query_string: bytes) -> dict[str, str]:
@@ -150,9 +151,6 @@ def given_in(query_string: bytes) -> dict[str, str]:
 def read_arguments(scope: Scope, given: Mapping[str, str]) -> Arguments:
     """Raises QueryError for a value that makes no sense, and for settings that would write."""
     output_format = header_of(scope, b"x-clickhouse-format") or given.get("default_format", "")
-    accepts = (
-        header_of(scope, b"accept-encoding") if _is_set(given, "enable_http_compression") else ""
-    )
     return Arguments(
         query=given.get("query", ""),
         query_id=given.get("query_id")
@@ -169,7 +167,7 @@ def read_arguments(scope: Scope, given: Mapping[str, str]) -> Arguments:
         session_id=given.get("session_id", ""),
         session_s=_session_s(given),
         must_have_session=_is_set(given, "session_check"),
-        accept_encoding=accepts,
+        accepted=scope["headers"] if _is_set(given, "enable_http_compression") else (),
         has_blocks=_is_set(given, "compress"),
         has_zstd_blocks=given.get("network_compression_method", "").upper() == "ZSTD",
     )

@@ -10,6 +10,8 @@ from typing import Any
 
 import lz4.frame
 
+from millrace.runtime.http.answer_coding import weight_of
+from millrace.runtime.http.head import Headers
 from millrace.telemetry.http.blocks import compressed
 
 if sys.version_info >= (3, 14):
@@ -88,13 +90,10 @@ _CODINGS: dict[str, Callable[[], Coding]] = {
 }
 
 
-def accepted_coding(accept_encoding: str) -> Coding:
-    """The preferred coding of an Accept-Encoding header; none if it lists none that is known."""
-    takes = {}
-    for item in accept_encoding.lower().split(","):
-        name, _, parameters = item.partition(";")
-        takes[name.strip()] = parameters.strip().replace(" ", "") not in {"q=0", "q=0.0", "q=0.00"}
+def accepted_coding(headers: Headers) -> Coding:
+    """The preferred coding that the request's Accept-Encoding takes; none if it takes no known
+    one."""
     for name, make in _CODINGS.items():
-        if takes.get(name, False):
+        if weight_of(headers, b"accept-encoding", name.encode()):
             return make()
     return Identity()

@@ -280,6 +280,7 @@ async def test_a_format_s_name_is_no_function(client: httpx.AsyncClient, sql: st
         ("gzip, deflate, br, zstd", "zstd"),
         ("deflate", "deflate"),
         ("gzip;q=0, deflate", "deflate"),
+        ("gzip;q=0.000, DEFLATE", "deflate"),
         ("br", ""),
         ("identity", ""),
     ],
