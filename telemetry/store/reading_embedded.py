@@ -229,14 +229,15 @@ class EmbeddedReader(StreamingReader):
 
     def _running(self) -> list[RunningQuery]:
         """The queries of users that run."""
-        connection = connect_again(self._path)
         try:
-            rows: bytes = connection.query(own_processes.RUNNING, "JSONCompactEachRow").bytes()
+            connection = connect_again(self._path)
+            try:
+                rows: bytes = connection.query(own_processes.RUNNING, "JSONCompactEachRow").bytes()
+            finally:
+                connection.close()
         except (ChdbError, RuntimeError):
             # The engine is at its own limit, and ends queries itself.
             return []
-        finally:
-            connection.close()
         return [_RUNNING.decode(row) for row in rows.splitlines()]
 
     def _settings_of(self, question: Question) -> tuple[dict[str, int | str], dict[str, str]]:
