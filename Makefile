@@ -15,7 +15,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded,rdma,dev]'
-	$(BIN)/python -m millrace.workers.kernels.build
+	$(BIN)/python -m millrace.engine.kernels.build
 # Else each process that starts first would compile the same modules.
 	$(BIN)/python -m compileall -q -j 0 $(PACKAGES) benchmarks
 	@touch $(READY)

@@ -29,7 +29,7 @@ from benchmarks.support.prompts import Prompt, distinct_prompts, gain_of_continu
 from millrace.schemas.config import EngineConfig
 
 if TYPE_CHECKING:
-    from millrace.workers.engine.engine import Engine
+    from millrace.engine.step.engine import Engine
 
 _BATCHING = ("continuous", "static")
 _KV = ("paged", "contiguous")
@@ -74,7 +74,7 @@ class _Bench:
 
     def engine(self, **settings: int | float | bool) -> Engine:
         """One without a prefix cache, as prompts come again in each round."""
-        from millrace.workers.engine.engine import Engine
+        from millrace.engine.step.engine import Engine
 
         config = EngineConfig(device="cpu", dtype="bfloat16", prefix_cache=False)
         return Engine.load(self._path, msgspec.structs.replace(config, **settings))

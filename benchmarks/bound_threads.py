@@ -26,8 +26,8 @@ import msgspec
 
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.processes import busy_processes
+from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads.choice import configure_threads
 
 _STEPS = 120
 _FREE = {"OMP_PROC_BIND": "false"}
@@ -57,11 +57,11 @@ def _step_ms(checkpoint: Path, num_threads: int) -> float:
     # Not before: torch reads the thread settings when it is imported.
     import torch
 
+    from millrace.engine.devices.cpu.products import sample_batches, sample_config, sample_decoder
+    from millrace.engine.kernels.build import cpu_library
+    from millrace.engine.kernels.cpu import CpuKernels
+    from millrace.engine.models.packed_projection import PackedProjection
     from millrace.registry.checkpoints.checkpoint import read_model_config
-    from millrace.workers.engine.eager.products import sample_batches, sample_config, sample_decoder
-    from millrace.workers.kernels.build import cpu_library
-    from millrace.workers.kernels.cpu import CpuKernels
-    from millrace.workers.models.packed_projection import PackedProjection
 
     kernels = CpuKernels(cpu_library(), torch.bfloat16)
     config = sample_config(read_model_config(checkpoint))

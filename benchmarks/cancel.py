@@ -26,6 +26,7 @@ from millrace.bus.api import Bus
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.nats.permissions import Part
 from millrace.bus.running_requests import RunningRequest
+from millrace.engine.types import EngineOutput, EngineStats
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
@@ -33,7 +34,6 @@ from millrace.schemas.config import EngineConfig, NatsConfig, WorkerConfig
 from millrace.schemas.control import Cancel, Dispatch
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import EngineOutput, EngineStats
 from millrace.workers.host.worker import Worker
 from millrace.workers.process.engine_process import EngineClient
 from millrace.workers.process.keeper import EngineKeeper

@@ -22,7 +22,7 @@ from benchmarks.support.machine_rates import machine_rates
 from benchmarks.support.model import add_model_arguments, measured_model
 
 if TYPE_CHECKING:
-    from millrace.workers.models.decoder import DecoderWeights
+    from millrace.engine.models.decoder import DecoderWeights
 
 BATCHES = (1, 8, 16, 32)
 # The smaller one where the CPU has no products of bfloat16, and takes minutes for the other.
@@ -51,12 +51,12 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
     """The ceilings for the checkpoint ``path`` in bfloat16, with torch's threads as they are."""
     import torch
 
+    from millrace.engine.devices.cpu.loading import Arithmetic
+    from millrace.engine.devices.cpu.products import choose_product
+    from millrace.engine.kernels.build import cpu_library
+    from millrace.engine.kernels.cpu import CpuKernels
+    from millrace.engine.models.loader import load_weights
     from millrace.registry.checkpoints.checkpoint import read_model_config
-    from millrace.workers.engine.eager.loading import Arithmetic
-    from millrace.workers.engine.eager.products import choose_product
-    from millrace.workers.kernels.build import cpu_library
-    from millrace.workers.kernels.cpu import CpuKernels
-    from millrace.workers.models.loader import load_weights
 
     device = torch.device("cpu")
     config = read_model_config(path)
@@ -106,8 +106,8 @@ def lines(ceilings: Ceilings) -> list[str]:
 
 def _bytes_per_step(path: Path) -> int:
     """All weights but the embedding, of which a step reads a row for each token."""
+    from millrace.engine.models.loader import num_parameters
     from millrace.registry.checkpoints.checkpoint import read_model_config
-    from millrace.workers.models.loader import num_parameters
 
     config = read_model_config(path)
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
@@ -134,7 +134,7 @@ def _gemm_only_ms(
     """The median of a decode step's linear maps of ``batch`` rows, in their order."""
     import torch
 
-    from millrace.workers.models.mlp import GatedMLP
+    from millrace.engine.models.mlp import GatedMLP
 
     head = weights.head
     assert head is not None

@@ -105,7 +105,7 @@ def _ms(work: Callable[[], object], before: Callable[[], object], repeats: int) 
 
 def measure_file(folder: Path, num_tokens: int, repeats: int) -> FileFigures:
     """Blocks of an 8B Llama."""
-    from millrace.workers.engine.kv.block_file import BlockFile
+    from millrace.engine.kv.block_file import BlockFile
 
     num_blocks = -(-num_tokens // _BLOCK_TOKENS)
     size_bytes = num_blocks * _BLOCK_BYTES_8B
@@ -146,10 +146,10 @@ def measure_file(folder: Path, num_tokens: int, repeats: int) -> FileFigures:
 
 def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> EngineFigures:
     """A conversation of the 100M Llama."""
-    from millrace.workers.engine.engine import Engine
-    from millrace.workers.engine.kv.disk_identity import block_file
-    from millrace.workers.engine.runners import load_runner
-    from millrace.workers.engine.types import EngineRequest
+    from millrace.engine.kv.disk_identity import block_file
+    from millrace.engine.step.engine import Engine
+    from millrace.engine.step.runners import load_runner
+    from millrace.engine.types import EngineRequest
 
     config = EngineConfig(device="cpu", disk_cache_path=str(folder), idle_offload_s=1.0)
     runner = load_runner(model, config)
@@ -210,10 +210,10 @@ def restart_without(folder: Path, restart: Callable[[], None]) -> Callable[[], N
 
 def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: int) -> StoreFigures:
     """A conversation of the 100M Llama, with one engine after the other."""
-    from millrace.workers.engine.engine import Engine
-    from millrace.workers.engine.kv.objects.opening import block_objects
-    from millrace.workers.engine.runners import load_runner
-    from millrace.workers.engine.types import EngineRequest
+    from millrace.engine.kv.objects.opening import block_objects
+    from millrace.engine.step.engine import Engine
+    from millrace.engine.step.runners import load_runner
+    from millrace.engine.types import EngineRequest
 
     config = EngineConfig(device="cpu", object_cache_url=url, idle_offload_s=1.0)
     runner = load_runner(model, config)

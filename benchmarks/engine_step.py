@@ -18,12 +18,12 @@ import torch
 
 from benchmarks.checkpoints import LlamaShape, write_llama
 from benchmarks.support.command import command_parser
+from millrace.engine.models.loader import choose_dtype, num_parameters
+from millrace.engine.step.engine import Engine
+from millrace.engine.types import EngineRequest
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineRequest
-from millrace.workers.models.loader import choose_dtype, num_parameters
 
 _COPY_BYTES = 1 << 26
 

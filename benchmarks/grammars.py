@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.support.command import command_parser
+from millrace.engine.step.engine import Engine
+from millrace.engine.types import EngineRequest
 from millrace.registry.catalogue import load_catalogue
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineRequest
 
 _GOAL_S = 0.25
 # Multiples of these numbers compile slowly: the first ones within the limit, the others beyond it.

@@ -20,7 +20,7 @@ import torch
 from benchmarks.checkpoints import LLAMA_8B
 from benchmarks.support.command import command_parser
 from benchmarks.support.kv_caches import BLOCK_TOKENS, cache_of
-from millrace.workers.engine.kv.host_memory import PlainHostMemory
+from millrace.engine.kv.host_memory import PlainHostMemory
 
 _GOAL_MS = 50
 

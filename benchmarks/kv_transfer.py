@@ -42,8 +42,8 @@ from millrace.schemas.sampling import SamplingParams
 from millrace.schemas.transfer import KvSource, TransferEndpoint
 
 if TYPE_CHECKING:
+    from millrace.engine.transfer.nixl_agent import NixlAgent
     from millrace.workers.process.engine_process import EngineClient
-    from millrace.workers.transfer.nixl_agent import NixlAgent
 
 _RESULT = Path(__file__).parent / "results" / "kv_transfer.json"
 _LAYOUT = "blocks"
@@ -91,11 +91,11 @@ def serve(pipe: Connection, shape: LlamaShape, num_blocks: int, num_ranks: int) 
     pipe."""
     import numpy as np
 
-    from millrace.workers.engine.kv.block_tables import BlockTables
-    from millrace.workers.engine.kv.host_cache import HostCache
-    from millrace.workers.engine.kv.host_memory import host_memory_of
-    from millrace.workers.engine.kv.tiers import Tiers
-    from millrace.workers.engine.threads.bell import Bell
+    from millrace.engine.kv.block_tables import BlockTables
+    from millrace.engine.kv.host_cache import HostCache
+    from millrace.engine.kv.host_memory import host_memory_of
+    from millrace.engine.kv.tiers import Tiers
+    from millrace.engine.threads.bell import Bell
 
     cache = cache_of(shape, num_blocks, shared=True, num_ranks=num_ranks)
     memory = host_memory_of(cache, cache.blocks[:, 0].numel(), shared=True)
@@ -171,7 +171,7 @@ def _seconds(work: Callable[[], object]) -> float:
 @cache
 def _agent(tls: str) -> NixlAgent:
     """One that has UCX use such transports."""
-    from millrace.workers.transfer.nixl_agent import NixlAgent
+    from millrace.engine.transfer.nixl_agent import NixlAgent
 
     os.environ["UCX_TLS"] = tls
     agent = NixlAgent([])
@@ -183,11 +183,11 @@ def _pull(
     shape: LlamaShape, endpoint: TransferEndpoint, num_blocks: int, agent: NixlAgent | None = None
 ) -> Callable[[], None]:
     """Pulls all blocks into memory of its own, with an ``agent`` by NIXL."""
-    from millrace.workers.engine.kv.host_memory import host_memory_of
-    from millrace.workers.transfer.addresses import this_host
-    from millrace.workers.transfer.client import Target
-    from millrace.workers.transfer.memory import BlockShape
-    from millrace.workers.transfer.peers import BlockSplit, Peers
+    from millrace.engine.kv.host_memory import host_memory_of
+    from millrace.engine.transfer.addresses import this_host
+    from millrace.engine.transfer.client import Target
+    from millrace.engine.transfer.memory import BlockShape
+    from millrace.engine.transfer.peers import BlockSplit, Peers
 
     cache = cache_of(shape, 1, shared=True)
     memory = host_memory_of(cache, num_blocks * cache.blocks[:, 0].numel(), shared=True)
@@ -255,7 +255,7 @@ def _prompt(generator: random.Random, num_tokens: int) -> tuple[int, ...]:
 async def _first_token_ms(
     client: EngineClient, prompt: tuple[int, ...], endpoint: TransferEndpoint | None = None
 ) -> float:
-    from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineStats
+    from millrace.engine.types import EngineOutput, EngineRequest, EngineStats
 
     came: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 

@@ -35,11 +35,11 @@ from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.processes import busy_processes
 from benchmarks.support.remote_stages import remote_stages
+from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads.choice import configure_threads
 
 if TYPE_CHECKING:
-    from millrace.workers.engine.engine import Engine
+    from millrace.engine.step.engine import Engine
 
 _RESULTS = Path(__file__).parent / "results" / "parallel.json"
 _STREAMS = (1, 8, 32)
@@ -210,7 +210,7 @@ def _start(checkpoint: Path, arguments: argparse.Namespace) -> Start:
 def _started(checkpoint: Path, config: EngineConfig) -> Start:
     configure_threads(config, shared=False)
     # Not before: torch reads the thread settings when it is imported.
-    from millrace.workers.engine.engine import Engine
+    from millrace.engine.step.engine import Engine
 
     engine = Engine.load(checkpoint, config)
     decoding = [_decode(engine, streams) for streams in _STREAMS]
@@ -266,8 +266,8 @@ def _prefill(engine: Engine) -> float:
 
 
 def _add(engine: Engine, name: str, num_tokens: int, max_tokens: int) -> None:
+    from millrace.engine.types import EngineRequest
     from millrace.schemas.sampling import SamplingParams
-    from millrace.workers.engine.types import EngineRequest
 
     tokens = random.Random(name).choices(range(100, 8000), k=num_tokens)
     engine.add(
@@ -284,13 +284,13 @@ def _memory(checkpoint: Path, arguments: argparse.Namespace) -> Memory:
     configure_threads(_config(arguments), shared=False)
     import torch
 
+    from millrace.engine.devices.cpu.loading import Arithmetic
+    from millrace.engine.kernels.build import cpu_library
+    from millrace.engine.kernels.cpu import CpuKernels
+    from millrace.engine.models.decoder import DecoderWeights
+    from millrace.engine.models.loader import load_weights
+    from millrace.engine.models.shard import Shard
     from millrace.registry.checkpoints.checkpoint import read_model_config
-    from millrace.workers.engine.eager.loading import Arithmetic
-    from millrace.workers.kernels.build import cpu_library
-    from millrace.workers.kernels.cpu import CpuKernels
-    from millrace.workers.models.decoder import DecoderWeights
-    from millrace.workers.models.loader import load_weights
-    from millrace.workers.models.shard import Shard
 
     class Alone:
         """The collectives of a rank that only loads."""

@@ -28,8 +28,8 @@ from benchmarks.support.closed_loop import greedy_request
 from benchmarks.support.command import command_parser
 from benchmarks.support.model import add_model_arguments
 from benchmarks.support.prompts import distinct_prompts
+from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads.choice import configure_threads
 
 _GOALS_MS = {32: 1.0, 256: 3.0}
 _PROMPT_TOKENS = 64
@@ -86,9 +86,9 @@ def _watched(
     profile: cProfile.Profile | None,
 ) -> Iterator[tuple[_Stopwatch, _Stopwatch]]:
     """Stopwatches of the model and of the sampler."""
-    from millrace.workers.engine.device.graphs import RecordedSteps
-    from millrace.workers.engine.sampling.sampler import Sampler
-    from millrace.workers.models.decoder import Decoder
+    from millrace.engine.devices.cuda.graphs import RecordedSteps
+    from millrace.engine.models.decoder import Decoder
+    from millrace.engine.sampling.sampler import Sampler
 
     model, sampler = _Stopwatch(profile), _Stopwatch(profile)
     with ExitStack() as stack:
@@ -110,8 +110,8 @@ def measure(
     kernels: str = "auto",
 ) -> StepTimes:
     """Decode ``num_sequences`` sequences, and time ``num_steps`` steps of it."""
+    from millrace.engine.step.engine import Engine
     from millrace.registry.checkpoints.checkpoint import read_model_config
-    from millrace.workers.engine.engine import Engine
 
     # A block boundary is crossed at the same rate by any number of steps that blocks divide.
     num_steps = -(-num_steps // _BLOCK_TOKENS) * _BLOCK_TOKENS

@@ -25,7 +25,7 @@ from benchmarks.support.prompts import Prompt, shared_prefix_prompts
 from millrace.schemas.config import EngineConfig
 
 if TYPE_CHECKING:
-    from millrace.workers.engine.engine import Engine
+    from millrace.engine.step.engine import Engine
 
 _HITS = (0.0, 0.5, 0.75, 0.9)
 _GOALS = {0.0: "at least 0.99x", 0.75: "at least 2.50x"}
@@ -36,8 +36,8 @@ class _Bench:
     """Two engines, with the cache and without."""
 
     def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
+        from millrace.engine.step.engine import Engine
         from millrace.registry.checkpoints.checkpoint import read_model_config
-        from millrace.workers.engine.engine import Engine
 
         self._arguments = arguments
         self._vocab_size = read_model_config(path).vocab_size

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.support.command import command_parser
+from millrace.engine.kernels.random_stream import stream_key
+from millrace.engine.sampling.sampler import Sampler
+from millrace.engine.step.sequence import Sequence
+from millrace.engine.types import EngineRequest
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.sampling.sampler import Sampler
-from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.types import EngineRequest
-from millrace.workers.kernels.random_stream import stream_key
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},

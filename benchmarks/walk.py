@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.support.command import command_parser, write_json
 from benchmarks.support.sse_load import LoadResult, run_load
-from millrace.workers.engine.threads.choice import default_num_threads, usable_cores
+from millrace.engine.threads.choice import default_num_threads, usable_cores
 from tests.support.system import System
 
 CLIENTS = (1, 8, 32)

@@ -59,10 +59,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 after Ctrl-C or SIGTERM; raises what one side refuses the other for."""
+    from millrace.engine.transfer.addresses import host_and_port
     from millrace.runtime.logs import configure_logging
     from millrace.runtime.settings import load_config
     from millrace.runtime.tls import read_setting_file
-    from millrace.workers.transfer.addresses import host_and_port
 
     if arguments.max_stages < 1:
         raise ConfigError("--max-stages must be at least 1")
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = None if arguments.model is None else _checkpoint(arguments.model)
     configure_logging("stages", arguments.log_level)
     # Imports torch.
-    from millrace.workers.engine.group.remote.host import Joining, StageHost
+    from millrace.engine.parallel.group.remote.host import Joining, StageHost
 
     host = StageHost(Joining(address, token, path, arguments.max_stages))
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -5,15 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from millrace.schemas.errors import MillraceError, PrefixCacheKeptError
-from millrace.schemas.transfer import TransferEndpoint
-from millrace.workers.engine.types import (
+from millrace.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
     PrefixChanges,
 )
+from millrace.schemas.errors import MillraceError, PrefixCacheKeptError
+from millrace.schemas.transfer import TransferEndpoint
 
 OnOutputs = Callable[[list[EngineOutput], EngineStats], None]
 OnPrefixes = Callable[[PrefixChanges], None]

@@ -22,10 +22,10 @@ from benchmarks.support.closed_loop import greedy_request, run_closed_loop
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures, figures_of, medians, percentile
 from benchmarks.support.s3_server import s3_server, upload
+from millrace.engine.step.engine import Engine
+from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.threads.choice import configure_threads
 
 _NUM_ADAPTERS, _RANK = 20, 16
 _LOADS = (distinct(1, 4), distinct(8, 24), distinct(32, 96))

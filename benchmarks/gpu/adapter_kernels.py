@@ -13,12 +13,12 @@ from benchmarks.gpu.goals import LLAMA_8B
 from benchmarks.gpu.kernel_cases import Cost, Work, measure
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.shapes import write_config
+from millrace.engine.adapters.slots import AdapterSlots, Product, packed_slot
+from millrace.engine.adapters.weights import LayerSlices, LowRank
+from millrace.engine.kernels.gpu import adapters
+from millrace.engine.kernels.gpu.adapter_step import AdapterProduct, AdapterTiling
+from millrace.engine.kernels.gpu.reference import adapters as reference
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.workers.adapters.slots import AdapterSlots, Product, packed_slot
-from millrace.workers.adapters.weights import LayerSlices, LowRank
-from millrace.workers.kernels.gpu import adapters
-from millrace.workers.kernels.gpu.adapter_step import AdapterProduct, AdapterTiling
-from millrace.workers.kernels.gpu.reference import adapters as reference
 
 NUM_ADAPTERS, RANK = 20, 16
 SMOKE_ADAPTERS = 2

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from millrace.workers.kernels.gpu.device_batch import FP8_MAX, CacheLayer, DeviceBatch
+from millrace.engine.kernels.gpu.device_batch import FP8_MAX, CacheLayer, DeviceBatch
 
 
 class Heads(NamedTuple):

@@ -19,9 +19,9 @@ from benchmarks.gpu.goals import DECODE_ATTENTION, SKEWED_ATTENTION
 from benchmarks.gpu.kernel_cases import BF16_ERROR, FP8_ERROR, Cost, Work, measure
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.timing import Timing
-from millrace.workers.kernels.gpu.attention import PagedAttention
-from millrace.workers.kernels.gpu.attention_shape import AttentionShape
-from millrace.workers.kernels.gpu.reference.attention import attend
+from millrace.engine.kernels.gpu.attention import PagedAttention
+from millrace.engine.kernels.gpu.attention_shape import AttentionShape
+from millrace.engine.kernels.gpu.reference.attention import attend
 
 LLAMA_HEADS = Heads(32, 8, 128)
 SMALL_HEADS = Heads(16, 8, 128)

@@ -13,11 +13,11 @@ import torch
 from benchmarks.gpu.loads import TEMPERATURE, Load, random_prompts
 from benchmarks.gpu.scope import Scope, WrongResultError
 from benchmarks.gpu.shapes import write_config
+from millrace.engine.step.engine import Engine
+from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineOutput, EngineRequest
 
 MOST_SEQUENCES = 256
 _BATCH_TOKENS = 8192

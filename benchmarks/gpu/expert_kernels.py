@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.gpu.kernel_cases import Cost, Work, measure
 from benchmarks.gpu.scope import Scope
-from millrace.workers.kernels.gpu import experts, rows
-from millrace.workers.kernels.gpu.reference import experts as reference
-from millrace.workers.kernels.gpu.reference import rows as reference_rows
+from millrace.engine.kernels.gpu import experts, rows
+from millrace.engine.kernels.gpu.reference import experts as reference
+from millrace.engine.kernels.gpu.reference import rows as reference_rows
 
 
 class Mixture(NamedTuple):

@@ -14,19 +14,19 @@ from benchmarks.gpu.kernels import rehearse
 from benchmarks.gpu.matmul_kernels import Shape
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.timing import Call
-from millrace.workers.kernels.gpu import experts
-from millrace.workers.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
-from millrace.workers.kernels.gpu.quantized.library import library_linear
-from millrace.workers.kernels.gpu.quantized.packing import PackedWeight
-from millrace.workers.kernels.gpu.quantized.product import (
+from millrace.engine.kernels.gpu import experts
+from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
+from millrace.engine.kernels.gpu.quantized.library import library_linear
+from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
+from millrace.engine.kernels.gpu.quantized.product import (
     quantized_linear,
     tiled_quantized_linear,
 )
-from millrace.workers.kernels.gpu.quantized.rounding import RoundedRows
-from millrace.workers.kernels.gpu.quantized.tiles import QuantizedTile, RowProductTile
-from millrace.workers.kernels.gpu.reference import experts as reference_experts
-from millrace.workers.quantization.device_linear import packed, rounded
-from millrace.workers.quantization.weight import Activations, QuantizedWeight
+from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows
+from millrace.engine.kernels.gpu.quantized.tiles import QuantizedTile, RowProductTile
+from millrace.engine.kernels.gpu.reference import experts as reference_experts
+from millrace.engine.quantization.device_linear import packed, rounded
+from millrace.engine.quantization.weight import Activations, QuantizedWeight
 
 _FLOAT8 = torch.float8_e4m3fn
 _SCALE_BYTES = 2  # of scales that bfloat16 holds, and of zeros

@@ -18,11 +18,11 @@ from benchmarks.gpu.kernel_cases import (
 )
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.timing import timed
-from millrace.workers.kernels.gpu import blocks, heads, rows
-from millrace.workers.kernels.gpu.device_batch import CacheLayer
-from millrace.workers.kernels.gpu.reference import heads as reference_heads
-from millrace.workers.kernels.gpu.reference import rows as reference_rows
-from millrace.workers.kernels.operations import HeadNorms
+from millrace.engine.kernels.gpu import blocks, heads, rows
+from millrace.engine.kernels.gpu.device_batch import CacheLayer
+from millrace.engine.kernels.gpu.reference import heads as reference_heads
+from millrace.engine.kernels.gpu.reference import rows as reference_rows
+from millrace.engine.kernels.operations import HeadNorms
 
 _EPSILON = 1e-5
 

@@ -10,12 +10,12 @@ import torch
 from benchmarks.gpu.kernel_cases import Cost, Work, measure, returned
 from benchmarks.gpu.loads import TEMPERATURE, random_prompts
 from benchmarks.gpu.scope import Scope
+from millrace.engine.devices.cuda.sampler import DeviceSampler
+from millrace.engine.kernels.gpu.reference.sampling import token_logprobs as reference_logprobs
+from millrace.engine.kernels.gpu.sampling import token_logprobs
+from millrace.engine.step.sequence import Sequence
+from millrace.engine.types import EngineRequest
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.device.sampler import DeviceSampler
-from millrace.workers.engine.sequence import Sequence
-from millrace.workers.engine.types import EngineRequest
-from millrace.workers.kernels.gpu.reference.sampling import token_logprobs as reference_logprobs
-from millrace.workers.kernels.gpu.sampling import token_logprobs
 
 _VOCABULARY = 151_936
 _SMOKE_VOCABULARY = 300

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.goals import LLAMA_8B, QWEN_06B, QWEN_8B
+from millrace.engine.models.loader import num_parameters
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from millrace.workers.models.loader import num_parameters
 
 _BYTES = 2  # of a weight, and of an element of the KV cache
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from benchmarks.gpu.engine_runs import EngineRun, engine_config
 from benchmarks.gpu.goals import EQUAL_ANSWERS, LLAMA_8B, predicted
 from benchmarks.gpu.scope import Scope
+from millrace.engine.types import EngineRequest
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import EngineRequest
 
 _PROMPT, _SMOKE_PROMPT = 512, 4
 _OUTPUT, _SMOKE_OUTPUT = 256, 6

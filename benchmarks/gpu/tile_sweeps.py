@@ -17,16 +17,16 @@ from benchmarks.gpu.kernel_cases import BF16_ERROR, FP8_ERROR, Work
 from benchmarks.gpu.matmul_kernels import Shape
 from benchmarks.gpu.quantized_kernels import Layout
 from benchmarks.gpu.scope import Scope
-from millrace.workers.kernels.gpu import attention, attention_tiles, heads, rows, tiles
-from millrace.workers.kernels.gpu.attention_tiles import AttentionTile
-from millrace.workers.kernels.gpu.quantized.tiles import (
+from millrace.engine.kernels.gpu import attention, attention_tiles, heads, rows, tiles
+from millrace.engine.kernels.gpu.attention_tiles import AttentionTile
+from millrace.engine.kernels.gpu.quantized.tiles import (
     QuantizedTile,
     RowProductTile,
     quantized_tile,
     row_product_tile,
 )
-from millrace.workers.kernels.gpu.tiles import HeadTile, ProductTile, RowTile
-from millrace.workers.quantization.weight import Activations
+from millrace.engine.kernels.gpu.tiles import HeadTile, ProductTile, RowTile
+from millrace.engine.quantization.weight import Activations
 
 Tile = AttentionTile | HeadTile | ProductTile | QuantizedTile | RowProductTile | RowTile
 

@@ -18,14 +18,14 @@ from benchmarks.gpu.kernel_cases import relative_error
 from benchmarks.gpu.loads import TEMPERATURE, random_prompts
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu.shapes import write_config
+from millrace.engine.scheduling.schedule import ScheduledSequence
+from millrace.engine.step.engine import Engine
+from millrace.engine.step.runners import load_runner
+from millrace.engine.step.sequence import Sequence as EngineSequence
+from millrace.engine.step.sequence import SequenceState
+from millrace.engine.types import EngineRequest
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.runners import load_runner
-from millrace.workers.engine.scheduling.schedule import ScheduledSequence
-from millrace.workers.engine.sequence import Sequence as EngineSequence
-from millrace.workers.engine.sequence import SequenceState
-from millrace.workers.engine.types import EngineRequest
 
 Prompt = tuple[int, ...]
 

@@ -7,9 +7,9 @@ import torch
 from benchmarks.gpu_compile.compiling import Compilation
 from benchmarks.gpu_compile.models import model_config
 from benchmarks.gpu_compile.steps import FORMATS
-from millrace.workers.adapters.slots import AdapterSlots, Product
-from millrace.workers.kernels.gpu.adapter_step import AdapterTiling
-from millrace.workers.kernels.gpu.adapters import add_adapters
+from millrace.engine.adapters.slots import AdapterSlots, Product
+from millrace.engine.kernels.gpu.adapter_step import AdapterTiling
+from millrace.engine.kernels.gpu.adapters import add_adapters
 
 _META = torch.device("meta")
 _NUM_SLOTS = 20

@@ -65,10 +65,10 @@ _MOST_STEPS = 200
 
 def compile_engine(compilation: Compilation, name: str) -> int:
     """Run requests of every kind with the settings ``name``; how many steps that took."""
-    from millrace.workers.engine.device import loading as device_loading
-    from millrace.workers.engine.engine import Engine
-    from millrace.workers.engine.types import EngineRequest
-    from millrace.workers.kernels.gpu.kernel_set import triton_kernels
+    from millrace.engine.devices.cuda import loading as device_loading
+    from millrace.engine.kernels.gpu.kernel_set import triton_kernels
+    from millrace.engine.step.engine import Engine
+    from millrace.engine.types import EngineRequest
 
     compilation.user = f"engine {name}"
     config = EngineConfig(

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu_compile.compiling import Compilation
-from millrace.workers.kernels.gpu.experts import sort_by_expert
-from millrace.workers.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
-from millrace.workers.kernels.gpu.quantized.packing import PackedWeight
-from millrace.workers.kernels.gpu.quantized.product import quantized_linear
-from millrace.workers.kernels.gpu.quantized.rounding import RoundedRows
-from millrace.workers.quantization.device_linear import packed, rounded
-from millrace.workers.quantization.weight import Activations, QuantizedWeight
+from millrace.engine.kernels.gpu.experts import sort_by_expert
+from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
+from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
+from millrace.engine.kernels.gpu.quantized.product import quantized_linear
+from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows
+from millrace.engine.quantization.device_linear import packed, rounded
+from millrace.engine.quantization.weight import Activations, QuantizedWeight
 
 _META = torch.device("meta")
 _FLOAT8 = torch.float8_e4m3fn

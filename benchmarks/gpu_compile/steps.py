@@ -13,21 +13,21 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from benchmarks.gpu_compile.compiling import Compilation
+from millrace.engine.devices.cuda.operations import DeviceMetadata, DeviceOperations
+from millrace.engine.kernels.gpu import jit
+from millrace.engine.kernels.gpu.attention_shape import AttentionShape
+from millrace.engine.kernels.gpu.blocks import copy_blocks
+from millrace.engine.kernels.gpu.device_batch import DeviceBatch
+from millrace.engine.kernels.gpu.kernel_set import KernelSet, choose_kernels
+from millrace.engine.kernels.gpu.sampler_state import SamplerState
+from millrace.engine.kernels.gpu.sampling import choose_tokens, token_logprobs
+from millrace.engine.kernels.gpu.step_inputs import StepInputs, StepShape, StepState
+from millrace.engine.kv.cache import KVCache
+from millrace.engine.models.decoder import Decoder
+from millrace.engine.models.device_linear import DeviceLinear
+from millrace.engine.models.loader import load_weights
+from millrace.engine.models.stacked_experts import stacked_experts
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.workers.engine.device.operations import DeviceMetadata, DeviceOperations
-from millrace.workers.engine.kv.cache import KVCache
-from millrace.workers.kernels.gpu import jit
-from millrace.workers.kernels.gpu.attention_shape import AttentionShape
-from millrace.workers.kernels.gpu.blocks import copy_blocks
-from millrace.workers.kernels.gpu.device_batch import DeviceBatch
-from millrace.workers.kernels.gpu.kernel_set import KernelSet, choose_kernels
-from millrace.workers.kernels.gpu.sampler_state import SamplerState
-from millrace.workers.kernels.gpu.sampling import choose_tokens, token_logprobs
-from millrace.workers.kernels.gpu.step_inputs import StepInputs, StepShape, StepState
-from millrace.workers.models.decoder import Decoder
-from millrace.workers.models.device_linear import DeviceLinear
-from millrace.workers.models.loader import load_weights
-from millrace.workers.models.stacked_experts import stacked_experts
 
 _META = torch.device("meta")
 _BLOCK_SIZE = 16

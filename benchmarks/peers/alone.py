@@ -16,8 +16,8 @@ from benchmarks.peers.loads import Load, measure
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures, RequestTimes
 from benchmarks.support.prompts import Prompt
+from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads.choice import configure_threads
 
 Send = Callable[[Load, Sequence[Prompt]], Sequence[RequestTimes]]
 MILLRACE_ENGINE = "millrace-engine"
@@ -33,7 +33,7 @@ class LoadFigures(msgspec.Struct, frozen=True):
 
 def _millrace(path: Path, streams: int) -> Send:
     from benchmarks.support.closed_loop import run_closed_loop
-    from millrace.workers.engine.engine import Engine
+    from millrace.engine.step.engine import Engine
 
     config = EngineConfig(dtype="bfloat16", device="cpu", max_num_sequences=streams)
     engine = Engine.load(path, config)

@@ -16,8 +16,8 @@ from benchmarks.quantization.kinds import KINDS, LOADS, settings
 from benchmarks.support.closed_loop import run_closed_loop
 from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures
+from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads.choice import configure_threads
 
 
 class AloneFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,8 +36,8 @@ class AloneFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure_alone(kind: str, path: Path, runs: int) -> AloneFigures:
     """Closed loops of 1, 8 and 32 streams. Threads are torch's."""
+    from millrace.engine.step.engine import Engine
     from millrace.registry.checkpoints.checkpoint import read_model_config
-    from millrace.workers.engine.engine import Engine
 
     config = read_model_config(path)
     engine = Engine.load(path, settings(kind))

@@ -15,18 +15,18 @@ import msgspec
 
 from benchmarks.quantization.kinds import KINDS, WIDE
 from benchmarks.support.command import command_parser
+from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads.choice import configure_threads
 
 if TYPE_CHECKING:
     import torch
 
+    from millrace.engine.devices.cpu.attention import TorchAttention
+    from millrace.engine.models.decoder import Decoder, DecoderWeights
+    from millrace.engine.models.weight_reader import MakeLinear
+    from millrace.engine.quantization.linear import MakeQuantized
+    from millrace.engine.step.batch import FlatBatch
     from millrace.registry.checkpoints.checkpoint import ModelConfig
-    from millrace.workers.engine.batch import FlatBatch
-    from millrace.workers.engine.eager.attention import TorchAttention
-    from millrace.workers.models.decoder import Decoder, DecoderWeights
-    from millrace.workers.models.weight_reader import MakeLinear
-    from millrace.workers.quantization.linear import MakeQuantized
 
 _NUM_TOKENS = 64
 
@@ -44,15 +44,15 @@ def measure_logits(kind: str, path: Path) -> LogitFigures:
     import torch
 
     from benchmarks.support.prompts import shared_prefix_prompts
+    from millrace.engine.devices.cpu.fused_decoder import compiled_decoder
+    from millrace.engine.devices.cpu.torch_operations import TorchOperations
+    from millrace.engine.kernels.build import cpu_library
+    from millrace.engine.kernels.cpu import CpuKernels
+    from millrace.engine.models.decoder import Decoder
+    from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
+    from millrace.engine.models.projection import Projection
+    from millrace.engine.quantization.linear import DequantizedLinear
     from millrace.registry.checkpoints.checkpoint import read_model_config
-    from millrace.workers.engine.eager.fused_decoder import compiled_decoder
-    from millrace.workers.engine.eager.torch_operations import TorchOperations
-    from millrace.workers.kernels.build import cpu_library
-    from millrace.workers.kernels.cpu import CpuKernels
-    from millrace.workers.models.decoder import Decoder
-    from millrace.workers.models.packed_projection import PackedProjection, packed_quantized
-    from millrace.workers.models.projection import Projection
-    from millrace.workers.quantization.linear import DequantizedLinear
 
     config = read_model_config(path)
     (prompt,) = shared_prefix_prompts(1, 0, _NUM_TOKENS, config.vocab_size, seed=7)
@@ -88,10 +88,10 @@ def _loaded(
 ) -> tuple[DecoderWeights, TorchAttention]:
     import torch
 
-    from millrace.workers.engine.eager.attention import TorchAttention
-    from millrace.workers.engine.kv.cache import KVCache
-    from millrace.workers.models.loader import load_weights
-    from millrace.workers.quantization.at_load import quantize_at_load
+    from millrace.engine.devices.cpu.attention import TorchAttention
+    from millrace.engine.kv.cache import KVCache
+    from millrace.engine.models.loader import load_weights
+    from millrace.engine.quantization.at_load import quantize_at_load
 
     device = torch.device("cpu")
     at_load = quantize_at_load(None if kind == WIDE else kind)
@@ -115,7 +115,7 @@ def _loaded(
 def _logits(decoder: Decoder[FlatBatch, Any], prompt: tuple[int, ...]) -> torch.Tensor:
     import torch
 
-    from millrace.workers.engine.batch import FlatBatch, QueryRange
+    from millrace.engine.step.batch import FlatBatch, QueryRange
 
     batch = FlatBatch(
         token_ids=torch.tensor(prompt),

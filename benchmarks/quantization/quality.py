@@ -14,9 +14,9 @@ import msgspec
 
 from benchmarks.quantization.kinds import KINDS, settings
 from benchmarks.support.command import command_parser
+from millrace.engine.threads.choice import configure_threads
 from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads.choice import configure_threads
 
 if TYPE_CHECKING:
     from millrace.registry.demo.answers import Answerer, Messages
@@ -49,11 +49,11 @@ def measure_quality(kind: str, path: Path) -> QualityFigures:
 
 
 def _engine_answerer(kind: str, path: Path) -> Answerer:
+    from millrace.engine.step.engine import Engine
+    from millrace.engine.types import EngineRequest
     from millrace.registry.tokenizers.tokenizer import Tokenizer
     from millrace.schemas.jobs import ChatMessage
     from millrace.schemas.sampling import SamplingParams
-    from millrace.workers.engine.engine import Engine
-    from millrace.workers.engine.types import EngineRequest
 
     engine = Engine.load(path, settings(kind))
     tokenizer = Tokenizer.load(path)

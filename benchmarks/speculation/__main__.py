@@ -31,9 +31,9 @@ from benchmarks.speculation.copier_head import write_copier_head
 from benchmarks.speculation.equality import Equality, compare
 from benchmarks.speculation.loads import LOADS, Load, Model, Proposer
 from benchmarks.support.command import command_parser, write_json
+from millrace.engine.step.engine import Engine
 from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.engine import Engine
 
 _RESULTS = Path(__file__).parents[1] / "results" / "speculation.json"
 _NUM_WARM_UP = 2

@@ -10,10 +10,10 @@ import msgspec
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LlamaShape
 from benchmarks.speculation.copier import write_copier
+from millrace.engine.step.engine import Engine
+from millrace.engine.types import EngineRequest
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineRequest
 
 # Small, since it is no time that is measured.
 _SHAPE = LlamaShape(

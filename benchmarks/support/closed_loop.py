@@ -9,10 +9,10 @@ import msgspec
 
 from benchmarks.support.figures import RequestTimes
 from benchmarks.support.prompts import Prompt
+from millrace.engine.step.engine import Engine
+from millrace.engine.types import EngineRequest
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineRequest
 
 
 def run_closed_loop(

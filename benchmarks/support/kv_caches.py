@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.checkpoints import LlamaShape, config_of
+from millrace.engine.kv.cache import KVCache
+from millrace.engine.models.shard import Shard, block_part, shard_config
 from millrace.registry.checkpoints.checkpoint import read_model_config
-from millrace.workers.engine.kv.cache import KVCache
-from millrace.workers.models.shard import Shard, block_part, shard_config
 
 BLOCK_TOKENS = 16
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from millrace.workers.engine.threads.choice import leave_core
+from millrace.engine.threads.choice import leave_core
 
 _SOURCE = Path(__file__).with_name("machine_rates.cpp")
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.threads.choice import configure_threads
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

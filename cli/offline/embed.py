@@ -25,8 +25,8 @@ from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
 if TYPE_CHECKING:
     from millrace.cli.offline.embed_file import EmbedText
-    from millrace.workers.engine.engine import Engine
-    from millrace.workers.engine.types import EngineOutput
+    from millrace.engine.step.engine import Engine
+    from millrace.engine.types import EngineOutput
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,7 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0 if every text was embedded, 1 if some failed; a bad line raises before any has run, unless
     it is to be answered."""
-    from millrace.workers.engine.threads.choice import configure_threads
+    from millrace.engine.threads.choice import configure_threads
 
     config = engine_config(arguments, speculation="off")
     served = load_served(arguments)
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Before anything imports torch: it reads its thread settings once.
     configure_threads(config, shared=False)
     from millrace.cli.offline.embed_file import read_texts
+    from millrace.engine.step.engine import Engine
     from millrace.registry.checkpoints.sentence_embedding import read_embedding_defaults
-    from millrace.workers.engine.engine import Engine
 
     defaults = read_embedding_defaults(served.path)
     chosen = arguments.pooling or served.entry.pooling or defaults.pooling
@@ -91,7 +91,7 @@ def _embed(
 ) -> Iterator[tuple[EmbedText, EngineOutput] | BadLine]:
     """Each text with what became of it and each bad line, in order, as soon as those before it are
     there."""
-    from millrace.workers.engine.types import EngineRequest
+    from millrace.engine.types import EngineRequest
 
     waiting = (line for line in lines if not isinstance(line, BadLine))
     done: dict[str, EngineOutput] = {}

@@ -207,6 +207,6 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
 
 def print_start_of_engine() -> None:
     """Have what an engine says of its start (weights, memory, recorded steps, times) printed."""
-    said = logging.getLogger("millrace.workers.engine")
+    said = logging.getLogger("millrace.engine")
     said.addHandler(_PRINTER)
     said.setLevel(logging.INFO)

@@ -99,7 +99,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0 if every request was answered, 1 if some failed, 2 if a line is bad and was not to be
     answered: then none has run."""
-    from millrace.workers.engine.threads.report import choose_threads
+    from millrace.engine.threads.report import choose_threads
 
     config = engine_config(
         arguments,
@@ -148,7 +148,7 @@ def _generate(
     output: TextIO,
 ) -> int:
     from millrace.cli.offline.offline import OfflineBatch
-    from millrace.workers.engine.engine import Engine
+    from millrace.engine.step.engine import Engine
 
     print_start_of_engine()
     engine = Engine.load(served.path, config)

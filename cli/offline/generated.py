@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.jobs import Job
@@ -14,7 +15,6 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.prefix import salt_of
 from millrace.schemas.sampling import SamplingParams
 from millrace.schemas.tools import ToolDefinition, ToolFormat
-from millrace.workers.engine.types import EngineOutput, EngineRequest
 from millrace.workers.host.generations.output_text import TextStream
 
 

@@ -12,8 +12,8 @@ from typing import Protocol
 import msgspec
 
 from millrace.cli.offline.generated import Choice, Generated, OfflineRequest
+from millrace.engine.types import EngineOutput, EngineRequest, EngineStats
 from millrace.registry.tokenizers.tokenizer import Tokenizer
-from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineStats
 
 
 class Stepping(Protocol):

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from millrace.cli.numbers import whole_number
 from millrace.cli.paths import as_path, path_or_name
+from millrace.engine.quantizer.schemes import Scheme
 from millrace.registry.catalogue import ModelEntry, load_catalogue
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
-from millrace.workers.quantizer.schemes import Scheme
 
 _GROUP_INPUTS = 128
 _NUM_SAMPLES = 128
@@ -69,7 +69,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """0 when the checkpoint is written; whatever keeps it from being so raises."""
-    from millrace.workers.engine.threads.choice import configure_threads
+    from millrace.engine.threads.choice import configure_threads
 
     for name, least in (("samples", 1), ("threads", 0)):
         if getattr(arguments, name) < least:
@@ -78,9 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     configure_threads(EngineConfig(num_threads=arguments.threads), shared=False)
     from tqdm import tqdm
 
+    from millrace.engine.quantizer import checkpoint as making
+    from millrace.engine.step.settings import choose_device
     from millrace.registry.source import resolve
-    from millrace.workers.engine.settings import choose_device
-    from millrace.workers.quantizer import checkpoint as making
 
     entry = _entry(arguments)
     making.check_output(arguments.output)

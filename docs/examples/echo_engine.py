@@ -13,15 +13,15 @@ import random
 
 import msgspec
 
+from millrace.engine.scheduling.admission import finished_before, longest_total_tokens
+from millrace.engine.step.outputs import finished_output, refusal
+from millrace.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind, EnginePromises, check_supported
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason
-from millrace.workers.engine.outputs import finished_output, refusal
-from millrace.workers.engine.scheduling.admission import finished_before, longest_total_tokens
-from millrace.workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
 from millrace.workers.engine_like import EngineLike
 
 _STEP_S = 0.005

@@ -9,11 +9,11 @@ import pytest
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M, LlamaShape, write_llama
 from benchmarks.support.closed_loop import run_closed_loop
 from benchmarks.support.prompts import distinct_prompts
+from millrace.engine.models.loader import num_parameters
+from millrace.engine.step.engine import Engine
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.engine import Engine
-from millrace.workers.models.loader import num_parameters
 
 SMALL = LlamaShape(
     hidden_size=64,

@@ -59,9 +59,9 @@ def test_import_times_are_added_up_by_package() -> None:
             "import time: self [us] | cumulative | imported package",
             "import time:      1500 |       1500 |     torch._C",
             "import time:       500 |       2000 |   torch",
-            "import time:       100 |       2100 | millrace.workers.engine.engine",
+            "import time:       100 |       2100 | millrace.engine.step.engine",
             "a line of the program",
         ]
     )
     assert own_ms == {"torch": 2.0, "millrace": 0.1}
-    assert cumulative_ms == {"millrace.workers.engine.engine": 2.1}
+    assert cumulative_ms == {"millrace.engine.step.engine": 2.1}

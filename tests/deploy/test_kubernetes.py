@@ -11,13 +11,13 @@ import pytest
 import yaml
 
 from millrace.cli.main import build_parser
+from millrace.engine.parallel.group.remote.meeting import check_remote_stages
+from millrace.engine.transfer.addresses import host_and_port
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import Config
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.engines import check_parallel
 from millrace.schemas.jobs import Tier
-from millrace.workers.engine.group.remote.meeting import check_remote_stages
-from millrace.workers.transfer.addresses import host_and_port
 from tests.support.repository import ROOT
 from tests.support.running_gateway import running_gateway
 

@@ -72,7 +72,7 @@ def test_each_word_has_one_meaning_and_its_place_in_the_code() -> None:
     [
         ("Make the job", "gateway/request/job_maker.py"),
         ("Place", "scheduler/placement/placement.py"),
-        ("Free", "workers/engine/kv/block_pool.py"),
+        ("Free", "engine/kv/block_pool.py"),
         ("Stored", "telemetry/store/tables.py"),
     ],
 )

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.engine.devices.cuda.device import CudaDevice
+from millrace.engine.step.engine import Engine
+from millrace.engine.types import EngineRequest
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
-from millrace.workers.engine.device.device import CudaDevice
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineRequest
-from tests.workers.adapters.saved import engine_adapter, save_adapter, with_adapter
-from tests.workers.adapters.test_against_peft import SUBSETS, check_prompt
-from tests.workers.adapters.test_on_devices import mixed_requests
-from tests.workers.checkpoints import save_llama
-from tests.workers.engine.device.test_device_runner import answers
-from tests.workers.engine.support import drain, prompt, request
-from tests.workers.kernels.gpu.test_adapters import RANKS, SUBSETS_OF_SLICES, check, drawn
+from tests.engine.adapters.saved import engine_adapter, save_adapter, with_adapter
+from tests.engine.adapters.test_against_peft import SUBSETS, check_prompt
+from tests.engine.adapters.test_on_devices import mixed_requests
+from tests.engine.checkpoints import save_llama
+from tests.engine.devices.cuda.test_device_runner import answers
+from tests.engine.kernels.gpu.test_adapters import RANKS, SUBSETS_OF_SLICES, check, drawn
+from tests.engine.support import drain, prompt, request
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def _engine(path: Path, **config: Any) -> Engine:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_each_subset_of_slices(dtype: torch.dtype, fixed: bool) -> None:
-    from millrace.workers.kernels.gpu.adapters import add_adapters
+    from millrace.engine.kernels.gpu.adapters import add_adapters
 
     torch.manual_seed(1)
     few, many = [1, -1, 2, 0, 2, -1] * 7, [0] * 300 + [-1] * 100 + [2, 1] * 150

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from millrace.engine.step.engine import Engine
+from millrace.engine.types import EngineRequest
 from millrace.schemas.config import EngineConfig
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineRequest
-from tests.workers.checkpoints import save_llama
-from tests.workers.engine.support import drain, prompt, request
+from tests.engine.checkpoints import save_llama
+from tests.engine.support import drain, prompt, request
 
 pytestmark = pytest.mark.gpu
 

@@ -12,6 +12,8 @@ import jsonschema
 import numpy as np
 import pytest
 
+from millrace.engine.grammar.library import GrammarLibrary
+from millrace.engine.grammar.probe import GrammarProbe
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.registry.tool_formats import (
@@ -28,9 +30,7 @@ from millrace.schemas.frames import FinishReason
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.sampling import Grammar, GrammarKind
 from millrace.schemas.tools import ToolCall, ToolChoice, ToolDefinition, ToolFormat, ToolMode
-from millrace.workers.engine.grammar.library import GrammarLibrary
-from millrace.workers.engine.grammar.probe import GrammarProbe
-from tests.workers.engine.grammar.grammars import ask, load_engine, run
+from tests.engine.grammar.grammars import ask, load_engine, run
 
 WEATHER = ToolDefinition(
     name="get-weather_2",

@@ -30,7 +30,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("telemetry/migrations/*", ("telemetry/store/migrate.py", "tests/deploy/*")),
     ("telemetry/queries/*.sql", ("telemetry/http/answers.py", "tests/deploy/*")),
     ("bus/tenancy/*.lua", ("bus/tenancy/*.py",)),
-    ("workers/kernels/native/*", ("workers/kernels/*.py",)),
+    ("engine/kernels/native/*", ("engine/kernels/*.py",)),
     ("benchmarks/support/machine_rates.cpp", ("benchmarks/support/machine_rates.py",)),
     ("bench/report/*.css", ("bench/report/*.py",)),
     ("gateway/web/*", ("gateway/api/pages.py", "tests/telemetry/test_ops_*")),

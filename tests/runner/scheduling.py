@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.runner.measured import Measured
 
 _SYSTEMS = "tests/e2e/"
-_ALONE = ("tests/workers/models/test_random_checkpoints.py",)
+_ALONE = ("tests/engine/models/test_random_checkpoints.py",)
 
 
 def room_of(node_id: str) -> str:

@@ -119,13 +119,13 @@ def test_what_all_tests_stand_on_selects_them_all(path: str) -> None:
     ("path", "affected", "unaffected"),
     [
         ("telemetry/sink/sink.py", "tests/telemetry/sink/test_sink.py", "tests/gateway/page/"),
-        ("gateway/web/chat/page.css", "tests/gateway/page/test_chats.py", "tests/workers/kernels/"),
+        ("gateway/web/chat/page.css", "tests/gateway/page/test_chats.py", "tests/engine/kernels/"),
         ("telemetry/queries/usage.sql", "tests/telemetry/queries/test_queries.py", "tests/bus/"),
-        ("bus/tenancy/settle.lua", "tests/gateway/tenancy/test_limits.py", "tests/workers/models/"),
-        ("workers/kernels/native/x.cpp", "tests/workers/kernels/test_products.py", "tests/bus/"),
-        ("scheduler/fleet/fleet.py", "tests/e2e/test_kill.py", "tests/workers/engine/kv/"),
+        ("bus/tenancy/settle.lua", "tests/gateway/tenancy/test_limits.py", "tests/engine/models/"),
+        ("engine/kernels/native/x.cpp", "tests/engine/kernels/test_products.py", "tests/bus/"),
+        ("scheduler/fleet/fleet.py", "tests/e2e/test_kill.py", "tests/engine/kv/"),
         ("docs/cost.md", "tests/telemetry/queries/test_cost_page.py", "tests/e2e/"),
-        ("tests/workers/conftest.py", "tests/workers/models/test_loader.py", "tests/bus/"),
+        ("tests/workers/conftest.py", "tests/engine/models/test_loader.py", "tests/bus/"),
         ("tests/bus/test_jobs.py", "tests/bus/test_jobs.py", "tests/bus/nats/"),
     ],
 )

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.runtime.tracing import Span, life_span, parse_traceparent, record_span
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt
 from millrace.schemas.transfer import KvSource, TransferEndpoint
-from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.generations.tracing import RunTraces
 from tests.tracing.kept import KeptSpans, kept_tracing
 from tests.workers.host.conftest import demo

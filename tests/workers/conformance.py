@@ -13,19 +13,19 @@ from typing import Any, ClassVar
 
 import pytest
 
-from millrace.schemas.engines import PROMISES, EngineKind, EnginePromises
-from millrace.schemas.errors import PrefixCacheKeptError
-from millrace.schemas.frames import FinishReason
-from millrace.schemas.pooling import Pooling
-from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
-from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
-from millrace.workers.engine.types import (
+from millrace.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
     PrefixChanges,
 )
+from millrace.schemas.engines import PROMISES, EngineKind, EnginePromises
+from millrace.schemas.errors import PrefixCacheKeptError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.pooling import Pooling
+from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
+from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
 from millrace.workers.engine_like import EngineLike
 from tests.support.waiting import eventually
 

@@ -16,6 +16,7 @@ from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import RunningRequest as GenerationEntry
 from millrace.bus.tenancy.settling import Settlement, Settlements
+from millrace.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
 from millrace.registry.catalogue import ModelEntry
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.pricing import PriceBook
@@ -29,7 +30,6 @@ from millrace.schemas.frames import TERMINAL_FRAMES, Delta, FinishReason, Frame
 from millrace.schemas.jobs import Job
 from millrace.schemas.records import RequestRecord, WorkerSample
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import DeviceTime, EngineOutput, EngineRequest, EngineStats
 from millrace.workers.engine_like import EngineFailedError, EngineLike
 from millrace.workers.host.worker import Worker
 from millrace.workers.process.keeper import EngineKeeper

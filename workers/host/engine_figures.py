@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from millrace.workers.engine.types import EngineStats
+from millrace.engine.types import EngineStats
 
 
 class Figure(NamedTuple):

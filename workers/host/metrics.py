@@ -13,9 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from millrace.engine.types import EngineStats
 from millrace.runtime.histogram import Histogram
 from millrace.schemas.records import Status
-from millrace.workers.engine.types import EngineStats
 from millrace.workers.host.engine_figures import COUNTERS, GAUGES
 from millrace.workers.host.worker import Worker
 from millrace.workers.process.keeper import EngineKeeper

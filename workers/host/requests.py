@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Iterator
 
 from millrace.bus.tenancy.settling import Settlements
+from millrace.engine.types import DeviceTime, EngineOutput
 from millrace.schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
 from millrace.schemas.engines import PROMISES
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Frame
 from millrace.schemas.jobs import Tier
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import DeviceTime, EngineOutput
 from millrace.workers.host.capacity import OK, Capacity, rejected, rejection_of_dispatch, stale
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.endings.device_times import DeviceTimes

@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 from typing import cast
 
+from millrace.engine.types import EngineRequest, EngineStats
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.runtime.exits import how_it_ended
 from millrace.runtime.logs import configure_logging
 from millrace.runtime.process import python_command, python_environment
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import PrefixCacheKeptError
-from millrace.workers.engine.types import EngineRequest, EngineStats
 from millrace.workers.engine_like import EngineFailedError, EngineLike
 from millrace.workers.process.loop import serve
 from millrace.workers.process.wire import (

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from millrace.workers.engine.types import EngineOutput, EngineRequest
+from millrace.engine.types import EngineOutput, EngineRequest
 
 
 class OutputGatherer:

@@ -9,16 +9,16 @@ from typing import NoReturn
 
 import msgspec
 
-from millrace.runtime.clock import Clock
-from millrace.runtime.histogram import STEP_S, Histogram
-from millrace.schemas.transfer import TransferEndpoint
-from millrace.workers.engine.types import (
+from millrace.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
     PrefixChanges,
 )
+from millrace.runtime.clock import Clock
+from millrace.runtime.histogram import STEP_S, Histogram
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.engine_like import EngineFailedError, EngineLike, ignore
 
 # An engine that ends this often within this time is not worth another start.

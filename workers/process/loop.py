@@ -12,10 +12,8 @@ import time
 from pathlib import Path
 from typing import NoReturn, Protocol
 
-from millrace.runtime.process import die_with_parent
-from millrace.schemas.errors import MillraceError
-from millrace.schemas.transfer import TransferEndpoint
-from millrace.workers.engine.types import (
+from millrace.engine.torch_start import import_torch
+from millrace.engine.types import (
     DeviceLostError,
     DeviceTime,
     EngineOutput,
@@ -23,6 +21,9 @@ from millrace.workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
+from millrace.runtime.process import die_with_parent
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.process.gathering import OutputGatherer
 from millrace.workers.process.wire import (
     Add,
@@ -39,7 +40,6 @@ from millrace.workers.process.wire import (
     load_decoder,
     pack,
 )
-from millrace.workers.torch_start import import_torch
 
 _RECEIVE_BYTES = 1 << 18
 _INTEGRITY_INTERVAL_S = 10.0
@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepEngine(Protocol):
-    """What the loop drives; ``workers.engine.engine.Engine`` is the one."""
+    """What the loop drives; ``engine.step.engine.Engine`` is the one."""
 
     @property
     def has_work(self) -> bool: ...
@@ -211,12 +211,12 @@ def serve(fd: int, parent_pid: int) -> int:
 
 
 def _load(load: Load) -> StepEngine:
-    from millrace.workers.engine.threads.report import choose_threads
+    from millrace.engine.threads.report import choose_threads
 
     logger.info("the engine computes with %s", choose_threads(load.config, load.shared))
     # Not before: torch reads the thread settings when it is imported.
     import_torch()
-    from millrace.workers.engine.engine import Engine
+    from millrace.engine.step.engine import Engine
 
     return Engine.load(Path(load.path), load.config, among_others=True)
 

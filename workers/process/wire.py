@@ -11,15 +11,15 @@ import struct
 
 import msgspec
 
-from millrace.schemas.config import EngineConfig
-from millrace.schemas.transfer import TransferEndpoint
-from millrace.workers.engine.types import (
+from millrace.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
     PrefixChanges,
 )
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.transfer import TransferEndpoint
 
 _LENGTH = struct.Struct("<I")
 

@@ -9,13 +9,13 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
+from millrace.engine.types import EngineRequest
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.sampling import Grammar, GrammarKind
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.servers.client import ServerClient
 
 

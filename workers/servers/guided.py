@@ -11,13 +11,13 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from millrace.engine.grammar.library import COMPILE_STACK_BYTES, GrammarLibrary, Matcher
+from millrace.engine.grammar.probe import GrammarProbe
+from millrace.engine.threads.fair_tasks import FairTasks
+from millrace.engine.types import EngineRequest
 from millrace.registry.served import ServedModel
 from millrace.schemas.errors import GrammarError, MillraceError
 from millrace.schemas.sampling import Grammar
-from millrace.workers.engine.grammar.library import COMPILE_STACK_BYTES, GrammarLibrary, Matcher
-from millrace.workers.engine.grammar.probe import GrammarProbe
-from millrace.workers.engine.threads.fair_tasks import FairTasks
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.servers.dialect import ServerStreamError
 
 # After a token that did not fit, so many are asked for one by one; doubled each time in a row.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from millrace.engine.types import EngineRequest
 from millrace.schemas.frames import FinishReason
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.servers.dialect import Part
 from millrace.workers.servers.guided import Guide
 

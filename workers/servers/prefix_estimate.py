@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace.engine.types import PrefixChanges
 from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
-from millrace.workers.engine.types import PrefixChanges
 
 
 class PrefixEstimate:

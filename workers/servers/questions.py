@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from millrace.engine.types import EngineRequest
 from millrace.schemas.engines import PROMISES
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import MAX_SEED
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.servers.dialect import Call, Dialect, Part
 from millrace.workers.servers.guided import Guide
 from millrace.workers.servers.live_request import LiveRequest

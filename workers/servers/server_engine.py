@@ -11,20 +11,20 @@ from typing import cast
 
 import msgspec
 
-from millrace.runtime.clock import Clock
-from millrace.runtime.exits import how_it_ended
-from millrace.runtime.tasks import Tasks, wait_or_sleep
-from millrace.schemas.engines import PROMISES, check_supported
-from millrace.schemas.errors import MillraceError, PrefixCacheKeptError
-from millrace.workers.engine.outputs import finished_output, refusal
-from millrace.workers.engine.scheduling.admission import finished_before, longest_total_tokens
-from millrace.workers.engine.types import (
+from millrace.engine.scheduling.admission import finished_before, longest_total_tokens
+from millrace.engine.step.outputs import finished_output, refusal
+from millrace.engine.types import (
     DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
     PrefixChanges,
 )
+from millrace.runtime.clock import Clock
+from millrace.runtime.exits import how_it_ended
+from millrace.runtime.tasks import Tasks, wait_or_sleep
+from millrace.schemas.engines import PROMISES, check_supported
+from millrace.schemas.errors import MillraceError, PrefixCacheKeptError
 from millrace.workers.engine_like import EngineLike
 from millrace.workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
 from millrace.workers.servers.dialect import (

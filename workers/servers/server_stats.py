@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from millrace.workers.engine.types import EngineStats
+from millrace.engine.types import EngineStats
 from millrace.workers.servers.dialect import ServerLoad
 from millrace.workers.servers.live_request import LiveRequest
 from millrace.workers.servers.token_shares import TokenShares

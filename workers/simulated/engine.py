@@ -10,6 +10,20 @@ import asyncio
 import logging
 import random
 
+from millrace.engine.devices.cuda.work import FLOP_PER_BYTE, Chunk, DeviceWork
+from millrace.engine.scheduling.admission import (
+    check_config,
+    finished_before,
+    longest_total_tokens,
+)
+from millrace.engine.step.outputs import finished_output, refusal
+from millrace.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock
@@ -19,20 +33,6 @@ from millrace.schemas.errors import ConfigError, MillraceError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.prefix import REPORTED_BYTES
 from millrace.schemas.sampling import MAX_SEED
-from millrace.workers.engine.device.work import FLOP_PER_BYTE, Chunk, DeviceWork
-from millrace.workers.engine.outputs import finished_output, refusal
-from millrace.workers.engine.scheduling.admission import (
-    check_config,
-    finished_before,
-    longest_total_tokens,
-)
-from millrace.workers.engine.types import (
-    DeviceTime,
-    EngineOutput,
-    EngineRequest,
-    EngineStats,
-    PrefixChanges,
-)
 from millrace.workers.engine_like import EngineLike
 from millrace.workers.simulated.batch import SimulatedBatch, StepOutputs
 from millrace.workers.simulated.latency_model import LatencyModel

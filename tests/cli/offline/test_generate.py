@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from millrace.cli.main import main
 from millrace.cli.offline.generated import Generated, OfflineRequest
 from millrace.cli.offline.offline import OfflineBatch
+from millrace.engine.types import EngineOutput, EngineRequest, EngineStats
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.jobs import Job
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineStats
 from tests.cli.offline.generating import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,8 +9,8 @@ import transformers
 
 from millrace.cli.main import main
 from tests.cli.offline.generating import generate
-from tests.workers.adapters.saved import save_adapter
-from tests.workers.checkpoints import reference_greedy
+from tests.engine.adapters.saved import save_adapter
+from tests.engine.checkpoints import reference_greedy
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 LINE = {"prompt_token_ids": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}

@@ -15,10 +15,10 @@ import openai
 import pytest
 import transformers
 
+from tests.engine.adapters.saved import save_adapter
 from tests.support.repository import ROOT
 from tests.support.system import System
 from tests.support.waiting import eventually
-from tests.workers.adapters.saved import save_adapter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow(reason="makes 22 adapters and starts two engines")]
 

@@ -17,6 +17,7 @@ import msgspec
 
 from millrace.bus import codec
 from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.engine.types import EngineOutput, EngineRequest, EngineStats
 from millrace.gateway.models import Models
 from millrace.registry.catalogue import ModelEntry
 from millrace.registry.checkpoints.checkpoint import ModelConfig
@@ -32,7 +33,6 @@ from millrace.schemas.frames import TERMINAL_FRAMES, Delta, FinishReason, Frame,
 from millrace.schemas.jobs import JobResult
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.tools import ToolFormat
-from millrace.workers.engine.types import EngineOutput, EngineRequest, EngineStats
 from millrace.workers.engine_like import EngineLike
 from millrace.workers.host.worker import Worker
 from millrace.workers.process.keeper import EngineKeeper

@@ -14,6 +14,7 @@ import huggingface_hub
 import pytest
 
 from benchmarks.support.gguf_files import write_gguf
+from millrace.engine.step.runners import load_runner
 from millrace.registry.artifacts.store import ModelSourceError
 from millrace.registry.catalogue import Catalogue, ModelEntry, load_catalogue
 from millrace.registry.checkpoints.checkpoint import read_model_config, read_model_outline
@@ -26,7 +27,6 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.pooling import Pooling
-from millrace.workers.engine.runners import load_runner
 from millrace.workers.simulated.engine import SimulatedEngine
 from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
 from tests.support.engine.gguf_made import TOKENS, write_metadata

@@ -25,13 +25,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from millrace.workers.torch_start import import_torch
+from millrace.engine.torch_start import import_torch
 
 _ROOT = Path(__file__).parents[3]
 _MODULES = frozenset(
     {
-        "millrace.workers.engine.device_group.member",
-        "millrace.workers.engine.group.member",
+        "millrace.engine.parallel.device_group.member",
+        "millrace.engine.parallel.group.member",
         "millrace.workers.process.engine_process",
     }
 )
@@ -118,9 +118,6 @@ def _adopting() -> Iterator[None]:
 
 def _main(fd: int) -> None:
     import_torch()
-    import millrace.workers.engine.device_group.member_loop
-    import millrace.workers.engine.engine
-    import millrace.workers.engine.group.member_loop  # noqa: F401
 
     gc.collect()
     gc.freeze()

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from millrace.bus.frame_reader import StreamReader
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.frames import Done, FinishReason, TokenLogprob
-from millrace.workers.engine.types import EngineOutput
 from tests.workers.scripted import Bench, bench
 
 _SENTENCE = "naïve café 你好, then the END is near"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from millrace.bus.frame_reader import StreamReader
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, Replay
 from millrace.schemas.frames import Beam, BeamEnd, Cancelled, Done, Failed, FinishReason, Usage
 from millrace.schemas.jobs import Job
 from millrace.schemas.records import Status
-from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.endings.records import smaller_results
 from millrace.workers.host.generations.beam_answers import MAX_TOKENS_PER_BEAM_FRAME
 from tests.support.waiting import eventually

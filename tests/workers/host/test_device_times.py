@@ -6,11 +6,11 @@ from decimal import Decimal
 
 import pytest
 
+from millrace.engine.types import DeviceTime, EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason, Ended
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt, RequestRecord, Status
-from millrace.workers.engine.types import DeviceTime, EngineOutput
 from millrace.workers.host.endings import device_times
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from millrace.bus import subjects
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.chat.asked import Api
 from millrace.schemas.control import Cancel, CancelReason
@@ -22,7 +23,6 @@ from millrace.schemas.frames import (
     Usage,
 )
 from millrace.schemas.records import Record, RequestRecord, Status
-from millrace.workers.engine.types import EngineOutput
 from tests.support.waiting import eventually
 from tests.workers.scripted import EOS, bench
 

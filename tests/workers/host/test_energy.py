@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt, sum_energy
-from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.energy.counters import NvmlCounter, RaplCounter, UnreadableCounterError
 from millrace.workers.host.energy.meter import EnergyMeter, EnergyShare
 from tests.workers.scripted import bench

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.frames import FinishReason
-from millrace.workers.engine.types import EngineOutput
 from tests.support.waiting import eventually
 from tests.workers.scripted import bench
 

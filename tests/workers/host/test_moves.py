@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason, Ended, Prefilled, Pulled, SetRole, Warm
 from millrace.schemas.engines import EngineKind, WorkerRole
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt
 from millrace.schemas.transfer import KvSource, TransferEndpoint
-from millrace.workers.engine.types import EngineOutput
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Replay
 from millrace.schemas.frames import (
@@ -17,7 +18,6 @@ from millrace.schemas.frames import (
     Usage,
 )
 from millrace.schemas.pooling import Pooling
-from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.generations.frames import MAX_PROMPT_LOGPROBS_PER_FRAME
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench

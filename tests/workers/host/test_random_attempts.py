@@ -6,11 +6,11 @@ import random
 
 import pytest
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason, Replay
 from millrace.schemas.frames import TERMINAL_FRAMES, Done, Embedding, FinishReason
 from millrace.schemas.pooling import Pooling
-from millrace.workers.engine.types import EngineOutput
 from millrace.workers.process.keeper import MAX_RESTARTS, RESTART_WINDOW_S
 from tests.workers.scripted import Bench, bench
 

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason, Drain, Ended, Served
 from millrace.schemas.frames import Delta, Done, FinishReason
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
-from millrace.workers.engine.types import EngineOutput
 from tests.support.manual_clock import ManualClock
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench, line_of

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from millrace.bus.codec import RECORD
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.records import TranscriptRecord, WorkerSample
-from millrace.workers.engine.types import EngineOutput
 from tests.workers.scripted import GATEWAY, Bench, bench
 
 _PROMPT, _ANSWER = "xylophone marmalade", "zeppelin quicksand"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel
 from millrace.schemas.frames import FinishReason
-from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.metrics import WorkerMetrics
 from millrace.workers.host.reports.device_watch import DeviceReading
 from tests.support.scraped import Scraped, exemplars_of, scrape_of

@@ -15,13 +15,9 @@ import msgspec
 import psutil
 import pytest
 
-from millrace.registry.checkpoints.fingerprint import weights_fingerprint
-from millrace.schemas.config import EngineConfig
-from millrace.schemas.frames import FinishReason
-from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.threads.bell import Bell
-from millrace.workers.engine.types import (
+from millrace.engine.step.engine import Engine
+from millrace.engine.threads.bell import Bell
+from millrace.engine.types import (
     DeviceLostError,
     DeviceTime,
     EngineOutput,
@@ -29,6 +25,10 @@ from millrace.workers.engine.types import (
     EngineStats,
     PrefixChanges,
 )
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.process import loop as engine_loop
 from millrace.workers.process.engine_process import EngineClient

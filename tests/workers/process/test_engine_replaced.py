@@ -7,13 +7,13 @@ import asyncio
 import msgspec
 import pytest
 
+from millrace.engine.types import EngineOutput, EngineStats
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel
 from millrace.schemas.frames import Cancelled, Done, Failed, FinishReason, Usage
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
 from millrace.schemas.transfer import TransferEndpoint
-from millrace.workers.engine.types import EngineOutput, EngineStats
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.process.keeper import COUNTERS, MAX_RESTARTS, RESTART_WINDOW_S, EngineKeeper
 from tests.support.manual_clock import ManualClock

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.schemas.frames import FinishReason, TokenLogprob
-from millrace.workers.engine.types import EngineOutput, EngineRequest
 from millrace.workers.process.gathering import OutputGatherer
 
 INTERVAL_S = 0.015

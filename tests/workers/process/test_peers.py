@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import SamplingParams
 from millrace.schemas.transfer import KvSource
-from millrace.workers.engine.types import EngineOutput, EngineRequest
 from millrace.workers.process.engine_process import EngineClient
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.engine.warm_fixture import warm_processes as warm_processes

@@ -18,6 +18,8 @@ import pytest
 import pytest_asyncio
 
 from benchmarks.support.gguf_files import write_gguf
+from millrace.engine.step.engine import Engine
+from millrace.engine.types import EngineRequest
 from millrace.registry.catalogue import Catalogue
 from millrace.registry.gguf.kv_size import kv_bytes_per_token
 from millrace.registry.served import ServedModel
@@ -26,8 +28,6 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import CheckpointError, ConfigError
 from millrace.schemas.sampling import Grammar, GrammarKind
-from millrace.workers.engine.engine import Engine
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.engine_like import EngineFailedError, EngineLike
 from millrace.workers.process.keeper import EngineKeeper
 from millrace.workers.servers.dialect import ServerAddress

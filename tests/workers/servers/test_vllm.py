@@ -16,6 +16,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.registry.catalogue import Catalogue
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
@@ -24,7 +25,6 @@ from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import Grammar, GrammarKind
-from millrace.workers.engine.types import EngineOutput, EngineRequest
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.process.keeper import EngineKeeper
 from millrace.workers.servers.prometheus_text import read_samples

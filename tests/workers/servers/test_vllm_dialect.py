@@ -13,13 +13,13 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from millrace.engine.grammar.library import start
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError, MillraceError
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
-from millrace.workers.engine.grammar.library import start
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.dialect import (
     Part,

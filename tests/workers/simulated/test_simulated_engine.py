@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
+from millrace.engine.types import DeviceTime, EngineOutput, EngineRequest, PrefixChanges
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import EngineConfig, SimulationConfig
 from millrace.schemas.engines import EngineKind
@@ -18,7 +19,6 @@ from millrace.schemas.frames import FinishReason
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.prefix import REPORTED_BYTES
 from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
-from millrace.workers.engine.types import DeviceTime, EngineOutput, EngineRequest, PrefixChanges
 from millrace.workers.simulated.engine import SimulatedEngine
 from millrace.workers.simulated.words import readable_token_ids
 from tests.support.manual_clock import ManualClock

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from millrace.workers.engine.types import DeviceTime, EngineOutput
+from millrace.engine.types import DeviceTime, EngineOutput
 from millrace.workers.host.endings.records import attempt_of
 from millrace.workers.host.generations.generation import Generation
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import msgspec
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.reasoning import num_reasoning_tokens
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import Beam, BeamEnd
 from millrace.schemas.jobs import BeamResult, Job
 from millrace.schemas.records import Status
-from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.generations.outcomes import GenerationOutcome
 from millrace.workers.host.generations.output_text import TextStream
 

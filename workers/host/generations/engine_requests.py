@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace.engine.types import EngineRequest
 from millrace.schemas.control import Warm
 from millrace.schemas.jobs import Job
 from millrace.schemas.prefix import salt_of
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.host.generations.generation import Generation
 
 

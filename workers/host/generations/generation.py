@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from millrace.engine.types import EngineOutput
 from millrace.registry.reasoning import num_reasoning_tokens
 from millrace.schemas.control import Dispatch, Served
 from millrace.schemas.frames import (
@@ -24,7 +25,6 @@ from millrace.schemas.frames import (
 from millrace.schemas.jobs import Tier
 from millrace.schemas.notices import Notices, bounded
 from millrace.schemas.records import Status
-from millrace.workers.engine.types import EngineOutput
 from millrace.workers.host.generations import outcomes
 from millrace.workers.host.generations.beam_answers import BeamAnswers
 from millrace.workers.host.generations.chat_answer import ChatAnswer

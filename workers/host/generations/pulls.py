@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from millrace.engine.types import EngineOutput
 from millrace.schemas.records import Attempt
 from millrace.schemas.transfer import KvSource
-from millrace.workers.engine.types import EngineOutput
 
 
 def pulled_from(source: KvSource | None, num_pulled_tokens: int) -> str:

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from itertools import islice
 
 from millrace.bus.api import Bus
+from millrace.engine.types import PrefixChanges
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import wait_or_sleep
 from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import PrefixReport
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.prefix import REPORTED_BYTES
-from millrace.workers.engine.types import PrefixChanges
 
 # Of a message, what is not keys.
 _HEAD_BYTES = 1_024

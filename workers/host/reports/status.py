@@ -6,13 +6,13 @@ import asyncio
 import logging
 from typing import Protocol
 
+from millrace.engine.types import EngineStats
 from millrace.runtime.clock import until_beat_s
 from millrace.schemas.control import QueueStatus, WorkerStatus
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import WorkerSample
-from millrace.workers.engine.types import EngineStats
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.energy.meter import EnergyTotals
 from millrace.workers.host.reports.device_watch import DeviceReading, DeviceWatch

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from millrace.engine.grammar.library import ANY_OBJECT, JSON_BLANKS
 from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, Grammar, GrammarKind
-from millrace.workers.engine.grammar.library import ANY_OBJECT, JSON_BLANKS
 
 
 def with_few_blanks(grammar: Grammar) -> Grammar:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.engine.types import EngineRequest
 from millrace.registry.gguf.kv_size import kv_bytes_per_token
 from millrace.registry.served import ServedModel
 from millrace.registry.source import gguf_file
@@ -14,7 +15,6 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.client import ServerClient
 from millrace.workers.servers.dialect import (

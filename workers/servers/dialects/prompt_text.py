@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from millrace.engine.types import EngineRequest
 from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.errors import ParameterError
-from millrace.workers.engine.types import EngineRequest
 
 
 def prompt_text(tokenizer: Tokenizer, request: EngineRequest, token_ids: Sequence[int]) -> str:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.engine.types import EngineRequest
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.client import ServerClient
 from millrace.workers.servers.dialect import (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from millrace.bus.tenancy.settling import Settlement
+from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason, Reservation
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.jobs import Job, RequestPart, Source
 from millrace.schemas.tenants import to_nano
-from millrace.workers.engine.types import EngineOutput
 from tests.workers.scripted import Bench, bench
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.bus.memory import MemoryBroker, MemoryBus
+from millrace.engine.types import PrefixChanges
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import PrefixReport
-from millrace.workers.engine.types import PrefixChanges
 from millrace.workers.host.reports.prefixes import PrefixReporter
 from tests.support.manual_clock import ManualClock
 from tests.workers.scripted import bench

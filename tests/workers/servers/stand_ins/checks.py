@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import msgspec
 from aiohttp import web
 
+from millrace.engine.types import EngineRequest
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.frames import FinishReason
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.servers.server_engine import ServerEngine
 from millrace.workers.servers.starting import start_server_engine
 from tests.support.repository import ROOT

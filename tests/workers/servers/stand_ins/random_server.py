@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from millrace.engine.types import EngineRequest
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.frames import FinishReason
-from millrace.workers.engine.types import EngineRequest
 from millrace.workers.servers.client import ServerClient
 from millrace.workers.servers.dialect import (
     Call,

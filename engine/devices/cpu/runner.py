@@ -1,0 +1,187 @@
+"""Runs the model on a plan's flat batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
+from millrace.engine.adapters.weights import LayerSlices
+from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
+from millrace.engine.devices.cpu.loading import Arithmetic, load_adapter_weights, load_decoder
+from millrace.engine.kernels.operations import WeightSize
+from millrace.engine.kv.cache import KVCache, cache_dtype, choose_num_blocks
+from millrace.engine.sampling.prompt_logprobs import score_rows
+from millrace.engine.sampling.sampler import Likeliest
+from millrace.engine.scheduling.schedule import ScheduledSequence
+from millrace.engine.step.batch import FlatBatch, build_batch
+from millrace.engine.step.features import give_features
+from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
+from millrace.engine.step.pooling import PooledChunk, pool_rows
+from millrace.engine.step.settings import choose_device, with_device_defaults
+from millrace.engine.types import RunnerFigures
+from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.models.adapters import AdapterRef
+
+
+class StepDecoder(Protocol):
+    """What a runner needs of a decoder, see ``Decoder``."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def embedding(self) -> torch.Tensor: ...
+
+    @property
+    def weight_size(self) -> WeightSize: ...
+
+    def forward(self, batch: FlatBatch, adapters: RowAdapters | None = None) -> torch.Tensor: ...
+
+    def adapter(self, layers: list[LayerSlices]) -> AdapterWeights: ...
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def labels(self, normed: torch.Tensor) -> torch.Tensor: ...
+
+    def expert_choices(self) -> tuple[int, ...]: ...
+
+
+class ModelRunner:
+    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
+
+    ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
+    step may be launched before.
+    """
+
+    overlaps = False
+    num_stages = 1
+    takes_adapters = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        decoder: StepDecoder,
+        cache: KVCache,
+        likeliest: Likeliest | None = None,
+        *,
+        is_row_exact: bool = False,
+    ) -> None:
+        self.config = config
+        self.likeliest = likeliest
+        self.is_row_exact = is_row_exact
+        self.cache = cache
+        self._decoder = decoder
+        self._device = cache.data.device
+        self._feature_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def load(cls, path: Path, engine: EngineConfig) -> ModelRunner:
+        """Load a checkpoint. Raises CheckpointError or ConfigError."""
+        config = read_model_config(path)
+        device = choose_device(engine.device)
+        engine = with_device_defaults(engine, device)
+        check_engine(engine)
+        arithmetic = Arithmetic.chosen(config, engine, device)
+        stored = cache_dtype(engine.kv_cache_dtype, arithmetic.dtype)
+        cache = KVCache(
+            config,
+            num_blocks=choose_num_blocks(config, engine, engine.kv_cache_bytes, stored),
+            block_size_tokens=engine.block_size_tokens,
+            dtype=stored,
+            device=device,
+            shared=bool(engine.transfer),
+        )
+        decoder, is_row_exact = load_decoder(path, config, engine, arithmetic, cache)
+        kernels = arithmetic.kernels
+        likeliest = None if kernels is None else kernels.likeliest
+        return cls(config, decoder, cache, likeliest, is_row_exact=is_row_exact)
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Nothing fails here between steps."""
+
+    def check(self) -> None:
+        """Nothing does."""
+
+    def figures(self) -> RunnerFigures:
+        """What was counted of its steps."""
+        return RunnerFigures(expert_choices=self._decoder.expert_choices())
+
+    @property
+    def weight_size(self) -> WeightSize:
+        """Of what a step multiplies with."""
+        return self._decoder.weight_size
+
+    @property
+    def host_device(self) -> torch.device:
+        return self._device
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[vocab_size, hidden_size]."""
+        return self._decoder.embedding
+
+    def keep_features(self, layers: tuple[int, ...]) -> None:
+        """Hand the sequences of every step the hidden states that come into these layers, see
+        ``FusedDecoder.forward_with_features``; of a runner whose rows are exact."""
+        self._feature_layers = layers
+
+    def load_adapter(
+        self,
+        adapter: AdapterRef,
+        slot: int,  # noqa: ARG002 (adapters are wherever there is memory)
+        *,
+        max_rank: int,
+    ) -> AdapterWeights:
+        """Read an adapter of at most such a rank. Raises AdapterError, ModelSourceError."""
+        return load_adapter_weights(self._decoder, self.config, adapter, max_rank)
+
+    def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
+        """Compute a plan's tokens; logits come only for sequences that are now complete.
+
+        Launching a plan again gives the same: it only writes the cache where it wrote before.
+        """
+        with torch.inference_mode():
+            batch = build_batch(plan, self._device, exact=self.is_row_exact)
+            hidden = self._forward(batch)
+            pooled: list[PooledChunk] = []
+            if batch.pooled:
+                normed = self._decoder.normed(hidden)
+                pooled = pool_rows(batch.pooled, normed, self._decoder.labels)
+            scored = score_rows(batch.scored, hidden, self._decoder.logits)
+            if batch.sampled:
+                logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
+            else:
+                logits = hidden.new_empty(0, self.config.vocab_size)
+            return InFlightStep([], batch.sampled, logits, pooled, scored, nothing_chosen)
+
+    def _forward(self, batch: FlatBatch) -> torch.Tensor:
+        if not self._feature_layers or not isinstance(self._decoder, FusedDecoder):
+            return self._decoder.forward(batch, batch.adapters)
+        layers = self._feature_layers
+        hidden, features = self._decoder.forward_with_features(batch, batch.adapters, layers)
+        give_features(batch, features)
+        return hidden
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """Raise ConfigError for what is computed by the kernels of a GPU only."""
+    if engine.kv_cache_dtype == "fp8" or engine.deterministic:
+        raise ConfigError(
+            "A KV cache in fp8 and engine.deterministic are for the kernels of a GPU: set "
+            "engine.kernels to 'triton', or to 'reference' for a try on a CPU; a KV cache of 8 "
+            "bits is int8 here."
+        )
+
+
+def nothing_chosen() -> ChosenTokens:
+    """What is read of a step whose tokens are all the host's to choose."""
+    return ChosenTokens([], [], None)

@@ -1,0 +1,197 @@
+"""Where the engine computes: the seam between the runner and a CUDA device, and the host as one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from millrace.engine.devices.cuda.staging import PinnedStaging
+
+Array = npt.NDArray[Any]
+
+# torch has no types for these.
+_stream: Callable[[torch.device], Any] = torch.cuda.Stream
+_event: Callable[[], Any] = torch.cuda.Event
+
+
+class MemoryInfo(NamedTuple):
+    """Bytes of a device's memory: all of it, what nobody uses, and what this process's tensors do
+    of the rest."""
+
+    total: int
+    free: int
+    allocated: int
+
+
+class Device(Protocol):
+    """Does what it is told in the order it is told, possibly later than the call returns.
+
+    Only ``synchronize``, ``fill`` and what ``read_back`` returns wait for it.
+    """
+
+    torch_device: torch.device
+    # Programs of a kernel that run at a time when each takes half a multiprocessor.
+    num_programs: int
+
+    def upload(self, values: Array) -> torch.Tensor:
+        """A new tensor of ``values``, which may change as soon as this returns."""
+
+    def write(self, target: torch.Tensor, values: Array) -> None:
+        """Have ``target`` hold ``values``, of the same size and type, which may change as soon as
+        this returns."""
+
+    def fill(self, target: torch.Tensor, parts: Rows[torch.Tensor]) -> None:
+        """Have ``target`` hold ``parts`` of the host, of its size and type together, one behind the
+        other; all are contiguous. It is written after what was told before and beside what is told
+        meanwhile, which must not use it, and is there when this returns. For any thread."""
+
+    def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
+        """The contents of new ``tensors`` (nobody else writes them), brought to the host beside the
+        work that follows; what is returned waits for them."""
+
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+        """What does again the work on the device that ``work`` does, on the same tensors."""
+
+    def synchronize(self) -> None:
+        """Wait until all that was told is done."""
+
+    def memory(self) -> MemoryInfo | None:
+        """None if the device has no memory of its own."""
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """By how much ``work`` makes tensors take more memory while it runs."""
+
+
+class HostDevice:
+    """The CPU in the place of a device: everything is done when its call returns."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.num_programs = 4
+
+    def upload(self, values: Array) -> torch.Tensor:
+        return torch.from_numpy(np.array(values))
+
+    def write(self, target: torch.Tensor, values: Array) -> None:
+        target.copy_(torch.from_numpy(values))
+
+    def fill(self, target: torch.Tensor, parts: Rows[torch.Tensor]) -> None:
+        sizes = [part.numel() for part in parts]
+        for own, part in zip(torch.split(target.view(-1), sizes), parts, strict=True):
+            own.copy_(part.view(-1))
+
+    def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
+        arrays: list[Array] = [tensor.numpy() for tensor in tensors]
+        return lambda: arrays
+
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+        return work
+
+    def synchronize(self) -> None:
+        """Nothing is ever pending."""
+
+    def memory(self) -> MemoryInfo | None:
+        return None
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return 0
+
+
+class CudaDevice:
+    """A CUDA device: one stream computes, another one brings results to the host, a third one
+    brings what is to be used later."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.torch_device = torch.device("cuda", index)
+        torch.cuda.set_device(self.torch_device)
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        self.num_programs = 2 * int(properties.multi_processor_count)
+        self._side = _stream(self.torch_device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def upload(self, values: Array) -> torch.Tensor:
+        # Pinned memory comes from torch's own cache, which does not give it out again before the
+        # copies from it are done.
+        pinned = torch.from_numpy(values).pin_memory()
+        return pinned.to(self.torch_device, non_blocking=True)
+
+    def write(self, target: torch.Tensor, values: Array) -> None:
+        target.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+
+    def fill(self, target: torch.Tensor, parts: Rows[torch.Tensor]) -> None:
+        self._staging.fill(target, parts)
+
+    @cached_property
+    def _staging(self) -> PinnedStaging:
+        return PinnedStaging(self.torch_device)
+
+    def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
+        self._side.wait_stream(torch.cuda.current_stream(self.torch_device))
+        copies: list[torch.Tensor] = []
+        done = _event()
+        with torch.cuda.stream(self._side):
+            for tensor in tensors:
+                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                copies.append(copy.copy_(tensor, non_blocking=True))
+                # Not given out again by torch's cache before it has been copied.
+                tensor.record_stream(self._side)
+            done.record(self._side)
+
+        def wait() -> list[Array]:
+            done.synchronize()
+            return [copy.numpy() for copy in copies]
+
+        return wait
+
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        replay: Callable[[], object] = graph.replay
+        return replay
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def memory(self) -> MemoryInfo | None:
+        # What torch's cache holds and no tensor uses counts as free.
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return MemoryInfo(total, free, torch.cuda.memory_allocated(self.torch_device))
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        before = torch.cuda.memory_allocated(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        work()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.torch_device) - before
+
+
+def device_of(device: torch.device) -> Device:
+    """What computes on a torch device."""
+    return CudaDevice(device) if device.type == "cuda" else HostDevice()
+
+
+class Stopwatch:
+    """Seconds of work on a device, from one lap to the next."""
+
+    def __init__(self, device: Device, monotonic: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._monotonic = monotonic
+        self._since_s = monotonic()
+
+    def lap_s(self) -> float:
+        """Wait for the device; the time since the last lap."""
+        self._device.synchronize()
+        now_s = self._monotonic()
+        lap_s, self._since_s = now_s - self._since_s, now_s
+        return lap_s

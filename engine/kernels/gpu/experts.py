@@ -1,0 +1,155 @@
+"""Mixture of experts over stacked weights; the routing decisions never leave the device.
+
+``route`` chooses experts by top-k of the softmax, ``sort_by_expert`` groups the choices by expert,
+``gate_up`` and ``down`` are grouped matrix products, ``add_choices`` sums the weighted results of
+each row. A choice is a pair of a row and one of its experts, number ``row * num_chosen + choice``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from millrace.engine.kernels.gpu.jit.experts import (
+    add_choices_kernel,
+    expert_products_kernel,
+    route_kernel,
+)
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
+from millrace.engine.kernels.gpu.tiles import power_of_two
+
+__all__ = ["SortedChoices", "add_choices", "down", "gate_up", "route", "sort_by_expert"]
+
+
+class _Tile(NamedTuple):
+    """A program takes ``rows`` of one expert and ``outputs`` of its outputs, and goes through
+    ``inputs`` at a time; ``num_stages`` of these are on their way."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
+def _tile(num_choices: int, num_experts: int, itemsize: int, *, fixed: bool) -> _Tile:
+    """By how many rows an expert has on average, which shapes tell. One for all if ``fixed``."""
+    if itemsize > 2:
+        return _Tile(32, 64, 32, 4, 2)
+    if fixed:
+        return _Tile(64, 128, 64, 4, 3)
+    average = num_choices / num_experts
+    if average <= 16:
+        return _Tile(16, 64, 128, 4, 4)
+    if average <= 64:
+        return _Tile(64, 128, 64, 4, 4)
+    return _Tile(128, 128, 64, 8, 3)
+
+
+def route(
+    scores: torch.Tensor, num_chosen: int, *, normalized: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``num_chosen`` experts with the highest of ``scores`` [num_rows, num_experts], the best
+    first, of equals the first: their softmax weights, float32 [num_rows, num_chosen], summing to
+    1 if ``normalized``, and their numbers, int16. NaN scores make NaN weights."""
+    num_rows, num_experts = scores.shape
+    weights = scores.new_empty(num_rows, num_chosen, dtype=torch.float32)
+    chosen = scores.new_empty(num_rows, num_chosen, dtype=torch.int16)
+    if num_rows:
+        route_kernel[(num_rows,)](
+            *(scores, weights, chosen, scores.stride(0)),
+            NUM_EXPERTS=num_experts,
+            NUM_CHOSEN=num_chosen,
+            NORMALIZED=normalized,
+            BLOCK_EXPERTS=power_of_two(num_experts),
+            BLOCK_CHOSEN=power_of_two(num_chosen),
+            num_warps=1,
+        )
+    return weights, chosen
+
+
+def gate_up(
+    rows: torch.Tensor,
+    stack: torch.Tensor,
+    choices: SortedChoices,
+    *,
+    num_chosen: int,
+    fixed: bool = False,
+) -> torch.Tensor:
+    """``rows`` [num_rows, num_inputs] times the weights of each expert that they chose, of
+    ``stack`` [num_experts, num_outputs, num_inputs], contiguous: [num_choices, num_outputs],
+    sorted by expert. If ``fixed``, a row's result does not depend on the others'.
+    """
+    out = rows.new_empty(len(choices.order), stack.shape[1])
+    _multiply(rows, stack, choices, None, out, num_chosen=num_chosen, fixed=fixed)
+    return out
+
+
+def down(
+    rows: torch.Tensor,
+    stack: torch.Tensor,
+    choices: SortedChoices,
+    weights: torch.Tensor,
+    *,
+    fixed: bool = False,
+) -> torch.Tensor:
+    """``rows`` [num_choices, num_inputs], sorted by expert, times the weights of their experts in
+    ``stack`` [num_experts, num_outputs, num_inputs] and ``weights`` [num_rows, num_chosen]:
+    [num_rows, num_chosen, num_outputs] in the order of the choices."""
+    num_rows, num_chosen = weights.shape
+    out = rows.new_empty(num_rows, num_chosen, stack.shape[1])
+    _multiply(rows, stack, choices, weights, out, num_chosen=num_chosen, fixed=fixed)
+    return out
+
+
+def add_choices(total: torch.Tensor, results: torch.Tensor) -> torch.Tensor:
+    """``total`` [num_rows, width] plus the sum of each row's ``results`` [num_rows, num_chosen,
+    width], in their order and rounded once; in place."""
+    num_rows, num_chosen, width = results.shape
+    if num_rows:
+        # At least an element for each thread, since the sum takes the place of what it adds to.
+        block = max(128, min(1024, power_of_two(width)))
+        add_choices_kernel[(num_rows, -(-width // block))](
+            *(total, results, total.stride(0)),
+            WIDTH=width,
+            NUM_CHOSEN=num_chosen,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return total
+
+
+def _multiply(
+    rows: torch.Tensor,
+    stack: torch.Tensor,
+    choices: SortedChoices,
+    weights: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    num_chosen: int,
+    fixed: bool,
+) -> None:
+    num_experts, num_outputs, num_inputs = stack.shape
+    num_choices = len(choices.order)
+    if not num_choices:
+        return
+    tile = _tile(num_choices, num_experts, rows.element_size(), fixed=fixed)
+    # Every expert may have a tile that is not full, but no tile is without a row.
+    num_tiles = min(num_choices, -(-num_choices // tile.rows) + num_experts - 1)
+    expert_products_kernel[(num_tiles, -(-num_outputs // tile.outputs))](
+        *(rows, stack, choices.ends, choices.order),
+        out if weights is None else weights,  # Read only behind the second product.
+        *(out, rows.stride(0)),
+        NUM_INPUTS=num_inputs,
+        NUM_OUTPUTS=num_outputs,
+        NUM_EXPERTS=num_experts,
+        NUM_CHOSEN=num_chosen,
+        GATHERS=weights is None,
+        BLOCK_EXPERTS=power_of_two(num_experts),
+        BLOCK_ROWS=tile.rows,
+        BLOCK_OUTPUTS=tile.outputs,
+        BLOCK_INPUTS=tile.inputs,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

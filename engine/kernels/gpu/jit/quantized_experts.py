@@ -1,0 +1,93 @@
+"""Grouped products of rows sorted by expert with the quantized weights that each row chose; see
+``jit.experts`` for how programs find their rows, and ``jit.quantized`` for the weights."""
+
+import triton
+import triton.language as tl
+
+from millrace.engine.kernels.gpu.jit.quantized import product_sums
+
+
+@triton.jit(do_not_specialize=["num_source_rows"])
+def quantized_experts_kernel(
+    rows,
+    row_scales,
+    stack,
+    scales,
+    zeros,
+    ends,
+    order,
+    weights,
+    out,
+    num_source_rows,
+    row_stride,
+    NUM_INPUTS: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GATHERS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    GROUP_INPUTS: tl.constexpr,
+    PACKED: tl.constexpr,
+    ZEROED: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    ROW_GROUPED: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    experts = tl.arange(0, BLOCK_EXPERTS)
+    inside = experts < NUM_EXPERTS
+    expert_ends = tl.load(ends + experts, mask=inside, other=0)
+    expert_starts = tl.load(ends + experts - 1, mask=inside & (experts > 0), other=0)
+    num_tiles = tl.where(inside, tl.cdiv(expert_ends - expert_starts, BLOCK_ROWS), 0)
+    last_tiles = tl.cumsum(num_tiles, 0)
+    expert = tl.sum((inside & (last_tiles <= tile)).to(tl.int32), 0)
+    if expert < NUM_EXPERTS:
+        is_own = experts == expert
+        first_tile = tl.sum(tl.where(is_own, last_tiles - num_tiles, 0), 0)
+        start = tl.sum(tl.where(is_own, expert_starts, 0), 0) + (tile - first_tile) * BLOCK_ROWS
+        places = start + tl.arange(0, BLOCK_ROWS)
+        is_row = places < tl.sum(tl.where(is_own, expert_ends, 0), 0)
+        pairs = tl.load(order + places, mask=is_row, other=0)
+        # Rows behind the last repeat a row that is there.
+        source = pairs // NUM_CHOSEN if GATHERS else tl.where(is_row, places, start).to(tl.int64)
+        outputs = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
+        is_output = outputs < NUM_OUTPUTS
+        known_output = tl.where(is_output, outputs, 0).to(tl.int64)
+        width: tl.constexpr = NUM_INPUTS // 2 if PACKED else NUM_INPUTS
+        first_scale = expert.to(tl.int64) * NUM_GROUPS * NUM_OUTPUTS
+        sums = product_sums(
+            rows + source * row_stride,
+            is_row,
+            row_scales + source,
+            num_source_rows,
+            stack + (expert.to(tl.int64) * NUM_OUTPUTS + known_output) * width,
+            scales + first_scale + known_output,
+            zeros + first_scale + known_output,
+            is_output,
+            NUM_OUTPUTS,
+            NUM_INPUTS,
+            BLOCK_ROWS,
+            BLOCK_OUTPUTS,
+            CHUNK,
+            GROUP_INPUTS,
+            PACKED,
+            ZEROED,
+            ROUNDED,
+            ROW_GROUPED,
+            NUM_STAGES,
+        )
+        if GATHERS:
+            target = places.to(tl.int64)
+        else:
+            target = pairs
+            sums *= tl.load(weights + pairs, mask=is_row, other=0.0)[None, :]
+        out_places = out + target[None, :] * NUM_OUTPUTS + outputs[:, None]
+        tl.store(
+            out_places,
+            sums.to(out.dtype.element_ty),
+            mask=is_output[:, None] & is_row[None, :],
+        )

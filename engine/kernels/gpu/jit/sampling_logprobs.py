@@ -1,0 +1,63 @@
+"""Log-probabilities of the model's own logits. One program takes a row."""
+
+import triton
+import triton.language as tl
+
+from millrace.engine.kernels.gpu.jit.sampling_logits import GROUP, NO_GAP
+
+
+@triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["picked", "tokens"])
+def logprobs_kernel(
+    logits,
+    picked,
+    tokens,
+    tops,
+    masses,
+    out,
+    row_stride,
+    vocab_size,
+    num_groups,
+    num_top,
+    ALL_GROUPS: tl.constexpr,
+):
+    """``out`` float64 [num_picked, 1 + 2 * num_top]: the log-probability of the row's token, then
+    the likeliest tokens in falling order, the first of equals first, and theirs."""
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(picked + place).to(tl.int64)
+    logits += row * row_stride
+    out += place * (1 + 2 * num_top)
+    groups = tl.arange(0, ALL_GROUPS)
+    inside = groups < num_groups
+    own = place * num_groups + groups
+    remaining = tl.load(tops + own, mask=inside, other=-float("inf"))
+    best = tl.max(remaining)
+    weights = tl.exp(remaining - best).to(tl.float64)
+    relative = tl.load(masses + own, mask=inside, other=0.0).to(tl.float64)
+    normaliser = tl.log(tl.sum(weights * relative)) + best.to(tl.float64)
+    token = tl.load(tokens + row)
+    # A row that has no token has nothing to report, but is read all the same.
+    chosen = tl.load(logits + tl.maximum(token, 0)).to(tl.float64)
+    tl.store(out, chosen - normaliser)
+    unfinished = inside
+    lanes = tl.arange(0, GROUP)
+    last_value = tl.full((), float("inf"), tl.float32)
+    last_token = tl.full((), -1, tl.int32)
+    for rank in range(num_top):
+        largest = tl.max(remaining)
+        group = tl.min(tl.where((remaining == largest) & unfinished, groups, NO_GAP))
+        ids = group * GROUP + lanes
+        values = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
+        values = tl.where(values != values, float("inf"), values)
+        # Tokens leave in falling order, so all of the group before the last one have left.
+        left = (values < last_value) | ((values == last_value) & (ids > last_token))
+        left = left & (ids < vocab_size)
+        value = tl.max(tl.where(left, values, -float("inf")))
+        found = tl.min(tl.where(left & (values == value), ids, NO_GAP))
+        tl.store(out + 1 + rank, found.to(tl.float64))
+        tl.store(out + 1 + num_top + rank, value.to(tl.float64) - normaliser)
+        last_value = value
+        last_token = found
+        left = left & (ids != found)
+        next_value = tl.max(tl.where(left, values, -float("inf")))
+        remaining = tl.where(groups == group, next_value, remaining)
+        unfinished = unfinished & ((groups != group) | (tl.sum(left.to(tl.int32)) > 0))

@@ -1,0 +1,192 @@
+"""The kernels of a device step, from one of two sources: Triton's, or plain torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from millrace.engine.kernels.gpu.device_batch import CacheLayer, DeviceBatch
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
+from millrace.engine.kernels.operations import WeightSize
+from millrace.schemas.errors import ConfigError
+
+
+class Attention(Protocol):
+    """Attention over the paged cache."""
+
+    def prepare(self, batch: DeviceBatch) -> Any:
+        """Everything about a step that is the same in all layers."""
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        cache: CacheLayer,
+        batch: DeviceBatch,
+        work: Any,
+        out: torch.Tensor,
+    ) -> None:
+        """Attention of ``queries`` [num_tokens, num_heads, head_dim] into ``out``."""
+
+
+class ExpertKernels(Protocol):
+    """The interface of both modules ``experts``; see ``engine.kernels.gpu.experts``."""
+
+    def route(
+        self, scores: torch.Tensor, num_chosen: int, *, normalized: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def sort_by_expert(self, chosen: torch.Tensor, num_experts: int) -> SortedChoices: ...
+
+    def gate_up(
+        self,
+        rows: torch.Tensor,
+        stack: torch.Tensor,
+        choices: SortedChoices,
+        *,
+        num_chosen: int,
+        fixed: bool = False,
+    ) -> torch.Tensor: ...
+
+    def down(
+        self,
+        rows: torch.Tensor,
+        stack: torch.Tensor,
+        choices: SortedChoices,
+        weights: torch.Tensor,
+        *,
+        fixed: bool = False,
+    ) -> torch.Tensor: ...
+
+    def add_choices(self, total: torch.Tensor, results: torch.Tensor) -> torch.Tensor: ...
+
+
+class ExpertStack(Protocol):
+    """One of the weights of each expert, that is not a plain tensor; its products are those of
+    ``engine.kernels.gpu.experts``."""
+
+    @property
+    def size(self) -> WeightSize: ...
+
+    def __len__(self) -> int:
+        """The number of experts."""
+
+    def gate_up(
+        self, rows: torch.Tensor, choices: SortedChoices, *, num_chosen: int, fixed: bool
+    ) -> torch.Tensor: ...
+
+    def down(
+        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor, *, fixed: bool
+    ) -> torch.Tensor: ...
+
+
+# Of experts' weights: a tensor [num_experts, num_outputs, num_inputs], or another.
+Stack = torch.Tensor | ExpertStack
+
+
+class KernelSet(NamedTuple):
+    """Functions of tensors on one device, documented where they are: in ``engine.kernels.gpu`` the
+    modules ``inputs``, ``rows``, ``heads``, ``matmul``, ``attention``, ``experts`` and
+    ``adapters``, and the same of ``reference``. Triton's neither wait for the device nor read from
+    it on the host."""
+
+    name: str
+    prepare_inputs: Callable[..., None]
+    rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm: Callable[..., torch.Tensor]
+    swiglu: Callable[[torch.Tensor], torch.Tensor]
+    rotate_store: Callable[..., None]
+    linear: Callable[..., torch.Tensor]
+    gated_linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    prefers_skinny: Callable[[int, int, int], bool]
+    attention: Callable[..., Attention]
+    experts: ExpertKernels
+    add_adapters: Callable[..., None]
+
+
+def choose_kernels(name: str, device: torch.device) -> KernelSet:
+    """The kernels "triton" or "reference". Raises ConfigError where Triton's cannot run."""
+    if name == "reference":
+        return _reference_kernels()
+    if device.type != "cuda" and not is_interpreted():
+        raise ConfigError(
+            "engine.kernels is 'triton', which needs a CUDA device; with TRITON_INTERPRET=1 in the "
+            "environment its interpreter runs them on the CPU, very slowly."
+        )
+    return triton_kernels()
+
+
+def is_interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_kernels() -> KernelSet:
+    """The Triton kernels: compiled on a CUDA device, else interpreted."""
+    from millrace.engine.kernels.gpu import (
+        adapters,
+        attention,
+        experts,
+        heads,
+        inputs,
+        matmul,
+        rows,
+    )
+
+    return _gathered(
+        "triton",
+        *(inputs, rows, heads, matmul, experts, adapters),
+        prefers_skinny=matmul.prefers_skinny,
+        attention=attention.PagedAttention,
+    )
+
+
+def _reference_kernels() -> KernelSet:
+    from millrace.engine.kernels.gpu.reference import (
+        adapters,
+        attention,
+        experts,
+        heads,
+        inputs,
+        matmul,
+        rows,
+    )
+
+    return _gathered(
+        "reference",
+        *(inputs, rows, heads, matmul, experts, adapters),
+        prefers_skinny=lambda *_: False,
+        attention=attention.ReferenceAttention,
+    )
+
+
+def _gathered(
+    name: str,
+    inputs: Any,
+    rows: Any,
+    heads: Any,
+    matmul: Any,
+    experts: ExpertKernels,
+    adapters: Any,
+    *,
+    prefers_skinny: Callable[[int, int, int], bool],
+    attention: Callable[..., Attention],
+) -> KernelSet:
+    """A set from the modules that both sources have."""
+    return KernelSet(
+        name=name,
+        prepare_inputs=inputs.prepare_inputs,
+        rms_norm=rows.rms_norm,
+        add_rms_norm=rows.add_rms_norm,
+        swiglu=rows.swiglu,
+        rotate_store=heads.rotate_store,
+        linear=matmul.linear,
+        gated_linear=matmul.gated_linear,
+        prefers_skinny=prefers_skinny,
+        attention=attention,
+        experts=experts,
+        add_adapters=adapters.add_adapters,
+    )

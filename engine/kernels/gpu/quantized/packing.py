@@ -1,0 +1,142 @@
+"""How quantized weights lie in a device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+
+from millrace.engine.kernels.operations import WeightSize
+
+# The most inputs that a product takes at a time, as many as usually share a scale.
+_MOST_CHUNK = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """Weights [num_outputs, num_inputs], each (code - zero) * scale.
+
+    ``codes``: int8 or float8_e4m3fn [num_outputs, num_inputs]; or uint8 [num_outputs, num_inputs /
+    2], in which the byte j of each ``chunk`` / 2 has the code of input j of ``chunk`` inputs in its
+    low bits and that of input j + ``chunk`` / 2 in the others, both plus 8. ``scales``: a float
+    type [num_groups, num_outputs], ``zeros``: int16 as these or None. A group has ``group_inputs``
+    inputs, which is 0 where there is one group. Of a stack, all have the number of an expert in
+    front.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    group_inputs: int
+    chunk: int
+
+    def __len__(self) -> int:
+        """The number of experts in a stack."""
+        return len(self.codes)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte has two codes."""
+        return self.codes.dtype is torch.uint8
+
+    @property
+    def num_outputs(self) -> int:
+        return self.codes.shape[-2]
+
+    @property
+    def num_inputs(self) -> int:
+        return self.codes.shape[-1] * (1 + self.is_packed)
+
+    @property
+    def size(self) -> WeightSize:
+        parts = (self.codes, self.scales, self.zeros)
+        num_bytes = sum(part.numel() * part.itemsize for part in parts if part is not None)
+        return WeightSize(self.codes.numel() * (1 + self.is_packed), num_bytes)
+
+    @classmethod
+    def of(
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None = None,
+        *,
+        group_inputs: int,
+        bits: int,
+    ) -> Self:
+        """From ``codes`` [num_outputs, num_inputs], those of 4 ``bits`` from -8 to 7, ``scales``
+        and ``zeros`` [num_outputs, num_groups], on their device.
+
+        Raises ValueError for a width that no ``chunk_of`` cuts.
+        """
+        one_group = scales.shape[1] == 1
+        group_inputs = 0 if one_group else group_inputs
+        chunk = chunk_of(codes.shape[1], group_inputs, bits)
+        if not chunk:
+            raise ValueError(f"{codes.shape[1]} inputs in groups of {group_inputs} have no chunks")
+        return cls(
+            codes=_packed(codes, chunk) if bits == 4 else codes.contiguous(),
+            scales=_narrowed(scales).t().contiguous(),
+            zeros=None if zeros is None else zeros.t().contiguous(),
+            group_inputs=group_inputs,
+            chunk=chunk,
+        )
+
+    @classmethod
+    def stacked(cls, weights: Sequence[Self]) -> Self:
+        """The weights of several experts as one stack. Raises ValueError where they differ in how
+        they lie in memory."""
+        first = weights[0]
+        for other in weights[1:]:
+            if (
+                (other.codes.shape, other.codes.dtype) != (first.codes.shape, first.codes.dtype)
+                or other.group_inputs != first.group_inputs
+                or other.scales.shape != first.scales.shape
+            ):
+                raise ValueError("the weights of experts in one stack differ in their layout")
+        scales = torch.stack([weight.scales.float() for weight in weights])
+        zeros = None
+        if any(weight.zeros is not None for weight in weights):
+            zeros = torch.stack(
+                [
+                    torch.zeros_like(weight.scales, dtype=torch.int16)
+                    if weight.zeros is None
+                    else weight.zeros
+                    for weight in weights
+                ]
+            )
+        # Stacked as bytes: not every torch concatenates float8.
+        codes = torch.stack([weight.codes.view(torch.uint8) for weight in weights])
+        return replace(
+            first,
+            codes=codes.view(first.codes.dtype),
+            scales=_narrowed(scales),
+            zeros=zeros,
+        )
+
+
+def chunk_of(num_inputs: int, group_inputs: int, bits: int) -> int:
+    """How many inputs a product takes at a time, all of one group of ``group_inputs`` (0: all are
+    one): a power of two, or 0 if the matrix units take none that fits. They take 16 at least, and
+    two halves where codes have 4 ``bits``."""
+    chunk = _MOST_CHUNK
+    while num_inputs % chunk or group_inputs % chunk:
+        chunk //= 2
+    return chunk if chunk >= (32 if bits == 4 else 16) else 0
+
+
+def _packed(codes: torch.Tensor, chunk: int) -> torch.Tensor:
+    halves = (codes + 8).view(torch.uint8).view(len(codes), -1, 2, chunk // 2)
+    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+
+
+def _narrowed(scales: torch.Tensor) -> torch.Tensor:
+    """As few bytes as hold ``scales`` exactly, which most checkpoints store in 16 bits."""
+    if scales.is_meta:
+        return scales
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = scales.to(dtype)
+        if torch.equal(narrow.float(), scales):
+            return narrow
+    return scales

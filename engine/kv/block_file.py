@@ -1,0 +1,166 @@
+"""Blocks of the KV cache in a file: fixed slots, each with a header that says what is in it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+from millrace.engine.transfer.checksum import checksum_of
+from millrace.schemas.errors import ConfigError
+
+_PAGE_BYTES = 4096
+_MAGIC = b"mrkv0002"
+# Magic, key, stamp, checksum of the contents, and one of what comes before it.
+_HEADER = struct.Struct("<8s16sQQI")
+_MAX_FILES = 256
+_ENDING, _LOCK = ".kv", "lock"
+
+
+class StoredBlock(NamedTuple):
+    """A block that an earlier process wrote; a higher ``stamp`` was written later."""
+
+    stamp: int
+    key: bytes
+    slot: int
+
+
+class BlockFile:
+    """A file of slots that one process has for itself; an earlier one's, if its blocks are of the
+    same ``identity``, which names all that their bytes depend on.
+
+    Contents are written before their header, and read with their checksum: what a crash has left
+    half done is no block. ``write`` and ``read`` may be called on any thread, for different slots.
+    """
+
+    def __init__(self, folder: Path, identity: str, block_bytes: int, max_bytes: int) -> None:
+        """Opens ``folder``, where files of other identities that no process holds are removed, the
+        oldest first, until they take ``max_bytes`` at most, as this one will. Raises ConfigError if
+        it cannot be used."""
+        self.block_bytes = block_bytes
+        self._slot_bytes = -(-(_HEADER.size + block_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+        self.num_slots = max(0, max_bytes - _PAGE_BYTES) // self._slot_bytes
+        if not self.num_slots:
+            raise ConfigError(
+                f"engine.disk_cache_bytes is {max_bytes}, but one block takes {self._slot_bytes}."
+            )
+        head = blake2b(f"{identity};{block_bytes}".encode()).digest()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            # One process after the other, as those of a system begin at the same moment.
+            with (folder / _LOCK).open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                self._fd = _open(folder, head)
+                _make_room(folder, head, max_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"engine.disk_cache_path: {folder} cannot be used: {error.strerror or error}."
+            ) from error
+
+    def blocks(self) -> list[StoredBlock]:
+        """What is in the file, the oldest first; contents are checked when they are read."""
+        found = []
+        room_bytes = os.fstat(self._fd).st_size - _HEADER.size - self.block_bytes
+        for slot in range(self.num_slots):
+            if self._offset(slot) > room_bytes:
+                break
+            header = _parsed(os.pread(self._fd, _HEADER.size, self._offset(slot)))
+            if header is not None:
+                key, stamp, _ = header
+                found.append(StoredBlock(stamp, key, slot))
+        return sorted(found)
+
+    def write(self, slot: int, key: bytes, stamp: int, pieces: Sequence[memoryview]) -> None:
+        """Put the bytes of ``pieces`` into a slot. Raises OSError; the slot is empty then."""
+        offset, checksum = self._offset(slot), checksum_of(pieces)
+        os.pwrite(self._fd, bytes(_HEADER.size), offset)
+        done = os.pwritev(self._fd, pieces, offset + _HEADER.size)
+        if done != self.block_bytes:
+            raise OSError(errno.ENOSPC, f"{done} of {self.block_bytes} bytes were written")
+        packed = _HEADER.pack(_MAGIC, key, stamp, checksum, 0)
+        packed = packed[:-4] + zlib.crc32(packed[:-4]).to_bytes(4, "little")
+        os.pwrite(self._fd, packed, offset)
+
+    def read(self, slot: int, key: bytes, pieces: Sequence[memoryview]) -> bool:
+        """Fill ``pieces`` with the contents of a slot; False if they are not what was written for
+        ``key``. Raises OSError."""
+        offset = self._offset(slot)
+        header = _parsed(os.pread(self._fd, _HEADER.size, offset))
+        if header is None or header[0] != key:
+            return False
+        done = os.preadv(self._fd, pieces, offset + _HEADER.size)
+        return done == self.block_bytes and checksum_of(pieces) == header[2]
+
+    def close(self) -> None:
+        """Let another process have the file."""
+        os.close(self._fd)
+
+    def _offset(self, slot: int) -> int:
+        return _PAGE_BYTES + slot * self._slot_bytes
+
+
+def _open(folder: Path, head: bytes) -> int:
+    """The first file that no other process holds, for one with the same head if there is any."""
+    taken = [fd for name in _names(folder) if (fd := _locked(folder / name)) is not None]
+    chosen = next((fd for fd in taken if os.pread(fd, len(head), 0) == head), None)
+    for fd in taken:
+        if fd != chosen:
+            os.close(fd)
+    return _new(folder, head) if chosen is None else chosen
+
+
+def _new(folder: Path, head: bytes) -> int:
+    for number in range(_MAX_FILES):
+        path = folder / f"{number}{_ENDING}"
+        if not path.exists() and (fd := _locked(path)) is not None:
+            os.pwrite(fd, head, 0)
+            return fd
+    raise BlockingIOError(errno.EAGAIN, "too many processes use it")
+
+
+def _make_room(folder: Path, head: bytes, spare_bytes: int) -> None:
+    """Remove files of other kinds that nobody holds until they take ``spare_bytes`` at most. Those
+    of this kind are for processes that may begin in a moment."""
+    idle = []
+    for path in (folder / name for name in _names(folder)):
+        fd = _locked(path)
+        if fd is not None:
+            status = os.fstat(fd)
+            if os.pread(fd, len(head), 0) != head:
+                idle.append((status.st_mtime_ns, status.st_blocks * 512, path))
+            os.close(fd)
+    total = sum(size for _, size, _ in idle)
+    for _, size, path in sorted(idle):
+        if total <= spare_bytes:
+            return
+        path.unlink()
+        total -= size
+
+
+def _names(folder: Path) -> Iterable[str]:
+    return sorted(path.name for path in folder.glob(f"*{_ENDING}"))
+
+
+def _locked(path: Path) -> int | None:
+    """The file, held by this process alone; None if another has it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
+    os.close(fd)
+    return None
+
+
+def _parsed(header: bytes) -> tuple[bytes, int, int] | None:
+    """Key, stamp and checksum of a header that is whole."""
+    if len(header) < _HEADER.size or header[:8] != _MAGIC:
+        return None
+    _, key, stamp, checksum, own = _HEADER.unpack(header)
+    return (key, stamp, checksum) if own == zlib.crc32(header[:-4]) else None

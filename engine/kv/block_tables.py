@@ -1,0 +1,410 @@
+"""Block tables of sequences: allocated, shared, cached and released."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, Protocol
+
+from millrace.engine.kv.block_pool import BlockPool
+from millrace.engine.kv.events import KvEvents
+from millrace.engine.kv.host_cache import HostCache
+from millrace.engine.kv.prefix_cache import PrefixCache
+from millrace.engine.kv.tier_hits import TierHits
+from millrace.engine.step.sequence import Sequence
+from millrace.engine.types import PrefixChanges
+from millrace.schemas.prefix import extend_keys, root_key
+
+
+class BlockMemory(Protocol):
+    """Operations on the contents of blocks; implemented by ``engine.kv.cache.KVCache``."""
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero those whose contents are not finite."""
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Give one block the contents of another."""
+
+
+class PrefixHit(NamedTuple):
+    """The cached prefix of a sequence: blocks of the cache, or None where only the host has a
+    copy; how many are blocks, and how many of those are idle. ``awaited`` is true while the next
+    block is being computed for another sequence."""
+
+    blocks: list[int | None]
+    num_here: int
+    num_idle: int
+    awaited: bool
+
+
+class BlockTables:
+    """Allocates, shares and frees the blocks of sequences, from a pool of its own.
+
+    A block of a sequence's table is *cached* once it is full, computed and known to be finite;
+    cached blocks are never written again, and if tables are ``shared``, others find them by their
+    tokens; otherwise only the sequence itself does, after a preemption. Only the last block of a
+    table is ever written; while it is shared (between choices of one request), the first writer
+    copies it.
+
+    ``num_reserved_blocks`` are reserved at admission for blocks that sequences still need; of them,
+    ``num_guaranteed_blocks`` are never allocated to other sequences. ``lent_blocks`` names those to
+    which others hold references; ``on_release`` is told what keys a sequence gives back, and when.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size_tokens: int,
+        memory: BlockMemory,
+        *,
+        shared: bool = True,
+        host: HostCache | None = None,
+        idle_offload_s: float = math.inf,
+    ) -> None:
+        self.host = host
+        self._memory = memory
+        self._cache = PrefixCache()
+        self.pool = BlockPool(num_blocks, block_size_tokens, self._cache.evict)
+        self._shared = shared
+        self._idle_offload_s = idle_offload_s
+        self._size = block_size_tokens
+        self._computing: dict[bytes, Sequence] = {}
+        self._events = KvEvents(self._is_kept, self._kept_keys)
+        if shared:
+            self._cache.on_change = self._events.record
+            if host is not None:
+                host.on_change = self._events.record
+        self.num_reserved_blocks = 0
+        self.num_guaranteed_blocks = 0
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+        self.tier_hits = TierHits(self._size)
+        self.num_swaps = 0
+        self.lent_blocks: Callable[[], Iterable[int]] = tuple
+        self.on_release: Callable[[list[bytes], float], None] = lambda _keys, _now_s: None
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        return self._cache.num_evicted_blocks
+
+    def pop_prefix_changes(self) -> PrefixChanges | None:
+        """Changes of the shared prefix cache since the last call."""
+        return self._events.pop()
+
+    def block_of(self, key: bytes) -> int | None:
+        """The block of the cache that has the contents of a key, if there is one."""
+        return self._cache.get(key)
+
+    def _is_kept(self, key: bytes) -> bool:
+        return key in self._cache or (
+            self.host is not None and (key in self.host or key in self.host.below)
+        )
+
+    def _kept_keys(self) -> Iterator[bytes]:
+        """Keys that are found here, in host memory or below it, the longest unused first."""
+        if self.host is not None:
+            here = (self._cache, self.host)
+            yield from (k for k in self.host.below if not any(k in one for one in here))
+            yield from (key for key in self.host if key not in self._cache)
+        yield from map(self._cache.key_of, self.pool.idle_blocks())
+        yield from (key for key, block in self._cache.items() if not self.pool.is_idle(block))
+
+    def match(self, sequence: Sequence) -> PrefixHit:
+        """The longest cached prefix that leaves at least one token to compute; changes nothing."""
+        blocks: list[int | None] = []
+        num_here = num_idle = 0
+        for key in self.keys_to_find(sequence):
+            block = self._cache.get(key)
+            if block is not None:
+                num_here += 1
+                num_idle += self.pool.is_idle(block)
+            elif self.host is None or key not in self.host:
+                # One of lower rank may be stuck for as long as this one is in the queue.
+                owner = self._computing.get(key)
+                awaited = owner is not None and owner.rank < sequence.rank
+                return PrefixHit(blocks, num_here, num_idle, awaited)
+            blocks.append(block)
+        return PrefixHit(blocks, num_here, num_idle, awaited=False)
+
+    def _looks_for_hits(self, sequence: Sequence) -> bool:
+        return sequence.takes_prefix_hits and (self._shared or sequence.num_preemptions > 0)
+
+    def keys_to_find(self, sequence: Sequence) -> list[bytes]:
+        """Keys of the blocks that it may begin with; its own ones if nothing is shared."""
+        if not self._looks_for_hits(sequence):
+            return []
+        num_blocks = (sequence.num_tokens - 1) // self._size
+        self._extend_keys(sequence, num_blocks)
+        return sequence.block_keys[:num_blocks]
+
+    def attach_prefix(self, sequence: Sequence, hit: PrefixHit) -> None:
+        """Begin a table with the hit that ``match`` returned just now."""
+        assert not sequence.block_table
+        keys = self.keys_to_find(sequence)
+        num_hit = len(hit.blocks)
+        for block in hit.blocks:
+            if block is not None:
+                self.pool.share(block)
+        sequence.block_table = self._reload(keys[:num_hit], hit)
+        sequence.num_cached_blocks = num_hit
+        sequence.num_computed_tokens = num_hit * self._size
+        self.unpin(sequence)
+        if not sequence.started:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            num_pulled = sum(key in sequence.pulled_keys for key in keys[:num_hit])
+            sequence.num_pulled_tokens = num_pulled * self._size
+        if self._looks_for_hits(sequence):
+            self.num_query_tokens += sequence.num_tokens
+            self.num_hit_tokens += sequence.num_computed_tokens
+            self.tier_hits.note(sequence, keys[:num_hit], hit.blocks)
+        if self._shared:
+            for key in keys[num_hit:]:
+                self._computing.setdefault(key, sequence)
+
+    def _reload(self, keys: list[bytes], hit: PrefixHit) -> list[int]:
+        """The blocks of a hit, with what only the host has copied into new ones."""
+        num_missing = len(hit.blocks) - hit.num_here
+        if num_missing == 0:
+            return [block for block in hit.blocks if block is not None]
+        assert self.host is not None
+        new = self.pool.allocate(num_missing)
+        assert new is not None, "a hit was taken for which there are no blocks"
+        missing = [key for key, block in zip(keys, hit.blocks, strict=True) if block is None]
+        self.host.load(missing, new)
+        for key, block in zip(missing, new, strict=True):
+            self._cache.insert(key, block)
+            self.pool.keep(block)
+        fresh = iter(new)
+        return [next(fresh) if block is None else block for block in hit.blocks]
+
+    def reserve(self, sequence: Sequence, num_blocks: int, *, guaranteed: bool) -> None:
+        """Reserve the blocks that are missing until the table has ``num_blocks``."""
+        sequence.num_reserved_blocks = max(0, num_blocks - len(sequence.block_table))
+        sequence.guaranteed = guaranteed
+        self.num_reserved_blocks += sequence.num_reserved_blocks
+        if guaranteed:
+            self.num_guaranteed_blocks += sequence.num_reserved_blocks
+
+    def allocate_slots(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate slots for the next ``num_tokens`` tokens, in blocks that are the sequence's own.
+
+        False, and nothing changed, if there are too few free blocks.
+        """
+        table = sequence.block_table
+        end = sequence.num_computed_tokens + num_tokens
+        missing = -(-end // self._size) - len(table)
+        if missing <= 0 and not sequence.tail_shared:
+            return True
+        tail = sequence.num_computed_tokens // self._size
+        copied = sequence.tail_shared and self.pool.num_references(table[tail]) > 1
+        missing = max(missing, 0) + copied
+        kept_for_others = self.num_guaranteed_blocks
+        if sequence.guaranteed:
+            kept_for_others -= sequence.num_reserved_blocks
+        if missing > self.pool.num_free_blocks - kept_for_others:
+            return False
+        blocks = self.pool.allocate(missing)
+        assert blocks is not None
+        self._use_reservation(sequence, missing)
+        if copied:
+            own = blocks.pop()
+            self._memory.copy_block(table[tail], own)
+            self.pool.free((table[tail],))
+            table[tail] = own
+        sequence.tail_shared = False
+        table += blocks
+        return True
+
+    def allocate_ahead(self, sequence: Sequence, num_tokens: int) -> int:
+        """Allocate slots for up to ``num_tokens`` tokens behind the next one of a sequence that
+        decodes, in free blocks that are promised to nobody else; for how many there are slots."""
+        table = sequence.block_table
+        end = sequence.num_computed_tokens + 1
+        missing = -(-(end + num_tokens) // self._size) - len(table)
+        if missing > 0:
+            promised = self.num_reserved_blocks
+            if sequence.guaranteed:
+                promised -= sequence.num_reserved_blocks
+            missing = min(missing, max(0, self.pool.num_free_blocks - promised))
+            blocks = self.pool.allocate(missing)
+            assert blocks is not None
+            if sequence.guaranteed:
+                self._use_reservation(sequence, missing)
+            table += blocks
+        return min(num_tokens, len(table) * self._size - end)
+
+    def free_ahead(self, sequence: Sequence, num_tokens: int = 0) -> None:
+        """Give back the blocks of a sequence that decodes but for those of its computed tokens and
+        of ``num_tokens`` more."""
+        table = sequence.block_table
+        end = -(-(sequence.num_computed_tokens + num_tokens) // self._size)
+        unused = table[end:]
+        if not unused:
+            return
+        del table[end:]
+        if not sequence.contents_finite:
+            self._memory.scrub(unused)
+        self.pool.free(reversed(unused))
+        if sequence.guaranteed:
+            sequence.num_reserved_blocks += len(unused)
+            self.num_reserved_blocks += len(unused)
+            self.num_guaranteed_blocks += len(unused)
+
+    def cache_full_blocks(self, sequence: Sequence, num_tokens: int) -> None:
+        """Put the full blocks of the first ``num_tokens`` tokens, which are known and finite, into
+        the prefix cache."""
+        first, end = sequence.num_cached_blocks, num_tokens // self._size
+        if end <= first:
+            return
+        sequence.num_cached_blocks = end
+        if self._shared:
+            self._publish(sequence, first, end)
+
+    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+        """Insert full blocks into the prefix cache by their keys."""
+        self._extend_keys(sequence, end)
+        for key, block in zip(
+            sequence.block_keys[first:end], sequence.block_table[first:end], strict=True
+        ):
+            if self._cache.insert(key, block):
+                self.pool.keep(block)
+            if self._computing.get(key) is sequence:
+                del self._computing[key]
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Begin the child's table with all that the parent has computed."""
+        for block in parent.block_table:
+            self.pool.share(block)
+        child.block_table = list(parent.block_table)
+        child.block_keys = list(parent.block_keys)
+        child.num_cached_blocks = parent.num_cached_blocks
+        child.num_computed_tokens = parent.num_computed_tokens
+        if parent.num_computed_tokens % self._size:
+            parent.tail_shared = child.tail_shared = True
+
+    def preempt(
+        self, sequence: Sequence, now_s: float, recompute_s: Callable[[int], float]
+    ) -> None:
+        """Take the table back from a sequence that will come again.
+
+        Its cached blocks stay to be found until their memory is needed; and if to copy them out
+        and in again takes less time than ``recompute_s`` of their tokens, host memory keeps them.
+        """
+        num_cached = sequence.num_cached_blocks
+        if not self._shared:
+            self._publish(sequence, 0, num_cached)
+        if self.host is not None and num_cached > 0:
+            swap_s = 2 * self.host.copies_s(num_cached)
+            if swap_s < recompute_s(num_cached * self._size):
+                keys = sequence.block_keys[:num_cached]
+                num_stored = self.host.store(keys, sequence.block_table[:num_cached])
+                sequence.pinned_keys = keys[:num_stored]
+                self.host.pin(sequence.pinned_keys)
+                self.num_swaps += num_stored > 0
+        self.release(sequence, now_s)
+
+    def unpin(self, sequence: Sequence) -> None:
+        """Unpin the host memory of a preempted sequence that waits no more."""
+        if sequence.pinned_keys:
+            assert self.host is not None
+            self.host.unpin(sequence.pinned_keys)
+            sequence.pinned_keys = []
+
+    def offload_idle(self, now_s: float) -> None:
+        """Move blocks that have been idle for long to host memory, a few at a time."""
+        if self.host is None or self.host.num_slots == 0:
+            return
+        blocks = self.pool.idle_since(now_s - self._idle_offload_s, self.host.blocks_at_a_time)
+        if not blocks:
+            return
+        num_stored = self.host.store([self._cache.key_of(block) for block in blocks], blocks)
+        for block in blocks[:num_stored]:
+            self._cache.remove(block)
+            self.pool.drop_idle(block)
+
+    def forget_idle(self) -> None:
+        """Empty the prefix cache but for the blocks that are in use."""
+        for block in list(self.pool.idle_blocks()):
+            self.pool.drop_idle(block)
+            key = self._cache.key_of(block)
+            self._cache.remove(block)
+            self._cache.on_change(key)
+        if self.host is not None:
+            self.host.forget(list(self.host))
+
+    def release(self, sequence: Sequence, now_s: float) -> None:
+        """Take the table back. Cached blocks that others may find stay until their memory is
+        needed."""
+        if not sequence.contents_finite:
+            self._memory.scrub(sequence.block_table[sequence.num_cached_blocks :])
+            sequence.contents_finite = True
+        if self._computing:
+            for key in sequence.block_keys[sequence.num_cached_blocks :]:
+                if self._computing.get(key) is sequence:
+                    del self._computing[key]
+        if self._shared:
+            keys = sequence.block_keys[: sequence.num_cached_blocks]
+            for key in reversed(keys):
+                self._events.record(key)
+            self.on_release(keys, now_s)
+        self._use_reservation(sequence, sequence.num_reserved_blocks)
+        # The tail goes idle first: without its head it would be of no use.
+        self.pool.free(reversed(sequence.block_table), now_s)
+        sequence.block_table = []
+        sequence.num_cached_blocks = 0
+        sequence.num_computed_tokens = 0
+        sequence.tail_shared = False
+
+    def num_exclusive_blocks(self, sequence: Sequence, besides: frozenset[int]) -> int:
+        """How many blocks, not counting some, come free when the sequence is released."""
+        references = self.pool.num_references
+        return sum(references(b) == 1 and b not in besides for b in sequence.block_table)
+
+    def _use_reservation(self, sequence: Sequence, num_blocks: int) -> None:
+        kept = min(num_blocks, sequence.num_reserved_blocks)
+        sequence.num_reserved_blocks -= kept
+        self.num_reserved_blocks -= kept
+        if sequence.guaranteed:
+            self.num_guaranteed_blocks -= kept
+
+    def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
+        if len(sequence.block_keys) < num_blocks:
+            if self._shared:
+                root = root_key(sequence.request.cache_salt)
+            else:
+                # Choices of one request may have blocks in common.
+                root = root_key(f"{sequence.arrival - sequence.choice} alone")
+            extend_keys(
+                sequence.block_keys,
+                root,
+                sequence.token_ids,
+                num_blocks=num_blocks,
+                block_size_tokens=self._size,
+            )
+
+    def check_integrity(self, running: list[Sequence], waiting: list[Sequence]) -> None:
+        """Raise AssertionError unless pool, caches and what the sequences hold agree."""
+        self.pool.check_integrity()
+        self._cache.check_integrity(self.pool.kept_blocks())
+        if self.host is not None:
+            self.host.check_integrity(key for s in waiting for key in s.pinned_keys)
+        assert not any(sequence.pinned_keys for sequence in running)
+        held = Counter(self.lent_blocks())
+        for sequence in running:
+            table = sequence.block_table
+            assert sequence.num_computed_tokens <= len(table) * self._size, "tokens without blocks"
+            assert sequence.num_cached_blocks <= sequence.num_computed_tokens // self._size
+            for index, block in enumerate(table):
+                held[block] += 1
+                shared = self.pool.num_references(block) > 1
+                assert not shared or index < sequence.num_cached_blocks or sequence.tail_shared, (
+                    f"block {block} is shared, but may be written"
+                )
+        for block in range(self.pool.num_blocks):
+            assert self.pool.num_references(block) == held[block], f"block {block} leaks"
+        reserved = sum(s.num_reserved_blocks for s in running)
+        guaranteed = sum(s.num_reserved_blocks for s in running if s.guaranteed)
+        assert (reserved, guaranteed) == (self.num_reserved_blocks, self.num_guaranteed_blocks)
+        assert guaranteed <= self.pool.num_free_blocks, "guaranteed blocks are gone"
+        assert all(owner in running for owner in self._computing.values())

@@ -1,0 +1,166 @@
+"""Memory of the host that a device reads and writes itself, for blocks of its KV cache."""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from millrace.engine.kernels.gpu.blocks import copy_blocks
+from millrace.engine.kv.cache import KVCache, pieces_of
+from millrace.engine.transfer.memory import Blocks, SharedPages
+from millrace.schemas.errors import ConfigError
+
+# What copies are taken to run at before one was measured, and what a later one counts.
+_ASSUMED_BYTES_PER_S = 20e9
+_NEWEST_WEIGHT = 0.2
+
+
+# torch does not say what these take and return.
+_cuda_event: Callable[..., Any] = torch.cuda.Event
+_cuda_runtime: Callable[[], Any] = torch.cuda.cudart
+
+
+class Event(Protocol):
+    """A place in the device's work; ``torch.cuda.Event`` is the one."""
+
+    def record(self) -> None:
+        """Have the place be here."""
+
+    def query(self) -> bool:
+        """Whether the device has come by."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to there, both of which it has come by."""
+
+
+class _Copy(NamedTuple):
+    """A copy that the device may not have done yet."""
+
+    start: Event
+    end: Event
+    num_blocks: int
+
+
+class LockedHostMemory:
+    """One allocation in the layout of the cache, made and locked at once: that takes a fraction of
+    a second for each GiB, which no step may wait for.
+
+    ``store`` and ``load`` only queue a kernel on the current stream, one for all blocks. What is
+    queued there before and after sees blocks as they were before and after the copy, so they may
+    be given to others, and slots read, as soon as the call returns; as long as everything that
+    uses the cache is on that one stream.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        host_bytes: int,
+        *,
+        make_event: Callable[[], Event] | None = None,
+        shared: bool = False,
+    ) -> None:
+        num_layers, _, layer_bytes = cache.blocks.shape
+        self.block_bytes = num_layers * layer_bytes
+        self.num_slots = host_bytes // self.block_bytes
+        self._cache = cache.blocks
+        self._make_event = make_event or _timing_event
+        self._copies: deque[_Copy] = deque()
+        self._bytes_per_s = _ASSUMED_BYTES_PER_S
+        size_bytes = self.num_slots * self.block_bytes
+        memory = torch.empty(0, dtype=torch.uint8)
+        self.pages: SharedPages | None = None
+        if size_bytes:
+            memory = self._allocate(size_bytes, shared=shared)
+        self._slots = memory.view(num_layers, self.num_slots, layer_bytes)
+
+    def _allocate(self, size_bytes: int, *, shared: bool) -> torch.Tensor:
+        """Locked memory; private if shared memory is what cannot be locked."""
+        self.pages = SharedPages(size_bytes) if shared else None
+        # Whole pages of its own: torch would lock memory up to the next power of two.
+        pages = _pages(size_bytes) if self.pages is None else self.pages.pages
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        if not self._cache.is_cuda:
+            return memory
+        try:
+            _lock(memory)
+        except ConfigError:
+            if not shared:
+                raise
+            return self._allocate(size_bytes, shared=False)
+        weakref.finalize(self, _unlock, memory.data_ptr()).atexit = False
+        return memory
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the copies ran at that the device has done."""
+        while self._copies and self._copies[0].end.query():
+            start, end, num_blocks = self._copies.popleft()
+            copy_ms = start.elapsed_time(end)
+            if copy_ms > 0:
+                measured = num_blocks * self.block_bytes / (copy_ms / 1e3)
+                self._bytes_per_s += _NEWEST_WEIGHT * (measured - self._bytes_per_s)
+        return self._bytes_per_s
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the device has done all copies."""
+        return all(copy.end.query() for copy in self._copies)
+
+    def pieces(self, slot: int) -> list[memoryview]:
+        """The bytes of a slot, a piece for each layer."""
+        return pieces_of(self._slots, slot)
+
+    def slots(self) -> Blocks:
+        """All of it."""
+        return self._slots.numpy()
+
+    def store(self, blocks: list[int], slots: list[int]) -> None:
+        """Have blocks of the cache copied into slots."""
+        self._copy(self._cache, blocks, self._slots, slots)
+
+    def load(self, slots: list[int], blocks: list[int]) -> None:
+        """Have slots copied into blocks of the cache."""
+        self._copy(self._slots, slots, self._cache, blocks)
+
+    def _copy(
+        self, source: torch.Tensor, sources: list[int], target: torch.Tensor, targets: list[int]
+    ) -> None:
+        # Fresh pinned memory for each copy: torch does not give it out again before the device
+        # has read it.
+        ids = torch.tensor((sources, targets), dtype=torch.int64, pin_memory=self._cache.is_cuda)
+        source_ids, target_ids = ids.to(self._cache.device, non_blocking=True)
+        start, end = self._make_event(), self._make_event()
+        start.record()
+        copy_blocks(source, target, source_ids, target_ids)
+        end.record()
+        self._copies.append(_Copy(start, end, len(sources)))
+
+
+def _pages(size_bytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _timing_event() -> Event:
+    event: Event = _cuda_event(enable_timing=True)
+    return event
+
+
+def _lock(memory: torch.Tensor) -> None:
+    """Keep memory where it is, for the device to use. Raises ConfigError if that is refused."""
+    error = _cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(error) != 0:
+        raise ConfigError(
+            f"{memory.numel()} bytes of host memory for the KV cache cannot be locked "
+            f"({error}). Lower engine.host_cache_bytes."
+        )
+
+
+def _unlock(address: int) -> None:
+    """Let locked memory go, once no copy uses it any more."""
+    torch.cuda.synchronize()
+    _cuda_runtime().cudaHostUnregister(address)

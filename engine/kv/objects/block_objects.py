@@ -1,0 +1,156 @@
+"""Objects of a few consecutive blocks each, in an object store."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+from millrace.engine.transfer.checksum import checksum_of
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+# A request to a store takes tens of milliseconds whatever it is for, which some MiB are worth; with
+# more blocks in an object more is computed where prefixes part in the middle of one.
+_OBJECT_BYTES = 4 << 20
+_MAX_BLOCKS = 16
+_MAGIC = b"mrob0001"
+# Before each block: magic, and a checksum of its key and its contents.
+_HEADER = struct.Struct("<8sQ")
+_NAME_BYTES = 16
+_LONGEST_REASON = 300
+
+
+class ObjectStoreError(Exception):
+    """A store does not do what it was asked for."""
+
+
+class NoObjectError(Exception):
+    """There is no object of such a name."""
+
+
+class Place(NamedTuple):
+    """Memory for the block that has such a ``number`` in its object."""
+
+    number: int
+    key: bytes
+    pieces: Sequence[memoryview]
+
+
+class BlockObjects:
+    """Runs of ``num_blocks`` consecutive blocks, those from a multiple of it on, in an object each.
+
+    An object is named by a hash of ``identity``, which names all that the bytes of blocks depend
+    on, and of the key of the run's last block. That key stands for all tokens up to there, so a
+    name has one contents whoever writes it, and a prefix that parts from another in the middle of a
+    run has an object of another name. Each block has a checksum of its own: any part of an object
+    can be read by itself.
+
+    All methods are for any thread. ``reads`` and ``writes`` are the same store, asked with the
+    patience that each is worth.
+    """
+
+    def __init__(
+        self,
+        reads: ObjectStore,
+        writes: ObjectStore,
+        identity: str,
+        block_bytes: int,
+        object_bytes: int = _OBJECT_BYTES,
+    ) -> None:
+        self.block_bytes = block_bytes
+        self.num_blocks = min(max(object_bytes // block_bytes, 1), _MAX_BLOCKS)
+        self._reads = reads
+        self._writes = writes
+        self._slot_bytes = _HEADER.size + block_bytes
+        what = f"{identity};{self.num_blocks} blocks of {block_bytes} bytes"
+        self._kind = blake2b(what.encode(), digest_size=32).digest()
+
+    @property
+    def object_bytes(self) -> int:
+        """The size of an object."""
+        return self.num_blocks * self._slot_bytes
+
+    def name_of(self, last_key: bytes) -> str:
+        """The name of the run that ends with a block of such a key. It tells nothing of the key."""
+        name = blake2b(last_key, key=self._kind, digest_size=_NAME_BYTES).hexdigest()
+        return f"{self._kind.hex()[: 2 * _NAME_BYTES]}/{name[:2]}/{name[2:]}"
+
+    def has(self, last_key: bytes) -> bool:
+        """Whether there is an object of the right size. Raises ObjectStoreError."""
+        import obstore
+
+        try:
+            found = obstore.head(self._reads, self.name_of(last_key))
+        except FileNotFoundError as error:
+            _check_bucket(error)
+            return False
+        except BaseException as error:  # a panic of the library is no Exception
+            raise _told(error) from error
+        return int(found["size"]) == self.object_bytes
+
+    def write(self, keys: Sequence[bytes], blocks: Sequence[Sequence[memoryview]]) -> None:
+        """Put a run there, whole or not at all. Raises ObjectStoreError."""
+        import obstore
+
+        contents = bytearray(self.object_bytes)
+        at = 0
+        for key, pieces in zip(keys, blocks, strict=True):
+            _HEADER.pack_into(contents, at, _MAGIC, _checksum(key, pieces))
+            at += _HEADER.size
+            for piece in pieces:
+                contents[at : at + piece.nbytes] = piece
+                at += piece.nbytes
+        assert at == len(contents), "a run of other blocks"
+        try:
+            obstore.put(self._writes, self.name_of(keys[-1]), contents, use_multipart=False)
+        except BaseException as error:  # a panic of the library is no Exception
+            raise _told(error) from error
+
+    def read(self, last_key: bytes, places: Sequence[Place]) -> int:
+        """Fill the places, in order of their number; how many of the first are what was written.
+        Raises NoObjectError and ObjectStoreError."""
+        import obstore
+
+        first = places[0].number
+        start, end = first * self._slot_bytes, (places[-1].number + 1) * self._slot_bytes
+        name = self.name_of(last_key)
+        try:
+            contents = memoryview(obstore.get_range(self._reads, name, start=start, end=end))
+        except FileNotFoundError as error:
+            _check_bucket(error)
+            raise NoObjectError from error
+        except BaseException as error:  # a panic of the library is no Exception
+            raise _told(error) from error
+        for num_good, place in enumerate(places):
+            at = (place.number - first) * self._slot_bytes
+            if not self._filled(place, contents[at : at + self._slot_bytes]):
+                return num_good
+        return len(places)
+
+    def _filled(self, place: Place, slot: memoryview) -> bool:
+        if slot.nbytes != self._slot_bytes:
+            return False
+        magic, checksum = _HEADER.unpack_from(slot)
+        at = _HEADER.size
+        for piece in place.pieces:
+            piece[:] = slot[at : at + piece.nbytes]
+            at += piece.nbytes
+        return bool(magic == _MAGIC and checksum == _checksum(place.key, place.pieces))
+
+
+def _checksum(key: bytes, pieces: Sequence[memoryview]) -> int:
+    return checksum_of((memoryview(key), *pieces))
+
+
+def _check_bucket(error: FileNotFoundError) -> None:
+    """An object that is missing is no failure, but its bucket is. Raises ObjectStoreError."""
+    if "NoSuchBucket" in str(error):
+        raise ObjectStoreError("there is no such bucket") from error
+
+
+def _told(error: BaseException) -> ObjectStoreError:
+    """The library's error as ours."""
+    return ObjectStoreError(str(error).partition("\n")[0][:_LONGEST_REASON])

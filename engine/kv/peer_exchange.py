@@ -1,0 +1,176 @@
+"""What an engine hands to other workers' engines and gets from them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import weakref
+from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from millrace.engine.kv.cache import KVCache
+from millrace.engine.kv.host_memory import SharedHostMemory
+from millrace.engine.kv.lending import LOAN_S, Lending
+from millrace.engine.kv.peer_tier import PeerTier
+from millrace.engine.step.settings import has_parted_blocks
+from millrace.engine.transfer.addresses import (
+    default_folder,
+    listen_on_address,
+    listen_on_path,
+    this_host,
+)
+from millrace.engine.transfer.memory import BlockShape
+from millrace.engine.transfer.nixl_agent import NixlAgent, check_nixl
+from millrace.engine.transfer.peers import BlockSplit, Peers
+from millrace.engine.transfer.server import BlockServer, Identity
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.config.worker import TransferTransport
+from millrace.schemas.errors import ConfigError
+from millrace.schemas.transfer import TransferEndpoint
+
+_log = logging.getLogger(__name__)
+
+_LAYOUT_BYTES = 16
+_TOKEN_BYTES = 32
+
+
+def with_transfer(path: Path, config: EngineConfig, *, among_others: bool) -> EngineConfig:
+    """``config`` with ``transfer`` decided for an engine of the checkpoint folder ``path``; without
+    a word from the user only one ``among_others`` exchanges blocks. Raises ConfigError where that
+    is asked for and cannot be."""
+    reason = _why_not(path, config)
+    if reason and (config.transfer or config.transfer_address):
+        name = "transfer" if config.transfer else "transfer_address"
+        raise ConfigError(f"engine.{name}: {reason}.")
+    if reason and config.transfer_any_ranks:
+        raise ConfigError(f"engine.transfer_any_ranks: {reason}.")
+    if config.transfer is False and config.transfer_any_ranks:
+        raise ConfigError("engine.transfer_any_ranks is for blocks that engine.transfer refuses.")
+    if config.transfer is False and config.transfer_address:
+        raise ConfigError("engine.transfer_address is for blocks that engine.transfer refuses.")
+    _check_transport(config, reason)
+    wanted = among_others if config.transfer is None else config.transfer
+    return msgspec.structs.replace(config, transfer=wanted and not reason)
+
+
+def _check_transport(config: EngineConfig, reason: str) -> None:
+    if config.transfer_transport == "plain":
+        return
+    if reason:
+        raise ConfigError(f"engine.transfer_transport: {reason}.")
+    if config.transfer is False:
+        raise ConfigError("engine.transfer_transport is for blocks that engine.transfer refuses.")
+    if config.transfer_transport == "nixl":
+        check_nixl()
+
+
+def _why_not(path: Path, config: EngineConfig) -> str:
+    if not (config.prefix_cache and config.host_cache_bytes):
+        return (
+            "blocks that are exchanged need engine.prefix_cache, to be found, and "
+            "engine.host_cache_bytes, into which they come"
+        )
+    if has_parted_blocks(config):
+        return (
+            "whole blocks are exchanged, of which each rank of this group has a part in memory of "
+            "its own"
+        )
+    if config.load_format == "dummy" or not weights_fingerprint(path):
+        return (
+            "blocks are exchanged between workers of the same weights, and random ones cannot be "
+            "told from others"
+        )
+    return ""
+
+
+def split_of(identity: str, cache: KVCache) -> BlockSplit:
+    """How blocks are split here, and with whose they may be exchanged, in a form that tells nothing
+    of what they depend on."""
+    hashed = blake2b(identity.encode(), digest_size=_LAYOUT_BYTES).hexdigest()
+    return BlockSplit(hashed, cache.layout, cache.parts)
+
+
+class PeerExchange:
+    """Serves blocks at ``endpoint``, and pulls those that requests name a source for as a ``tier``
+    of arrivals. Owns its sockets and threads: they end with ``close``, or with the process."""
+
+    def __init__(
+        self,
+        lending: Lending,
+        memory: SharedHostMemory,
+        block_size_tokens: int,
+        split: BlockSplit,
+        *,
+        address: str = "",
+        folder: Path | None = None,
+        transport: TransferTransport = "plain",
+        monotonic: Callable[[], float],
+    ) -> None:
+        """``address`` is that for other machines, if blocks are served to these; ``folder`` is
+        where the socket for this one is. Raises ConfigError."""
+        self._agent = _agent_for(transport, lending)
+        listeners: list[socket.socket] = []
+        path = ""
+        try:
+            listener, made = listen_on_path(folder or default_folder())
+        except OSError as error:
+            _log.warning("no blocks are served to this machine's workers: %s", error)
+        else:
+            listeners.append(listener)
+            path = str(made)
+            weakref.finalize(self, made.unlink, missing_ok=True)
+        if address:
+            listener, address = listen_on_address(address)
+            listeners.append(listener)
+        token = secrets.token_hex(_TOKEN_BYTES)
+        self.endpoint = TransferEndpoint(
+            layout=split.kind,
+            token=token,
+            host=this_host(),
+            socket=path,
+            address=address,
+            nixl="" if self._agent is None else self._agent.name,
+            parts=split.parts,
+        )
+        self.is_served = bool(listeners)
+        _log.info(
+            "blocks are exchanged with %s%s",
+            f"this machine's workers and by {address}" if address else "this machine's workers",
+            "" if self._agent is None else f"; NIXL reads them ({transport})",
+        )
+        self.lending = lending
+        shape = BlockShape(*memory.slots().shape)
+        nixl_here = transport == "nixl"
+        self._peers = Peers(split, shape, self.endpoint.host, self._agent, nixl_here=nixl_here)
+        self.tier = PeerTier(self._peers, memory, block_size_tokens, token, monotonic=monotonic)
+        identity = Identity(token, split.kind, LOAN_S)
+        self._server = BlockServer(lending, identity, listeners, self._agent)
+        self._server.start()
+
+    def close(self) -> None:
+        """Serve and pull no more; what is lent is taken back when it is settled."""
+        self._server.close()
+        self._peers.close()
+        if self._agent is not None:
+            self._agent.close()
+        if self.endpoint.socket:
+            Path(self.endpoint.socket).unlink(missing_ok=True)
+
+
+def _agent_for(transport: TransferTransport, lending: Lending) -> NixlAgent | None:
+    """What reads and is read by NIXL, if the memory is to be. Raises ConfigError."""
+    if transport == "plain":
+        return None
+    try:
+        agent = NixlAgent([region.blocks for region in lending.regions])
+    except ConfigError as error:
+        if transport == "nixl":
+            raise
+        _log.warning("blocks are exchanged without NIXL: %s", error.message)
+        return None
+    return agent

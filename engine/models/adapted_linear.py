@@ -1,0 +1,70 @@
+"""Linear layers of a device to whose products adapters add something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from millrace.engine.adapters.slots import Product
+from millrace.engine.kernels.operations import Linear, SwiGLU
+from millrace.engine.models.decoder import DecoderWeights, LayerWeights
+from millrace.engine.models.mlp import GatedMLP
+from millrace.engine.models.reduced_linear import ReducedLinear
+
+# Adds to rows of a product, the second, what adapters make of the rows that were multiplied.
+AddAdapters = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class AdaptedLinear:
+    """``linear``, and what ``add`` adds. Rows without an adapter are as ``linear`` leaves them."""
+
+    def __init__(self, linear: Linear, add: AddAdapters) -> None:
+        self.size = linear.size
+        self._linear = linear
+        self._add = add
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+        out = self._linear(rows)
+        self._add(rows, out)
+        return out
+
+    def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
+        total = self._linear.plus(total, rows)
+        self._add(rows, total)
+        return total
+
+    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
+        """``swiglu`` of the product."""
+        return swiglu(self(rows))
+
+
+def adapted_weights(
+    weights: DecoderWeights, adder: Callable[[int, Product], AddAdapters]
+) -> DecoderWeights:
+    """The same weights, with what ``adder`` gives for each layer and product; of sums over ranks
+    with this rank's part of it. Experts have none."""
+
+    def adapted(layer: int, product: Product, linear: Linear) -> AdaptedLinear | ReducedLinear:
+        if isinstance(linear, ReducedLinear):
+            own = AdaptedLinear(linear.linear, adder(layer, product))
+            return ReducedLinear(own, linear.collectives)
+        return AdaptedLinear(linear, adder(layer, product))
+
+    def layer_of(number: int, layer: LayerWeights) -> LayerWeights:
+        mlp = layer.mlp
+        if isinstance(mlp, GatedMLP):
+            mlp = GatedMLP(
+                adapted(number, Product.GATE_UP, mlp.gate_up),
+                adapted(number, Product.DOWN, mlp.down),
+            )
+        return layer._replace(
+            qkv=adapted(number, Product.QKV, layer.qkv),
+            output=adapted(number, Product.OUTPUT, layer.output),
+            mlp=mlp,
+        )
+
+    layers = tuple(layer_of(number, layer) for number, layer in enumerate(weights.layers))
+    return weights._replace(layers=layers)

@@ -1,0 +1,249 @@
+"""From a checkpoint folder in Hugging Face layout to a decoder's weights."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from millrace.engine.kernels.operations import Collectives
+from millrace.engine.models.decoder import DecoderWeights, LayerWeights
+from millrace.engine.models.layer_loader import load_layer
+from millrace.engine.models.projection import Projection
+from millrace.engine.models.weight_reader import (
+    MakeExperts,
+    MakeLinear,
+    Makers,
+    TensorSource,
+    WeightReader,
+    linear_of,
+)
+from millrace.engine.quantization.at_load import Quantize
+from millrace.engine.quantization.device_experts import MakeStack
+from millrace.engine.quantization.linear import DequantizedLinear, MakeQuantized
+from millrace.engine.quantization.weight import QuantizedWeight
+from millrace.registry.checkpoints.checkpoint import ModelConfig, open_tensors
+from millrace.registry.checkpoints.shard import (
+    WHOLE_MODEL,
+    Shard,
+    layer_weights,
+    stage_layers,
+    vocabulary_slice,
+)
+from millrace.registry.checkpoints.side_files import ignored_parts
+from millrace.runtime.process import release_free_memory
+from millrace.schemas.errors import ConfigError
+
+__all__ = [
+    "MakeExperts",
+    "MakeLinear",
+    "Quantize",
+    "TensorSource",
+    "choose_dtype",
+    "is_widened",
+    "load_weights",
+    "num_parameters",
+]
+
+_log = logging.getLogger(__name__)
+
+_PREFIX = "model."
+_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
+_FINAL_NORM, _CLASSIFIER = "norm.weight", "score.weight"
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+# Up to here float32 is affordable on a CPU, where no compiled kernels multiply in bfloat16. It buys
+# tokens that do not change with the company: bfloat16 rounds so coarsely that a batch of another
+# size, hence another kernel, tips close draws.
+_WIDEN_MAX_PARAMETERS = 32_000_000
+
+
+def choose_dtype(
+    config: ModelConfig, dtype: str, device: torch.device, *, packs: bool = False
+) -> torch.dtype:
+    """The dtype to compute in: ``dtype`` by name, or for "auto" the checkpoint's own.
+
+    "auto" on a CPU widens a small checkpoint to float32, which loses nothing of it; but weights
+    that are quantized, or that it ``packs`` for the kernels, are multiplied in bfloat16, as they
+    do. Raises ConfigError for an unknown name.
+    """
+    if dtype == "auto":
+        if device.type == "cpu" and (packs or config.quantization is not None):
+            return torch.bfloat16
+        if is_widened(config, device):
+            return torch.float32
+        return _DTYPES[config.dtype]
+    if dtype not in _DTYPES:
+        raise ConfigError(f"engine.dtype is {dtype!r}; choose auto, {', '.join(_DTYPES)}.")
+    return _DTYPES[dtype]
+
+
+def is_widened(config: ModelConfig, device: torch.device) -> bool:
+    """Whether "auto" computes a checkpoint in float32, whatever its own dtype is."""
+    return device.type == "cpu" and num_parameters(config) <= _WIDEN_MAX_PARAMETERS
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """How many weights the decoder has, norms and biases left out."""
+    vocabulary = config.vocab_size * config.hidden_size
+    num_vocabularies = 2 if config.has_head and not config.tie_word_embeddings else 1
+    return sum(layer_weights(config)) + num_vocabularies * vocabulary
+
+
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    source: TensorSource | None = None,
+    product: MakeLinear = Projection,
+    experts: MakeExperts | None = None,
+    quantized: MakeQuantized | None = None,
+    quantize: Quantize | None = None,
+    quantize_head: Quantize | None = None,
+    stacks: MakeStack | None = None,
+    shard: Shard = WHOLE_MODEL,
+    collectives: Collectives | None = None,
+) -> DecoderWeights:
+    """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused, from ``source``
+    or the checkpoint at ``path``; linear maps are made by ``product``, mixtures by ``experts``, or
+    of one product after the other. What of the checkpoint is ignored is logged.
+
+    Linear maps with quantized weights are made by ``quantized``, of weights in ``dtype`` if that is
+    None, and those of mixtures by ``experts`` by ``stacks``. Wide weights of attention, MLPs and
+    experts go through ``quantize`` first, that of the head through ``quantize_head``; but experts
+    of mixtures stay wide without ``stacks``. Weights of ``source`` are wide.
+
+    Of ``config``, always the whole model's, only the slices of a ``shard`` are kept, as copies;
+    products of which a rank has a part of the inputs are summed by ``collectives``. Of a stage only
+    the layers are read, and with them what ``DecoderWeights`` says.
+
+    Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
+    for (with both shapes), or is in the checkpoint but has no place in this decoder; ConfigError
+    for quantizing what is quantized already.
+    """
+    assert collectives is not None or not shard.is_sliced, "parts of products have to be summed"
+    if config.quantization is not None and (quantize or quantize_head):
+        raise ConfigError(
+            f"{path} is quantized already, by {config.quantization.method}: leave --quantization "
+            "out, or name the checkpoint that it was made from."
+        )
+    makers = Makers(
+        product,
+        quantized or partial(DequantizedLinear, dtype=dtype),
+        quantize,
+        experts,
+        stacks,
+        collectives if shard.is_sliced else None,
+    )
+    index: TensorSource
+    if source is None:
+        index = open_tensors(path)
+        for sentence in ignored_parts(path):
+            _log.warning(sentence)
+    else:
+        index = source
+    prefix = _prefix(index)
+    quantization = config.quantization if source is None else None
+    reader = WeightReader(index, dtype, device, makers, quantization, shard)
+    embedding = torch.empty(0, config.hidden_size, dtype=dtype, device=device)
+    if shard.is_first:
+        embedding = _embedding(reader, config, prefix)
+    layers: list[LayerWeights] = []
+    for number in stage_layers(config, shard):
+        layers.append(load_layer(reader, config, f"{prefix}layers.{number}.", number=number))
+        # What a layer was made of would stay with the process, up to half as much as the layer.
+        release_free_memory()
+    final_norm = torch.empty(0, dtype=dtype, device=device)
+    head = classifier = None
+    if shard.is_last:
+        final_norm = reader.tensor(prefix + _FINAL_NORM, (config.hidden_size,))
+        if config.has_head:
+            weight = _head_weight(reader, config, prefix, embedding)
+            head = linear_of(weight, None, makers, quantize_head)
+        else:
+            reader.skip_weight(_HEAD)
+    # The first stage has what leaves the last one, and pools it.
+    if config.classifier is not None and (shard.is_first or shard.is_last):
+        shape = (len(config.classifier.labels), config.hidden_size)
+        classifier = reader.tensor(_CLASSIFIER, shape).float()
+    _skip_other_stages(reader, config, prefix)
+    reader.refuse_leftovers()
+    release_free_memory()
+    return DecoderWeights(embedding, tuple(layers), final_norm, head, classifier)
+
+
+def load_embedding(
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    source: TensorSource | None = None,
+) -> torch.Tensor:
+    """[vocab_size, hidden_size], whole, from ``source`` or the checkpoint at ``path``. Raises
+    CheckpointError."""
+    index: TensorSource = open_tensors(path) if source is None else source
+    makers = Makers(Projection, partial(DequantizedLinear, dtype=dtype), None, None)
+    quantization = config.quantization if source is None else None
+    reader = WeightReader(index, dtype, device, makers, quantization, WHOLE_MODEL)
+    return _embedding(reader, config, _prefix(index))
+
+
+def _prefix(index: TensorSource) -> str:
+    """Checkpoints of embedding models leave it out."""
+    return _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
+
+
+def _embedding(reader: WeightReader, config: ModelConfig, prefix: str) -> torch.Tensor:
+    return reader.widened(
+        prefix + _EMBEDDING,
+        config.vocab_size,
+        config.hidden_size,
+        vocabulary_slice(config.vocab_size, reader.shard),
+        is_looked_up=True,
+    )
+
+
+def _skip_other_stages(reader: WeightReader, config: ModelConfig, prefix: str) -> None:
+    """What they read of what ``config`` asks for; each of them checks its own."""
+    shard = reader.shard
+    own = stage_layers(config, shard)
+    others = [number for number in range(config.num_hidden_layers) if number not in own]
+    reader.skip_below(tuple(f"{prefix}layers.{number}." for number in others))
+    if not shard.is_first:
+        reader.skip_weight(prefix + _EMBEDDING)
+    if not shard.is_last:
+        reader.skip(prefix + _FINAL_NORM)
+        reader.skip_weight(_HEAD)
+        if config.classifier is not None and not shard.is_first:
+            reader.skip(_CLASSIFIER)
+
+
+def _head_weight(
+    reader: WeightReader, config: ModelConfig, prefix: str, embedding: torch.Tensor
+) -> torch.Tensor | QuantizedWeight:
+    """The embedding itself where they are tied, which a last stage that is not the first reads for
+    it; unless the file holds another head, which transformers then goes by."""
+    if config.tie_word_embeddings and not reader.shard.is_first:
+        embedding = _embedding(reader, config, prefix)
+    if config.tie_word_embeddings and not reader.has_weight(_HEAD):
+        return embedding
+    own_tokens = vocabulary_slice(config.vocab_size, reader.shard)
+    head = reader.weight(_HEAD, config.vocab_size, config.hidden_size, own_tokens)
+    if not config.tie_word_embeddings:
+        return head
+    if isinstance(head, torch.Tensor) and torch.equal(head, embedding):
+        return embedding
+    _log.warning(
+        "%s: config.json's tie_word_embeddings is not followed, as the checkpoint has a tensor "
+        "%s of its own, which differs from the embedding",
+        reader.path,
+        _HEAD,
+    )
+    return head

@@ -1,0 +1,103 @@
+"""Mixture of experts over stacked weights, computed without synchronising with the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from millrace.engine.kernels.gpu.kernel_set import ExpertKernels, Stack
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
+from millrace.engine.kernels.operations import Linear, WeightSize, total_size
+from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+
+
+class StackedExperts(NamedTuple):
+    """``num_chosen`` of the experts compute each row. ``router`` scores them; ``gate_up``:
+    [num_experts, 2 * inner_size, hidden_size]; ``down``: [num_experts, hidden_size, inner_size].
+    Tensors are multiplied by ``kernels``, other stacks by themselves.
+
+    If ``fixed``, the result of a row does not depend on the other rows. Of a rank's experts, those
+    from ``first_expert`` on with ``is_part``, what others compute of a row is left out.
+    """
+
+    router: Linear
+    gate_up: Stack
+    down: Stack
+    num_chosen: int
+    normalized: bool
+    kernels: ExpertKernels
+    fixed: bool
+    first_expert: int = 0
+    is_part: bool = False
+
+    @property
+    def size(self) -> WeightSize:
+        return total_size((self.router.size, _size(self.gate_up), _size(self.down)))
+
+    def plus(
+        self,
+        total: torch.Tensor,
+        rows: torch.Tensor,
+        swiglu: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """``total`` plus the mixture's output for ``rows``, both [num_rows, hidden_size]; ``total``
+        is overwritten."""
+        kernels = self.kernels
+        scores = self.router(rows)
+        weights, chosen = kernels.route(scores, self.num_chosen, normalized=self.normalized)
+        elsewhere = None
+        if self.is_part:
+            chosen = chosen - self.first_expert
+            elsewhere = (chosen < 0) | (chosen >= len(self.gate_up))
+            # Behind all that are here: the products leave these out, and their results undefined.
+            chosen = chosen.masked_fill(elsewhere, len(self.gate_up))
+        choices = kernels.sort_by_expert(chosen, len(self.gate_up))
+        inner = swiglu(self._gate_up(rows, choices))
+        results = self._down(inner, choices, weights)
+        if elsewhere is not None:
+            results.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        return kernels.add_choices(total, results)
+
+    def _gate_up(self, rows: torch.Tensor, choices: SortedChoices) -> torch.Tensor:
+        stack, num_chosen, fixed = self.gate_up, self.num_chosen, self.fixed
+        if isinstance(stack, torch.Tensor):
+            return self.kernels.gate_up(rows, stack, choices, num_chosen=num_chosen, fixed=fixed)
+        return stack.gate_up(rows, choices, num_chosen=num_chosen, fixed=fixed)
+
+    def _down(
+        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor
+    ) -> torch.Tensor:
+        stack, fixed = self.down, self.fixed
+        if isinstance(stack, torch.Tensor):
+            return self.kernels.down(rows, stack, choices, weights, fixed=fixed)
+        return stack.down(rows, choices, weights, fixed=fixed)
+
+
+def _size(stack: Stack) -> WeightSize:
+    return WeightSize.of(stack) if isinstance(stack, torch.Tensor) else stack.size
+
+
+def stacked_experts(
+    kernels: ExpertKernels,
+    product: Callable[[torch.Tensor, torch.Tensor | None], Linear],
+    *,
+    fixed: bool,
+) -> Callable[[torch.Tensor, Stack, Stack, ExpertsConfig], StackedExperts]:
+    """Makes mixtures by ``kernels``, with routers by ``product``."""
+
+    def make(
+        router: torch.Tensor, gate_up: Stack, down: Stack, experts: ExpertsConfig
+    ) -> StackedExperts:
+        return StackedExperts(
+            router=product(router, None),
+            gate_up=gate_up,
+            down=down,
+            num_chosen=experts.num_chosen,
+            normalized=experts.normalized,
+            kernels=kernels,
+            fixed=fixed,
+        )
+
+    return make

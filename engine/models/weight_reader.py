@@ -1,0 +1,387 @@
+"""Reading linear maps and other tensors of a checkpoint, each of them once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from millrace.engine.kernels.gpu.kernel_set import Stack
+from millrace.engine.kernels.operations import Collectives, Linear
+from millrace.engine.models.stacked_experts import StackedExperts
+from millrace.engine.quantization.at_load import Quantize
+from millrace.engine.quantization.checkpoint import is_stored_wide, parts_of, read_quantized
+from millrace.engine.quantization.device_experts import MakeStack
+from millrace.engine.quantization.linear import MakeQuantized, SplitLinear
+from millrace.engine.quantization.slicing import sliced
+from millrace.engine.quantization.weight import (
+    Activations,
+    QuantizedWeight,
+    as_one,
+    can_be_one,
+)
+from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
+from millrace.registry.checkpoints.shard import WHOLE, WHOLE_MODEL, Shard, Slice
+from millrace.registry.checkpoints.tensors import ALL_DTYPES, TensorIndex
+from millrace.schemas.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+# Scales of what is computed wide here, or whose scale is taken from the inputs themselves.
+_UNUSED_SCALES = ("k_scale", "v_scale", "kv_scale", "input_scale", "activation_scale")
+# What some writers add to every module: it may be zero, which changes nothing.
+_ZERO_IF_UNUSED = (".bias", "_zero_point")
+_MAX_NAMED = 8
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: iterates over the names of those that are there."""
+
+    @property
+    def path(self) -> Path | str: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+
+
+# Makes a mixture of a router and its experts' weights, see ``StackedExperts``.
+MakeExperts = Callable[[torch.Tensor, Stack, Stack, ExpertsConfig], StackedExperts]
+# Makes a product of a weight [num_outputs, num_inputs] and a bias [num_outputs] or None.
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+
+
+# Which part is read of the weight of a linear map of that name, where it is not all of it.
+Slices = Mapping[str, Slice]
+EVERYTHING: Slices = {}
+
+
+class Makers(NamedTuple):
+    """What linear maps are made by: ``product`` of wide weights, ``quantized`` of others, to which
+    ``quantize`` makes the wide ones; ``experts`` of mixtures, with ``stacks`` of their weights
+    where these are quantized, or widened ones without it. Of a rank's slices, ``collectives`` sum
+    the products of which it has a part of the inputs."""
+
+    product: MakeLinear
+    quantized: MakeQuantized
+    quantize: Quantize | None
+    experts: MakeExperts | None
+    stacks: MakeStack | None = None
+    collectives: Collectives | None = None
+
+
+class WeightReader:
+    """Loads tensors of ``source`` to ``dtype`` on ``device``, and remembers which, so that none is
+    left over unnoticed. Without ``quantization`` all weights of it are wide.
+
+    Sizes are those of the whole model, whatever slices of it are read; what is read for a
+    ``shard`` of a model are copies, so that no more than its slices stays in memory.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        makers: Makers,
+        quantization: QuantizationConfig | None,
+        shard: Shard = WHOLE_MODEL,
+    ) -> None:
+        self.path = source.path
+        self.makers = makers
+        self.shard = shard
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+        self._quantization = quantization
+        self._left = set(source)
+        self._said_wide = False
+
+    def tensor(self, name: str, shape: tuple[int, ...], part: Slice = WHOLE) -> torch.Tensor:
+        """A tensor that is wide in every checkpoint, or a part of it."""
+        tensor = self._load(name, shape, part)
+        self._left.discard(name)
+        if self.shard.is_whole:
+            return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(
+            device=self._device,
+            dtype=self._dtype,
+            copy=True,
+            memory_format=torch.contiguous_format,
+        )
+
+    def _load(self, name: str, shape: tuple[int, ...], part: Slice) -> torch.Tensor:
+        if part == WHOLE:
+            return self._source.load(name, shape)
+        rows, columns = part
+        if isinstance(self._source, TensorIndex):
+            return self._source.load(name, shape, rows=rows, columns=columns)
+        tensor = self._source.load(name, shape)
+        tensor = tensor if rows is None else tensor[rows.start : rows.stop]
+        return tensor if columns is None else tensor[:, columns.start : columns.stop]
+
+    def weight(
+        self, module: str, num_outputs: int, num_inputs: int, part: Slice = WHOLE
+    ) -> torch.Tensor | QuantizedWeight:
+        """The weight of a linear map as it is stored, or a part of it."""
+        name = f"{module}.weight"
+        scheme = self._quantization.scheme_of(module) if self._quantization else None
+        if scheme is None or not isinstance(self._source, TensorIndex):
+            return self.tensor(name, (num_outputs, num_inputs), part)
+        stored = _Stored(self._source, self._left)
+        if is_stored_wide(stored, module) and not self._source[name].dtype.startswith(("I", "F8")):
+            return self.tensor(name, (num_outputs, num_inputs), part)
+        weight = read_quantized(stored, module, scheme, num_outputs, num_inputs)
+        return self._cut(weight, part, module)
+
+    def _cut(
+        self, weight: QuantizedWeight, part: Slice, module: str
+    ) -> torch.Tensor | QuantizedWeight:
+        if part == WHOLE:
+            return _on(weight, self._device)
+        own = sliced(weight, part, module)
+        if isinstance(own, QuantizedWeight):
+            return _on(own, self._device)
+        if not self._said_wide:
+            self._said_wide = True
+            _log.warning(
+                "%s: the inputs of %s and others are quantized in an order of their own, of which "
+                "a rank's slice is kept in %s; one without activation order stays small",
+                self.path,
+                module,
+                self._dtype,
+            )
+        return own.to(device=self._device, dtype=self._dtype)
+
+    def widened(
+        self,
+        module: str,
+        num_outputs: int,
+        num_inputs: int,
+        part: Slice = WHOLE,
+        *,
+        is_looked_up: bool = False,
+    ) -> torch.Tensor:
+        """The weight of a module that is computed wide, however it is stored, or a part of it.
+        Raises CheckpointError if its inputs had to be rounded, which those of one that
+        ``is_looked_up`` are not."""
+        weight = self.weight(module, num_outputs, num_inputs, part)
+        if is_looked_up and isinstance(weight, QuantizedWeight):
+            return weight.values().to(self._dtype)
+        return self._wide(weight, module)
+
+    def _wide(self, weight: torch.Tensor | QuantizedWeight, module: str) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor):
+            return weight
+        if weight.activations is not Activations.WIDE:
+            raise CheckpointError(
+                f"{self.path}: the inputs of {module} are rounded ({weight.activations.value}), "
+                "which is not computed for a router, nor for experts on this device; take a "
+                "checkpoint with rounded weights only."
+            )
+        return weight.values().to(self._dtype)
+
+    def has_weight(self, module: str) -> bool:
+        """Whether any tensor of a linear ``module`` is there and not yet read."""
+        return any(name in self._left for name in parts_of(module))
+
+    def skip(self, name: str) -> None:
+        """A tensor that may be there and is not needed."""
+        self._left.discard(name)
+
+    def skip_weight(self, module: str) -> None:
+        """A linear map that may be there and is not needed."""
+        self._left.difference_update(parts_of(module))
+
+    def skip_below(self, prefixes: tuple[str, ...]) -> None:
+        """What another stage reads: all whose names begin with one of ``prefixes``."""
+        self._left = {name for name in self._left if not name.startswith(prefixes)}
+
+    def fused(
+        self,
+        prefix: str,
+        outputs: dict[str, int],
+        *,
+        num_inputs: int,
+        bias: bool,
+        slices: Slices = EVERYTHING,
+    ) -> Linear:
+        """The projections ``prefix`` + each name, one behind the other, of some of them ``slices``
+        only. Where inputs are sliced, the bias goes with the first."""
+        parts = [
+            self._multiplied(prefix + name, size, num_inputs, slices.get(name, WHOLE))
+            for name, size in outputs.items()
+        ]
+        biases = None
+        if bias:
+            biases = [
+                self.tensor(f"{prefix}{name}.bias", (size,), Slice(slices.get(name, WHOLE).rows))
+                for name, size in outputs.items()
+            ]
+            if any(_is_behind_others(slices.get(name, WHOLE)) for name in outputs):
+                biases = None
+        return self._linear(parts, biases)
+
+    def _multiplied(
+        self, module: str, num_outputs: int, num_inputs: int, part: Slice
+    ) -> torch.Tensor | QuantizedWeight:
+        """The weight of a linear map as it is multiplied, but that the outputs of wide ones have
+        not gone through ``quantize``. Scales are of all inputs of an output, or of groups counted
+        from the first: of sliced inputs the whole weight is quantized, which makes a rank's codes
+        those of the whole model at the cost of reading more than is kept."""
+        quantize = self.makers.quantize
+        if quantize is None or part.columns is None:
+            return self.weight(module, num_outputs, num_inputs, part)
+        weight = self.weight(module, num_outputs, num_inputs)
+        return self._cut(
+            quantize(weight) if isinstance(weight, torch.Tensor) else weight, part, module
+        )
+
+    def _linear(
+        self,
+        parts: Sequence[torch.Tensor | QuantizedWeight],
+        biases: Sequence[torch.Tensor] | None,
+    ) -> Linear:
+        bias = None if biases is None else torch.cat(list(biases))
+        wide = [part for part in parts if isinstance(part, torch.Tensor)]
+        rounded = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if not rounded:
+            return linear_of(torch.cat(wide), bias, self.makers, self.makers.quantize)
+        if not wide and can_be_one(rounded):
+            return self.makers.quantized(as_one(rounded), bias)
+        return SplitLinear(
+            [
+                linear_of(part, None if biases is None else biases[number], self.makers, None)
+                for number, part in enumerate(parts)
+            ]
+        )
+
+    def stack(
+        self,
+        prefixes: list[str],
+        outputs: dict[str, int],
+        *,
+        num_inputs: int,
+        slices: Slices = EVERYTHING,
+    ) -> Stack:
+        """The weights behind each prefix, of the named outputs one behind the other:
+        [len(prefixes), sum of outputs, num_inputs], or of those ``slices``. Raises CheckpointError
+        for quantized ones that cannot be multiplied together."""
+        if self.makers.stacks is not None and (self._quantization or self.makers.quantize):
+            experts = [self._expert(prefix, outputs, num_inputs, slices) for prefix in prefixes]
+            rounded = [expert for expert in experts if isinstance(expert, QuantizedWeight)]
+            if len(rounded) == len(experts):
+                return self.makers.stacks(rounded)
+            return torch.stack([self._wide(expert, prefixes[0]) for expert in experts])
+        return self._wide_stack(prefixes, outputs, num_inputs, slices)
+
+    def _expert(
+        self, prefix: str, outputs: dict[str, int], num_inputs: int, slices: Slices
+    ) -> torch.Tensor | QuantizedWeight:
+        parts = [
+            self._multiplied(prefix + name, size, num_inputs, slices.get(name, WHOLE))
+            for name, size in outputs.items()
+        ]
+        wide = [part for part in parts if isinstance(part, torch.Tensor)]
+        rounded = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if not rounded:
+            whole = torch.cat(wide)
+            return whole if self.makers.quantize is None else self.makers.quantize(whole)
+        if not wide and can_be_one(rounded):
+            return as_one(rounded)
+        return torch.cat([self._wide(part, prefix) for part in parts])
+
+    def _wide_stack(
+        self, prefixes: list[str], outputs: dict[str, int], num_inputs: int, slices: Slices
+    ) -> torch.Tensor:
+        parts = {name: slices.get(name, WHOLE) for name in outputs}
+        widths = [len(parts[name].rows or range(size)) for name, size in outputs.items()]
+        # All of them are of the same inputs.
+        columns = next(iter(parts.values())).columns or range(num_inputs)
+        shape = (len(prefixes), sum(widths), len(columns))
+        stack = torch.empty(shape, dtype=self._dtype, device=self._device)
+        for prefix, own in zip(prefixes, stack, strict=True):
+            for (name, size), rows in zip(outputs.items(), own.split(widths), strict=True):
+                rows.copy_(self.widened(prefix + name, size, num_inputs, parts[name]))
+        return stack
+
+    def refuse_leftovers(self) -> None:
+        """Raises CheckpointError naming tensors that were not read."""
+        if self._quantization is not None:
+            self._ignore_leftovers(self._quantization)
+        if self._left:
+            names = ", ".join(sorted(self._left)[:_MAX_NAMED])
+            raise CheckpointError(
+                f"The checkpoint {self.path} holds {len(self._left)} tensors that "
+                f"config.json does not account for: {names}."
+            )
+
+    def _ignore_leftovers(self, quantization: QuantizationConfig) -> None:
+        """Those that quantized checkpoints have and that change nothing here."""
+        self._left -= {name for name in self._left if self._is_zero(name)}
+        unused = {name for name in self._left if name.rpartition(".")[2] in _UNUSED_SCALES}
+        self._left -= unused
+        if unused or quantization.has_cache_scales:
+            _log.warning(
+                "%s: %d scales are ignored: they are of a KV cache of fewer bits, which here is as "
+                "engine.kv_cache_dtype says, or of inputs whose scale is taken as they come",
+                self.path,
+                len(unused),
+            )
+
+    def _is_zero(self, name: str) -> bool:
+        if not name.endswith(_ZERO_IF_UNUSED) or not isinstance(self._source, TensorIndex):
+            return False
+        info = self._source[name]
+        if info.dtype not in ALL_DTYPES:
+            return False
+        return not self._source.load(name, info.shape, ALL_DTYPES).float().any()
+
+
+def linear_of(
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+    makers: Makers,
+    quantize: Quantize | None,
+) -> Linear:
+    """The product of a weight, wide or not; a wide one goes through ``quantize`` if given."""
+    if isinstance(weight, torch.Tensor):
+        if quantize is None:
+            return makers.product(weight, bias)
+        weight = quantize(weight)
+    return makers.quantized(weight, bias)
+
+
+def _is_behind_others(part: Slice) -> bool:
+    """Whether there are inputs before those of ``part``."""
+    return part.columns is not None and part.columns.start > 0
+
+
+class _Stored(NamedTuple):
+    """Those of ``stored`` that are ``left``; what is loaded is not any more."""
+
+    stored: TensorIndex
+    left: set[str]
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return self.stored[name].shape if name in self.left else None
+
+    def load(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> torch.Tensor:
+        tensor = self.stored.load(name, shape, dtypes)
+        self.left.discard(name)
+        return tensor
+
+
+def _on(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    return replace(
+        weight,
+        codes=weight.codes.to(device),
+        scales=weight.scales.to(device),
+        zeros=None if weight.zeros is None else weight.zeros.to(device),
+        order=None if weight.order is None else weight.order.to(device),
+    )

@@ -1,0 +1,1 @@
+"""Groups of ranks that compute one model together."""

@@ -1,0 +1,231 @@
+"""From the tensors of a quantized module in a checkpoint to its weight, see ``Layout``."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Protocol
+
+import torch
+
+from millrace.engine.quantization.unpacking import num_words, plus_one, unpacked, unpacked_by_awq
+from millrace.engine.quantization.weight import Activations, QuantizedWeight
+from millrace.registry.checkpoints.quantization.scheme import Layout, Scheme
+from millrace.registry.checkpoints.tensors import FLOATS
+from millrace.schemas.errors import CheckpointError
+
+_WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
+_INPUT_SCALES = ("input_scale", "activation_scale")
+_WORD_BITS = 32
+_PARTS = (
+    *("weight", "weight_packed", "weight_shape", "weight_g_idx", "weight_zero_point", "qweight"),
+    *("qzeros", "scales", "g_idx", *_WEIGHT_SCALES, *_INPUT_SCALES),
+)
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint by name; see ``TensorIndex``."""
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """None for a tensor that is not there."""
+
+    def load(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> torch.Tensor:
+        """Raises CheckpointError naming a tensor that is not there or is another one."""
+
+
+def parts_of(module: str) -> list[str]:
+    """The names that tensors of a linear ``module`` may have, its bias left out."""
+    return [f"{module}.{part}" for part in _PARTS]
+
+
+def is_stored_wide(tensors: StoredTensors, module: str) -> bool:
+    """Whether of ``module`` there is a weight and nothing that a quantized one has. Libraries do
+    not agree on what the names of a list mean, but it shows in what they wrote."""
+    there = [name for name in parts_of(module) if tensors.shape_of(name) is not None]
+    return there == [f"{module}.weight"]
+
+
+def read_quantized(
+    tensors: StoredTensors, module: str, scheme: Scheme, num_outputs: int, num_inputs: int
+) -> QuantizedWeight:
+    """The weight [num_outputs, num_inputs] of ``module``, on the CPU.
+
+    Raises CheckpointError naming a tensor that is missing, has another shape or dtype than
+    ``scheme`` asks for, or holds numbers that cannot be.
+    """
+    read = _Module(tensors, module, scheme, num_outputs, num_inputs)
+    if scheme.layout is Layout.PLAIN:
+        return _read_plain(read)
+    if scheme.layout is Layout.PACKED:
+        return _read_packed(read)
+    if scheme.layout is Layout.AWQ:
+        return _read_awq(read)
+    return _read_gptq(read)
+
+
+class _Module(NamedTuple):
+    tensors: StoredTensors
+    name: str
+    scheme: Scheme
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def group_inputs(self) -> int:
+        return self.scheme.group_inputs or self.num_inputs
+
+    @property
+    def num_groups(self) -> int:
+        return math.ceil(self.num_inputs / self.group_inputs)
+
+    def has(self, part: str) -> bool:
+        return self.tensors.shape_of(f"{self.name}.{part}") is not None
+
+    def part(self, part: str, shape: tuple[int, ...], *dtypes: str) -> torch.Tensor:
+        return self.tensors.load(f"{self.name}.{part}", shape, dtypes)
+
+    def scales(self, part: str, *shapes: tuple[int, ...]) -> torch.Tensor:
+        """Float32 in the one of ``shapes`` that is stored."""
+        name = f"{self.name}.{part}"
+        stored = self.tensors.shape_of(name)
+        shape = stored if stored in shapes else shapes[0]
+        scales = self.tensors.load(name, shape, FLOATS).float()
+        if not scales.isfinite().all():
+            raise CheckpointError(f"Tensor {name} holds scales that are not finite.")
+        return scales
+
+    def weight(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        order: torch.Tensor | None = None,
+    ) -> QuantizedWeight:
+        if zeros is not None:
+            zeros = zeros.to(torch.int16).contiguous() if zeros.any() else None
+        activations = Activations(self.scheme.inputs.value)
+        return QuantizedWeight(
+            codes=codes,
+            scales=scales.contiguous(),
+            group_inputs=self.group_inputs,
+            bits=self.scheme.bits,
+            zeros=zeros,
+            order=order,
+            activations=activations,
+            activation_scale=self._activation_scale() if activations.is_static else None,
+        )
+
+    def _activation_scale(self) -> float:
+        part = _first_of(self, _INPUT_SCALES)
+        scale = float(self.scales(part, (), (1,)))
+        if scale <= 0:
+            raise CheckpointError(f"Tensor {self.name}.{part} must be above 0, and is {scale}.")
+        return scale
+
+
+def _first_of(module: _Module, parts: tuple[str, ...]) -> str:
+    """The first that is there; to be named as missing, the first."""
+    return next((part for part in parts if module.has(part)), parts[0])
+
+
+def _read_plain(module: _Module) -> QuantizedWeight:
+    shape = (module.num_outputs, module.num_inputs)
+    codes = module.part("weight", shape, "F8_E4M3" if module.scheme.is_float else "I8")
+    part = _first_of(module, _WEIGHT_SCALES)
+    stored = module.tensors.shape_of(f"{module.name}.{part}") or ()
+    scales = _scales_of_outputs(module, part)
+    zeros = None
+    if module.scheme.has_zeros or (not module.scheme.is_float and module.has("weight_zero_point")):
+        zeros = _of_outputs(module, module.part("weight_zero_point", stored, "I8"))
+    return module.weight(codes, scales, zeros)
+
+
+def _scales_of_outputs(module: _Module, part: str) -> torch.Tensor:
+    """[num_outputs, num_groups], stored so, one a block, or one a channel or tensor."""
+    outputs, blocks = module.num_outputs, module.scheme.block_outputs
+    if module.scheme.group_inputs is not None:
+        shape = (math.ceil(outputs / blocks), module.num_groups)
+        return _of_outputs(module, module.scales(part, shape))
+    return _of_outputs(module, module.scales(part, (outputs, 1), (outputs,), (1,), (), (1, 1)))
+
+
+def _of_outputs(module: _Module, stored: torch.Tensor) -> torch.Tensor:
+    if module.scheme.group_inputs is None:
+        return stored.reshape(-1, 1).expand(module.num_outputs, 1).contiguous()
+    repeated = stored.repeat_interleave(module.scheme.block_outputs, 0)
+    return repeated[: module.num_outputs]
+
+
+def _read_packed(module: _Module) -> QuantizedWeight:
+    outputs, inputs, bits = module.num_outputs, module.num_inputs, module.scheme.bits
+    shape = module.part("weight_shape", (2,), "I64", "I32")
+    if shape.tolist() != [outputs, inputs]:
+        raise CheckpointError(
+            f"Tensor {module.name}.weight_shape is {shape.tolist()}, but config.json asks for "
+            f"{[outputs, inputs]}."
+        )
+    words = module.part("weight_packed", (outputs, num_words(inputs, bits)), "I32")
+    codes = unpacked(words, bits, inputs)
+    scales = _scales_of_outputs(module, "weight_scale")
+    zeros = None
+    if module.scheme.has_zeros:
+        stored = (num_words(outputs, bits), module.num_groups)
+        packed = module.part("weight_zero_point", stored, "I32")
+        zeros = unpacked(packed.t(), bits, outputs).t()
+    codes, order = _in_groups(module, "weight_g_idx", codes)
+    return module.weight(codes, scales, zeros, order)
+
+
+def _read_awq(module: _Module) -> QuantizedWeight:
+    outputs, inputs, groups = module.num_outputs, module.num_inputs, module.num_groups
+    _refuse_partial_words(module, outputs)
+    words = num_words(outputs, module.scheme.bits)
+    codes = unpacked_by_awq(module.part("qweight", (inputs, words), "I32"), outputs)
+    zeros = unpacked_by_awq(module.part("qzeros", (groups, words), "I32"), outputs)
+    scales = module.scales("scales", (groups, outputs))
+    return module.weight(codes.t().contiguous(), scales.t(), zeros.t())
+
+
+def _read_gptq(module: _Module) -> QuantizedWeight:
+    outputs, inputs, bits = module.num_outputs, module.num_inputs, module.scheme.bits
+    groups = module.num_groups
+    _refuse_partial_words(module, outputs, inputs)
+    words = module.part("qweight", (num_words(inputs, bits), outputs), "I32")
+    codes = unpacked(words.t(), bits, inputs)
+    packed_zeros = module.part("qzeros", (groups, num_words(outputs, bits)), "I32")
+    if module.scheme.layout is Layout.GPTQ:
+        packed_zeros = plus_one(packed_zeros, bits)
+    zeros = unpacked(packed_zeros, bits, outputs)
+    scales = module.scales("scales", (groups, outputs))
+    codes, order = _in_groups(module, "g_idx", codes)
+    return module.weight(codes, scales.t(), zeros.t(), order)
+
+
+def _refuse_partial_words(module: _Module, *sizes: int) -> None:
+    """These layouts have none."""
+    per_word = _WORD_BITS // module.scheme.bits
+    if any(size % per_word for size in sizes):
+        raise CheckpointError(
+            f"Tensor {module.name}.qweight: {module.num_outputs} outputs and {module.num_inputs} "
+            f"inputs cannot be packed {per_word} in a word."
+        )
+
+
+def _in_groups(
+    module: _Module, part: str, codes: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``codes`` with the columns of each group side by side, and which those are; None if they
+    already were. The tensor ``part`` says to which group a column belongs, all -1 to none."""
+    if not module.has(part):
+        return codes, None
+    inputs, size = module.num_inputs, module.group_inputs
+    groups = module.part(part, (inputs,), "I32", "I64").long()
+    own = torch.arange(inputs) // size
+    if torch.equal(groups, own) or bool((groups == -1).all()):
+        return codes, None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order], own):
+        raise CheckpointError(
+            f"Tensor {module.name}.{part} must have each group from 0 to {module.num_groups - 1} "
+            f"{size} times, the last one for what is left of {inputs} inputs."
+        )
+    return codes[:, order].contiguous(), order

@@ -1,0 +1,97 @@
+"""Stacks of quantized experts on a device: by its kernels where these take the weights.
+
+What needs Triton is imported by those who have it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from millrace.engine.kernels.gpu.kernel_set import ExpertKernels, Stack
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
+from millrace.engine.kernels.operations import WeightSize
+from millrace.engine.quantization.device import NO_KERNELS, why_not_packed
+from millrace.engine.quantization.weight import Activations, QuantizedWeight, Rounding
+from millrace.schemas.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+# Makes what multiplies by one of the weights of each expert, all of one shape.
+MakeStack = Callable[[Sequence[QuantizedWeight]], Stack]
+
+
+class RoundedStack:
+    """Wide weights ``stack`` [num_experts, num_outputs, num_inputs] of rows that are rounded."""
+
+    def __init__(self, stack: torch.Tensor, rounding: Rounding, kernels: ExpertKernels) -> None:
+        self._stack = stack
+        self._rounding = rounding
+        self._kernels = kernels
+        self.size = WeightSize.of(stack)
+
+    def __len__(self) -> int:
+        return len(self._stack)
+
+    def gate_up(
+        self, rows: torch.Tensor, choices: SortedChoices, *, num_chosen: int, fixed: bool
+    ) -> torch.Tensor:
+        """See ``ExpertStack``."""
+        return self._kernels.gate_up(
+            self._rounding(rows), self._stack, choices, num_chosen=num_chosen, fixed=fixed
+        )
+
+    def down(
+        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor, *, fixed: bool
+    ) -> torch.Tensor:
+        """See ``ExpertStack``."""
+        return self._kernels.down(self._rounding(rows), self._stack, choices, weights, fixed=fixed)
+
+
+def quantized_stacks(kernels: ExpertKernels, dtype: torch.dtype, *, has_kernels: bool) -> MakeStack:
+    """Makes stacks for rows of ``dtype``: for the kernels of quantized weights if there are any and
+    they take the weights, else widened to ``dtype`` for ``kernels``.
+
+    What it makes raises CheckpointError for experts whose rows are not rounded alike.
+    """
+    said: set[str] = set()
+
+    def make(weights: Sequence[QuantizedWeight]) -> Stack:
+        rounding = weights[0].rounding
+        if any(weight.rounding != rounding for weight in weights):
+            raise CheckpointError(
+                "the experts of a layer round their inputs in several ways or by several constants "
+                f"({rounding.activations.value}): supported is one for all of them, or dynamic."
+            )
+        reason = _why_not_stacked(weights) if has_kernels else NO_KERNELS
+        if reason is None:
+            from millrace.engine.quantization.device_stack import QuantizedStack
+
+            return QuantizedStack(weights, dtype)
+        if reason not in said:
+            said.add(reason)
+            _log.warning("some quantized experts are widened to %s: %s", dtype, reason)
+        stack = torch.stack([weight.values().to(dtype) for weight in weights])
+        if rounding.activations is Activations.WIDE:
+            return stack
+        return RoundedStack(stack, rounding, kernels)
+
+    return make
+
+
+def _why_not_stacked(weights: Sequence[QuantizedWeight]) -> str | None:
+    """Why the kernels cannot multiply by a stack of ``weights``; None if they can."""
+    first = weights[0]
+    for weight in weights:
+        reason = why_not_packed(weight)
+        if reason is not None:
+            return reason
+        if weight.order is not None:
+            return "each expert has inputs in an order of its own"
+        if (weight.bits, weight.codes.dtype) != (first.bits, first.codes.dtype) or (
+            weight.scales.shape != first.scales.shape
+        ):
+            return "experts of a layer are quantized in several ways"
+    return None

@@ -1,0 +1,104 @@
+"""Products with quantized weights by Triton's kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from millrace.engine.kernels.gpu.quantized.library import (
+    library_linear,
+    library_takes,
+    prefers_library,
+)
+from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
+from millrace.engine.kernels.gpu.quantized.product import quantized_linear
+from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows, round_groups, round_rows
+from millrace.engine.kernels.operations import SwiGLU, WeightSize
+from millrace.engine.quantization.weight import Activations, QuantizedWeight, Rounding
+
+
+class QuantizedDeviceLinear:
+    """A linear map of a weight that ``device.why_not_packed`` has nothing against. ``bias``:
+    [num_outputs]. Rows and results are of ``dtype``.
+
+    ``fixed``: always by one kernel of one order, so that a row's result does not depend on how many
+    others there are.
+    """
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        *,
+        fixed: bool,
+    ) -> None:
+        self._weight = packed(weight)
+        self._bias = bias
+        self._dtype = dtype
+        self._fixed = fixed
+        self._order = weight.order
+        self._rounding = weight.rounding
+        # float32 [1, num_outputs] where torch may compute this.
+        self._library_scales: torch.Tensor | None = None
+        is_rounded = weight.activations is not Activations.WIDE
+        if is_rounded and not fixed and library_takes(self._weight, dtype):
+            self._library_scales = self._weight.scales.float()
+
+    @property
+    def size(self) -> WeightSize:
+        return self._weight.size
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+        return self._multiplied(rows, None)
+
+    def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
+        return self._multiplied(rows, total)
+
+    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
+        """``swiglu`` of the product."""
+        return swiglu(self(rows))
+
+    def _multiplied(self, rows: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+        if self._order is not None:
+            rows = rows.index_select(1, self._order)
+        operand = rounded(rows, self._rounding)
+        if (
+            self._library_scales is not None
+            and isinstance(operand, RoundedRows)
+            and prefers_library(len(rows))
+        ):
+            result = library_linear(operand, self._weight, self._library_scales, self._bias)
+            return result if total is None else total.add_(result)
+        return quantized_linear(
+            operand,
+            self._weight,
+            self._bias,
+            residual=total,
+            dtype=self._dtype,
+            fixed=self._fixed,
+        )
+
+
+def packed(weight: QuantizedWeight) -> PackedWeight:
+    """``weight`` as the kernels read it, on its device."""
+    return PackedWeight.of(
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        group_inputs=weight.group_inputs,
+        bits=weight.bits,
+    )
+
+
+def rounded(rows: torch.Tensor, rounding: Rounding) -> torch.Tensor | RoundedRows:
+    """``rows`` [num_rows, num_inputs] as the kernels multiply them."""
+    kind = rounding.activations
+    if kind is Activations.WIDE:
+        return rows
+    if kind is Activations.FLOAT8_GROUP and rows.shape[1] > rounding.group_inputs:
+        return round_groups(rows, rounding.group_inputs)
+    is_int8 = kind in (Activations.INT8_TOKEN, Activations.INT8_TENSOR)
+    dtype = torch.int8 if is_int8 else torch.float8_e4m3fn
+    return round_rows(rows, dtype, rounding.scale)

@@ -1,0 +1,261 @@
+"""Makes a quantized checkpoint of a wide one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+
+from millrace.engine.quantization.rounding import (
+    GROUP_INPUTS,
+    GROUP_STEP,
+    rounded_float8,
+    rounded_int4,
+    rounded_int8,
+)
+from millrace.engine.quantization.weight import QuantizedWeight
+from millrace.engine.quantizer.calibration import CalibratedLayers
+from millrace.engine.quantizer.layout import stored_tensors
+from millrace.engine.quantizer.schemes import (
+    LINEAR_NAMES,
+    ROUTERS,
+    Scheme,
+    quantization_config,
+)
+from millrace.engine.quantizer.shards import ShardWriter
+from millrace.registry.checkpoints.checkpoint import (
+    ModelConfig,
+    TensorIndex,
+    open_tensors,
+    read_model_config,
+)
+from millrace.registry.checkpoints.json_fields import read_json_object
+from millrace.schemas.errors import CheckpointError, ConfigError
+
+_CONFIG = "config.json"
+_QUANTIZED_FIELDS = ("quantization_config", "compression_config")
+_WEIGHT = ".weight"
+_SHARD_BYTES = 1 << 30
+# What holds weights, in this layout or another.
+_WEIGHT_ENDINGS = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth"),
+    *(".gguf", ".h5", ".msgpack", ".onnx"),
+)
+_SIDE_FOLDERS = "*_Pooling"
+
+_Rounded = Callable[..., QuantizedWeight]
+
+
+class Made(NamedTuple):
+    """What was written: how many linear maps are quantized, and the bytes of all tensors before
+    and after."""
+
+    num_quantized: int
+    bytes_before: int
+    bytes_after: int
+
+
+class Recipe(NamedTuple):
+    """How weights are made. ``group_inputs``: of int4, a multiple of 32. ``texts``: token ids for a
+    calibration, of int4 only; None: weights are rounded to nearest."""
+
+    scheme: Scheme
+    group_inputs: int = GROUP_INPUTS
+    texts: Sequence[Sequence[int]] | None = None
+
+    def check(self) -> None:
+        """Raise ConfigError for what does not go together."""
+        if self.group_inputs < GROUP_STEP or self.group_inputs % GROUP_STEP:
+            raise ConfigError(
+                f"A group must be a multiple of {GROUP_STEP} inputs, got {self.group_inputs}."
+            )
+        if self.texts is not None and self.scheme is not Scheme.W4A16:
+            raise ConfigError(
+                f"{self.scheme} needs no calibration: its scales follow from the weights, and from "
+                f"inputs as they come. {Scheme.W4A16} gains by one."
+            )
+        if self.texts is not None and not any(self.texts):
+            raise ConfigError("The calibration has no tokens.")
+
+
+def check_input(path: Path) -> ModelConfig:
+    """What the checkpoint at ``path`` says. Raises CheckpointError for one that the decoder does
+    not compute, and for one that is quantized."""
+    fields = read_json_object(path / _CONFIG)
+    for name in _QUANTIZED_FIELDS:
+        if fields.get(name) is not None:
+            raise CheckpointError(
+                f"{path / _CONFIG} has a field {name}: the weights are quantized already. Name the "
+                "wide checkpoint that it was made of."
+            )
+    return read_model_config(path)
+
+
+def check_output(path: Path) -> None:
+    """Raise ConfigError if there is something at ``path`` but an empty folder."""
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file; the output is a folder that is made.")
+    if path.is_dir() and any(path.iterdir()):
+        raise ConfigError(f"The folder {path} is not empty; name another, or remove it.")
+
+
+def quantize_checkpoint(
+    source: Path,
+    output: Path,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    on_layer: Callable[[], object] = lambda: None,
+    shard_bytes: int = _SHARD_BYTES,
+) -> Made:
+    """Write the checkpoint folder ``source`` as ``output``, with the linear maps of its layers as
+    ``recipe`` says; heads, embeddings and routers of experts stay wide. The folder is there when it
+    is whole. ``on_layer`` is called after each layer; a layer and ``shard_bytes`` are in memory at
+    a time.
+
+    Raises CheckpointError for a source that cannot be read or has weights that are not finite, and
+    ConfigError for a recipe or an output that cannot be.
+    """
+    recipe.check()
+    config = check_input(source)
+    check_output(output)
+    index = open_tensors(source)
+    whole = output.resolve()
+    unfinished = whole.with_name(f".{whole.name}.{os.getpid()}.unfinished")
+    try:
+        try:
+            unfinished.mkdir(parents=True)
+            job = _Job(index, config, recipe, device, ShardWriter(unfinished, shard_bytes))
+            made = job.run(on_layer)
+            _write_side_files(source, unfinished, job)
+            unfinished.replace(whole)
+        except (OSError, SafetensorError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{output} cannot be written: {why}.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return made
+
+
+class _Job:
+    """Goes through the tensors by layer, and remembers what became of each."""
+
+    def __init__(
+        self,
+        index: TensorIndex,
+        config: ModelConfig,
+        recipe: Recipe,
+        device: torch.device,
+        writer: ShardWriter,
+    ) -> None:
+        self._index = index
+        self._config = config
+        self._recipe = recipe
+        self._device = device
+        self._writer = writer
+        self._prefix = "model." if any(name.startswith("model.") for name in index) else ""
+        # Readers hold scales in the dtype that they compute in.
+        self._scale_dtype: torch.dtype = getattr(torch, config.dtype)
+        self._bytes_before = 0
+        self._groups: dict[str, int | None] = {}
+
+    @property
+    def quantization_config(self) -> dict[str, object]:
+        """What ``config.json`` says of what was written."""
+        config = self._config
+        ignored = ["lm_head"] if config.has_head else []
+        if config.classifier is not None:
+            ignored.append("score")
+        if config.experts is not None:
+            ignored += ROUTERS
+        return quantization_config(self._recipe.scheme, self._groups, ignored)
+
+    def run(self, on_layer: Callable[[], object]) -> Made:
+        """Write all tensors."""
+        config, recipe = self._config, self._recipe
+        calibrated = None
+        if recipe.texts is not None:
+            texts = [text for text in recipe.texts if text]
+            calibrated = CalibratedLayers(self._index, config, self._prefix, texts, self._device)
+        for number in range(config.num_hidden_layers):
+            names = self._names_of(number)
+            given: Mapping[str, QuantizedWeight] = {}
+            if calibrated is not None:
+                for name in names:
+                    self._load(name)
+                given = calibrated.quantized(
+                    number,
+                    group_inputs=recipe.group_inputs,
+                    scale_dtype=self._scale_dtype,
+                )
+            self._write(names, given)
+            on_layer()
+        self._write(self._other_names(), {})
+        self._writer.finish()
+        return Made(len(self._groups), self._bytes_before, self._writer.num_bytes)
+
+    def _names_of(self, number: int) -> list[str]:
+        prefix = f"{self._prefix}layers.{number}."
+        return sorted(name for name in self._index if name.startswith(prefix))
+
+    def _other_names(self) -> Iterator[str]:
+        layers = tuple(
+            f"{self._prefix}layers.{number}." for number in range(self._config.num_hidden_layers)
+        )
+        return (name for name in self._index if not name.startswith(layers))
+
+    def _write(self, names: Iterable[str], given: Mapping[str, QuantizedWeight]) -> None:
+        for name in names:
+            tensor = self._load(name)
+            self._bytes_before += tensor.nbytes
+            module = name.removesuffix(_WEIGHT)
+            if not _is_linear(name):
+                self._writer.add(name, tensor)
+                continue
+            weight = given[name] if name in given else self._rounded(tensor)
+            whole = weight.group_inputs == weight.num_inputs
+            self._groups[module] = None if whole else weight.group_inputs
+            for stored, part in stored_tensors(module, weight, self._scale_dtype).items():
+                self._writer.add(stored, part)
+
+    def _load(self, name: str) -> torch.Tensor:
+        tensor = self._index.load(name, self._index[name].shape)
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"Tensor {name} in {self._index[name].file} has values that are not finite."
+            )
+        return tensor
+
+    def _rounded(self, tensor: torch.Tensor) -> QuantizedWeight:
+        recipe = self._recipe
+        by_scheme: dict[Scheme, _Rounded] = {
+            Scheme.W8A8_INT8: rounded_int8,
+            Scheme.W8A8_FP8: rounded_float8,
+            Scheme.W4A16: partial(rounded_int4, group_inputs=recipe.group_inputs),
+        }
+        return by_scheme[recipe.scheme](tensor.to(self._device), scale_dtype=self._scale_dtype)
+
+
+def _is_linear(name: str) -> bool:
+    """Whether a tensor is the weight of a linear map that is quantized."""
+    parts = name.split(".")
+    return parts[-1] == "weight" and parts[-2] in LINEAR_NAMES and "layers" in parts
+
+
+def _write_side_files(source: Path, folder: Path, job: _Job) -> None:
+    """All that is beside the weights, and ``config.json`` with what they are now."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and not file.name.endswith(_WEIGHT_ENDINGS):
+            shutil.copyfile(file, folder / file.name)
+    for side in sorted(source.glob(_SIDE_FOLDERS)):
+        shutil.copytree(side, folder / side.name)
+    config = read_json_object(source / _CONFIG)
+    config["quantization_config"] = job.quantization_config
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,72 @@
+"""Log-probabilities as the model itself has them, whatever is then done to its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from typing import NamedTuple
+
+import torch
+
+from millrace.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows
+from millrace.schemas.frames import TokenLogprob
+
+
+class LogprobTable(NamedTuple):
+    """For some rows: the log of the normaliser, [num_rows], and the likeliest tokens in falling
+    order, as lists of ids and log-probabilities."""
+
+    log_normalisers: torch.Tensor
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+    def entries(
+        self,
+        token_logits: torch.Tensor,
+        token_ids: Rows[int],
+        counts: Rows[int],
+        ranks: Rows[int] | None = None,
+    ) -> list[TokenLogprob]:
+        """What is reported of one token a row, of which ``token_logits`` [num_rows] are the
+        logits, with ``counts`` alternatives, and with its rank where these were counted."""
+        own = (token_logits.double() - self.log_normalisers).tolist()
+        return [
+            TokenLogprob(
+                token,
+                own[i],
+                tuple(zip(self.top_ids[i][:count], self.top_logprobs[i][:count], strict=True)),
+                0 if ranks is None else ranks[i],
+            )
+            for i, (token, count) in enumerate(zip(token_ids, counts, strict=True))
+        ]
+
+
+def tabulate(
+    logits: GroupedLogits, rows: torch.Tensor, num_top: int, vocab_size: int
+) -> LogprobTable:
+    """The table of ``rows`` (int64) with the ``num_top`` likeliest tokens of each."""
+    best = logits.best.index_select(0, rows)
+    scaled = ScaledRows(rows, best, torch.ones_like(best))
+    normalisers = logits.masses(scaled).log_().add_(best)
+    count = min(num_top, vocab_size)
+    if count == 0:
+        return LogprobTable(normalisers, [[]] * len(rows), [[]] * len(rows))
+    # The likeliest tokens are in the groups with the largest tops.
+    num_kept = min(count, logits.num_groups)
+    groups = _places_of_largest(logits.tops.index_select(0, rows), num_kept)
+    groups = groups.sort(dim=-1).values
+    members = logits.select(rows.repeat_interleave(num_kept), groups.view(-1))
+    members = members.view(len(rows), -1)
+    places = _places_of_largest(members, count)
+    group = groups.gather(1, places // GROUP_TOKENS)
+    ids = group * GROUP_TOKENS + places % GROUP_TOKENS
+    values = members.gather(1, places).double() - normalisers[:, None]
+    return LogprobTable(normalisers, ids.tolist(), values.tolist())
+
+
+def _places_of_largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Where the ``count`` largest of each row of float32 are, the first of equals first: ``topk``
+    takes any of them, by what else is in the batch."""
+    bits = values.contiguous().view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    last = values.shape[1] - 1 - torch.arange(values.shape[1], device=values.device)
+    return ordered.mul_(values.shape[1]).add_(last).topk(count, dim=-1).indices

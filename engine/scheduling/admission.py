@@ -1,0 +1,172 @@
+"""Which requests and settings the engine takes, and why it refuses the others."""
+
+from __future__ import annotations
+
+import math
+
+from millrace.engine.types import EngineRequest
+from millrace.registry.checkpoints.adapters.config import MAX_RANK
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import check_quantization, check_speculation
+from millrace.schemas.errors import (
+    AdapterError,
+    ConfigError,
+    ContextLengthError,
+    KVCapacityError,
+    ParameterError,
+)
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.pooling import Pooling
+
+
+def check_kind(request: EngineRequest, *, has_head: bool, has_labels: bool) -> None:
+    """Raise ParameterError for tokens or labels of a checkpoint that has no head for them, and for
+    an embedding or labels with what only tokens can have."""
+    if request.pooling is None:
+        if not has_head:
+            kind = "labels" if has_labels else "embeddings"
+            raise ParameterError(
+                "model", f"This model makes {kind} only: it has no language-model head."
+            )
+        return
+    if request.pooling is Pooling.CLASSIFY and not has_labels:
+        raise ParameterError(
+            "pooling", "This model has no classification head: it makes no labels."
+        )
+    for name, given in (
+        ("n", request.sampling.n > 1),
+        ("grammar", request.sampling.grammar is not None),
+        ("prompt_logprobs", request.sampling.prompt_logprobs is not None),
+        ("output_token_ids", bool(request.output_token_ids)),
+    ):
+        if given:
+            raise ParameterError(name, f"A request for an embedding takes no {name}.")
+
+
+def check_beams(request: EngineRequest, *, vocab_size: int) -> None:
+    """Raise ParameterError for a beam search that goes on from tokens that were delivered, as none
+    are before its end, or with more beams than the vocabulary has tokens for."""
+    if not request.sampling.use_beam_search:
+        return
+    if request.output_token_ids:
+        raise ParameterError(
+            "output_token_ids", "output_token_ids do not go with use_beam_search: it starts anew."
+        )
+    num_stops = len(request.sampling.stop_token_ids) + len(request.eos_token_ids)
+    if 2 * request.sampling.n + num_stops > vocab_size:
+        raise ParameterError(
+            "n", f"n is too large for beams in a vocabulary of {vocab_size} tokens."
+        )
+
+
+def check_adapter(request: EngineRequest, *, max_adapters: int) -> None:
+    """Raise AdapterError for an adapter where none can be loaded."""
+    if request.adapter is not None and not max_adapters:
+        raise AdapterError(
+            f"This worker takes no adapters, and so not {request.adapter.name}; "
+            "engine.max_adapters says how many, on a GPU none unless it is set."
+        )
+
+
+def longest_total_tokens(
+    request: EngineRequest, *, vocab_size: int, context_window_tokens: int, capacity_tokens: int
+) -> int:
+    """The longest that each choice of the request may become, prompt included; for an embedding
+    the prompt alone.
+
+    Choices need not be in the KV cache together, so a request fits if one of them does. Raises
+    ParameterError, ContextLengthError or KVCapacityError.
+    """
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        raise ParameterError("prompt_token_ids", "The prompt has no tokens; send at least one.")
+    _check_token_ids(request.prompt_token_ids, vocab_size)
+    if request.output_token_ids:
+        _check_token_ids(request.output_token_ids, vocab_size)
+        if request.sampling.n > 1:
+            raise ParameterError("n", "Only a request for one completion can be resumed.")
+    max_tokens = 0 if request.pooling is not None else request.sampling.max_tokens
+    if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > context_window_tokens:
+        raise ContextLengthError(num_prompt_tokens, max_tokens, context_window_tokens)
+    if max_tokens is None:
+        longest = min(context_window_tokens, capacity_tokens)
+        max_tokens = max(1, longest - num_prompt_tokens)
+    if num_prompt_tokens + max_tokens > capacity_tokens:
+        raise KVCapacityError(num_prompt_tokens, max_tokens, capacity_tokens)
+    return num_prompt_tokens + max_tokens
+
+
+def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
+    bad = next(token for token in token_ids if not 0 <= token < vocab_size)
+    raise ParameterError(
+        "prompt_token_ids", f"Token id {bad} is not in the vocabulary of {vocab_size} tokens."
+    )
+
+
+def finished_before(request: EngineRequest, max_total_tokens: int) -> FinishReason | None:
+    """Why a resumed request has nothing left to generate, if so."""
+    if not request.output_token_ids:
+        return None
+    last = request.output_token_ids[-1]
+    sampling = request.sampling
+    if last in sampling.stop_token_ids:
+        return FinishReason.STOP
+    if last in request.eos_token_ids and not sampling.ignore_eos:
+        return FinishReason.STOP
+    if len(request.prompt_token_ids) + len(request.output_token_ids) >= max_total_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raise ConfigError, naming the setting, for one out of range."""
+    for name in ("max_num_sequences", "max_batch_tokens", "kv_cache_bytes"):
+        value = getattr(config, name)
+        if value < 0:
+            raise ConfigError(
+                f"engine.{name} must be 0 (which leaves it to the device) or more, got {value}."
+            )
+    for name in ("block_size_tokens", "grammar_helpers"):
+        value = getattr(config, name)
+        if value < 1:
+            raise ConfigError(f"engine.{name} must be at least 1, got {value}.")
+    if not 0 < config.gpu_memory_fraction <= 1:
+        raise ConfigError(
+            f"engine.gpu_memory_fraction must be above 0 and at most 1, got "
+            f"{config.gpu_memory_fraction}."
+        )
+    if config.max_adapters is not None and config.max_adapters < 0:
+        raise ConfigError(f"engine.max_adapters must be 0 or more, got {config.max_adapters}.")
+    if not 1 <= config.max_adapter_rank <= MAX_RANK:
+        raise ConfigError(
+            f"engine.max_adapter_rank must be from 1 to {MAX_RANK}, got {config.max_adapter_rank}."
+        )
+    for name, choices in (
+        ("load_format", ("auto", "dummy")),
+        ("kv_cache_dtype", ("auto", "fp8", "int8")),
+        ("kernels", ("auto", "native", "torch", "triton", "reference")),
+    ):
+        if getattr(config, name) not in choices:
+            raise ConfigError(
+                f"engine.{name} is {getattr(config, name)!r}; choose {', '.join(choices)}."
+            )
+    check_quantization(config.quantization, config.kind)
+    check_speculation(config.speculation, config.kind)
+    for name in ("ageing_s", "itl_bound_ms", "host_cache_bytes", "idle_offload_s"):
+        amount = getattr(config, name)
+        if not 0 <= amount < math.inf:
+            raise ConfigError(f"engine.{name} must be 0 or more, got {amount}.")
+    for name in ("object_cache_min_tokens", "object_cache_requests"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"engine.{name} must be at least 1, got {getattr(config, name)}.")
+    if not 0 < config.object_cache_timeout_s < math.inf:
+        raise ConfigError(
+            f"engine.object_cache_timeout_s must be above 0, got {config.object_cache_timeout_s}."
+        )
+    if config.num_blocks < 0:
+        raise ConfigError(
+            f"engine.num_blocks must be 0 (sized by kv_cache_bytes) or more, got "
+            f"{config.num_blocks}."
+        )

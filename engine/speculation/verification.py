@@ -1,0 +1,180 @@
+"""Draws the tokens of a step, and goes on for as long as they are those that were proposed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from millrace.engine.grammar.grammars import Grammars
+from millrace.engine.sampling.sampler import Sampled
+from millrace.engine.scheduling.planner import Planner
+from millrace.engine.scheduling.schedule import ScheduledSequence
+from millrace.engine.step.in_flight_step import InFlightStep
+from millrace.engine.step.output_processor import OutputProcessor
+from millrace.engine.step.sequence import Sequence, SequenceState
+from millrace.engine.types import EngineOutput
+
+_log = logging.getLogger(__name__)
+
+
+class Verified(NamedTuple):
+    """How many tokens were proposed for a step, and how many of them were drawn."""
+
+    num_proposed: int = 0
+    num_accepted: int = 0
+
+
+class _Span(NamedTuple):
+    """A sequence with proposed tokens: the first of its rows of logits, and behind how many of them
+    a token may be drawn."""
+
+    sequence: Sequence
+    row: int
+    num_usable: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing edits its rows by the tokens that come before them."""
+        sequence = self.sequence
+        return sequence.matcher is None and sequence.sampling_state.logits_processor is None
+
+
+class Verification:
+    """Samples the sequences of a step. Where a token is drawn that was proposed, the row behind it
+    was computed with the right token, so the next is drawn from that one at once.
+
+    Each draw is made by the same sampler, with the random numbers of its place, and with grammar
+    and penalties as they are when the sequence has the tokens before it: so it is the one that
+    would have been made without proposals, as long as a row's logits are the same in all company.
+    Where there is neither grammar nor penalty all rows are drawn from at once. What was proposed
+    and not drawn was computed for nothing; the blocks behind it are given back here.
+    """
+
+    def __init__(
+        self, planner: Planner, output_processor: OutputProcessor, grammars: Grammars
+    ) -> None:
+        self._planner = planner
+        self._output_processor = output_processor
+        self._grammars = grammars
+
+    def apply(self, step: InFlightStep, outputs: list[EngineOutput]) -> Verified:
+        """Draw all that can be drawn from a step's logits."""
+        sequences, logits = step.by_host, step.logits
+        num_first = len(sequences)
+        spans = _spans(sequences, logits) if len(logits) > num_first else []
+        self._output_processor.sample(sequences, logits[:num_first], outputs)
+        if not spans:
+            return Verified()
+        num_accepted = ahead = 0
+        alive = [span for span in spans if self._is_accepted(span, 0)]
+        chosen = self._choose_ahead([span for span in alive if span.is_plain], logits)
+        while alive:
+            edited = [span for span in alive if span.row not in chosen]
+            own = _select(logits, [span.row + ahead for span in edited]) if edited else None
+            if edited and own is None:
+                alive = [span for span in alive if span.row in chosen]
+                edited = []
+            ahead += 1
+            num_accepted += len(alive)
+            self._planner.advance([ScheduledSequence(span.sequence, 1) for span in alive])
+            for span in alive:
+                if span.row in chosen:
+                    self._accept(span, chosen[span.row], outputs, ahead)
+            if own is not None:
+                self._output_processor.sample([s.sequence for s in edited], own, outputs, ahead)
+            alive = [span for span in alive if self._is_accepted(span, ahead)]
+        for span in spans:
+            span.sequence.proposed = []
+            if span.sequence.state is SequenceState.RUNNING:
+                self._planner.tables.free_ahead(span.sequence)
+        return Verified(len(logits) - num_first, num_accepted)
+
+    def _choose_ahead(self, spans: list[_Span], logits: torch.Tensor) -> dict[int, Sampled]:
+        """What all rows of spans say, by their first rows; nothing if that cannot be found out, and
+        then it is drawn row by row."""
+        if not spans:
+            return {}
+        places = [(span, ahead) for span in spans for ahead in range(span.num_usable)]
+        own = _select(logits, [span.row + ahead for span, ahead in places])
+        if own is None:
+            return {}
+        sequences, ahead = [span.sequence for span, _ in places], [ahead for _, ahead in places]
+        try:
+            said = self._output_processor.choose_ahead(sequences, own, ahead)
+        except Exception:  # noqa: BLE001 (whatever it is, tokens are drawn one by one then)
+            _log.exception("proposed tokens could not be drawn at once")
+            return {}
+        chosen: dict[int, Sampled] = {}
+        begin = 0
+        for span in spans:
+            end = begin + span.num_usable
+            chosen[span.row] = Sampled(said.outcomes[begin:end], said.logprobs[begin:end])
+            begin = end
+        return chosen
+
+    def _accept(self, span: _Span, said: Sampled, outputs: list[EngineOutput], ahead: int) -> None:
+        place = slice(ahead - 1, ahead)
+        one = Sampled(said.outcomes[place], said.logprobs[place])
+        self._output_processor.accept([span.sequence], one, outputs, ahead)
+
+    def drop(self, plan: Iterable[ScheduledSequence]) -> None:
+        """Propose nothing for a plan that is not computed yet."""
+        for sequence, _ in plan:
+            if sequence.proposed:
+                sequence.proposed = []
+                self._planner.tables.free_ahead(sequence, 1)
+
+    def _is_accepted(self, span: _Span, ahead: int) -> bool:
+        """Whether the token drawn last is the proposed one number ``ahead``, and one can be drawn
+        behind it."""
+        sequence = span.sequence
+        if ahead >= span.num_usable or sequence.state is not SequenceState.RUNNING:
+            return False
+        if sequence.token_ids[-1] != sequence.proposed[ahead]:
+            return False
+        return sequence.matcher is None or ahead < self._grammars.num_ahead(sequence)
+
+
+def _spans(sequences: list[Sequence], logits: torch.Tensor) -> list[_Span]:
+    """The sequences with proposed tokens, whose rows of logits are behind those of all."""
+    first = len(sequences)
+    finite = _finite(logits[first:])
+    spans: list[_Span] = []
+    row = first
+    for sequence in sequences:
+        count = len(sequence.proposed)
+        if count == 0:
+            continue
+        own = finite[row - first : row - first + count]
+        if not all(own):
+            # Nobody may ever look at these rows, and their keys and values are in its blocks. If it
+            # comes to this token, it computes it again and fails then.
+            sequence.contents_finite = False
+            count = own.index(False)
+        spans.append(_Span(sequence, row, count))
+        row += len(own)
+    return spans
+
+
+def _finite(logits: torch.Tensor) -> list[bool]:
+    """Which rows are finite; none if that cannot be found out."""
+    try:
+        with torch.inference_mode():
+            finite: list[bool] = torch.isfinite(logits.amax(-1)).tolist()
+    except Exception:  # noqa: BLE001 (whatever it is, tokens are drawn one a step then)
+        _log.exception("proposed tokens could not be looked at")
+        return [False] * len(logits)
+    return finite
+
+
+def _select(logits: torch.Tensor, rows: list[int]) -> torch.Tensor | None:
+    """Some rows; None if there is no memory for them, and then the tokens are drawn later."""
+    try:
+        with torch.inference_mode():
+            return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    except Exception:  # noqa: BLE001 (whatever it is, tokens are drawn one a step then)
+        _log.exception("proposed tokens could not be drawn")
+        return None

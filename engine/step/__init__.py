@@ -1,0 +1,1 @@
+"""The step loop: sequences become a batch, the batch is computed, and tokens come out."""

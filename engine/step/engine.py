@@ -1,0 +1,398 @@
+"""The step loop: add requests, plan, run the model, sample, return the tokens."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from millrace.engine.grammar.grammars import Grammars
+from millrace.engine.kv.block_file import BlockFile
+from millrace.engine.kv.block_tables import BlockTables
+from millrace.engine.kv.host_cache import HostCache
+from millrace.engine.kv.host_memory import host_memory_of
+from millrace.engine.kv.peer_exchange import with_transfer
+from millrace.engine.kv.tiers import Tiers
+from millrace.engine.sampling.sampler import Sampler
+from millrace.engine.scheduling.admission import (
+    check_adapter,
+    check_beams,
+    check_config,
+    check_kind,
+    finished_before,
+    longest_total_tokens,
+)
+from millrace.engine.scheduling.cost_model import CostModel
+from millrace.engine.scheduling.planner import Planner
+from millrace.engine.speculation.making import make_speculator
+from millrace.engine.step.adapter_pool import AdapterPool
+from millrace.engine.step.checkpoint_tokenizer import checkpoint_tokenizer
+from millrace.engine.step.device_times import DeviceTimes
+from millrace.engine.step.executor import Executor
+from millrace.engine.step.live_requests import LiveRequests
+from millrace.engine.step.output_processor import OutputProcessor
+from millrace.engine.step.outputs import (
+    as_millrace_error,
+    finished_output,
+    refusal,
+    started_output,
+)
+from millrace.engine.step.runners import (
+    DraftRunner,
+    Runner,
+    device_uuid_of,
+    device_work_of,
+    load_draft,
+    load_runner,
+)
+from millrace.engine.step.sequence import SequenceState
+from millrace.engine.step.sequence_group import draw_seed, make_sequence_group
+from millrace.engine.step.settings import num_adapter_slots, with_device_defaults
+from millrace.engine.step.statistics import engine_stats
+from millrace.engine.threads.bell import Bell
+from millrace.engine.types import (
+    DeviceTime,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    PrefixChanges,
+)
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import MillraceError
+from millrace.schemas.frames import FinishReason
+from millrace.schemas.transfer import TransferEndpoint
+
+_log = logging.getLogger(__name__)
+
+# How long commands wait, at most, while a step waits for sequences to become ready.
+_UNREADY_WAIT_S = 0.005
+# How often idle blocks are looked at between requests.
+_REST_S = 0.5
+
+
+class Engine:
+    """Continues many requests at once. Not thread-safe: one caller adds, cancels and steps.
+
+    Every request that is added ends in exactly one output that is ``finished``, unless it is
+    cancelled. What goes wrong with one request ends that request only. A request's tokens depend
+    on its own prompt, parameters and seed, not on who else is in the batch.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        seed_source: Callable[[], int] = draw_seed,
+        monotonic: Callable[[], float] = time.perf_counter,
+        tokenizer: Callable[[], Tokenizer | None] = lambda: None,
+        draft: DraftRunner | None = None,
+    ) -> None:
+        config = with_device_defaults(config, runner.cache.data.device)
+        self._runner = runner
+        self._sampler = Sampler(
+            runner.config.vocab_size, runner.host_device, tokenizer, runner.likeliest
+        )
+        costs = CostModel()
+        self._host_memory = host_memory_of(
+            runner.cache, config.host_cache_bytes, shared=bool(config.transfer)
+        )
+        host = HostCache(self._host_memory, monotonic=monotonic)
+        self._tables = BlockTables(
+            runner.cache.num_blocks,
+            config.block_size_tokens,
+            runner.cache,
+            shared=config.prefix_cache,
+            host=host,
+            idle_offload_s=config.idle_offload_s,
+        )
+        self._pool = self._tables.pool
+        self._bell = Bell()
+        self._adapters = AdapterPool(
+            num_adapter_slots(config, takes_adapters=runner.takes_adapters),
+            partial(runner.load_adapter, max_rank=config.max_adapter_rank),
+            self._bell.ring,
+            monotonic,
+        )
+        self._planner = Planner(
+            self._tables,
+            max_batch_tokens=config.max_batch_tokens,
+            max_num_sequences=config.max_num_sequences,
+            ageing_s=config.ageing_s,
+            itl_bound_s=config.itl_bound_ms / 1e3,
+            costs=costs,
+            monotonic=monotonic,
+            adapters=self._adapters,
+        )
+        self._planner.num_stages = runner.num_stages
+        self._tiers = Tiers(
+            self._tables,
+            runner.cache,
+            self._host_memory,
+            self._planner.recompute_s,
+            self._bell.ring,
+            monotonic,
+        )
+        self._speculator = make_speculator(config, self._tables, costs, runner, draft)
+        self._seed_source = seed_source
+        self._monotonic = monotonic
+        self._live = LiveRequests(self._planner, self._sampler)
+        self._outputs: list[EngineOutput] = []
+        self._grammars = Grammars(
+            runner.config.vocab_size,
+            tokenizer,
+            self._bell.ring,
+            num_stages=runner.num_stages,
+            num_helpers=config.grammar_helpers,
+        )
+        output_processor = OutputProcessor(
+            cache=runner.cache,
+            planner=self._planner,
+            sampler=self._sampler,
+            grammars=self._grammars,
+            live=self._live,
+        )
+        self._executor = Executor(
+            runner=runner,
+            planner=self._planner,
+            grammars=self._grammars,
+            output_processor=output_processor,
+            costs=costs,
+            device_work=device_work_of(runner),
+            overlap=config.overlap and runner.overlaps,
+            monotonic=monotonic,
+        )
+        self._device_times = DeviceTimes(self._executor)
+        self.num_devices = config.tensor_parallel * config.pipeline_parallel
+        """Each rank of the group has one."""
+        self._num_arrived = 0
+        self._num_steps = 0
+        self._prefills = False
+        runner.watch(self._bell.ring)
+
+    @classmethod
+    def load(cls, path: Path, config: EngineConfig, *, among_others: bool = False) -> Engine:
+        """An engine for the checkpoint folder ``path``; ``among_others``: those of other workers
+        may have blocks for it, or want its. Raises CheckpointError or ConfigError."""
+        check_config(config)
+        config = with_transfer(path, config, among_others=among_others)
+        runner = load_runner(path, config)
+        draft = load_draft(path, runner, config)
+        engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path), draft=draft)
+        engine._grammars.prepare()
+        engine._tiers.open(path, config, is_row_exact=runner.is_row_exact)
+        return engine
+
+    def keep_on_disk(self, file: BlockFile) -> None:
+        """Keep blocks of idle conversations in a file, and find those that are in it."""
+        self._tiers.keep_on_disk(file)
+
+    @property
+    def transfer_endpoint(self) -> TransferEndpoint | None:
+        """Where blocks are served to other workers' engines, if they are."""
+        return self._tiers.endpoint
+
+    @property
+    def wake_fd(self) -> int:
+        """Can be read once there may be something to ``rest`` for."""
+        return self._bell.fd
+
+    @property
+    def context_window_tokens(self) -> int:
+        return self._runner.config.context_window_tokens
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """The longest prompt + completion that context window and KV cache can ever hold."""
+        return min(self.context_window_tokens, self._pool.capacity_tokens)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What a step reads of weights, at most: those of layers and head."""
+        return self._runner.weight_size.num_bytes
+
+    @property
+    def device_uuid(self) -> str:
+        """The CUDA device's, by which its driver knows it too; empty without one."""
+        return device_uuid_of(self._runner)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step may have outputs, or would finish the one in flight."""
+        return bool(len(self._live) or self._outputs or self._executor.has_pending_step)
+
+    def add(self, request: EngineRequest) -> None:
+        """Add a request; one that cannot be served is answered with an error at the next step.
+
+        A request with the id of a live one takes its place.
+        """
+        self._drop_request(request.request_id)
+        try:
+            check_kind(
+                request,
+                has_head=self._runner.config.has_head,
+                has_labels=self._runner.config.classifier is not None,
+            )
+            check_beams(request, vocab_size=self._runner.config.vocab_size)
+            check_adapter(request, max_adapters=self._adapters.num_slots)
+            max_total_tokens = longest_total_tokens(
+                request,
+                vocab_size=self._runner.config.vocab_size,
+                context_window_tokens=self.context_window_tokens,
+                capacity_tokens=self._pool.capacity_tokens,
+            )
+        except MillraceError as error:
+            self._outputs.append(refusal(request, error))
+            return
+        finish_reason = finished_before(request, max_total_tokens)
+        if finish_reason is not None:
+            self._outputs.append(finished_output(request, finish_reason))
+            return
+        seed = request.sampling.seed
+        group = make_sequence_group(
+            request,
+            arrival=self._num_arrived,
+            seed=self._seed_source() if seed is None else seed,
+            max_total_tokens=max_total_tokens,
+            added_s=self._monotonic(),
+        )
+        try:
+            for sequence in group:
+                self._sampler.add(sequence)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one request only)
+            if not isinstance(error, MillraceError):
+                _log.exception("a request could not be prepared for sampling")
+            self._outputs.append(refusal(request, as_millrace_error(error)))
+            return
+        self._num_arrived += request.sampling.n
+        is_fetched = self._tiers.arrivals.fetch(group[0])
+        if request.warms and not is_fetched:
+            self._outputs.append(finished_output(request, FinishReason.STOP))
+            return
+        if request.sampling.is_guided and not is_fetched:
+            self._grammars.submit(group)
+        self._live.add(group)
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request in any state; its blocks are free when this returns.
+
+        ``pop_device_times`` reports its device time then, 0 if it was not here.
+        """
+        if not self._drop_request(request_id):
+            self._device_times.note_unknown(request_id)
+
+    def _drop_request(self, request_id: str) -> bool:
+        """Whether any of its sequences was live."""
+        cancelled = self._live.cancel(request_id)
+        self._device_times.note_cancelled(cancelled)
+        if self._outputs:
+            self._outputs = [o for o in self._outputs if o.request_id != request_id]
+        return bool(cancelled)
+
+    def pop_device_times(self, *, live: bool = False) -> list[DeviceTime]:
+        """Device times of the sequences that were cancelled since the last call or ended while
+        their step was in flight; one whose step still is, is kept for later. With ``live`` also
+        what the others have used so far."""
+        return self._device_times.pop(self._live.charged() if live else ())
+
+    def step(self) -> list[EngineOutput]:
+        """Compute one batch; returns its outputs, and answers to requests refused since the last.
+
+        Where runner and settings let steps overlap, the batch is only launched and the outputs of
+        the one before are returned; with nothing to compute, the step in flight is waited for. If
+        all sequences there are wait to be ready, this waits a moment for one, so that a caller may
+        step as long as there is work.
+        """
+        outputs, self._outputs = self._outputs, []
+        self._bell.clear()
+        self._finish_settled(outputs)
+        plan = self._planner.plan()
+        self._prefills = bool(plan) and plan[-1].num_tokens > 1  # those that decode come first
+        if plan:
+            fresh = [sequence for sequence, _ in plan if not sequence.started]
+            if fresh:
+                begin_s = self._monotonic()
+                for sequence in fresh:
+                    sequence.queued_s = begin_s - sequence.added_s
+            self._executor.execute(plan, outputs, self._speculator)
+            for sequence in fresh:
+                if not sequence.started and sequence.state is not SequenceState.FINISHED:
+                    sequence.started = True
+                    outputs.append(started_output(sequence))
+            self._num_steps += 1
+        elif self._executor.has_pending_step:
+            self._executor.execute([], outputs)
+        elif not outputs and self._planner.num_unready == self._planner.num_live > 0:
+            self._bell.wait(_UNREADY_WAIT_S)
+        ended = self._live.pop_ended()
+        if ended:
+            self._device_times.report(ended, outputs)
+        return outputs
+
+    def _finish_settled(self, outputs: list[EngineOutput]) -> None:
+        """End sequences whose adapter or grammar failed, or was complete from the start; have those
+        go on whose blocks have been read."""
+        for sequence in self._tiers.settle():
+            if sequence.request.warms:
+                self._tiers.arrivals.keep_for_another(sequence)
+                outputs.append(finished_output(sequence.request, FinishReason.STOP))
+                self._live.finish(sequence, outputs)
+            elif sequence.request.sampling.is_guided:
+                self._grammars.submit([sequence, *sequence.forks])
+        for sequence, failure in self._adapters.settle():
+            if not isinstance(failure, MillraceError):
+                _log.error("an adapter could not be loaded", exc_info=failure)
+            self._live.fail(sequence, as_millrace_error(failure), outputs)
+        for sequence, error in self._grammars.pop_settled():
+            if error is not None:
+                self._live.fail(sequence, error, outputs)
+            else:
+                outputs.append(finished_output(sequence.request, FinishReason.STOP))
+                self._live.finish(sequence, outputs)
+
+    def rest(self) -> float | None:
+        """Move blocks while there is nothing to do. After how many seconds there may be more to
+        move; None: not before the next step, or until ``wake_fd`` can be read."""
+        self._bell.clear()
+        self._runner.check()
+        self._tiers.settle()
+        is_idle = True
+        if self._tiers.disk is not None:
+            self._tables.offload_idle(self._monotonic())
+            is_idle = not self._pool.num_idle_blocks
+        return None if is_idle and not self._tiers.is_busy else _REST_S
+
+    def wake(self) -> None:
+        """End a step's wait for sequences to become ready; for any thread."""
+        self._bell.ring()
+
+    def stats(self) -> EngineStats:
+        return engine_stats(
+            self._planner,
+            self._executor,
+            self._adapters,
+            self._live,
+            self._tiers.peer_figures(),
+            self._tiers.object_figures(),
+            self._runner.figures(),
+            num_steps=self._num_steps,
+            prefills=self._prefills,
+            max_tokens_per_request=self.max_tokens_per_request,
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache but for the blocks of live requests and an object store."""
+        self._tiers.forget_idle()
+
+    def pop_prefix_changes(self) -> PrefixChanges | None:
+        """Changes of the prefix cache since the last call; None if there are none."""
+        return self._tables.pop_prefix_changes()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless groups, planner, cache, pool and the step in flight agree."""
+        self._live.check_integrity()
+        self._tiers.arrivals.check_integrity()
+        self._executor.check_integrity(self._live)

@@ -1,0 +1,175 @@
+"""Pulls blocks out of a peer's memory by NIXL."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from millrace.engine.transfer import wire
+from millrace.engine.transfer.client import Pulled, Target, ask_and_read
+from millrace.engine.transfer.errors import PeerError
+from millrace.engine.transfer.memory import Blocks, BlockShape
+from millrace.engine.transfer.nixl_agent import (
+    SCRATCH_BYTES,
+    NixlAgent,
+    Pieces,
+    Read,
+    Remote,
+    Scratch,
+)
+from millrace.engine.transfer.reslicing import Reslicer
+from millrace.engine.transfer.runs import Run, copy_runs, runs_of, shares_of
+from millrace.engine.transfer.streams import Stream
+
+# One is read into while the other is copied out of.
+_NUM_SCRATCHES = 2
+_ADDRESS_BITS = 63
+
+
+class _Share(NamedTuple):
+    """Blocks that are on their way into a scratch, as runs from there to where they go."""
+
+    read: Read
+    blocks: Blocks
+    runs: list[Run]
+
+
+class NixlConnection:
+    """To a peer whose memory is read by NIXL; the connection is for what is said."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        hello: bytes,
+        shape: BlockShape,
+        agent: NixlAgent,
+        name: str,
+        reslicer: Reslicer | None = None,
+    ) -> None:
+        """``agent`` is that of this engine, and ``name`` that of the peer's. ``reslicer``: for a
+        peer whose blocks are split otherwise. Raises PeerError unless the peer answers, with memory
+        for blocks of such a ``shape``, or of the one that the reslicer says."""
+        self._stream = stream
+        self._agent = agent
+        self._reslicer = reslicer
+        if reslicer is not None:
+            shape = reslicer.shape(shape.num_blocks)
+        if stream.sock.family != socket.AF_UNIX:
+            stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.send(hello)
+        _, _, body = stream.receive_frame(wire.Kind.AGENT)
+        said = wire.parse_agent(body)
+        if any(one._replace(num_blocks=shape.num_blocks) != shape for one in said.shapes):
+            raise PeerError("its blocks are of another shape")
+        regions = zip(said.addresses, said.shapes, strict=True)
+        if any((address + one.size_bytes) >> _ADDRESS_BITS for address, one in regions):
+            raise PeerError("its memory is where there can be none")
+        self._shapes, self._addresses = said.shapes, said.addresses
+        self._remote: Remote | None = agent.load(name, said.metadata, stream.deadline_s)
+
+    def fileno(self) -> int:
+        """See ``Connection``."""
+        return self._stream.sock.fileno()
+
+    def pull(self, keys: list[bytes], target: Target, timeout_s: float) -> Pulled:
+        """See ``Connection``."""
+
+        def read(_count: int, body: bytes) -> None:
+            self._read(wire.parse_places(body), target)
+            self._stream.send(wire.frame(wire.Kind.DONE, 0))
+
+        self._stream.allow(timeout_s)
+        return ask_and_read(self._stream, keys, wire.Kind.LENT, read)
+
+    def _read(self, places: Sequence[int], target: Target) -> None:
+        where = [wire.region_and_number(place) for place in places]
+        for region, number in where:
+            if region >= len(self._shapes) or number >= self._shapes[region].num_blocks:
+                raise PeerError("it lends a block that it has not")
+        for number in range(len(self._shapes)):
+            pairs = [
+                (at, slot)
+                for (region, at), slot in zip(where, target.slots, strict=False)
+                if region == number
+            ]
+            if pairs:
+                runs = runs_of([source for source, _ in pairs], [slot for _, slot in pairs])
+                self._read_region(number, runs, target)
+
+    def _read_region(self, region: int, runs: list[Run], target: Target) -> None:
+        """As much at a time as there is scratch for."""
+        block_bytes = self._shapes[region].block_bytes
+        num_blocks = sum(run.length for run in runs)
+        at_a_time = max(1, SCRATCH_BYTES // block_bytes)
+        coming: deque[_Share] = deque()
+        try:
+            for part in shares_of(runs, num_blocks, -(-num_blocks // at_a_time)):
+                if len(coming) == _NUM_SCRATCHES:
+                    self._finish(coming, target)
+                coming.append(self._begin(region, part))
+            while coming:
+                self._finish(coming, target)
+        except BaseException:
+            for share in coming:
+                self._agent.give_up(share.read)
+            raise
+
+    def _begin(self, region: int, runs: list[Run]) -> _Share:
+        """Have blocks of a region read into scratch, one behind the other."""
+        shape = self._shapes[region]
+        num_blocks = sum(run.length for run in runs)
+        scratch = self._agent.take_scratch(num_blocks * shape.block_bytes)
+        here = shape._replace(num_blocks=num_blocks)
+        from_scratch, at = [], 0
+        for _, to, length in runs:
+            from_scratch.append(Run(at, to, length))
+            at += length
+        lengths = [run.length for run in runs]
+        theirs = _pieces(self._addresses[region], shape, [run.source for run in runs], lengths)
+        own = _pieces(scratch.ctypes.data, here, [run.source for run in from_scratch], lengths)
+        assert self._remote is not None, "it is closed"
+        read = self._agent.begin(self._remote, scratch, theirs, own)
+        return _Share(read, _blocks(scratch, here), from_scratch)
+
+    def _finish(self, coming: deque[_Share], target: Target) -> None:
+        """Wait for the first share and copy it to where it goes."""
+        read, blocks, runs = coming.popleft()
+        self._agent.finish(read, self._stream.deadline_s)
+        try:
+            self._copy(blocks, target.blocks, runs)
+        finally:
+            self._agent.give_back(read.scratch)
+
+    def _copy(self, source: Blocks, target: Blocks, runs: list[Run]) -> None:
+        if self._reslicer is None:
+            copy_runs(source, target, runs)
+            return
+        for from_, to, count in runs:
+            slots = range(to, to + count)
+            self._reslicer.copy(source, range(from_, from_ + count), target, slots)
+
+    def close(self) -> None:
+        """Have the peer lend nothing more."""
+        self._stream.sock.close()
+        remote, self._remote = self._remote, None
+        if remote is not None:
+            self._agent.unload(remote)
+
+
+def _pieces(address: int, shape: BlockShape, firsts: list[int], lengths: list[int]) -> Pieces:
+    """Where runs of blocks are: a piece for each of them in each layer."""
+    layers = np.arange(shape.num_layers, dtype=np.uint64)[:, None] * np.uint64(shape.num_blocks)
+    numbers = layers + np.array(firsts, dtype=np.uint64)
+    pieces = np.zeros((numbers.size, 3), np.uint64)
+    pieces[:, 0] = numbers.ravel() * np.uint64(shape.layer_bytes) + np.uint64(address)
+    sizes = np.array(lengths, dtype=np.uint64) * np.uint64(shape.layer_bytes)
+    pieces[:, 1] = np.tile(sizes, shape.num_layers)
+    return pieces
+
+
+def _blocks(scratch: Scratch, shape: BlockShape) -> Blocks:
+    return scratch[: shape.size_bytes].reshape(shape)

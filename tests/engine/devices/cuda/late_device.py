@@ -1,0 +1,38 @@
+"""A device on the CPU that makes its runner's haste show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+
+import torch
+
+from millrace.engine.devices.cuda.device import Array, HostDevice, MemoryInfo
+
+
+class LateDevice(HostDevice):
+    """Brings results to the host only when they are waited for, from where they lie then: what was
+    overwritten meanwhile is seen."""
+
+    def __init__(self, memory: MemoryInfo | None = None, peak_bytes: int = 0) -> None:
+        super().__init__()
+        self.num_replays = 0
+        self._memory = memory
+        self._peak_bytes = peak_bytes
+
+    def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
+        return lambda: [tensor.numpy().copy() for tensor in tensors]
+
+    def record(self, work: Callable[[], object]) -> Callable[[], object]:
+        def replay() -> None:
+            self.num_replays += 1
+            work()
+
+        return replay
+
+    def memory(self) -> MemoryInfo | None:
+        return self._memory
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return self._peak_bytes

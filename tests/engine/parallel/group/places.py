@@ -1,0 +1,27 @@
+"""Where ranks that are threads of a test meet."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from millrace.engine.parallel.group.control_wire import FolderPlace, NetworkPlace
+from millrace.engine.parallel.group.rendezvous import Rendezvous
+
+WAIT_S = 30.0
+_HOST = "127.0.0.1"
+
+Places = Callable[[int], Rendezvous]
+"""Of each rank."""
+
+
+def folder_places(folder: Path) -> Places:
+    return lambda _: Rendezvous.at(FolderPlace(str(folder)), WAIT_S)
+
+
+def network_places(_folder: Path) -> Places:
+    """Rank 0 has the store."""
+    listener = socket.create_server((_HOST, 0))
+    place = NetworkPlace(_HOST, listener.getsockname()[1], _HOST)
+    return lambda rank: Rendezvous.at(place, WAIT_S, None if rank else listener)

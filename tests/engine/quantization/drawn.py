@@ -1,0 +1,55 @@
+"""Quantized weights of every kind, drawn."""
+
+from __future__ import annotations
+
+import torch
+
+from millrace.engine.quantization.weight import Activations, QuantizedWeight
+
+INT8_ROWS = (Activations.INT8_TOKEN, Activations.INT8_TENSOR)
+FLOAT8_ROWS = (Activations.FLOAT8_TOKEN, Activations.FLOAT8_TENSOR, Activations.FLOAT8_GROUP)
+
+
+def random_weight(
+    num_outputs: int,
+    num_groups: int,
+    group_inputs: int,
+    *,
+    is_float: bool = False,
+    bits: int = 8,
+    has_zeros: bool = False,
+    has_order: bool = False,
+    activations: Activations = Activations.WIDE,
+) -> QuantizedWeight:
+    """About as large as a wide weight of the same width is."""
+    num_inputs = num_groups * group_inputs
+    least, most = (-8, 8) if bits == 4 else (-128, 128)
+    if is_float:
+        codes = (torch.randn(num_outputs, num_inputs) * 60).to(torch.float8_e4m3fn)
+    else:
+        codes = torch.randint(least, most, (num_outputs, num_inputs), dtype=torch.int8)
+    spread = 60 if is_float else most
+    return QuantizedWeight(
+        codes=codes,
+        scales=torch.rand(num_outputs, num_groups) / spread + 0.1 / spread,
+        group_inputs=group_inputs,
+        bits=bits,
+        zeros=(
+            torch.randint(least, most, (num_outputs, num_groups), dtype=torch.int16)
+            if has_zeros
+            else None
+        ),
+        order=torch.randperm(num_inputs) if has_order else None,
+        activations=activations,
+        activation_scale=0.03 if activations.is_static else None,
+    )
+
+
+def exact_product(weight: QuantizedWeight, rows: torch.Tensor) -> torch.Tensor:
+    """In float64, of rows that are rounded as the weight asks."""
+    rounded = rows if weight.order is None else rows[:, weight.order]
+    rounded = weight.rounding(rounded.double().float())
+    in_order = QuantizedWeight(
+        weight.codes, weight.scales, weight.group_inputs, weight.bits, weight.zeros
+    )
+    return rounded.double() @ in_order.values(torch.float64).T

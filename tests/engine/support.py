@@ -1,0 +1,117 @@
+"""Driving an engine to the end of its work."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from millrace.engine.devices.cpu.runner import ModelRunner
+from millrace.engine.devices.cuda.runner import DeviceRunner
+from millrace.engine.models.decoder import Decoder
+from millrace.engine.step.engine import Engine
+from millrace.engine.types import EngineOutput, EngineRequest
+from millrace.schemas.sampling import SamplingParams
+
+
+class FakeMemory:
+    """Block memory without contents that notes what is done to it."""
+
+    def __init__(self) -> None:
+        self.scrubbed: list[int] = []
+        self.copied: list[tuple[int, int]] = []
+
+    def scrub(self, blocks: list[int]) -> None:
+        self.scrubbed += blocks
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.copied.append((source, target))
+
+
+def embedding_of(engine: Engine) -> torch.Tensor:
+    """The embedding of the model that an engine runs: [vocab_size, hidden_size]."""
+    runner = engine._runner
+    assert isinstance(runner, ModelRunner | DeviceRunner)
+    decoder = runner._decoder
+    assert isinstance(decoder, Decoder)
+    return decoder._weights.embedding
+
+
+def request(request_id: str, prompt: list[int], **params: Any) -> EngineRequest:
+    """A greedy request that runs to ``max_tokens`` unless ``params`` say otherwise."""
+    extra = {
+        name: params.pop(name)
+        for name in ("output_token_ids", "priority", "eos_token_ids", "cache_salt")
+        if name in params
+    }
+    sampling = {"temperature": 0.0, "max_tokens": 12} | params
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(**sampling),
+        **extra,
+    )
+
+
+def prompt(seed: int, num_tokens: int, vocab_size: int = 199) -> list[int]:
+    """Random token ids."""
+    generator = random.Random(seed)
+    return [generator.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def drain(engine: Engine, max_steps: int = 10_000) -> list[EngineOutput]:
+    """Step until there is no work; everything that came out, with the engine checked each step."""
+    outputs: list[EngineOutput] = []
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return outputs
+        outputs += engine.step()
+        engine.check_integrity()
+    raise AssertionError(f"the engine still has work after {max_steps} steps")
+
+
+def tokens_by_request(outputs: list[EngineOutput]) -> dict[str, list[int]]:
+    tokens: defaultdict[str, list[int]] = defaultdict(list)
+    for output in outputs:
+        tokens[output.request_id] += output.token_ids
+    return dict(tokens)
+
+
+def last_by_request(outputs: list[EngineOutput]) -> dict[str, EngineOutput]:
+    """The finished output of each request; AssertionError if a request has two."""
+    last: dict[str, EngineOutput] = {}
+    for output in outputs:
+        if output.finished:
+            assert output.request_id not in last, f"{output.request_id} ended twice"
+            last[output.request_id] = output
+    return last
+
+
+class SteppingClock:
+    """Every look at it is a hundredth of a second later."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def __call__(self) -> float:
+        self._now_s += 0.01
+        return self._now_s
+
+
+def drawn_settings(block_bytes: int) -> st.SearchStrategy[dict[str, Any]]:
+    """Settings that make an engine short of everything, now and then; ``block_bytes`` of a block of
+    its KV cache."""
+    return st.fixed_dictionaries(
+        {
+            "max_batch_tokens": st.sampled_from([5, 24, 64, 300]),
+            "max_num_sequences": st.integers(1, 7),
+            "prefix_cache": st.booleans(),
+            "host_cache_bytes": st.sampled_from([0, 3 * block_bytes, 60 * block_bytes]),
+            "idle_offload_s": st.sampled_from([0.0, 0.5, 30.0]),
+            "ageing_s": st.sampled_from([0.0, 0.3, 10.0]),
+            "itl_bound_ms": st.sampled_from([0.0, 2.0]),
+        }
+    )

@@ -1,0 +1,32 @@
+"""What wakes the thread that steps."""
+
+from __future__ import annotations
+
+import select
+import threading
+
+from millrace.engine.threads.bell import Bell
+
+
+def _can_be_read(bell: Bell) -> bool:
+    return bool(select.select([bell.fd], [], [], 0)[0])
+
+
+def test_it_is_heard_until_it_is_cleared() -> None:
+    bell = Bell()
+    assert not _can_be_read(bell)
+    bell.ring()
+    bell.ring()
+    bell.wait(60.0)
+    assert _can_be_read(bell)
+    bell.clear()
+    bell.clear()
+    assert not _can_be_read(bell)
+
+
+def test_another_thread_wakes_who_waits() -> None:
+    bell = Bell()
+    thread = threading.Thread(target=bell.ring)
+    thread.start()
+    assert select.select([bell.fd], [], [], 60.0)[0]
+    thread.join()

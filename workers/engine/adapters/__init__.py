@@ -1,1 +1,0 @@
-"""Which adapters are in memory, and who waits for one."""
