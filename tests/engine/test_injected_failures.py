@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.engine import beam_processor, output_processor
+from millrace.engine.step import beam_processor, output_processor
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.schemas.config import EngineConfig

@@ -125,7 +125,7 @@ def test_what_all_tests_stand_on_selects_them_all(path: str) -> None:
         ("engine/kernels/native/x.cpp", "tests/engine/kernels/test_products.py", "tests/bus/"),
         ("scheduler/fleet/fleet.py", "tests/e2e/test_kill.py", "tests/engine/kv/"),
         ("docs/cost.md", "tests/telemetry/queries/test_cost_page.py", "tests/e2e/"),
-        ("tests/workers/conftest.py", "tests/engine/models/test_loader.py", "tests/bus/"),
+        ("tests/engine/conftest.py", "tests/engine/models/test_loader.py", "tests/bus/"),
         ("tests/bus/test_jobs.py", "tests/bus/test_jobs.py", "tests/bus/nats/"),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.engine import features as module
+from millrace.engine.step import features as module
 from millrace.engine.step.features import Features
 
 
