@@ -15,9 +15,9 @@ class SimulationConfig(Section, frozen=True, kw_only=True):
     """The simulated engine computes nothing and takes the time that a real one would. Its tokens
     follow from the seed and their index alone. A step that decodes takes ``step_ms +
     step_ms_per_sequence * sequences + step_ms_per_kv_token * KV tokens``. With
-    ``engine.tensor_parallel`` these times, and those of prompts, are divided by it, and each step
-    takes ``collective_ms + collective_ms_per_token * tokens + collective_ms_per_sequence *
-    sequences`` besides."""
+    ``worker.engine.tensor_parallel`` these times, and those of prompts, are divided by it, and each
+    step takes ``collective_ms + collective_ms_per_token * tokens +
+    collective_ms_per_sequence * sequences`` besides."""
 
     prefill_tokens_per_s: float = 20_000.0
     """Prompt tokens computed a second."""

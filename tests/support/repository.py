@@ -8,7 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SERVICES = ("gateway", "scheduler", "workers", "telemetry")
-PACKAGES = ("schemas", "runtime", "bus", "registry", "engine", *SERVICES, "bench", "simulation", "cli")
+PACKAGES = (
+    *("schemas", "runtime", "bus", "registry", "engine"),
+    *SERVICES,
+    *("bench", "simulation", "cli"),
+)
 _CODE = (*PACKAGES, "benchmarks", "tests")
 _TEXTS = frozenset({".py", ".md", ".js", ".css", ".html", ".sql", ".lua", ".cpp", ".h"})
 _SETTINGS = frozenset({".toml", ".yaml", ".yml", ".conf", ".txt"})
