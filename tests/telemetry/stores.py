@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from millrace.schemas.config import RedisConfig
 from millrace.telemetry.store.migrate import APPLIED
 from millrace.telemetry.store.reading import StreamingReader
 from millrace.telemetry.store.store import Store
 
 # How often tests ask a store whether rows have come: each query costs some milliseconds of CPU.
 POLL_S = 0.05
+# Nothing listens there, so no test reads the budgets of a Redis that runs on this machine.
+NO_REDIS = RedisConfig(url="redis://127.0.0.1:1/0")
 _TABLES = """
 SELECT name FROM system.tables
 WHERE database = currentDatabase() AND engine LIKE '%MergeTree' AND name != {ledger:String}
