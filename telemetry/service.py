@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from aiokafka.errors import KafkaError
 
 from millrace.bus.api import Bus
+from millrace.bus.tenancy.tenants import TenantStore
 from millrace.bus.transport import Subscription
 from millrace.registry.catalogue import Catalogue, load_catalogue
 from millrace.registry.catalogue_watch import CatalogueWatch
 from millrace.runtime.alerts.watch import AlertWatch
 from millrace.runtime.clock import Clock
+from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import Config
 from millrace.schemas.errors import ConfigError
@@ -21,6 +24,8 @@ from millrace.telemetry.alerts import RecordFlow, conditions_of
 from millrace.telemetry.bridge.bridge import Bridge
 from millrace.telemetry.http.answers import Answers
 from millrace.telemetry.http.interface import HttpServer
+from millrace.telemetry.rollups.budgets import EVERY_S as BUDGETS_EVERY_S
+from millrace.telemetry.rollups.budgets import record_budgets
 from millrace.telemetry.rollups.prices import record_prices
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.sink.sink import Sink
@@ -108,6 +113,14 @@ class TelemetryService:
             on_shipped=self.sink.shipped,
         )
         tasks = Tasks()
+        redis = RedisLink(self._config.redis, self._clock)
+
+        async def note_budgets() -> None:
+            # The link logs that Redis is away; the next scan finds what changed meanwhile.
+            with suppress(RedisUnreachableError):
+                await record_budgets(
+                    self.store, TenantStore(redis), self._config.gateway.tiers, self._clock
+                )
 
         def start(name: str, part: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
             return tasks.keep(part, self._clock, name, foreseen=(KafkaError,))
@@ -115,6 +128,7 @@ class TelemetryService:
         try:
             self.stores.watch.start()
             tasks.repeat(self._look, _LOOK_EVERY_S, self._clock, "alerts")
+            tasks.repeat(note_budgets, BUDGETS_EVERY_S, self._clock, "budgets")
             self._catalogue.start()
             serve, watch = bus.control.serve_telemetry, bus.workers.watch
             parts = [
@@ -148,6 +162,7 @@ class TelemetryService:
         finally:
             await self._catalogue.close()
             await tasks.close()
+            await redis.close()
             await self.stores.watch.close()
 
     async def _look(self) -> None:

@@ -53,7 +53,7 @@ _PRICES = {
         "device_per_hour": "0.04",
     },
 }
-_SETTLED_S = 60.0
+_SETTLED_S = 180.0
 _BETWEEN_KILLS_S = 2.0
 _STAY_S = 8.0
 _BEGIN = "2026-01-01"

@@ -17,7 +17,7 @@ from millrace.engine.kv.cache_commands import (
     OtherParts,
     ScrubBlocks,
 )
-from millrace.engine.transfer.memory import BlockLayout, SharedPages
+from millrace.engine.transfer.memory import BlockLayout, SharedPages, private_pages
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
@@ -188,8 +188,7 @@ def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     blocks are first used. ``torch.zeros`` writes them all: half a second for a GiB."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
-    pages = mmap.mmap(-1, math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return _on_pages(pages, shape)
+    return _on_pages(private_pages(math.prod(shape)), shape)
 
 
 def _on_pages(pages: mmap.mmap, shape: tuple[int, ...]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +20,7 @@ from millrace.engine.kv.cache_commands import (
 from millrace.engine.kv.disk_cache import SlotMemory
 from millrace.engine.kv.host_cache import HostMemory
 from millrace.engine.threads.choice import leave_core
-from millrace.engine.transfer.memory import Blocks, SharedPages
+from millrace.engine.transfer.memory import Blocks, SharedPages, private_pages
 from millrace.engine.transfer.runs import copy_runs, runs_of, shares_of
 
 # A thread more is worth starting for so many blocks.
@@ -104,9 +105,8 @@ class PlainHostMemory:
         return self._slots
 
     def _made(self) -> torch.Tensor:
-        if self.pages is not None:
-            return torch.frombuffer(self.pages.pages, dtype=torch.uint8).view(self._shape)
-        return torch.empty(self._shape, dtype=torch.uint8)  # takes pages when written
+        pages = private_pages(math.prod(self._shape)) if self.pages is None else self.pages.pages
+        return torch.frombuffer(pages, dtype=torch.uint8).view(self._shape)
 
 
 class PartedHostMemory:

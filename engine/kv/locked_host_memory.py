@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import torch
 
 from millrace.engine.kernels.gpu.blocks import copy_blocks
 from millrace.engine.kv.cache import KVCache, pieces_of
-from millrace.engine.transfer.memory import Blocks, SharedPages
+from millrace.engine.transfer.memory import Blocks, SharedPages, private_pages
 from millrace.schemas.errors import ConfigError
 
 # What copies are taken to run at before one was measured, and what a later one counts.
@@ -82,7 +81,7 @@ class LockedHostMemory:
         """Locked memory; private if shared memory is what cannot be locked."""
         self.pages = SharedPages(size_bytes) if shared else None
         # Whole pages of its own: torch would lock memory up to the next power of two.
-        pages = _pages(size_bytes) if self.pages is None else self.pages.pages
+        pages = private_pages(size_bytes) if self.pages is None else self.pages.pages
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         if not self._cache.is_cuda:
             return memory
@@ -139,10 +138,6 @@ class LockedHostMemory:
         copy_blocks(source, target, source_ids, target_ids)
         end.record()
         self._copies.append(_Copy(start, end, len(sources)))
-
-
-def _pages(size_bytes: int) -> mmap.mmap:
-    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _timing_event() -> Event:

@@ -18,6 +18,9 @@ from millrace.engine.transfer.errors import PeerError
 _F_SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
+# mmap does not name it before Python 3.13.
+_MAP_NORESERVE = 0x4000
+
 Blocks = npt.NDArray[np.uint8]
 _SCALE_BYTES = 4
 
@@ -111,6 +114,16 @@ class SharedPages:
     def seal(self) -> None:
         """From now on others may only read them."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+
+
+def private_pages(size_bytes: int) -> mmap.mmap:
+    """Pages of zeros that take memory as each is first written.
+
+    Linux counts every page of a private mapping against its limits, written or not, and refuses to
+    fork a process whose mapping exceeds the machine's memory. These pages are exempt.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    return mmap.mmap(-1, size_bytes, flags=flags)
 
 
 def map_pages(fd: int, size_bytes: int) -> mmap.mmap:

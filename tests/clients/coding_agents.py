@@ -77,7 +77,11 @@ _QWEN = _calls(
     Call("read_file", {"file_path": _NOTES}),
     Call("write_file", {"file_path": _ANSWER, "content": _TEXT}),
     Call("edit", {"file_path": _NOTES, "old_string": IS, "new_string": WAS}),
-    Call("run_shell_command", {"description": "Show both", "is_background": False}),
+    # Qwen Code loses the output of a command that ends before its terminal is read.
+    Call(
+        "run_shell_command",
+        {"command": f"{SHOW}; sleep 1", "description": "Show both", "is_background": False},
+    ),
 )
 _PI = _calls(
     Call("read", {"path": "notes.txt"}),

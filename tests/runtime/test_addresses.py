@@ -43,6 +43,8 @@ def port() -> Iterator[int]:
 def _dead_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in DEAD_PROXIES.items():
         monkeypatch.setenv(name, value)
+    # urllib keeps the opener of its first call, with the proxies that were set then.
+    monkeypatch.setattr(urllib.request, "_opener", None)
 
 
 def _follows_proxies(port: int) -> bool:

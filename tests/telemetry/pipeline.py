@@ -14,11 +14,13 @@ from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig, Config, KafkaConfig, TelemetryConfig
 from millrace.telemetry.service import TelemetryService
 from millrace.telemetry.store.store import Store
+from tests.telemetry.stores import NO_REDIS
 
 
 def config_of(kafka: KafkaConfig, batch_rows: int = 5_000) -> Config:
     return Config(
         kafka=kafka,
+        redis=NO_REDIS,
         clickhouse=ClickHouseConfig(url="http://unused:1"),
         telemetry=TelemetryConfig(batch_rows=batch_rows, batch_interval_s=0.1),
     )

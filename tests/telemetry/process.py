@@ -24,7 +24,7 @@ from millrace.schemas.config import (
 from millrace.telemetry.kafka.embedded import EmbeddedKafka
 from tests.support.servers import die_with_parent, free_port
 from tests.support.waiting import eventually
-from tests.telemetry.stores import POLL_S
+from tests.telemetry.stores import NO_REDIS, POLL_S
 
 PASSWORD = "of the store's door"
 
@@ -41,6 +41,7 @@ class TelemetryProcess:
         self.config = Config(
             nats=NatsConfig(url=nats_url),
             kafka=kafka,
+            redis=NO_REDIS,
             clickhouse=ClickHouseConfig(
                 path=str(directory / "store"), serve_port=self.port, password=PASSWORD
             ),

@@ -1,29 +1,28 @@
-"""The tables that tests empty."""
+"""The store that tests share, and how they empty it."""
 
 from __future__ import annotations
 
+from millrace.schemas.config import RedisConfig
+from millrace.telemetry.store.migrate import APPLIED
 from millrace.telemetry.store.reading import StreamingReader
 from millrace.telemetry.store.store import Store
 
 # How often tests ask a store whether rows have come: each query costs some milliseconds of CPU.
 POLL_S = 0.05
-TABLES = (
-    "requests",
-    "deliveries",
-    "worker_samples",
-    "transcripts",
-    "refusals",
-    "usage_by_minute",
-    "workers_by_minute",
-    "generation_rows",
-    "prices",
-    "outbox_ledger",
-)
+# Nothing listens there, so no test reads the budgets of a Redis that runs on this machine.
+NO_REDIS = RedisConfig(url="redis://127.0.0.1:1/0")
+_TABLES = """
+SELECT name FROM system.tables
+WHERE database = currentDatabase() AND engine LIKE '%MergeTree' AND name != {ledger:String}
+"""
 
 
 async def empty(store: Store) -> None:
-    """Take all rows out of the store's tables, and leave its ledger of migrations."""
-    for table in TABLES:
+    """Remove the rows of every table of the store except its ledger of migrations.
+
+    ``TRUNCATE`` also clears the table's log of insertion tokens, so that tests may reuse a token.
+    """
+    for (table,) in await store.rows(_TABLES, {"ledger": APPLIED.name}):
         await store.command(f"TRUNCATE TABLE {table}")
 
 

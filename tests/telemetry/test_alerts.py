@@ -18,6 +18,7 @@ from millrace.telemetry.alerts import RecordFlow, conditions_of
 from millrace.telemetry.service import TelemetryService
 from tests.support.waiting import eventually
 from tests.telemetry.records import request_record
+from tests.telemetry.stores import NO_REDIS
 
 WELL = RecordFlow(
     now_s=10_000.0,
@@ -56,7 +57,9 @@ async def test_a_running_process_tells_rows_and_its_own_state(
 ) -> None:
     """Over the bus, of a request whose record came through Kafka."""
     bus = MemoryBus(MemoryBroker())
-    config = Config(clickhouse=ClickHouseConfig(path=str(store_path)), kafka=embedded_kafka)
+    config = Config(
+        clickhouse=ClickHouseConfig(path=str(store_path)), kafka=embedded_kafka, redis=NO_REDIS
+    )
     service = await TelemetryService.open(config, SystemClock())
     alerts: dict[tuple[str, str], Alert] = {}
 

@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from functools import cache
@@ -23,7 +24,13 @@ from millrace.engine.transfer.addresses import host_and_port, listen_on_path, th
 from millrace.engine.transfer.checksum import checksum_of
 from millrace.engine.transfer.client import LocalConnection, Pulled, Target
 from millrace.engine.transfer.errors import PeerError
-from millrace.engine.transfer.memory import BlockLayout, BlockShape, SharedPages, map_blocks
+from millrace.engine.transfer.memory import (
+    BlockLayout,
+    BlockShape,
+    SharedPages,
+    map_blocks,
+    private_pages,
+)
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import BlockSplit, Peers
 from millrace.engine.transfer.streams import Stream
@@ -354,3 +361,14 @@ async def test_a_peer_that_is_gone_takes_its_memory_along(served: Served) -> Non
     served.close()
     await eventually(lambda: not regions._regions)
     assert not peers._all_idle()
+
+
+def test_a_process_forks_beside_pages_that_exceed_the_machines_memory() -> None:
+    pages = private_pages(2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    try:
+        pages[0] = 1
+        # A function to call in the child makes it a fork: subprocess would use vfork without one.
+        forked = subprocess.run(["true"], preexec_fn=lambda: None)
+    finally:
+        pages.close()
+    assert forked.returncode == 0

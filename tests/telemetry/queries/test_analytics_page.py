@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from decimal import Decimal
 
 import msgspec
 import pytest
 
 from millrace.schemas.control import TelemetryQuery
 from millrace.telemetry.http.answers import Answers, load_queries
+from millrace.telemetry.rollups.budgets import TABLE as BUDGETS
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REFUSALS, REQUESTS
 from millrace.telemetry.store.tables_page import MARKDOWN, ROWS, as_json, as_markdown, described
@@ -49,6 +51,7 @@ async def test_its_statements_run(store: Store) -> None:
     await store.insert(REQUESTS, REQUESTS.to_columns([calling], [1]), "calling")
     refused = REFUSALS.to_columns([refusal_record(now_ns, limit="requests_per_minute")], [1])
     await store.insert(REFUSALS, refused, "refused")
+    await store.insert(BUDGETS, (["acme"], [""], ["USD"], [Decimal(100)], [0]), "budget")
     statements = re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)
     assert statements
     for statement in statements:

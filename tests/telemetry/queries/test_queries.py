@@ -16,6 +16,7 @@ from millrace.schemas.engines import WorkerRole
 from millrace.schemas.records import LossCause, Status, WorkerSample
 from millrace.telemetry.http.answers import Answers, load_queries
 from millrace.telemetry.http.parameters import read_values
+from millrace.telemetry.rollups.budgets import TABLE as BUDGETS
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import (
@@ -49,6 +50,7 @@ async def fill(store: Store) -> None:
     refusals = [refusal_record(now_ns - n * 10**9, n) for n in range(1, 11)]
     losses = [loss_record(LossCause.SILENT, now_ns - 10**9)]
     for token in ("once", "twice"):
+        await store.insert(BUDGETS, (["acme"], [""], ["USD"], [Decimal(100)], [0]), token)
         await store.insert(WORKER_LOSSES, WORKER_LOSSES.to_columns(losses, range(1)), token)
         await store.insert(REFUSALS, REFUSALS.to_columns(refusals, range(10)), token)
         await store.insert(REQUESTS, REQUESTS.to_columns(records, range(60)), token)
