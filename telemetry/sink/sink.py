@@ -42,8 +42,9 @@ _REFRESH_INTERVAL_S = 1.0
 _LONGEST_REST_S = 30.0
 _SHORT_REST_S = 5.0
 _CATCH_UP_FACTOR = 4
-# An insert takes about as long for one row as for a thousand. While few come, batches follow one
-# another so slowly that storing takes this part of the time, but at most so many intervals apart.
+# An insert takes about as long for one row as for a thousand. While few rows come, batches follow
+# one another so slowly that storing takes this part of the time. A row is stored within so many
+# intervals all the same: it may wait for one batch to be stored, for the rest, and for its own.
 _SPARSE_SHARE = 0.02
 _SPARSE_INTERVALS = 6
 
@@ -297,7 +298,8 @@ class Sink:
 
 def sparse_rest_s(took_s: float, batch_interval_s: float) -> float:
     """How long after a batch the next one is stored unless that is full, by how long it took."""
-    return min(took_s * (1 / _SPARSE_SHARE - 1), _SPARSE_INTERVALS * batch_interval_s)
+    longest_s = max(0.0, _SPARSE_INTERVALS * batch_interval_s - 2 * took_s)
+    return min(took_s * (1 / _SPARSE_SHARE - 1), longest_s)
 
 
 async def _commit(consumer: AIOKafkaConsumer, batch: Batch) -> None:

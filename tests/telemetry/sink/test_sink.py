@@ -116,7 +116,8 @@ async def test_the_one_row_of_five_thousand_that_clickhouse_refuses(
 def test_sparse_batches_rest_by_what_they_took() -> None:
     assert sparse_rest_s(0.0, 0.5) == 0.0
     assert sparse_rest_s(0.02, 0.5) == pytest.approx(0.98)
-    assert sparse_rest_s(1.0, 0.5) == 3.0
+    assert sparse_rest_s(1.0, 0.5) == pytest.approx(1.0)
+    assert sparse_rest_s(2.0, 0.5) == 0.0
 
 
 async def test_who_is_told_of_the_minutes_that_changed(
