@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.engine.devices.cpu.head_runner import HeadRunner
+from millrace.engine.devices.cpu.eagle_head import HeadRunner
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.scheduling.cost_model import CostModel
 from millrace.engine.speculation.draft import Draft

@@ -29,6 +29,11 @@ class ChosenTokens(NamedTuple):
     finite: list[bool] | None
 
 
+def nothing_chosen() -> ChosenTokens:
+    """Read a step whose tokens are all the host's to choose."""
+    return ChosenTokens([], [], None)
+
+
 class InFlightStep(NamedTuple):
     """A step whose work has been given to the device and may not be done.
 

@@ -10,11 +10,10 @@ from typing import Protocol
 import torch
 
 from millrace.engine.adapters.rows import AdapterWeights
-from millrace.engine.devices.cpu.head_runner import HeadRunner
+from millrace.engine.devices.cpu.eagle_head import HeadRunner
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.devices.cuda.device import device_of
 from millrace.engine.devices.cuda.loading import load_device_runner
-from millrace.engine.devices.cuda.work import FLOP_PER_BYTE, DeviceWork
 from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.dummy import DummyTensors
@@ -24,6 +23,7 @@ from millrace.engine.parallel.group.loading import load_group
 from millrace.engine.parallel.group.remote.meeting import check_remote_stages
 from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
+from millrace.engine.step.device_work import FLOP_PER_BYTE, DeviceWork
 from millrace.engine.step.in_flight_step import InFlightStep
 from millrace.engine.step.settings import (
     check_parted_blocks,

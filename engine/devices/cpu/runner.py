@@ -20,7 +20,7 @@ from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.batch import FlatBatch, build_batch
 from millrace.engine.step.features import give_features
-from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
+from millrace.engine.step.in_flight_step import InFlightStep, nothing_chosen
 from millrace.engine.step.pooling import PooledChunk, pool_rows
 from millrace.engine.step.settings import choose_device, with_device_defaults
 from millrace.engine.types import RunnerFigures
@@ -180,8 +180,3 @@ def check_engine(engine: EngineConfig) -> None:
             "engine.kernels to 'triton', or to 'reference' for a try on a CPU; a KV cache of 8 "
             "bits is int8 here."
         )
-
-
-def nothing_chosen() -> ChosenTokens:
-    """What is read of a step whose tokens are all the host's to choose."""
-    return ChosenTokens([], [], None)

@@ -12,16 +12,16 @@ import torch
 from millrace.engine.adapters.rows import AdapterWeights
 from millrace.engine.devices.cuda.adapters import has_adapters
 from millrace.engine.devices.cuda.inputs import (
+    DeviceState,
     SampledRow,
+    StateRow,
     exact_shape,
     finite_items,
     pack,
     shifted,
 )
 from millrace.engine.devices.cuda.sampler import DeviceSampler
-from millrace.engine.devices.cuda.stage import ALL_LAYERS, Stage
-from millrace.engine.devices.cuda.state import DeviceState, StateRow
-from millrace.engine.devices.cuda.steps import DeviceSteps, StepParts, ToldStep
+from millrace.engine.devices.cuda.steps import ALL_LAYERS, DeviceSteps, Stage, StepParts, ToldStep
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk, score_rows

@@ -9,8 +9,7 @@ from functools import partial
 import torch
 
 from millrace.engine.devices.cuda.loading import Plans
-from millrace.engine.devices.cuda.stage import ALL_LAYERS, Stage
-from millrace.engine.devices.cuda.steps import DeviceSteps, StepParts, ToldStep
+from millrace.engine.devices.cuda.steps import ALL_LAYERS, DeviceSteps, Stage, StepParts, ToldStep
 from millrace.engine.models.shard import Shard
 from millrace.engine.parallel.device_group.messages import WantedRows
 from millrace.engine.parallel.device_group.ranks import DeviceRanks

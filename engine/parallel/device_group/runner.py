@@ -9,8 +9,7 @@ import torch
 
 from millrace.engine.adapters.rows import AdapterWeights
 from millrace.engine.devices.cuda.runner import DeviceRunner
-from millrace.engine.devices.cuda.stage import ALL_LAYERS, Stage
-from millrace.engine.devices.cuda.steps import StepParts, ToldStep
+from millrace.engine.devices.cuda.steps import ALL_LAYERS, Stage, StepParts, ToldStep
 from millrace.engine.kernels.ranks import RanksFailedError
 from millrace.engine.parallel.device_group.lead import Lead
 from millrace.engine.parallel.device_group.messages import WantedLogits

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millrace.engine.devices.cuda.stage import DeviceDecoder
-from millrace.engine.devices.cuda.steps import StepParts
+from millrace.engine.devices.cuda.steps import DeviceDecoder, StepParts
 from millrace.engine.kernels.gpu.device_batch import DeviceBatch
 from millrace.engine.models.shard import Shard
 from millrace.engine.parallel.device_group.links import StageLinks

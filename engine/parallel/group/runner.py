@@ -12,7 +12,7 @@ import torch
 
 from millrace.engine.adapters.rows import AdapterWeights
 from millrace.engine.devices.cpu.loading import load_adapter_weights
-from millrace.engine.devices.cpu.runner import ModelRunner, nothing_chosen
+from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.kernels.ranks import SharedRanks
 from millrace.engine.kernels.stage_link import StageLink
 from millrace.engine.kv.cache import KVCache
@@ -26,7 +26,7 @@ from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.batch import FlatBatch, build_batch
 from millrace.engine.step.features import give_features
-from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
+from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep, nothing_chosen
 from millrace.engine.step.pooling import PooledChunk, places_of, pool_rows
 from millrace.engine.types import RunnerFigures
 from millrace.registry.checkpoints.checkpoint import ModelConfig

@@ -13,7 +13,8 @@ import torch
 
 from benchmarks.gpu_compile.models import CONFIGS
 from millrace.engine.devices.cuda import loading as device_loading
-from millrace.engine.devices.cuda.steps import NO_TABLES, DeviceSteps, ToldStep
+from millrace.engine.devices.cuda.inputs import NO_TABLES
+from millrace.engine.devices.cuda.steps import DeviceSteps, ToldStep
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.models.shard import Shard
 from millrace.engine.parallel.device_group.exchange import Exchange

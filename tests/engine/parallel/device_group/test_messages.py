@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.devices.cuda.steps import NO_TABLES, ToldStep
+from millrace.engine.devices.cuda.inputs import NO_TABLES
+from millrace.engine.devices.cuda.steps import ToldStep
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.kernels.ranks import RanksFailedError

@@ -1,4 +1,4 @@
-"""Runs an EAGLE-3 head on plans, as a runner does a model."""
+"""An EAGLE-3 head: a layer computed in one call, and the runner that computes plans by it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,69 @@ from typing import NamedTuple
 import torch
 
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.cpu_operations import CpuOperations, suits
-from millrace.engine.devices.cpu.fused_head import FusedHead
+from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
+from millrace.engine.devices.cpu.operations import CpuOperations, suits
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.cpu import CpuKernels
 from millrace.engine.kv.cache import KVCache
-from millrace.engine.models.eagle_head import load_eagle_head
+from millrace.engine.models.eagle_head import EagleHeadWeights, load_eagle_head
 from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
 from millrace.engine.models.weight_reader import Makers
 from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.batch import FlatBatch, QueryRange
 from millrace.engine.step.features import HeadInputs
-from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
+from millrace.engine.step.in_flight_step import InFlightStep, nothing_chosen
 from millrace.engine.step.sequence import Sequence
 from millrace.registry.checkpoints.eagle_head import EagleHeadConfig, read_eagle_head
 from millrace.schemas.errors import ConfigError
+
+
+class FusedHead:
+    """Computes flat batches in which a token stands beside the features of the token before it.
+
+    What comes out for a token is what the head takes for its features where the target has not
+    computed it; its logits are for the token behind it.
+    """
+
+    def __init__(
+        self,
+        config: EagleHeadConfig,
+        weights: EagleHeadWeights,
+        operations: CpuOperations,
+        kernels: CpuKernels,
+    ) -> None:
+        self._weights = weights
+        self._operations = operations
+        self._decoder = FusedDecoder(config, weights.decoder, operations, kernels)
+        self._norm_before_residual = config.norm_before_residual
+        self._vocab_size = config.vocab_size
+        all_ids = torch.arange(config.vocab_size)
+        self._knows_all_in_order = torch.equal(weights.target_ids, all_ids)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, 3 * target_hidden_size] to [num_tokens, hidden_size]."""
+        return self._weights.fusion(features)
+
+    def forward(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` [num_tokens, hidden_size], of the token before each, is overwritten; returns
+        what comes out for it."""
+        operations, layer = self._operations, self._weights.decoder.layers[0]
+        embedded = self._decoder.embedding.index_select(0, batch.token_ids)
+        normed = operations.rms_norm(hidden, self._weights.hidden_norm)
+        both = torch.cat((operations.rms_norm(embedded, layer.attention_norm), normed), -1)
+        total = normed if self._norm_before_residual else hidden
+        return self._decoder.forward_from(batch, total, both)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size] of rows of ``forward``; -inf for tokens the head does not know."""
+        known = self._decoder.logits(hidden)
+        if self._knows_all_in_order:
+            return known
+        logits = known.new_full((len(known), self._vocab_size), -torch.inf)
+        return logits.index_copy_(1, self._weights.target_ids, known)
+
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +167,7 @@ class HeadRunner:
                     item.inputs.features.drop_before(item.begin + item.num_tokens - 2)
             for sequence, own in zip(batch.sampled, last, strict=True):
                 sequence.features = sequence.features._replace(own=own)
-            return InFlightStep([], batch.sampled, logits, [], [], _nothing_chosen)
+            return InFlightStep([], batch.sampled, logits, [], [], nothing_chosen)
 
     def _inputs(self, items: list[_Item]) -> torch.Tensor:
         """What stands beside each token. It is either the target's for all items or the head's own
@@ -162,8 +208,3 @@ def _batch(items: list[_Item]) -> FlatBatch:
         pooled=[],
         scored=[],
     )
-
-
-def _nothing_chosen() -> ChosenTokens:
-    """What is read of a step whose tokens are all the host's to choose."""
-    return ChosenTokens([], [], None)

@@ -1,9 +1,10 @@
-"""How much of a step's time a sequence is answerable for: its work, by the model's shape."""
+"""How a step's time is shared: the work of each sequence, and the meter that charges sequences."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Rows
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -184,3 +185,36 @@ def _pairs(num_tokens: int, num_context_tokens: int, window: int | None) -> int:
         num_all = min(max(window - num_context_tokens, 0), num_tokens)
     pairs = num_all * num_context_tokens + num_all * (num_all + 1) // 2
     return pairs if window is None else pairs + (num_tokens - num_all) * window
+
+
+class DeviceMeter:
+    """Shares the time that passes among the sequences that it passes for, by their weights.
+
+    ``busy_s`` is all of it, ``charged_s`` what sequences were charged: the same, but for time of
+    which nobody had a part.
+    """
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self.charged_s = 0.0
+        self._since_s = 0.0
+
+    def start(self, now_s: float) -> None:
+        """The device was idle until now."""
+        self._since_s = now_s
+
+    def charge(
+        self, plan: Iterable[tuple[Sequence, int]], weights: Rows[float], now_s: float
+    ) -> None:
+        """Until now, the device was busy with ``plan`` since it was charged for last, or since it
+        was idle. A weight of 0 is nobody's who can be charged."""
+        passed_s = now_s - self._since_s
+        self._since_s = now_s
+        self.busy_s += passed_s
+        total = sum(weights)
+        if total <= 0:
+            return
+        self.charged_s += passed_s
+        each_s = passed_s / total
+        for (sequence, _), weight in zip(plan, weights, strict=True):
+            sequence.device_s += each_s * weight
