@@ -18,9 +18,9 @@ from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.dummy import DummyTensors
 from millrace.engine.models.loader import load_embedding
-from millrace.engine.parallel.device_group.loading import load_device_group
-from millrace.engine.parallel.group.loading import load_group
-from millrace.engine.parallel.group.remote.meeting import check_remote_stages
+from millrace.engine.parallel.cpu_loading import load_group
+from millrace.engine.parallel.device_loading import load_device_group
+from millrace.engine.parallel.remote.lead import check_remote_stages
 from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.device_work import FLOP_PER_BYTE, DeviceWork

@@ -24,14 +24,14 @@ from millrace.engine.kv.cache_commands import (
     ScrubBlocks,
     StoreBlocks,
 )
-from millrace.engine.parallel.device_group.channel import LinkChannel, link_shape
-from millrace.engine.parallel.device_group.messages import (
+from millrace.engine.parallel.device_messages import (
     Message,
     WantedLogits,
     WantedRows,
     decode,
     encode,
 )
+from millrace.engine.parallel.lead import LinkChannel, link_shape
 
 BLOCKS = st.lists(st.integers(0, 1 << 20), max_size=9)
 
