@@ -6,10 +6,12 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from typing import NoReturn
 
 import msgspec
 
 from millrace.engine.kernels.stage_link import LinkShape
+from millrace.engine.threads.choice import leave_core
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.models.adapters import AdapterRef
@@ -160,8 +162,19 @@ class ControlSocket:
             os._exit(0)
         return to_member_decoder.decode(packet)
 
-    def answer(self, load: LoadAdapter, read: Callable[[LoadAdapter], None]) -> None:
-        """Have an adapter read, and say that it is there, or why it is not."""
+    def hear(self, read: Callable[[LoadAdapter], None], drop: Callable[[int], None]) -> NoReturn:
+        """Obey what rank 0 says beside the steps: ``read`` and ``drop`` adapters. For a thread of
+        its own."""
+        leave_core()
+        while True:
+            message = self.receive()
+            if isinstance(message, LoadAdapter):
+                self._answer(message, read)
+            elif isinstance(message, DropAdapter):
+                drop(message.number)
+
+    def _answer(self, load: LoadAdapter, read: Callable[[LoadAdapter], None]) -> None:
+        """Read an adapter, and say that it is there, or why it is not."""
         error = ""
         try:
             read(load)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ from millrace.engine.devices.cpu.loading import AnyDecoder
 from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.kernels.stage_link import StageLink
 from millrace.engine.models.shard import Shard, vocabulary_range
-from millrace.engine.parallel.cpu_messages import (
+from millrace.engine.parallel.lead import Lead
+from millrace.engine.parallel.messages import (
     PartCommand,
     StageStep,
     encode_command,
@@ -23,7 +24,7 @@ from millrace.engine.parallel.cpu_messages import (
     encode_stage,
     encode_step,
 )
-from millrace.engine.parallel.ranks import RankLostError, Ranks
+from millrace.engine.parallel.ranks import Ranks
 from millrace.engine.step.batch import FlatBatch
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 
@@ -42,24 +43,20 @@ class GroupAdapter:
 
 
 class LeadDecoder:
-    """Has every rank compute its part of what ``decoder`` is asked for, which is rank 0's.
-
-    What goes wrong on rank 0 once the others have been told ends the group: they wait for rank 0
-    in the middle of a step then.
-    """
+    """Has every rank compute its part of what ``decoder`` is asked for, which is rank 0's."""
 
     def __init__(
         self,
         decoder: AnyDecoder,
         ranks: Ranks | None,
         config: ModelConfig,
-        abort: Callable[[str], None],
+        group: Lead,
     ) -> None:
-        """``ranks``: of the first stage, None if it has one only; ``config``: of the whole model;
-        ``abort`` ends the group."""
+        """``ranks``: of the first stage, None if it has one only; ``config``: of the whole
+        model."""
         self._decoder = decoder
         self._ranks = ranks
-        self._abort = abort
+        self.group = group
         self._widths = vocabulary_widths(config, 1 if ranks is None else ranks.size)
 
     @property
@@ -103,7 +100,7 @@ class LeadDecoder:
         """The other ranks of the stage compute the same meanwhile."""
         numbers = adapter_numbers(adapters)
         message = [] if self._ranks is None else encode_step(batch, numbers)
-        with self.together():
+        with self.group.together():
             if self._ranks is not None:
                 self._ranks.post(*message)
             yield
@@ -123,21 +120,12 @@ class LeadDecoder:
         if not len(hidden):
             return hidden.new_empty(0, sum(self._widths))
         assert self._ranks is not None, "the last of several stages makes logits"
-        with self.together():
+        with self.group.together():
             self._ranks.post(*encode_logits(hidden))
             logits = self._ranks.gather(self._decoder.logits(hidden), self._widths)
             self._ranks.check()
         assert logits is not None, "rank 0 gathers"
         return logits
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """What goes wrong meanwhile ends the group. Raises RankLostError for it."""
-        try:
-            yield
-        except Exception as error:
-            self._abort(str(error))
-            raise RankLostError(f"the group of ranks failed: {error}") from error
 
 
 def _own(adapters: RowAdapters | None) -> RowAdapters | None:
@@ -215,14 +203,14 @@ class Pipeline:
         self._write(encode_command(command))
 
     def _write(self, message: Sequence[bytes | memoryview]) -> None:
-        with self._lead.together():
+        with self._lead.group.together():
             self._first.write(self._num_messages, *message)
         self._num_messages += 1
 
     def receive(self, sent: SentStep) -> StepResult:
         """What became of a step. Raises RankLostError."""
         number, num_tokens, num_wanted, wants_states = sent
-        with self._lead.together():
+        with self._lead.group.together():
             self._last.wait_written(number, bound=True)
             parts = [
                 self._rows(self._last.part(number, rank), num_wanted, width)
@@ -240,7 +228,7 @@ class Pipeline:
     def settle(self) -> None:
         """Wait until nothing that was sent is under way any more. Raises RankLostError."""
         if self._num_sent:
-            with self._lead.together():
+            with self._lead.group.together():
                 self._last.wait_written(self._num_sent - 1, bound=True)
 
     def _rows(self, part: memoryview, num_rows: int, width: int) -> torch.Tensor:

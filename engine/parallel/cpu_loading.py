@@ -13,7 +13,7 @@ from millrace.engine.devices.cpu.runner import check_engine
 from millrace.engine.kernels.ranks import RankShape, rank_memory
 from millrace.engine.kernels.stage_link import LinkShape, link_memory
 from millrace.engine.kv.cache import block_bytes, cache_dtype, choose_num_blocks
-from millrace.engine.models.shard import Shard, check_shard, shard_config
+from millrace.engine.models.shard import Shard, shard_config
 from millrace.engine.parallel.control import Join
 from millrace.engine.parallel.cpu_decoder import LeadDecoder, Pipeline
 from millrace.engine.parallel.cpu_rank import group_cache, make_ranks, part_layers
@@ -22,18 +22,18 @@ from millrace.engine.parallel.cpu_runner import (
     GroupRunner,
     PipelineRunner,
     RemoteParts,
-    Ways,
 )
 from millrace.engine.parallel.layout import (
-    check_ranks,
+    check_group,
     has_shared_memory,
     make_link,
     num_local_ranks,
     num_ranks,
     shard_of,
 )
+from millrace.engine.parallel.lead import Lead
 from millrace.engine.parallel.members import Members
-from millrace.engine.parallel.remote.lead import check_remote_stages, join_remote, remote_cpu_stage
+from millrace.engine.parallel.remote.lead import join_remote, remote_cpu_stage
 from millrace.engine.step.settings import choose_device, with_device_defaults
 from millrace.engine.transfer.memory import SharedPages
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
@@ -69,7 +69,8 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
     ConfigError."""
     config = read_model_config(path)
     device = choose_device(engine.device)
-    _check_group(config, engine)
+    check_group(config, engine)
+    check_engine(engine)
     engine = with_device_defaults(engine, device)
     shard = shard_of(0, engine)
     own = shard_config(config, shard)
@@ -111,10 +112,10 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
             try:
                 members.join(join)
                 links = [make_link(join(0), at, index=0) for at in _ends(engine)]
-                ways = Ways(shard, make_ranks(join(0), shard), links)
+                ranks = make_ranks(join(0), shard)
                 cache = group_cache(config, engine, arithmetic.dtype, num_blocks, pages)
                 decoder, is_row_exact = load_decoder(
-                    path, config, engine, arithmetic, cache.part(0), shard, ways.ranks
+                    path, config, engine, arithmetic, cache.part(0), shard, ranks
                 )
                 members.wait_joined(engine.start_timeout_s)
             except BaseException:
@@ -125,14 +126,15 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
             os.close(fd)
     pages.seal()
     _log.info("%s", members)
-    lead = LeadDecoder(decoder, ways.ranks, config, ways.abort)
+    aborts = [end.abort for end in (ranks, *links) if end is not None]
+    lead = LeadDecoder(decoder, ranks, config, Lead(members, aborts))
     parts = GroupParts(
         config=config,
         decoder=lead,
         cache=cache,
         likeliest=None if arithmetic.kernels is None else arithmetic.kernels.likeliest,
-        members=members,
-        ways=ways,
+        shard=shard,
+        ranks=ranks,
         is_row_exact=is_row_exact and arithmetic.has_own_products,
     )
     if not links:
@@ -173,11 +175,3 @@ def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
         for stage, link in enumerate(shapes)
     ]
     return _Memory(shape, rank_fds, shapes, own_shapes, [link_memory(link) for link in own_shapes])
-
-
-def _check_group(config: ModelConfig, engine: EngineConfig) -> None:
-    """Raise ConfigError for what a group does not compute."""
-    check_ranks(engine)
-    check_engine(engine)
-    check_remote_stages(engine)
-    check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)

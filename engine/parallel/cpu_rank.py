@@ -22,13 +22,13 @@ from millrace.engine.models.shard import Shard, block_part, shard_config
 from millrace.engine.parallel.control import (
     BlocksChecked,
     ControlSocket,
-    DropAdapter,
     FolderPlace,
     Join,
     LoadAdapter,
 )
 from millrace.engine.parallel.cpu_decoder import vocabulary_widths
-from millrace.engine.parallel.cpu_messages import (
+from millrace.engine.parallel.layout import make_link, num_local_ranks, shard_of
+from millrace.engine.parallel.messages import (
     PartCommand,
     StageStep,
     WantedLogits,
@@ -37,11 +37,9 @@ from millrace.engine.parallel.cpu_messages import (
     encode_command,
     encode_stage,
 )
-from millrace.engine.parallel.layout import make_link, num_local_ranks, shard_of
 from millrace.engine.parallel.ranks import GlooRanks, Ranks
 from millrace.engine.parallel.rendezvous import Rendezvous
 from millrace.engine.step.batch import FlatBatch
-from millrace.engine.threads.choice import leave_core
 from millrace.engine.transfer.memory import SharedPages
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.schemas.config import EngineConfig
@@ -204,17 +202,6 @@ class CpuMember:
             made.append(decoder.normed(hidden))
         behind.write(number, *map(bytes_of, made))
 
-    def hear(self) -> NoReturn:
-        """What rank 0 says beside the steps, on a thread of its own."""
-        leave_core()
-        control = self._control
-        while True:
-            message = control.receive()
-            if isinstance(message, LoadAdapter):
-                control.answer(message, self._load_adapter)
-            elif isinstance(message, DropAdapter):
-                self._adapters.pop(message.number, None)
-
     def abort(self, why: str) -> None:
         """End the group."""
         if self._ranks is not None:
@@ -222,7 +209,12 @@ class CpuMember:
         for link in self._links:
             link.abort(why)
 
-    def _load_adapter(self, load: LoadAdapter) -> None:
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter that no step will have."""
+        self._adapters.pop(number, None)
+
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """Read the slices of an adapter. Raises AdapterError, ModelSourceError."""
         self._adapters[load.number] = load_adapter_weights(
             self._decoder, self._config, load.adapter, load.max_rank, self._shard
         )

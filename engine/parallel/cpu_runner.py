@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,14 +13,13 @@ from millrace.engine.adapters.rows import AdapterWeights
 from millrace.engine.devices.cpu.loading import load_adapter_weights
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.kernels.ranks import SharedRanks
-from millrace.engine.kernels.stage_link import StageLink
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.kv.cache_commands import CacheCommand, CheckBlocks
 from millrace.engine.models.shard import Shard
 from millrace.engine.parallel.cpu_decoder import GroupAdapter, LeadDecoder, Pipeline
-from millrace.engine.parallel.cpu_messages import PartCommand
 from millrace.engine.parallel.members import Members
-from millrace.engine.parallel.ranks import RankLostError, Ranks
+from millrace.engine.parallel.messages import PartCommand
+from millrace.engine.parallel.ranks import Ranks
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
@@ -34,32 +32,16 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.models.adapters import AdapterRef
 
 
-class Ways(NamedTuple):
-    """Rank 0's to the others: ``ranks`` to those of its stage and ``links`` to and from the other
-    stages; ``shard`` is what it computes itself."""
-
-    shard: Shard
-    ranks: Ranks | None
-    links: list[StageLink]
-
-    def abort(self, why: str) -> None:
-        """End the group; for any thread."""
-        if self.ranks is not None:
-            self.ranks.abort(why)
-        for link in self.links:
-            link.abort(why)
-
-
 class GroupParts(NamedTuple):
     """What a group's runner is made of; ``config`` is the whole model's, ``cache`` that of all
-    ranks."""
+    ranks, ``shard`` what rank 0 computes, with the ``ranks`` of its stage."""
 
     config: ModelConfig
     decoder: LeadDecoder
     cache: KVCache
     likeliest: Likeliest | None
-    members: Members
-    ways: Ways
+    shard: Shard
+    ranks: Ranks | None
     is_row_exact: bool
 
 
@@ -72,26 +54,25 @@ class GroupRunner(ModelRunner):
     """
 
     def __init__(self, parts: GroupParts) -> None:
-        config, decoder, cache, likeliest, members, ways, is_row_exact = parts
+        config, decoder, cache, likeliest, shard, ranks, is_row_exact = parts
         super().__init__(config, decoder, cache, likeliest, is_row_exact=is_row_exact)
-        self.members = members
-        self._ways = ways
+        self.members = decoder.group.members
+        self._shard = shard
+        self._ranks = ranks
         self._lead = decoder
-        self._lost: list[str] = []
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, on another thread, once a rank has ended."""
-        self.members.watch(partial(_note_lost, weakref.ref(self), self._ways, wake))
+        self._lead.group.watch(wake)
 
     def check(self) -> None:
-        """Raise RankLostError if a rank has ended."""
-        if self._lost:
-            raise RankLostError(f"the group of ranks failed: {self._lost[0]}")
+        """Raise RankLostError if the group has failed."""
+        self._lead.group.check()
 
     def figures(self) -> RunnerFigures:
         """What was counted of its steps, and of what rank 0 has exchanged with the other ranks of
         its stage where these have memory in common."""
-        figures, ranks = super().figures(), self._ways.ranks
+        figures, ranks = super().figures(), self._ranks
         if not isinstance(ranks, SharedRanks):
             return figures
         num_exchanges, num_bytes, waited_s = ranks.traffic
@@ -107,10 +88,6 @@ class GroupRunner(ModelRunner):
         give_features(batch, features)
         return hidden
 
-    def note_lost(self, why: str) -> None:
-        """A rank has ended; for any thread."""
-        self._lost.append(why)
-
     def load_adapter(
         self,
         adapter: AdapterRef,
@@ -121,7 +98,7 @@ class GroupRunner(ModelRunner):
         """Have every rank read its slices of an adapter. Raises AdapterError, ModelSourceError."""
         number = self.members.load_adapter(adapter, max_rank)
         try:
-            own = load_adapter_weights(self._lead, self.config, adapter, max_rank, self._ways.shard)
+            own = load_adapter_weights(self._lead, self.config, adapter, max_rank, self._shard)
             self.members.wait_loaded(number)
         except BaseException:
             self.members.drop_adapter(number)
@@ -129,16 +106,6 @@ class GroupRunner(ModelRunner):
         weights = GroupAdapter(own, number)
         weakref.finalize(weights, self.members.drop_adapter, number)
         return weights
-
-
-def _note_lost(
-    runner: weakref.ref[GroupRunner], ways: Ways, wake: Callable[[], None], why: str
-) -> None:
-    lost = runner()
-    if lost is not None:
-        lost.note_lost(why)
-        ways.abort(why)
-        wake()
 
 
 class PipelineRunner(GroupRunner):

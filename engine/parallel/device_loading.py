@@ -17,23 +17,21 @@ from millrace.engine.devices.cuda.loading import Plans
 from millrace.engine.devices.cuda.steps import StepParts
 from millrace.engine.kernels.rank_view import MAX_RANKS, RanksFailedError
 from millrace.engine.kernels.stage_link import link_memory
-from millrace.engine.models.shard import check_shard
 from millrace.engine.parallel.control import FolderPlace, JoinDevices, NetworkPlace, Started
+from millrace.engine.parallel.device_lead import DeviceLead, DeviceParts, Patience, link_shape
 from millrace.engine.parallel.device_rank import load_steps, make_channel, meet
 from millrace.engine.parallel.device_runner import DeviceGroupRunner, PipelineGroupRunner
 from millrace.engine.parallel.layout import (
-    check_ranks,
+    check_group,
     device_link,
     has_shared_memory,
     num_local_ranks,
     num_ranks,
 )
-from millrace.engine.parallel.lead import DeviceParts, Lead, Patience, link_shape
 from millrace.engine.parallel.members import Members
 from millrace.engine.parallel.remote.lead import (
     RemoteMember,
     RemoteStage,
-    check_remote_stages,
     join_remote,
     listen_beside,
 )
@@ -103,7 +101,7 @@ def _load_lead(
     members.wait_joined(engine.start_timeout_s, Started)
     try:
         ranks = meet(join, listener)
-        lead = Lead(members, ranks, make_channel(join, ranks), engine.rank_timeout_s)
+        lead = DeviceLead(members, ranks, make_channel(join, ranks), engine.rank_timeout_s)
         with Patience(engine.start_timeout_s, ranks.abort).waiting():
             runner = load_steps(join, ranks, partial(runner_of_rank_0, lead))
     except RanksFailedError as error:
@@ -119,7 +117,7 @@ def _load_lead(
     return runner
 
 
-def runner_of_rank_0(lead: Lead, plans: Plans) -> Callable[[StepParts], DeviceGroupRunner]:
+def runner_of_rank_0(lead: DeviceLead, plans: Plans) -> Callable[[StepParts], DeviceGroupRunner]:
     """What makes it."""
     is_row_exact, shard = plans.is_row_exact, plans.shard
     if shard.num_stages == 1:
@@ -134,9 +132,7 @@ def _check(config: ModelConfig, engine: EngineConfig, device: torch.device) -> N
             f"engine.kernels is {engine.kernels!r}, but ranks with a GPU each compute by triton; "
             "leave it out."
         )
-    check_ranks(engine)
-    check_remote_stages(engine)
-    check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
+    check_group(config, engine)
     size = num_local_ranks(engine)
     if size + engine.remote_stages > MAX_RANKS:
         raise ConfigError(

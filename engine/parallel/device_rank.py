@@ -15,8 +15,9 @@ from typing import NoReturn
 import torch
 
 from millrace.engine.devices.cuda.device import device_of
+from millrace.engine.devices.cuda.inputs import ToldStep
 from millrace.engine.devices.cuda.loading import Plans, StepsT, load_plans, make_ready
-from millrace.engine.devices.cuda.steps import ALL_LAYERS, DeviceSteps, Stage, StepParts, ToldStep
+from millrace.engine.devices.cuda.steps import ALL_LAYERS, DeviceSteps, Stage, StepParts
 from millrace.engine.kv.cache_commands import CacheCommand, ReserveSlots
 from millrace.engine.kv.cache_part import CachePart
 from millrace.engine.models.shard import Shard
@@ -26,12 +27,11 @@ from millrace.engine.parallel.control import (
     LoadAdapter,
     Started,
 )
-from millrace.engine.parallel.device_messages import WantedLogits, WantedRows, decode
+from millrace.engine.parallel.device_lead import Channel, LinkChannel
 from millrace.engine.parallel.device_ranks import DeviceRanks, PipelineStage
 from millrace.engine.parallel.layout import device_link, shard_of
-from millrace.engine.parallel.lead import Channel, LinkChannel
+from millrace.engine.parallel.messages import SharedRows, WantedRows, decode_told
 from millrace.engine.parallel.rendezvous import Rendezvous
-from millrace.engine.threads.choice import leave_core
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.errors import ConfigError
 
@@ -207,7 +207,6 @@ class DeviceMember:
     """One rank. Raises MillraceError if it cannot be loaded, RanksFailedError if another cannot."""
 
     def __init__(self, join: JoinDevices, control: ControlSocket) -> None:
-        self._control = control
         control.send(Started())
         self._ranks = meet(join)
         self._channel = make_channel(join, self._ranks)
@@ -222,11 +221,11 @@ class DeviceMember:
     def compute(self) -> NoReturn:
         """What rank 0 posts, until the group fails. Raises RanksFailedError then."""
         while True:
-            message = decode(self._channel.receive())
+            message = decode_told(self._channel.receive())
             self._ranks.check()
             if isinstance(message, ToldStep):
                 self._steps.compute(message)
-            elif isinstance(message, WantedLogits):
+            elif isinstance(message, SharedRows):
                 self._steps.make_logits(message.num_rows)
             elif isinstance(message, WantedRows):
                 self._steps.make_rows(message)
@@ -254,16 +253,11 @@ class DeviceMember:
             return 0
         return 1
 
-    def hear(self) -> NoReturn:
-        """What rank 0 says beside the steps, on a thread of its own."""
-        leave_core()
-        while True:
-            message = self._control.receive()
-            if isinstance(message, LoadAdapter):
-                self._control.answer(message, self._load_adapter)
+    def drop_adapter(self, number: int) -> None:
+        """Leave an adapter in its slot until another is loaded there."""
 
-    def _load_adapter(self, load: LoadAdapter) -> None:
-        """Once no step that was posted before can have the adapter that was in its slot."""
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """Read an adapter once no step that was posted before can read its slot."""
         with self._is_done:
             self._is_done.wait_for(lambda: self._num_done >= load.num_posted)
         self._steps.load_adapter(load)

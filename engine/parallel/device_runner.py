@@ -9,13 +9,14 @@ from functools import partial
 import torch
 
 from millrace.engine.adapters.rows import AdapterWeights
+from millrace.engine.devices.cuda.inputs import ToldStep
 from millrace.engine.devices.cuda.runner import DeviceRunner, PlannedStep
-from millrace.engine.devices.cuda.steps import ALL_LAYERS, Stage, StepParts, ToldStep
+from millrace.engine.devices.cuda.steps import ALL_LAYERS, Stage, StepParts
 from millrace.engine.kernels.ranks import RanksFailedError
 from millrace.engine.models.shard import Shard
-from millrace.engine.parallel.device_messages import WantedLogits, WantedRows
+from millrace.engine.parallel.device_lead import DeviceLead
 from millrace.engine.parallel.device_ranks import PipelineStage
-from millrace.engine.parallel.lead import Lead
+from millrace.engine.parallel.messages import SharedRows, WantedRows
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
@@ -33,7 +34,7 @@ class DeviceGroupRunner(DeviceRunner):
     """
 
     def __init__(
-        self, parts: StepParts, lead: Lead, *, is_row_exact: bool, stage: Stage = ALL_LAYERS
+        self, parts: StepParts, lead: DeviceLead, *, is_row_exact: bool, stage: Stage = ALL_LAYERS
     ) -> None:
         super().__init__(parts, is_row_exact=is_row_exact, stage=stage)
         self._lead = lead
@@ -105,7 +106,7 @@ class DeviceGroupRunner(DeviceRunner):
         return logits
 
     def _scored_logits(self, rows: torch.Tensor) -> torch.Tensor:
-        self._lead.post(WantedLogits(len(rows)))
+        self._lead.post(SharedRows(len(rows)))
         self._lead.ranks.share(rows)
         return self._logits(rows)
 
@@ -127,7 +128,9 @@ class PipelineGroupRunner(DeviceGroupRunner):
     So all tokens of a step that is launched are known to the host, and no rank keeps any.
     """
 
-    def __init__(self, parts: StepParts, lead: Lead, *, is_row_exact: bool, shard: Shard) -> None:
+    def __init__(
+        self, parts: StepParts, lead: DeviceLead, *, is_row_exact: bool, shard: Shard
+    ) -> None:
         links = lead.ranks.links
         assert links is not None, "a stage is one of several"
         stage = PipelineStage(parts, shard, links)

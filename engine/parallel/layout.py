@@ -7,8 +7,11 @@ import logging
 from millrace.engine.kernels.build import KernelBuildError, cpu_library
 from millrace.engine.kernels.rank_view import MAX_RANKS
 from millrace.engine.kernels.stage_link import StageLink
-from millrace.engine.models.shard import Shard
+from millrace.engine.models.shard import Shard, check_shard
 from millrace.engine.parallel.control import Join, JoinDevices
+from millrace.engine.transfer.addresses import host_and_port
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.runtime.addresses import is_loopback
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
@@ -58,8 +61,8 @@ def num_local_ranks(engine: EngineConfig) -> int:
     return engine.tensor_parallel * (engine.pipeline_parallel - engine.remote_stages)
 
 
-def check_ranks(engine: EngineConfig) -> None:
-    """Raise ConfigError for settings that no group can have."""
+def check_group(config: ModelConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError for settings that no group of a model's ranks can have."""
     if engine.collectives not in _COLLECTIVES:
         raise ConfigError(
             f"engine.collectives is {engine.collectives!r}; choose {', '.join(_COLLECTIVES)}."
@@ -71,6 +74,31 @@ def check_ranks(engine: EngineConfig) -> None:
         raise ConfigError(
             f"engine.tensor_parallel is {engine.tensor_parallel}; a stage has at most {most} ranks."
         )
+    check_remote_stages(engine)
+    check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
+
+
+def check_remote_stages(engine: EngineConfig) -> None:
+    """Raise ConfigError for stages of other hosts that there cannot be."""
+    if not 0 <= engine.remote_stages < engine.pipeline_parallel:
+        raise ConfigError(
+            f"engine.remote_stages is {engine.remote_stages}: of the {engine.pipeline_parallel} "
+            "stages of engine.pipeline_parallel the first one is here."
+        )
+    if not engine.remote_stages:
+        return
+    host, _ = stages_address(engine)
+    if not engine.stages_token and not is_loopback(host):
+        raise ConfigError(
+            f"engine.stages_address is {engine.stages_address}, where other machines can join: set "
+            "engine.stages_token, by MILLRACE_WORKER__ENGINE__STAGES_TOKEN_FILE for one, and give "
+            "millrace stages the same."
+        )
+
+
+def stages_address(engine: EngineConfig) -> tuple[str, int]:
+    """The host and port at which stages of other hosts join. Raises ConfigError."""
+    return host_and_port(engine.stages_address, "engine.stages_address")
 
 
 def has_shared_memory(engine: EngineConfig, *, is_needed: bool = False) -> bool:

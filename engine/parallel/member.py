@@ -20,6 +20,7 @@ from millrace.engine.parallel.control import (
     Join,
     JoinDevices,
     Joined,
+    LoadAdapter,
     Refused,
 )
 from millrace.engine.torch_start import import_torch
@@ -38,8 +39,12 @@ class LoadedRank(Protocol):
     def compute(self) -> NoReturn:
         """What rank 0 says, until the group fails. Raises RanksFailedError then."""
 
-    def hear(self) -> NoReturn:
-        """What rank 0 says beside the steps, on a thread of its own."""
+    def load_adapter(self, load: LoadAdapter) -> None:
+        """Read the rank's slices of an adapter, on another thread. Raises AdapterError,
+        ModelSourceError."""
+
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter, on that thread."""
 
     def abort(self, why: str) -> None:
         """End the group."""
@@ -85,7 +90,8 @@ def main(arguments: list[str]) -> int:
         control.send(Refused(f"{type(error).__name__}: {error}"))
         return 1
     control.send(Joined())
-    threading.Thread(target=member.hear, daemon=True).start()
+    adapters = (member.load_adapter, member.drop_adapter)
+    threading.Thread(target=control.hear, args=adapters, daemon=True).start()
     try:
         member.compute()
     except RanksFailedError as error:

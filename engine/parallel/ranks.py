@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from millrace.engine.kernels.operations import Collectives
-from millrace.engine.kernels.ranks import RanksFailedError
-from millrace.engine.parallel.rendezvous import Rendezvous
+from millrace.engine.parallel.rendezvous import Exchange, Rendezvous
 from millrace.engine.types import DeviceLostError
 
 
@@ -52,28 +50,30 @@ class GlooRanks:
         """Meet the others there. Raises RanksFailedError."""
         self.rank = rank
         self.size = size
-        self._why = ""
-        self._exchange = place.gloo("exchange", rank=rank, size=size, timeout_s=timeout_s)
-        self._messages = place.gloo("messages", rank=rank, size=size, timeout_s=_NO_LIMIT_S)
+        cpu = torch.device("cpu")
+        self._exchange, self._messages = (
+            Exchange(place, name, cpu, rank=rank, size=size, timeout_s=limit_s)
+            for name, limit_s in (("exchange", timeout_s), ("messages", _NO_LIMIT_S))
+        )
 
     def all_reduce(self, rows: torch.Tensor) -> None:
         """Replace contiguous rows by their sum over the ranks. Gloo sums in an order of its own,
         which is the same on every rank; what is narrower than float32 is widened for it."""
         wide = rows.float()
-        self._wait(self._exchange.allreduce([wide]))
+        self._exchange.do(lambda group: group.allreduce([wide]))
         if wide is not rows:
             rows.copy_(wide)
 
     def least(self, numbers: list[int]) -> list[int]:
         """The least of each of the ranks' numbers, of which all have equally many."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        self._wait(self._exchange.allreduce([tensor], dist.ReduceOp.MIN))
+        self._exchange.do(lambda group: group.allreduce([tensor], dist.ReduceOp.MIN))
         least: list[int] = tensor.tolist()
         return least
 
     def wait_at_most(self, timeout_s: float) -> None:
         """For the others in an exchange, from now on."""
-        self._exchange._set_default_timeout(datetime.timedelta(seconds=timeout_s))
+        self._exchange.wait_at_most(timeout_s)
 
     def gather(self, columns: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
         """All ranks' contiguous ``columns`` [num_rows, widths[rank]] side by side, on rank 0."""
@@ -82,7 +82,8 @@ class GlooRanks:
         options = dist.GatherOptions()
         options.rootRank = 0
         every = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else []
-        self._wait(self._exchange.gather([every] if every else [], [padded], options))
+        gathered = [every] if every else []
+        self._exchange.do(lambda group: group.gather(gathered, [padded], options))
         if not every:
             return None
         return torch.cat([part[:, :width] for part, width in zip(every, widths, strict=True)], 1)
@@ -101,22 +102,15 @@ class GlooRanks:
 
     def check(self) -> None:
         """Raise RanksFailedError if the group has failed."""
-        if self._why:
-            raise RanksFailedError(self._why)
+        self._exchange.check()
 
     def abort(self, why: str) -> None:
-        """Nobody calls this group any more; the others find its sockets closed."""
-        self._why = self._why or why
+        """Have the group fail; the others find its sockets closed."""
+        for exchange in (self._exchange, self._messages):
+            exchange.abort(why)
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._wait(self._messages.broadcast([tensor], options))
+        self._messages.do(lambda group: group.broadcast([tensor], options))
         return tensor
-
-    def _wait(self, work: dist.Work) -> None:
-        self.check()
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise RanksFailedError(self._why or str(error)) from error

@@ -20,7 +20,7 @@ from millrace.engine.models.dummy import DummyTensors
 from millrace.engine.models.loader import load_embedding
 from millrace.engine.parallel.cpu_loading import load_group
 from millrace.engine.parallel.device_loading import load_device_group
-from millrace.engine.parallel.remote.lead import check_remote_stages
+from millrace.engine.parallel.layout import check_remote_stages
 from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.device_work import FLOP_PER_BYTE, DeviceWork

@@ -20,6 +20,21 @@ _PADDING_POSITION = -1
 NO_TABLES: Array = np.empty((2, 0), dtype=np.int64)
 
 
+class ToldStep(NamedTuple):
+    """What devices are told of a step: the vector ``packed`` of its ``shape``, see
+    ``PackedInputs``; ``tables``, int64 [2, count]: places in the block tables, flat, and the blocks
+    that are there from now on; ``adapters``, int32: ``AdapterTiling.pack``, None where no row has
+    one. ``is_recorded``: whether it is one that was recorded. ``keeps_states``: whether its hidden
+    states are wanted, of which some are asked for later where they are on another rank."""
+
+    shape: StepShape
+    packed: Array
+    tables: Array
+    adapters: Array | None
+    is_recorded: bool
+    keeps_states: bool = False
+
+
 class SampledRow(NamedTuple):
     """A row of the batch whose logits are wanted, the state row of its sequence, and the number of
     the token that is chosen from them."""

@@ -15,13 +15,14 @@ from millrace.engine.devices.cuda.inputs import (
     DeviceState,
     SampledRow,
     StateRow,
+    ToldStep,
     exact_shape,
     finite_items,
     pack,
     shifted,
 )
 from millrace.engine.devices.cuda.sampler import DeviceSampler
-from millrace.engine.devices.cuda.steps import ALL_LAYERS, DeviceSteps, Stage, StepParts, ToldStep
+from millrace.engine.devices.cuda.steps import ALL_LAYERS, DeviceSteps, Stage, StepParts
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk, score_rows

@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from millrace.engine.devices.cuda.adapters import DeviceAdapters
-from millrace.engine.devices.cuda.device import Array, Device, Stopwatch
-from millrace.engine.devices.cuda.inputs import NO_TABLES, fits, pack
+from millrace.engine.devices.cuda.device import Device, Stopwatch
+from millrace.engine.devices.cuda.inputs import NO_TABLES, ToldStep, fits, pack
 from millrace.engine.devices.cuda.operations import DeviceMetadata
 from millrace.engine.kernels.gpu.device_batch import DeviceBatch
 from millrace.engine.kernels.gpu.kernel_set import KernelSet
@@ -196,21 +196,6 @@ class StepParts(NamedTuple):
     device: Device
     bounds: Bounds
     adapted: Adapted | None
-
-
-class ToldStep(NamedTuple):
-    """What devices are told of a step: the vector ``packed`` of its ``shape``, see
-    ``PackedInputs``; ``tables``, int64 [2, count]: places in the block tables, flat, and the blocks
-    that are there from now on; ``adapters``, int32: ``AdapterTiling.pack``, None where no row has
-    one. ``is_recorded``: whether it is one that was recorded. ``keeps_states``: whether its hidden
-    states are wanted, of which some are asked for later where they are on another rank."""
-
-    shape: StepShape
-    packed: Array
-    tables: Array
-    adapters: Array | None
-    is_recorded: bool
-    keeps_states: bool = False
 
 
 class DeviceSteps(ABC):

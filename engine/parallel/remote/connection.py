@@ -28,8 +28,8 @@ class StageRefusedError(StageError, code="stage_refused", retryable=False):
     """One side will not have the other, and says how to mend it: trying again changes nothing."""
 
 
-# Of what is said here and of ``step_wire`` and ``control_wire``: both sides have the same.
-VERSION = 2
+# Of what is said here and in ``messages`` and ``control``: both sides have the same version.
+VERSION = 3
 _MAGIC = b"mrst"
 _HEADER = struct.Struct("<4sHHQQ")
 HEADER_BYTES = _HEADER.size

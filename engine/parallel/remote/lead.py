@@ -14,7 +14,7 @@ import msgspec
 
 from millrace.engine.kernels.stage_link import LinkShape
 from millrace.engine.parallel.control import Join, JoinDevices
-from millrace.engine.parallel.layout import make_link
+from millrace.engine.parallel.layout import make_link, stages_address
 from millrace.engine.parallel.members import Member, end_members
 from millrace.engine.parallel.remote import connection as wire
 from millrace.engine.parallel.remote.connection import (
@@ -26,8 +26,6 @@ from millrace.engine.parallel.remote.connection import (
 )
 from millrace.engine.parallel.remote.relay import LinkEnds, RankEnd, Relay
 from millrace.engine.parallel.remote.stage import CheckpointIdentity
-from millrace.engine.transfer.addresses import host_and_port
-from millrace.runtime.addresses import is_loopback
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
@@ -39,24 +37,6 @@ _BACKLOG = 64
 _PAUSE_S = 0.1
 
 _log = logging.getLogger(__name__)
-
-
-def check_remote_stages(engine: EngineConfig) -> None:
-    """Raise ConfigError for stages of other hosts that there cannot be."""
-    if not 0 <= engine.remote_stages < engine.pipeline_parallel:
-        raise ConfigError(
-            f"engine.remote_stages is {engine.remote_stages}: of the {engine.pipeline_parallel} "
-            "stages of engine.pipeline_parallel the first one is here."
-        )
-    if not engine.remote_stages:
-        return
-    host, _ = _address(engine)
-    if not engine.stages_token and not is_loopback(host):
-        raise ConfigError(
-            f"engine.stages_address is {engine.stages_address}, where other machines can join: set "
-            "engine.stages_token, by MILLRACE_WORKER__ENGINE__STAGES_TOKEN_FILE for one, and give "
-            "millrace stages the same."
-        )
 
 
 class Meeting:
@@ -123,7 +103,7 @@ class Meeting:
         return connection
 
     def _listen(self) -> socket.socket:
-        host, port = _address(self._engine)
+        host, port = stages_address(self._engine)
         waits = False
         while True:
             try:
@@ -157,7 +137,7 @@ def _assign(connection: Connection, stage: int, assignment: Assignment) -> None:
 
 def listen_beside(engine: EngineConfig) -> socket.socket:
     """A socket that listens at some port of the host of ``stages_address``. Raises ConfigError."""
-    host, _ = _address(engine)
+    host, _ = stages_address(engine)
     try:
         return _server_at(host, 0)
     except OSError as error:
@@ -174,10 +154,6 @@ def _nobody_can_join(engine: EngineConfig, error: OSError) -> ConfigError:
         f"engine.stages_address: nobody can join at {engine.stages_address}: "
         f"{error.strerror or error}."
     )
-
-
-def _address(engine: EngineConfig) -> tuple[str, int]:
-    return host_and_port(engine.stages_address, "engine.stages_address")
 
 
 def _is_taken(error: OSError) -> bool:

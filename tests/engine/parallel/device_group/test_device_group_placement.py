@@ -13,14 +13,14 @@ import torch
 
 from benchmarks.gpu_compile.models import CONFIGS
 from millrace.engine.devices.cuda import loading as device_loading
-from millrace.engine.devices.cuda.inputs import NO_TABLES
-from millrace.engine.devices.cuda.steps import DeviceSteps, ToldStep
+from millrace.engine.devices.cuda.inputs import NO_TABLES, ToldStep
+from millrace.engine.devices.cuda.steps import DeviceSteps
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.models.shard import Shard
+from millrace.engine.parallel.device_lead import DeviceLead as Lead
 from millrace.engine.parallel.device_loading import runner_of_rank_0
 from millrace.engine.parallel.device_rank import MemberSteps, member_steps
 from millrace.engine.parallel.device_ranks import DeviceRanks, StageLinks, Way
-from millrace.engine.parallel.lead import Lead
 from millrace.engine.parallel.rendezvous import Exchange
 from millrace.engine.step.settings import with_device_defaults
 from millrace.registry.checkpoints.checkpoint import read_model_config

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.devices.cuda.inputs import NO_TABLES
-from millrace.engine.devices.cuda.steps import ToldStep
+from millrace.engine.devices.cuda.inputs import NO_TABLES, ToldStep
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.kernels.ranks import RanksFailedError
@@ -24,14 +23,20 @@ from millrace.engine.kv.cache_commands import (
     ScrubBlocks,
     StoreBlocks,
 )
-from millrace.engine.parallel.device_messages import (
+from millrace.engine.parallel.device_lead import LinkChannel, link_shape
+from millrace.engine.parallel.messages import (
     Message,
-    WantedLogits,
     WantedRows,
-    decode,
-    encode,
 )
-from millrace.engine.parallel.lead import LinkChannel, link_shape
+from millrace.engine.parallel.messages import (
+    SharedRows as WantedLogits,
+)
+from millrace.engine.parallel.messages import (
+    decode_told as decode,
+)
+from millrace.engine.parallel.messages import (
+    encode_told as encode,
+)
 
 BLOCKS = st.lists(st.integers(0, 1 << 20), max_size=9)
 

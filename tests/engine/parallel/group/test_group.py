@@ -230,7 +230,7 @@ async def test_a_rank_that_is_killed_at_rest_is_noticed_at_once(pair: Engine) ->
     [pid] = runner_of(pair).members.pids
     pair.rest()
     psutil.Process(pid).kill()
-    await eventually(lambda: bool(runner_of(pair)._lost))
+    await eventually(lambda: bool(runner_of(pair)._lead.group._why))
     with pytest.raises(RankLostError, match="exit code -9"):
         pair.rest()
 

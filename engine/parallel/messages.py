@@ -1,8 +1,8 @@
-"""What rank 0 says to the others: the rows of a step, or those whose logits are wanted; and what a
-stage of a pipeline says to the next one, which are commands for the KV cache, too.
+"""What rank 0 tells the other ranks to compute, and what a stage of CPUs tells the next one.
 
-A message is a header of 64-bit numbers, what it is first, and behind it the arrays that it names.
-Nothing of a request is in it but the tokens that the step computes.
+A message is a header of 64-bit numbers, its kind first, and behind it the arrays that the header
+names. Of a request it has only the tokens that the step computes. Ranks on CPUs read messages by
+``decode``; ranks with a device each read what rank 0 tells its own device, by ``decode_told``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import numpy as np
 import torch
 
 from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
+from millrace.engine.devices.cuda.device import Array
+from millrace.engine.devices.cuda.inputs import ToldStep
+from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.kv.cache_commands import CacheCommand
 from millrace.engine.step.batch import FlatBatch, QueryRange
 
@@ -56,17 +59,15 @@ class PartCommand(NamedTuple):
 def encode_command(told: PartCommand) -> list[bytes | memoryview]:
     """A command for the next stage, which passes it on."""
     body = _encoder.encode(told.command)
-    header = array("q", (_CACHE, told.number, len(body), 0, 0, 0, 0, 0))
-    return [memoryview(header).cast("B"), body]
+    return [_header(_CACHE, told.number, len(body)), body]
 
 
 def encode_stage(step: StageStep) -> list[memoryview]:
     """All of a step that the next stage needs."""
     rows, wanted = step.hidden, step.wanted
-    numbers = (_STAGE, rows.shape[1], _DTYPES.index(rows.dtype), len(wanted), step.wants_states)
-    header = array("q", (*numbers, 0, 0, 0))
+    dtype = _DTYPES.index(rows.dtype)
     parts = [
-        memoryview(header).cast("B"),
+        _header(_STAGE, rows.shape[1], dtype, len(wanted), step.wants_states),
         *encode_step(step.batch, step.adapter_ids),
         bytes_of(rows),
     ]
@@ -84,15 +85,9 @@ def encode_step(batch: FlatBatch, adapter_ids: list[int]) -> list[memoryview]:
         ranges.extend((start, num_tokens, num_context_tokens, len(table)))
         tables.extend(table)
     num_tokens = len(batch.token_ids)
-    header = array(
-        "q",
-        (
-            *(_STEP, num_tokens, len(batch.ranges), batch.num_single),
-            *(len(adapter_ids), len(tables), 0, 0),
-        ),
-    )
+    numbers = (num_tokens, len(batch.ranges), batch.num_single, len(adapter_ids), len(tables))
     parts = [
-        memoryview(header),
+        _header(_STEP, *numbers),
         batch.token_ids.numpy().data,
         batch.positions.numpy().data,
         memoryview(ranges),
@@ -107,8 +102,7 @@ def encode_step(batch: FlatBatch, adapter_ids: list[int]) -> list[memoryview]:
 def encode_logits(rows: torch.Tensor) -> list[memoryview]:
     """That the logits of contiguous ``rows`` [num_rows, hidden_size] are wanted."""
     num_rows, width = rows.shape
-    header = array("q", (_LOGITS, num_rows, width, _DTYPES.index(rows.dtype), 0, 0, 0, 0))
-    return [memoryview(header).cast("B"), bytes_of(rows)]
+    return [_header(_LOGITS, num_rows, width, _DTYPES.index(rows.dtype)), bytes_of(rows)]
 
 
 def decode(
@@ -167,6 +161,11 @@ def _step(
     return batch, adapter_ids
 
 
+def _header(*numbers: int) -> memoryview:
+    """What a message is, and the numbers that it begins with, padded to a fixed size."""
+    return memoryview(array("q", (*numbers, *[0] * (_HEADER - len(numbers))))).cast("B")
+
+
 def bytes_of(rows: torch.Tensor) -> memoryview:
     """Those of contiguous rows."""
     return rows.view(torch.uint8).numpy().data.cast("B")
@@ -198,3 +197,70 @@ class _Reader:
             raise ValueError("a message to the ranks is shorter than it says")
         self._at += num_bytes
         return taken
+
+
+_TOLD, _SHARED, _ROWS = 5, 6, 7
+_HEADER_BYTES = 8 * _HEADER
+_NO_ADAPTERS = -1
+# What is said of a step by one number.
+_IS_RECORDED, _KEEPS_STATES = 1, 2
+
+
+class SharedRows(NamedTuple):
+    """The logits of so many rows, which rank 0 shares, are wanted."""
+
+    num_rows: int
+
+
+class WantedRows(NamedTuple):
+    """Of a step that keeps its states, the logits of some ``rows`` (int64), or the rows themselves
+    behind the final norm, are wanted from the last stage. ``steps_back``: how many such steps were
+    told of since."""
+
+    rows: Array
+    makes_logits: bool
+    steps_back: int
+
+
+Message = ToldStep | SharedRows | WantedRows | CacheCommand
+
+
+def encode_told(message: Message) -> list[bytes | memoryview]:
+    """The parts of a message."""
+    if isinstance(message, ToldStep):
+        shape, packed, tables, adapters, is_recorded, keeps_states = message
+        num_adapters = _NO_ADAPTERS if adapters is None else len(adapters)
+        flags = _IS_RECORDED * is_recorded | _KEEPS_STATES * keeps_states
+        header = _header(_TOLD, *shape, flags, tables.shape[1], num_adapters)
+        arrays = [packed, tables, *([] if adapters is None else [adapters])]
+        return [header, *(part.data.cast("B") for part in arrays if part.size)]
+    if isinstance(message, SharedRows):
+        return [_header(_SHARED, message.num_rows)]
+    if isinstance(message, WantedRows):
+        rows, makes_logits, steps_back = message
+        return [_header(_ROWS, len(rows), makes_logits, steps_back), rows.data.cast("B")]
+    return encode_command(PartCommand(0, message))
+
+
+def decode_told(message: memoryview) -> Message:
+    """What a message says; arrays are those of ``message``. Raises ValueError for one that is
+    shorter than it says."""
+    kind, *numbers = np.frombuffer(message, np.int64, _HEADER).tolist()
+    rest = message[_HEADER_BYTES:]
+    if kind == _SHARED:
+        return SharedRows(numbers[0])
+    if kind == _CACHE:
+        return _command_decoder.decode(rest[: numbers[1]])
+    if kind == _ROWS:
+        rows: Array = np.frombuffer(rest, np.int64, numbers[0])
+        return WantedRows(rows, bool(numbers[1]), numbers[2])
+    *sizes, flags, num_tables, num_adapters = numbers
+    shape = StepShape(*sizes)
+    packed: Array = np.frombuffer(rest, np.int64, shape.num_packed)
+    rest = rest[packed.nbytes :]
+    tables: Array = np.frombuffer(rest, np.int64, 2 * num_tables).reshape(2, num_tables)
+    adapters: Array | None = None
+    if num_adapters != _NO_ADAPTERS:
+        adapters = np.frombuffer(rest[tables.nbytes :], np.int32, num_adapters)
+    is_recorded, keeps_states = bool(flags & _IS_RECORDED), bool(flags & _KEEPS_STATES)
+    return ToldStep(shape, packed, tables, adapters, is_recorded, keeps_states)
