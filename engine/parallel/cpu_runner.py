@@ -25,8 +25,8 @@ from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.batch import FlatBatch, build_batch
 from millrace.engine.step.features import give_features
-from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep, nothing_chosen
 from millrace.engine.step.pooling import PooledChunk, places_of, pool_rows
+from millrace.engine.step.runner import ChosenTokens, InFlightStep, nothing_chosen
 from millrace.engine.types import RunnerFigures
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.models.adapters import AdapterRef

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from torch._C import _distributed_c10d as c10d
 
-from millrace.engine.devices.cuda.steps import DeviceDecoder, StepParts
+from millrace.engine.devices.cuda.steps import DeviceDecoder, Stage, StepParts
 from millrace.engine.kernels.gpu.device_batch import DeviceBatch
 from millrace.engine.models.shard import Shard, vocabulary_range
 from millrace.engine.parallel.ranks import GlooRanks
@@ -273,8 +273,8 @@ class DeviceRanks:
         return parts.view(self.size, num_rows, width)
 
 
-class PipelineStage:
-    """See ``Stage``. Hidden states come, are computed with and go in the same place."""
+class PipelineStage(Stage):
+    """A stage of several. Hidden states come, are computed with and go in the same place."""
 
     def __init__(self, parts: StepParts, shard: Shard, links: StageLinks) -> None:
         self.is_last = shard.is_last

@@ -19,8 +19,8 @@ from millrace.engine.parallel.device_ranks import PipelineStage
 from millrace.engine.parallel.messages import SharedRows, WantedRows
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.engine.scheduling.schedule import ScheduledSequence
-from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
 from millrace.engine.step.pooling import ChunkPlace, PooledChunk, places_of, pool_rows
+from millrace.engine.step.runner import ChosenTokens, InFlightStep
 from millrace.engine.step.sequence import SequenceState
 from millrace.schemas.models.adapters import AdapterRef
 

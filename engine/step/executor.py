@@ -17,9 +17,8 @@ from millrace.engine.speculation.pace import Pace
 from millrace.engine.speculation.speculator import Speculator
 from millrace.engine.speculation.verification import Verification, Verified
 from millrace.engine.step.device_work import DeviceMeter, DeviceWork
-from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
 from millrace.engine.step.output_processor import Chunk, OutputProcessor
-from millrace.engine.step.runners import Runner
+from millrace.engine.step.runner import ChosenTokens, InFlightStep, Runner
 from millrace.engine.step.sequence import UNREAD_TOKEN, Sequence, SequenceState
 from millrace.engine.types import EngineOutput
 

@@ -24,7 +24,7 @@ from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.batch import FlatBatch, QueryRange
 from millrace.engine.step.features import HeadInputs
-from millrace.engine.step.in_flight_step import InFlightStep, nothing_chosen
+from millrace.engine.step.runner import DraftRunner, InFlightStep, nothing_chosen
 from millrace.engine.step.sequence import Sequence
 from millrace.registry.checkpoints.eagle_head import EagleHeadConfig, read_eagle_head
 from millrace.schemas.errors import ConfigError
@@ -87,7 +87,7 @@ class _Item(NamedTuple):
     inputs: HeadInputs
 
 
-class HeadRunner:
+class HeadRunner(DraftRunner):
     """Owns a head's weights and the memory of its keys and values, in as many blocks as its
     target's. The sequences of its plans have ``HeadInputs`` as their features."""
 

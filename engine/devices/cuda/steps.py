@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -61,46 +61,30 @@ class Buffers(NamedTuple):
 DeviceDecoder = Decoder[DeviceBatch, DeviceMetadata]
 
 
-class Stage(Protocol):
-    """All layers, or some: hidden states come from the stage before and go to the one behind.
+class Stage:
+    """Which of a model's layers steps are computed with: all of them here. A stage of a pipeline
+    receives hidden states from the stage before and sends them to the one behind.
 
     ``receive`` and ``send`` are outside of what is recorded, ``forward`` and ``leave`` within it.
     """
 
-    is_last: bool
+    is_last = True
 
     def receive(self, num_tokens: int) -> None:
         """Bring what the stage before has made of so many rows."""
 
     def forward(self, decoder: DeviceDecoder, batch: DeviceBatch) -> torch.Tensor:
-        """What the layers make of a step: [num_tokens, hidden_size]."""
+        """Compute what the layers make of a step: [num_tokens, hidden_size]."""
+        return decoder.forward(batch)
 
     def leave(self, states: torch.Tensor) -> None:
-        """Have them stay where ``send`` finds them; of a stage that is not the last."""
+        """Keep the states where ``send`` finds them; of a stage that is not the last."""
 
     def send(self, num_tokens: int) -> None:
         """Give so many rows to the stage behind."""
 
 
-class AllLayers:
-    """The only stage."""
-
-    is_last = True
-
-    def receive(self, num_tokens: int) -> None:
-        """The decoder embeds them."""
-
-    def forward(self, decoder: DeviceDecoder, batch: DeviceBatch) -> torch.Tensor:
-        return decoder.forward(batch)
-
-    def leave(self, states: torch.Tensor) -> None:
-        """Nobody computes on."""
-
-    def send(self, num_tokens: int) -> None:
-        """See ``leave``."""
-
-
-ALL_LAYERS = AllLayers()
+ALL_LAYERS = Stage()
 
 
 # Up to here a step decodes so few sequences that each more would be felt.
