@@ -86,7 +86,7 @@ def _watched(
     profile: cProfile.Profile | None,
 ) -> Iterator[tuple[_Stopwatch, _Stopwatch]]:
     """Stopwatches of the model and of the sampler."""
-    from millrace.engine.devices.cuda.graphs import RecordedSteps
+    from millrace.engine.devices.cuda.steps import RecordedSteps
     from millrace.engine.models.decoder import Decoder
     from millrace.engine.sampling.sampler import Sampler
 

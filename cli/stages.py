@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = None if arguments.model is None else _checkpoint(arguments.model)
     configure_logging("stages", arguments.log_level)
     # Imports torch.
-    from millrace.engine.parallel.group.remote.host import Joining, StageHost
+    from millrace.engine.parallel.remote.host import Joining, StageHost
 
     host = StageHost(Joining(address, token, path, arguments.max_stages))
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -45,7 +45,7 @@ def measure_logits(kind: str, path: Path) -> LogitFigures:
 
     from benchmarks.support.prompts import shared_prefix_prompts
     from millrace.engine.devices.cpu.fused_decoder import compiled_decoder
-    from millrace.engine.devices.cpu.torch_operations import TorchOperations
+    from millrace.engine.devices.cpu.operations import TorchOperations
     from millrace.engine.kernels.build import cpu_library
     from millrace.engine.kernels.cpu import CpuKernels
     from millrace.engine.models.decoder import Decoder

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.torch_operations import TorchMetadata, TorchOperations
+from millrace.engine.devices.cpu.operations import TorchMetadata, TorchOperations
 from millrace.engine.kernels.operations import SwiGLU, WeightSize
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights

@@ -10,7 +10,7 @@ from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.speculation.followed import Followed
-from millrace.engine.step.runners import DraftRunner
+from millrace.engine.step.runner import DraftRunner
 from millrace.engine.step.sequence import Sequence
 
 # Of a long prompt the draft computes so many tokens a step before it says anything.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from millrace.engine.devices.cpu.head_runner import HeadRunner
+from millrace.engine.devices.cpu.eagle_head import HeadRunner
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.scheduling.cost_model import CostModel
 from millrace.engine.speculation.draft import Draft
 from millrace.engine.speculation.head_draft import HeadDraft
 from millrace.engine.speculation.speculator import Speculator
-from millrace.engine.step.runners import DraftRunner, Runner
+from millrace.engine.step.runner import DraftRunner, Runner
 from millrace.engine.step.settings import speculates
 from millrace.schemas.config import EngineConfig
 

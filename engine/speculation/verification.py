@@ -12,8 +12,8 @@ from millrace.engine.grammar.grammars import Grammars
 from millrace.engine.sampling.sampler import Sampled
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.scheduling.schedule import ScheduledSequence
-from millrace.engine.step.in_flight_step import InFlightStep
 from millrace.engine.step.output_processor import OutputProcessor
+from millrace.engine.step.runner import InFlightStep
 from millrace.engine.step.sequence import Sequence, SequenceState
 from millrace.engine.types import EngineOutput
 

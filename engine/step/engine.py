@@ -39,9 +39,8 @@ from millrace.engine.step.outputs import (
     refusal,
     started_output,
 )
+from millrace.engine.step.runner import DraftRunner, Runner
 from millrace.engine.step.runners import (
-    DraftRunner,
-    Runner,
     device_uuid_of,
     device_work_of,
     load_draft,

@@ -8,8 +8,6 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from millrace.engine.beams.group import charged_together
-from millrace.engine.devices.cuda.meter import DeviceMeter
-from millrace.engine.devices.cuda.work import DeviceWork
 from millrace.engine.grammar.grammars import Grammars
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.planner import Planner
@@ -18,9 +16,9 @@ from millrace.engine.scheduling.step_speed import StepSpeed
 from millrace.engine.speculation.pace import Pace
 from millrace.engine.speculation.speculator import Speculator
 from millrace.engine.speculation.verification import Verification, Verified
-from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
+from millrace.engine.step.device_work import DeviceMeter, DeviceWork
 from millrace.engine.step.output_processor import Chunk, OutputProcessor
-from millrace.engine.step.runners import Runner
+from millrace.engine.step.runner import ChosenTokens, InFlightStep, Runner
 from millrace.engine.step.sequence import UNREAD_TOKEN, Sequence, SequenceState
 from millrace.engine.types import EngineOutput
 

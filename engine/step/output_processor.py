@@ -17,10 +17,10 @@ from millrace.engine.sampling.sampler import Sampled, Sampler
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.beam_processor import BeamProcessor
-from millrace.engine.step.in_flight_step import NOT_FINITE, ChosenTokens
 from millrace.engine.step.live_requests import LiveRequests
 from millrace.engine.step.outputs import as_millrace_error, embedding_output, token_output
 from millrace.engine.step.pooling import PooledChunk, add_chunk
+from millrace.engine.step.runner import NOT_FINITE, ChosenTokens
 from millrace.engine.step.sequence import Sequence, SequenceState
 from millrace.engine.types import (
     EngineOutput,

@@ -2,95 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from millrace.engine.adapters.rows import AdapterWeights
-from millrace.engine.devices.cpu.head_runner import HeadRunner
+from millrace.engine.devices.cpu.eagle_head import HeadRunner
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.devices.cuda.device import device_of
 from millrace.engine.devices.cuda.loading import load_device_runner
-from millrace.engine.devices.cuda.work import FLOP_PER_BYTE, DeviceWork
-from millrace.engine.kernels.operations import WeightSize
-from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.dummy import DummyTensors
 from millrace.engine.models.loader import load_embedding
-from millrace.engine.parallel.device_group.loading import load_device_group
-from millrace.engine.parallel.group.loading import load_group
-from millrace.engine.parallel.group.remote.meeting import check_remote_stages
-from millrace.engine.sampling.sampler import Likeliest
-from millrace.engine.scheduling.schedule import ScheduledSequence
-from millrace.engine.step.in_flight_step import InFlightStep
+from millrace.engine.parallel.cpu_loading import load_group
+from millrace.engine.parallel.device_loading import load_device_group
+from millrace.engine.parallel.layout import check_remote_stages
+from millrace.engine.step.device_work import FLOP_PER_BYTE, DeviceWork
+from millrace.engine.step.runner import DraftRunner, Runner
 from millrace.engine.step.settings import (
     check_parted_blocks,
     choose_device,
     has_device_ranks,
     with_device_defaults,
 )
-from millrace.engine.types import RunnerFigures
-from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import DRAFT_FOLDER, draft_of, eagle3_of
 from millrace.schemas.errors import ConfigError
-from millrace.schemas.models.adapters import AdapterRef
-
-
-class DraftRunner(Protocol):
-    """Computes tokens for what drafts, and for what is drafted for. ``host_device``: where the
-    logits are that the host chooses from. ``likeliest``: what finds the largest of them there
-    faster than torch, if anything does."""
-
-    @property
-    def host_device(self) -> torch.device: ...
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def cache(self) -> KVCache: ...
-
-    @property
-    def likeliest(self) -> Likeliest | None: ...
-
-    def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """Have a plan's tokens computed."""
-
-
-class Runner(DraftRunner, Protocol):
-    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
-
-    ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
-    step may be launched before; its steps have ``max_num_sequences`` rows to draw from at most.
-    ``num_stages``: of a pipeline, each of which computes another step at a time.
-    ``takes_adapters``: whether rows of sequences with adapters are computed with these.
-    ``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it.
-    """
-
-    overlaps: bool
-    num_stages: int
-    takes_adapters: bool
-    is_row_exact: bool
-
-    @property
-    def weight_size(self) -> WeightSize: ...
-
-    def figures(self) -> RunnerFigures:
-        """What was counted of its steps."""
-
-    def watch(self, wake: Callable[[], None]) -> None:
-        """Call ``wake``, on any thread, when the device has failed between steps, so that ``check``
-        is asked."""
-
-    def check(self) -> None:
-        """Raise DeviceLostError if it has."""
-
-    def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
-        """Read an adapter of at most such a rank into a slot of this number, which no step that is
-        launched meanwhile reads; for any thread. Raises AdapterError, ModelSourceError."""
 
 
 def load_runner(path: Path, engine: EngineConfig) -> Runner:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from millrace.cli.main import build_parser
-from millrace.engine.parallel.group.remote.meeting import check_remote_stages
+from millrace.engine.parallel.layout import check_remote_stages
 from millrace.engine.transfer.addresses import host_and_port
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import Config

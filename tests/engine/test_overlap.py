@@ -9,7 +9,7 @@ import pytest
 from millrace.engine.scheduling.cost_model import StepWork
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.engine import Engine
-from millrace.engine.step.in_flight_step import InFlightStep
+from millrace.engine.step.runner import InFlightStep
 from millrace.engine.step.sequence import UNREAD_TOKEN, SequenceState
 from millrace.engine.types import EngineRequest
 from millrace.schemas.config import EngineConfig

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import random
 
-from millrace.engine.devices.cuda.work import FLOP_PER_BYTE, Chunk, DeviceWork
 from millrace.engine.scheduling.admission import (
     check_config,
     finished_before,
     longest_total_tokens,
 )
+from millrace.engine.step.device_work import FLOP_PER_BYTE, Chunk, DeviceWork
 from millrace.engine.step.outputs import finished_output, refusal
 from millrace.engine.types import (
     DeviceTime,

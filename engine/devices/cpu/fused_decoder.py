@@ -10,7 +10,7 @@ from millrace.engine.adapters.packed import PackedAdapter, step_adapters
 from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
 from millrace.engine.adapters.weights import LayerSlices
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.cpu_operations import CpuMetadata, CpuOperations
+from millrace.engine.devices.cpu.operations import CpuMetadata, CpuOperations
 from millrace.engine.kernels.cpu import CpuKernels, DecoderShape, StepFeatures
 from millrace.engine.kernels.operations import Collectives
 from millrace.engine.kernels.ranks import SharedRanks

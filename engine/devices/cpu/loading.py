@@ -12,10 +12,14 @@ import torch
 from millrace.engine.adapters.rows import AdapterWeights
 from millrace.engine.adapters.weights import LayerSlices, read_adapter_weights
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.cpu_operations import CpuMetadata, suits
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder, compiled_decoder
+from millrace.engine.devices.cpu.operations import (
+    CpuMetadata,
+    TorchMetadata,
+    TorchOperations,
+    suits,
+)
 from millrace.engine.devices.cpu.products import choose_product
-from millrace.engine.devices.cpu.torch_operations import TorchMetadata, TorchOperations
 from millrace.engine.kernels.build import KernelBuildError, cpu_library
 from millrace.engine.kernels.cpu import CpuKernels
 from millrace.engine.kernels.operations import Collectives

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.cpu_operations import CpuMetadata
 from millrace.engine.devices.cpu.fused_decoder import compiled_decoder
+from millrace.engine.devices.cpu.operations import CpuMetadata
 from millrace.engine.kernels.cpu import CpuKernels
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from pathlib import Path
 from typing import Protocol
@@ -20,8 +19,8 @@ from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.batch import FlatBatch, build_batch
 from millrace.engine.step.features import give_features
-from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
 from millrace.engine.step.pooling import PooledChunk, pool_rows
+from millrace.engine.step.runner import InFlightStep, Runner, nothing_chosen
 from millrace.engine.step.settings import choose_device, with_device_defaults
 from millrace.engine.types import RunnerFigures
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
@@ -55,15 +54,10 @@ class StepDecoder(Protocol):
     def expert_choices(self) -> tuple[int, ...]: ...
 
 
-class ModelRunner:
-    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
-
-    ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
-    step may be launched before.
-    """
+class ModelRunner(Runner):
+    """The runner of a CPU. A launch computes the whole step, and the host chooses all tokens."""
 
     overlaps = False
-    num_stages = 1
     takes_adapters = True
 
     def __init__(
@@ -105,19 +99,11 @@ class ModelRunner:
         likeliest = None if kernels is None else kernels.likeliest
         return cls(config, decoder, cache, likeliest, is_row_exact=is_row_exact)
 
-    def watch(self, wake: Callable[[], None]) -> None:
-        """Nothing fails here between steps."""
-
-    def check(self) -> None:
-        """Nothing does."""
-
     def figures(self) -> RunnerFigures:
-        """What was counted of its steps."""
         return RunnerFigures(expert_choices=self._decoder.expert_choices())
 
     @property
     def weight_size(self) -> WeightSize:
-        """Of what a step multiplies with."""
         return self._decoder.weight_size
 
     @property
@@ -145,10 +131,7 @@ class ModelRunner:
         return load_adapter_weights(self._decoder, self.config, adapter, max_rank)
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """Compute a plan's tokens; logits come only for sequences that are now complete.
-
-        Launching a plan again gives the same: it only writes the cache where it wrote before.
-        """
+        """Compute a plan's tokens; logits come only for sequences that are now complete."""
         with torch.inference_mode():
             batch = build_batch(plan, self._device, exact=self.is_row_exact)
             hidden = self._forward(batch)
@@ -180,8 +163,3 @@ def check_engine(engine: EngineConfig) -> None:
             "engine.kernels to 'triton', or to 'reference' for a try on a CPU; a KV cache of 8 "
             "bits is int8 here."
         )
-
-
-def nothing_chosen() -> ChosenTokens:
-    """What is read of a step whose tokens are all the host's to choose."""
-    return ChosenTokens([], [], None)

@@ -12,25 +12,26 @@ import torch
 from millrace.engine.adapters.rows import AdapterWeights
 from millrace.engine.devices.cuda.adapters import has_adapters
 from millrace.engine.devices.cuda.inputs import (
+    DeviceState,
     SampledRow,
+    StateRow,
+    ToldStep,
     exact_shape,
     finite_items,
     pack,
     shifted,
 )
 from millrace.engine.devices.cuda.sampler import DeviceSampler
-from millrace.engine.devices.cuda.stage import ALL_LAYERS, Stage
-from millrace.engine.devices.cuda.state import DeviceState, StateRow
-from millrace.engine.devices.cuda.steps import DeviceSteps, StepParts, ToldStep
+from millrace.engine.devices.cuda.steps import ALL_LAYERS, DeviceSteps, Stage, StepParts
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.batch import BatchLayout, lay_out
-from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
 from millrace.engine.step.pooling import PooledChunk, pool_rows
+from millrace.engine.step.runner import ChosenTokens, InFlightStep, Runner
 from millrace.engine.step.sequence import Sequence
-from millrace.engine.types import DeviceLostError, RunnerFigures
+from millrace.engine.types import DeviceLostError
 from millrace.schemas.errors import AdapterError
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.models.adapters import AdapterRef
@@ -56,19 +57,16 @@ class PlannedStep(NamedTuple):
     told: ToldStep
 
 
-class DeviceRunner(DeviceSteps):
-    """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
-
-    A launch tells the device what the next step is and returns. Tokens that the device chose are
-    the next step's inputs there before anybody has read them. Steps are padded to shapes that were
-    recorded.
+class DeviceRunner(DeviceSteps, Runner):
+    """The runner of a device. A launch tells the device what the next step is and returns. Tokens
+    that the device chose are the next step's inputs there before the host has read them. Steps are
+    padded to shapes that were recorded.
 
     Tokens that are proposed for a sequence are single rows like those of others, and the host draws
     from them: so a step has no more rows with proposals than ``bounds`` has sequences.
     """
 
     overlaps = True
-    num_stages = 1
     likeliest = None
 
     def __init__(
@@ -89,7 +87,6 @@ class DeviceRunner(DeviceSteps):
 
     @property
     def weight_size(self) -> WeightSize:
-        """Of what a step multiplies with."""
         return self._decoder.weight_size
 
     @property
@@ -101,19 +98,7 @@ class DeviceRunner(DeviceSteps):
         with torch.inference_mode():
             self._sampler.logprobs(logits, chosen, [0], [1], self._device.upload)
 
-    def figures(self) -> RunnerFigures:
-        """Nothing is counted on the device."""
-        return RunnerFigures()
-
-    def watch(self, wake: Callable[[], None]) -> None:
-        """A device that has failed is found out by the next step."""
-
-    def check(self) -> None:
-        """See ``watch``."""
-
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
-        """Read an adapter of at most such a rank into a slot, which no step that is launched
-        meanwhile reads; for any thread. Raises AdapterError, ModelSourceError."""
         if self._adapted is None:
             raise AdapterError(
                 f"This engine has no slot for {adapter.name}; engine.max_adapters says how many."
@@ -121,10 +106,6 @@ class DeviceRunner(DeviceSteps):
         return self._adapted.adapters.load(adapter, slot, max_rank=max_rank)
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """Have a plan's tokens computed, and the next ones chosen as far as the device can do that.
-
-        Launching a plan again gives the same: it only writes the cache where it wrote before.
-        """
         try:
             return self._launch(plan)
         except Exception as error:

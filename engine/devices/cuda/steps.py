@@ -4,27 +4,162 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from millrace.engine.devices.cuda.adapters import DeviceAdapters
-from millrace.engine.devices.cuda.buffers import Bounds, Buffers
-from millrace.engine.devices.cuda.device import Array, Device, Stopwatch
-from millrace.engine.devices.cuda.graphs import RecordedSteps, ladder
-from millrace.engine.devices.cuda.inputs import pack
-from millrace.engine.devices.cuda.stage import ALL_LAYERS, DeviceDecoder, Stage
+from millrace.engine.devices.cuda.device import Device, Stopwatch
+from millrace.engine.devices.cuda.inputs import NO_TABLES, ToldStep, fits, pack
+from millrace.engine.devices.cuda.operations import DeviceMetadata
 from millrace.engine.kernels.gpu.device_batch import DeviceBatch
 from millrace.engine.kernels.gpu.kernel_set import KernelSet
-from millrace.engine.kernels.gpu.step_inputs import PackedInputs, StepShape, StepState
+from millrace.engine.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape, StepState
 from millrace.engine.kv.cache import KVCache
+from millrace.engine.models.decoder import Decoder
 from millrace.engine.step.batch import lay_out
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 
-_log = logging.getLogger(__name__)
 
-NO_TABLES: Array = np.empty((2, 0), dtype=np.int64)
+class Bounds(NamedTuple):
+    """The most that a step has: sequences, tokens, and blocks of one sequence."""
+
+    num_sequences: int
+    num_tokens: int
+    num_blocks: int
+
+
+class Buffers(NamedTuple):
+    """What steps read and leave, always in the same place: the packed vector and what is made of
+    it, logits and tokens of what is sampled, and which rows are finite."""
+
+    packed: torch.Tensor
+    inputs: StepInputs
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    finite: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, bounds: Bounds, vocab_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Buffers:
+        sequences = bounds.num_sequences
+        # Padding may be a sequence more than there are.
+        largest = StepShape(sequences, bounds.num_tokens, 2 * sequences + 1, sequences)
+        return cls(
+            packed=torch.zeros(largest.num_packed, dtype=torch.int64, device=device),
+            inputs=StepInputs.empty(largest, device),
+            logits=torch.zeros(sequences, vocab_size, dtype=dtype, device=device),
+            tokens=torch.zeros(sequences, dtype=torch.int64, device=device),
+            finite=torch.ones(bounds.num_tokens, dtype=torch.bool, device=device),
+        )
+
+
+DeviceDecoder = Decoder[DeviceBatch, DeviceMetadata]
+
+
+class Stage:
+    """Which of a model's layers steps are computed with: all of them here. A stage of a pipeline
+    receives hidden states from the stage before and sends them to the one behind.
+
+    ``receive`` and ``send`` are outside of what is recorded, ``forward`` and ``leave`` within it.
+    """
+
+    is_last = True
+
+    def receive(self, num_tokens: int) -> None:
+        """Bring what the stage before has made of so many rows."""
+
+    def forward(self, decoder: DeviceDecoder, batch: DeviceBatch) -> torch.Tensor:
+        """Compute what the layers make of a step: [num_tokens, hidden_size]."""
+        return decoder.forward(batch)
+
+    def leave(self, states: torch.Tensor) -> None:
+        """Keep the states where ``send`` finds them; of a stage that is not the last."""
+
+    def send(self, num_tokens: int) -> None:
+        """Give so many rows to the stage behind."""
+
+
+ALL_LAYERS = Stage()
+
+
+# Up to here a step decodes so few sequences that each more would be felt.
+_FEW = (1, 2, 4)
+_FINE_STEP, _FINE_END = 8, 256
+_COARSE_STEP = 32
+# Prompts beside decodes: steps of more tokens take the device longer than the host needs to launch
+# them one kernel at a time.
+_CHUNK_TOKENS = (32, 64, 128, 256)
+_CHUNK_SINGLES = (0, 8, 32, 128)
+# Prompts that a recorded step of them has room for; one sequence more is padding.
+_MOST_CHUNKS = 8
+
+
+def ladder(max_num_sequences: int, max_batch_tokens: int) -> list[StepShape]:
+    """The shapes worth recording, the largest first, so that the smaller ones find their memory in
+    what the larger ones took."""
+    most = min(max_num_sequences, max_batch_tokens)
+    sizes = {most, *(size for size in _FEW if size < most)}
+    sizes.update(range(_FINE_STEP, min(most, _FINE_END + 1), _FINE_STEP))
+    sizes.update(range(_FINE_END + _COARSE_STEP, most, _COARSE_STEP))
+    shapes = [StepShape(size, size, size, size) for size in sizes]
+    for singles in {*(count for count in _CHUNK_SINGLES if count < most), most}:
+        for tokens in _CHUNK_TOKENS:
+            if singles + tokens <= max_batch_tokens:
+                chunks = min(_MOST_CHUNKS, max_num_sequences)
+                num_sampled = min(singles + chunks, max_num_sequences)
+                shapes.append(
+                    StepShape(singles, singles + tokens, singles + chunks + 1, num_sampled)
+                )
+    return sorted(shapes, key=lambda shape: (shape.num_tokens, shape.num_sequences), reverse=True)
+
+
+class RecordedSteps:
+    """What replays each of some shapes."""
+
+    def __init__(self) -> None:
+        self._replays: dict[StepShape, Callable[[], object]] = {}
+        self._decodes: list[int] = []
+        self._mixed: list[StepShape] = []
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def record(
+        self, device: Device, shapes: Iterable[StepShape], compute: Callable[[StepShape], object]
+    ) -> None:
+        """Record ``compute`` of each of the shapes. What it returns is dropped: what is wanted of
+        it, it leaves in tensors of its own."""
+        for shape in shapes:
+            self._replays[shape] = device.record(partial(compute, shape))
+        known = sorted(self._replays, key=lambda shape: shape.num_tokens)
+        self._decodes = [shape.num_single for shape in known if _is_decode(shape)]
+        self._mixed = [shape for shape in known if not _is_decode(shape)]
+
+    def find(self, exact: StepShape) -> StepShape | None:
+        """The smallest of the shapes that a step can be padded to."""
+        if _is_decode(exact):
+            place = bisect_left(self._decodes, exact.num_single)
+            if place == len(self._decodes):
+                return None
+            size = self._decodes[place]
+            return StepShape(size, size, size, size)
+        return next((shape for shape in self._mixed if fits(exact, shape)), None)
+
+    def replay(self, shape: StepShape) -> None:
+        self._replays[shape]()
+
+
+def _is_decode(shape: StepShape) -> bool:
+    """Single tokens only."""
+    return shape.num_single == shape.num_tokens
+
+
+_log = logging.getLogger(__name__)
 
 
 class Adapted(NamedTuple):
@@ -45,21 +180,6 @@ class StepParts(NamedTuple):
     device: Device
     bounds: Bounds
     adapted: Adapted | None
-
-
-class ToldStep(NamedTuple):
-    """What devices are told of a step: the vector ``packed`` of its ``shape``, see
-    ``PackedInputs``; ``tables``, int64 [2, count]: places in the block tables, flat, and the blocks
-    that are there from now on; ``adapters``, int32: ``AdapterTiling.pack``, None where no row has
-    one. ``is_recorded``: whether it is one that was recorded. ``keeps_states``: whether its hidden
-    states are wanted, of which some are asked for later where they are on another rank."""
-
-    shape: StepShape
-    packed: Array
-    tables: Array
-    adapters: Array | None
-    is_recorded: bool
-    keeps_states: bool = False
 
 
 class DeviceSteps(ABC):

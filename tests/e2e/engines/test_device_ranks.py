@@ -52,7 +52,7 @@ async def test_streams_go_on_when_a_rank_is_killed(group: System) -> None:
         [member] = [
             child
             for child in lead.children()
-            if any("device_group" in one for one in child.cmdline())
+            if any("parallel.member" in one for one in child.cmdline())
         ]
         member.kill()
         again = await asyncio.wait_for(asyncio.gather(*tasks), timeout=120.0)

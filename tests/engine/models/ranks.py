@@ -13,7 +13,7 @@ import torch
 
 from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.torch_operations import TorchOperations
+from millrace.engine.devices.cpu.operations import TorchOperations
 from millrace.engine.kernels.operations import Collectives
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights

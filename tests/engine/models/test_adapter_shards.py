@@ -15,8 +15,8 @@ from millrace.engine.adapters.rows import AdapterWeights, PlainAdapter, RowAdapt
 from millrace.engine.adapters.slots import Product
 from millrace.engine.adapters.weights import LayerSlices, read_adapter_weights
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.cpu_operations import CpuOperations
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
+from millrace.engine.devices.cpu.operations import CpuOperations
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.adapted_linear import AddAdapters, adapted_weights
 from millrace.engine.models.decoder import Decoder, DecoderWeights

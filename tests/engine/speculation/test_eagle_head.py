@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from millrace.engine.devices.cpu.head_runner import HeadRunner
+from millrace.engine.devices.cpu.eagle_head import HeadRunner
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.features import Features, HeadInputs

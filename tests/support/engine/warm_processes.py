@@ -30,8 +30,7 @@ from millrace.engine.torch_start import import_torch
 _ROOT = Path(__file__).parents[3]
 _MODULES = frozenset(
     {
-        "millrace.engine.parallel.device_group.member",
-        "millrace.engine.parallel.group.member",
+        "millrace.engine.parallel.member",
         "millrace.workers.process.engine_process",
     }
 )

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.cpu_operations import CpuMetadata, CpuOperations
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder, packed_layers
+from millrace.engine.devices.cpu.operations import CpuMetadata, CpuOperations
 from millrace.engine.kernels.cpu import CpuKernels
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights

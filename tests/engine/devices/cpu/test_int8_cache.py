@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.cpu_operations import CpuOperations
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
-from millrace.engine.devices.cpu.torch_operations import TorchOperations
+from millrace.engine.devices.cpu.operations import CpuOperations, TorchOperations
 from millrace.engine.kernels.operations import HeadNorms, Rotation
 from millrace.engine.kv.cache import KVCache, block_bytes
 from millrace.engine.models.decoder import Decoder

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from millrace.engine.devices.cpu.attention import TorchAttention
-from millrace.engine.devices.cpu.cpu_operations import CpuOperations
-from millrace.engine.devices.cpu.torch_operations import TorchOperations
+from millrace.engine.devices.cpu.operations import CpuOperations, TorchOperations
 from millrace.engine.kernels.build import KernelBuildError, cpu_library
 from millrace.engine.kernels.cpu import HEAD_DIMS
 from millrace.engine.kernels.operations import HeadNorms, Rotation

@@ -18,8 +18,8 @@ from millrace.engine.sampling.groups import GROUP_TOKENS, largest
 from millrace.engine.sampling.logits_processors import needs_logits_processor
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk
 from millrace.engine.scheduling.schedule import ScheduledSequence
-from millrace.engine.step.in_flight_step import NOT_FINITE, ChosenTokens, InFlightStep
 from millrace.engine.step.pooling import ChunkPlace, PooledChunk
+from millrace.engine.step.runner import NOT_FINITE, ChosenTokens, InFlightStep
 from millrace.engine.step.sequence import UNREAD_TOKEN, Sequence
 from millrace.engine.types import RunnerFigures
 from millrace.registry.checkpoints.checkpoint import ModelConfig

@@ -20,7 +20,7 @@ from millrace.engine.devices.cuda.device import MemoryInfo
 from millrace.engine.devices.cuda.runner import DeviceRunner
 from millrace.engine.kernels.gpu.blocks import copy_blocks
 from millrace.engine.step.engine import Engine
-from millrace.engine.step.in_flight_step import InFlightStep
+from millrace.engine.step.runner import InFlightStep
 from millrace.engine.step.settings import with_device_defaults
 from millrace.engine.types import EngineRequest
 from millrace.registry.checkpoints.checkpoint import read_model_config

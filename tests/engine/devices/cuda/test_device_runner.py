@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from millrace.engine.devices.cuda.device import HostDevice, MemoryInfo
-from millrace.engine.devices.cuda.graphs import ladder
-from millrace.engine.devices.cuda.inputs import fits
-from millrace.engine.devices.cuda.loading import load_device_runner
-from millrace.engine.devices.cuda.memory import cache_bytes
+from millrace.engine.devices.cuda.inputs import DeviceState, fits
+from millrace.engine.devices.cuda.loading import cache_bytes, load_device_runner
 from millrace.engine.devices.cuda.runner import DeviceRunner
-from millrace.engine.devices.cuda.state import DeviceState
+from millrace.engine.devices.cuda.steps import ladder
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.sequence import Sequence, SequenceState

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from millrace.engine.devices.cpu.runner import ModelRunner
-from millrace.engine.devices.cuda.work import (
+from millrace.engine.step.device_work import (
     FLOP_PER_BYTE,
     Chunk,
     DeviceWork,

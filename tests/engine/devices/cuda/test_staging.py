@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from millrace.engine.devices.cuda import staging
-from millrace.engine.devices.cuda.staging import PinnedStaging
+from millrace.engine.devices.cuda import device as staging
+from millrace.engine.devices.cuda.device import PinnedStaging
 
 
 class _Copy:

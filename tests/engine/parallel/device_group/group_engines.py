@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from millrace.engine.parallel.device_group.runner import DeviceGroupRunner
+from millrace.engine.parallel.device_runner import DeviceGroupRunner
 from millrace.engine.step.engine import Engine
 from millrace.schemas.config import EngineConfig
 from tests.engine.parallel.group import shapes

@@ -13,10 +13,10 @@ import psutil
 import pytest
 import torch
 
-from millrace.engine.parallel.device_group import loading
-from millrace.engine.parallel.device_group.making import meet
-from millrace.engine.parallel.group.control_wire import JoinDevices
-from millrace.engine.parallel.group.ranks import RankLostError
+from millrace.engine.parallel import device_loading as loading
+from millrace.engine.parallel.control import JoinDevices
+from millrace.engine.parallel.device_rank import meet
+from millrace.engine.parallel.ranks import RankLostError
 from millrace.engine.step.engine import Engine
 from millrace.schemas.errors import CheckpointError, ConfigError
 from tests.engine.checkpoints import save_model
@@ -217,7 +217,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for(
     message: str,
 ) -> None:
     if module is not None:
-        monkeypatch.setattr(loading, "_MEMBER", module)
+        monkeypatch.setattr("millrace.engine.parallel.members._MODULE", module)
     with pytest.raises(ConfigError, match=rf"rank 1 \(process \d+\) {message}"):
         load(llama, 2, **settings)
 

@@ -13,15 +13,15 @@ import torch
 
 from benchmarks.gpu_compile.models import CONFIGS
 from millrace.engine.devices.cuda import loading as device_loading
-from millrace.engine.devices.cuda.steps import NO_TABLES, DeviceSteps, ToldStep
+from millrace.engine.devices.cuda.inputs import NO_TABLES, ToldStep
+from millrace.engine.devices.cuda.steps import DeviceSteps
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.models.shard import Shard
-from millrace.engine.parallel.device_group.exchange import Exchange
-from millrace.engine.parallel.device_group.lead import Lead
-from millrace.engine.parallel.device_group.links import StageLinks, Way
-from millrace.engine.parallel.device_group.loading import runner_of_rank_0
-from millrace.engine.parallel.device_group.member_steps import MemberSteps, member_steps
-from millrace.engine.parallel.device_group.ranks import DeviceRanks
+from millrace.engine.parallel.device_lead import DeviceLead as Lead
+from millrace.engine.parallel.device_loading import runner_of_rank_0
+from millrace.engine.parallel.device_rank import MemberSteps, member_steps
+from millrace.engine.parallel.device_ranks import DeviceRanks, StageLinks, Way
+from millrace.engine.parallel.rendezvous import Exchange
 from millrace.engine.step.settings import with_device_defaults
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.config import EngineConfig

@@ -10,7 +10,7 @@ import torch
 
 from millrace.engine.kernels.ranks import RanksFailedError
 from millrace.engine.models.shard import Shard
-from millrace.engine.parallel.device_group.links import StageLinks
+from millrace.engine.parallel.device_ranks import StageLinks
 from tests.engine.parallel.group.places import Places
 
 CPU = torch.device("cpu")

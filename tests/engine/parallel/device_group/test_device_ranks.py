@@ -12,9 +12,9 @@ import torch
 
 from millrace.engine.kernels.ranks import RanksFailedError
 from millrace.engine.models.shard import Shard, vocabulary_range
-from millrace.engine.parallel.device_group.ranks import DeviceRanks
-from millrace.engine.parallel.group.control_wire import NetworkPlace
-from millrace.engine.parallel.group.rendezvous import Rendezvous
+from millrace.engine.parallel.control import NetworkPlace
+from millrace.engine.parallel.device_ranks import DeviceRanks
+from millrace.engine.parallel.rendezvous import Rendezvous
 from tests.engine.parallel.group.places import Places, folder_places
 from tests.support.servers import free_port
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.devices.cuda.steps import NO_TABLES, ToldStep
+from millrace.engine.devices.cuda.inputs import NO_TABLES, ToldStep
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.kernels.ranks import RanksFailedError
@@ -23,13 +23,19 @@ from millrace.engine.kv.cache_commands import (
     ScrubBlocks,
     StoreBlocks,
 )
-from millrace.engine.parallel.device_group.channel import LinkChannel, link_shape
-from millrace.engine.parallel.device_group.messages import (
+from millrace.engine.parallel.device_lead import LinkChannel, link_shape
+from millrace.engine.parallel.messages import (
     Message,
-    WantedLogits,
     WantedRows,
-    decode,
-    encode,
+)
+from millrace.engine.parallel.messages import (
+    SharedRows as WantedLogits,
+)
+from millrace.engine.parallel.messages import (
+    decode_told as decode,
+)
+from millrace.engine.parallel.messages import (
+    encode_told as encode,
 )
 
 BLOCKS = st.lists(st.integers(0, 1 << 20), max_size=9)

@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from millrace.engine.parallel.group.control_wire import FolderPlace, NetworkPlace
-from millrace.engine.parallel.group.rendezvous import Rendezvous
+from millrace.engine.parallel.control import FolderPlace, NetworkPlace
+from millrace.engine.parallel.rendezvous import Rendezvous
 
 WAIT_S = 30.0
 _HOST = "127.0.0.1"

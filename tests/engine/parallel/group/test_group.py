@@ -14,8 +14,8 @@ import psutil
 import pytest
 import torch
 
-from millrace.engine.parallel.group.ranks import RankLostError
-from millrace.engine.parallel.group.runner import GroupRunner
+from millrace.engine.parallel.cpu_runner import GroupRunner
+from millrace.engine.parallel.ranks import RankLostError
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineOutput, EngineRequest, EngineStats
 from millrace.schemas.config import EngineConfig
@@ -230,7 +230,7 @@ async def test_a_rank_that_is_killed_at_rest_is_noticed_at_once(pair: Engine) ->
     [pid] = runner_of(pair).members.pids
     pair.rest()
     psutil.Process(pid).kill()
-    await eventually(lambda: bool(runner_of(pair)._lost))
+    await eventually(lambda: bool(runner_of(pair)._lead.group._why))
     with pytest.raises(RankLostError, match="exit code -9"):
         pair.rest()
 
@@ -323,6 +323,6 @@ def test_what_a_group_is_not(
 def test_a_rank_that_cannot_be_loaded_is_named(
     llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.engine.parallel.group.members._MODULE", "millrace.engine.nowhere")
+    monkeypatch.setattr("millrace.engine.parallel.members._MODULE", "millrace.engine.nowhere")
     with pytest.raises(ConfigError, match=r"rank 1 \(process \d+\) ended with exit code 1 before"):
         load(llama[0], 2)

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.rank_view import MAX_RANKS, RanksFailedError
 from millrace.engine.kernels.ranks import RankShape, SharedRanks, rank_memory
-from millrace.engine.parallel.group.gloo_ranks import GlooRanks
-from millrace.engine.parallel.group.ranks import Ranks
+from millrace.engine.parallel.ranks import GlooRanks, Ranks
 from tests.engine.parallel.group.places import Places, folder_places, network_places
 
 TIMEOUT_S = 30.0

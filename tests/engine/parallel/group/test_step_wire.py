@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from millrace.engine.adapters.rows import PlainAdapter, RowAdapters
 from millrace.engine.kv.cache_commands import CheckBlocks, ScrubBlocks
-from millrace.engine.parallel.group.step_wire import (
+from millrace.engine.parallel.messages import (
     PartCommand,
     StageStep,
     WantedLogits,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from millrace.engine.parallel.device_group.channel import link_shape
-from millrace.engine.parallel.group.control_wire import JoinDevices, NetworkPlace
-from millrace.engine.parallel.group.remote import device_stage
-from millrace.engine.parallel.group.remote.connection import Connection
-from millrace.engine.parallel.group.remote.device_stage import DeviceStage
+from millrace.engine.parallel.control import JoinDevices, NetworkPlace
+from millrace.engine.parallel.device_lead import link_shape
+from millrace.engine.parallel.remote import stage as device_stage
+from millrace.engine.parallel.remote.connection import Connection
+from millrace.engine.parallel.remote.stage import DeviceStage
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 

@@ -12,10 +12,9 @@ import pytest
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.ranks import RanksFailedError
 from millrace.engine.kernels.stage_link import LinkShape, StageLink, link_memory
-from millrace.engine.parallel.group.remote import wire
-from millrace.engine.parallel.group.remote.connection import Connection
-from millrace.engine.parallel.group.remote.relay import LinkEnds, RankEnd, Relay
-from millrace.engine.parallel.group.remote.wire import Kind
+from millrace.engine.parallel.remote import connection as wire
+from millrace.engine.parallel.remote.connection import Connection, Kind
+from millrace.engine.parallel.remote.relay import LinkEnds, RankEnd, Relay
 
 WAIT_S = 30.0
 FORTH = LinkShape(num_writers=1, num_readers=1, num_slots=2, part_bytes=200)

@@ -15,15 +15,16 @@ import psutil
 import pytest
 import torch
 
-from millrace.engine.parallel.device_group.runner import DeviceGroupRunner
-from millrace.engine.parallel.group.members import Members
-from millrace.engine.parallel.group.ranks import RankLostError
-from millrace.engine.parallel.group.remote import cpu_stage, device_stage
-from millrace.engine.parallel.group.remote import host as hosts
-from millrace.engine.parallel.group.remote.errors import StageRefusedError
-from millrace.engine.parallel.group.remote.host import Joining, StageHost
-from millrace.engine.parallel.group.remote.member import RemoteMember
-from millrace.engine.parallel.group.runner import GroupRunner
+from millrace.engine.parallel.cpu_runner import GroupRunner
+from millrace.engine.parallel.device_runner import DeviceGroupRunner
+from millrace.engine.parallel.members import Members
+from millrace.engine.parallel.ranks import RankLostError
+from millrace.engine.parallel.remote import host as hosts
+from millrace.engine.parallel.remote import stage as cpu_stage
+from millrace.engine.parallel.remote import stage as device_stage
+from millrace.engine.parallel.remote.connection import StageRefusedError
+from millrace.engine.parallel.remote.host import Joining, StageHost
+from millrace.engine.parallel.remote.lead import RemoteMember
 from millrace.engine.step.engine import Engine
 from millrace.schemas.errors import AdapterError, ConfigError
 from millrace.schemas.models.adapters import AdapterRef

@@ -12,10 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.parallel.group.remote import handshake, wire
-from millrace.engine.parallel.group.remote.connection import Connection
-from millrace.engine.parallel.group.remote.errors import StageError, StageRefusedError
-from millrace.engine.parallel.group.remote.wire import Assignment, Kind
+from millrace.engine.parallel.remote import connection as handshake
+from millrace.engine.parallel.remote import connection as wire
+from millrace.engine.parallel.remote.connection import (
+    Assignment,
+    Connection,
+    Kind,
+    StageError,
+    StageRefusedError,
+)
 from millrace.engine.transfer.streams import Stream
 
 LIMITS = wire.computing(message_bytes=1000)

@@ -1,0 +1,123 @@
+"""Which rank of a group computes what, and how ranks are linked."""
+
+from __future__ import annotations
+
+import logging
+
+from millrace.engine.kernels.build import KernelBuildError, cpu_library
+from millrace.engine.kernels.rank_view import MAX_RANKS
+from millrace.engine.kernels.stage_link import StageLink
+from millrace.engine.models.shard import Shard, check_shard
+from millrace.engine.parallel.control import Join, JoinDevices
+from millrace.engine.transfer.addresses import host_and_port
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.runtime.addresses import is_loopback
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
+
+_COLLECTIVES = ("auto", "shared_memory", "gloo")
+
+_log = logging.getLogger(__name__)
+
+
+def shard_of(rank: int, engine: EngineConfig) -> Shard:
+    """What a rank computes; they are numbered through all stages."""
+    stage, own = divmod(rank, engine.tensor_parallel)
+    return Shard(
+        own, engine.tensor_parallel, engine.expert_parallel, stage, engine.pipeline_parallel
+    )
+
+
+def num_ranks(engine: EngineConfig) -> int:
+    """Of all stages."""
+    return engine.tensor_parallel * engine.pipeline_parallel
+
+
+def make_link(join: Join, number: int, *, index: int) -> StageLink:
+    """An end of the link behind the stage of this number, for its writer or reader ``index``."""
+    return StageLink(
+        cpu_library(),
+        join.link_fds[number],
+        join.link_shapes[number],
+        index=index,
+        timeout_s=join.config.rank_timeout_s,
+    )
+
+
+def device_link(join: JoinDevices, *, index: int) -> StageLink:
+    """An end of the link by which rank 0 says what devices are to compute, for its writer or reader
+    ``index``."""
+    return StageLink(
+        cpu_library(),
+        join.link_fd,
+        join.link_shape,
+        index=index,
+        timeout_s=join.config.rank_timeout_s,
+    )
+
+
+def num_local_ranks(engine: EngineConfig) -> int:
+    """Of the stages that are on the host of rank 0."""
+    return engine.tensor_parallel * (engine.pipeline_parallel - engine.remote_stages)
+
+
+def check_group(config: ModelConfig, engine: EngineConfig) -> None:
+    """Raise ConfigError for settings that no group of a model's ranks can have."""
+    if engine.collectives not in _COLLECTIVES:
+        raise ConfigError(
+            f"engine.collectives is {engine.collectives!r}; choose {', '.join(_COLLECTIVES)}."
+        )
+    if engine.rank_timeout_s <= 0:
+        raise ConfigError(f"engine.rank_timeout_s must be above 0, got {engine.rank_timeout_s}.")
+    most = MAX_RANKS if engine.pipeline_parallel == 1 else MAX_RANKS - 1
+    if engine.tensor_parallel > most:
+        raise ConfigError(
+            f"engine.tensor_parallel is {engine.tensor_parallel}; a stage has at most {most} ranks."
+        )
+    check_remote_stages(engine)
+    check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
+
+
+def check_remote_stages(engine: EngineConfig) -> None:
+    """Raise ConfigError for stages of other hosts that there cannot be."""
+    if not 0 <= engine.remote_stages < engine.pipeline_parallel:
+        raise ConfigError(
+            f"engine.remote_stages is {engine.remote_stages}: of the {engine.pipeline_parallel} "
+            "stages of engine.pipeline_parallel the first one is here."
+        )
+    if not engine.remote_stages:
+        return
+    host, _ = stages_address(engine)
+    if not engine.stages_token and not is_loopback(host):
+        raise ConfigError(
+            f"engine.stages_address is {engine.stages_address}, where other machines can join: set "
+            "engine.stages_token, by MILLRACE_WORKER__ENGINE__STAGES_TOKEN_FILE for one, and give "
+            "millrace stages the same."
+        )
+
+
+def stages_address(engine: EngineConfig) -> tuple[str, int]:
+    """The host and port at which stages of other hosts join. Raises ConfigError."""
+    return host_and_port(engine.stages_address, "engine.stages_address")
+
+
+def has_shared_memory(engine: EngineConfig, *, is_needed: bool = False) -> bool:
+    """Whether ranks meet by memory that they have in common. Raises ConfigError where that is asked
+    for or ``is_needed``, to link the stages of a pipeline, and cannot be."""
+    if engine.collectives == "gloo":
+        if is_needed:
+            raise ConfigError(
+                "engine.collectives is 'gloo', but the stages of a pipeline are linked by shared "
+                "memory; leave it out."
+            )
+        return False
+    try:
+        cpu_library()
+    except KernelBuildError as error:
+        if engine.collectives == "shared_memory" or is_needed:
+            raise ConfigError(
+                f"Ranks have no memory in common without the compiled kernels: {error.message}"
+            ) from error
+        _log.warning("the ranks exchange numbers by Gloo, more slowly: %s", error.message)
+        return False
+    return True

@@ -1,0 +1,161 @@
+"""What `millrace stages` does: compute stages of a worker's groups, one group after another."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from millrace.engine.parallel.remote import connection as wire
+from millrace.engine.parallel.remote.connection import (
+    Assignment,
+    Connection,
+    Kind,
+    StageError,
+    greet,
+)
+from millrace.engine.parallel.remote.stage import Slot, Stage
+from millrace.runtime.retry import doubling_delays
+from millrace.schemas.errors import MillraceError
+
+_CONNECT_TIMEOUT_S = 5.0
+# Others may be before us, whose checkpoints are looked at.
+_ANSWER_TIMEOUT_S = 60.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class Joining(NamedTuple):
+    """Where a host joins, what it has to know, where its checkpoint is (None: where the worker has
+    it), and how many stages it computes at a time."""
+
+    address: tuple[str, int]
+    token: str
+    path: Path | None
+    max_stages: int
+
+
+class StageHost:
+    """Joins a worker's group for each stage that it may compute, and again when that group has
+    ended, until ``stop`` or until one of the two sides refuses the other. Owns the ranks: none is
+    left when ``run`` returns."""
+
+    def __init__(self, joining: Joining) -> None:
+        self._joining = joining
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._stages: set[Stage] = set()
+        self._refused: MillraceError | None = None
+
+    def run(self) -> None:
+        """Until it is stopped. Raises StageRefusedError, ConfigError or CheckpointError for what
+        does not mend itself."""
+        threads = [
+            threading.Thread(target=self._serve_slot, args=(slot,), name=f"stage-{slot}")
+            for slot in range(self._joining.max_stages)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._refused is not None:
+            raise self._refused
+
+    def stop(self) -> None:
+        """For any thread, and for the handler of a signal, which the lock's holder waits for."""
+        self._stopping.set()
+        threading.Thread(target=self._wake, name="stages-stop").start()
+
+    def _wake(self) -> None:
+        with self._lock:
+            stages, sockets = list(self._stages), list(self._sockets)
+        for stage in stages:
+            stage.end("the host was told to stop")
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _serve_slot(self, slot: int) -> None:
+        said = ""
+        delays = doubling_delays(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+        while not self._stopping.is_set():
+            try:
+                why = said = self._serve_group(slot)
+                _log.info("the group has ended: %s", why)
+                delays = doubling_delays(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            except MillraceError as error:
+                if isinstance(error, StageError) and error.retryable:
+                    why = error.message
+                else:
+                    self._refused = error
+                    self.stop()
+                    return
+            except OSError as error:
+                why = error.strerror or str(error)
+            if why != said:
+                _log.info("joining %s:%d again: %s", *self._joining.address, why)
+            said = why
+            self._stopping.wait(next(delays))
+
+    def _serve_group(self, slot: int) -> str:
+        """Compute a stage of the next group until that has ended; why it has. Raises StageError and
+        OSError if there is none, others for what is refused."""
+        sock = socket.create_connection(self._joining.address, _CONNECT_TIMEOUT_S)
+        connection = Connection(sock, _ANSWER_TIMEOUT_S)
+        try:
+            with self._waking(sock):
+                greet(connection.reading, self._joining.token)
+                assignment = self._receive_assignment(connection)
+                stage = self._accept(connection, assignment, slot)
+        except BaseException:
+            connection.close()
+            raise
+        _log.info("%s of the group of %s", stage.name, connection.peer)
+        with self._lock:
+            self._stages.add(stage)
+        try:
+            stage.start()
+            if self._stopping.is_set():
+                stage.end("the host was told to stop")
+            return stage.wait()
+        finally:
+            with self._lock:
+                self._stages.discard(stage)
+            stage.close()
+
+    @contextlib.contextmanager
+    def _waking(self, sock: socket.socket) -> Iterator[None]:
+        """Whoever waits for the socket is woken when this is to stop."""
+        with self._lock:
+            self._sockets.add(sock)
+        try:
+            if self._stopping.is_set():
+                raise StageError("it was told to stop")
+            yield
+        finally:
+            with self._lock:
+                self._sockets.discard(sock)
+
+    def _receive_assignment(self, connection: Connection) -> Assignment:
+        header, body = connection.receive()
+        if header.kind is not Kind.ASSIGNMENT:
+            raise StageError("it says what makes no sense here")
+        return wire.decode(body, Assignment)
+
+    def _accept(self, connection: Connection, assignment: Assignment, slot: int) -> Stage:
+        """Raises what keeps a stage from being computed here, which the worker is told, too."""
+        try:
+            place = Slot(self._joining.path, slot, self._joining.max_stages)
+            stage = Stage(connection, assignment, place)
+        except MillraceError as error:
+            with contextlib.suppress(StageError):
+                connection.send(Kind.REFUSED, wire.encode_text(error.message))
+            raise
+        connection.send(Kind.ACCEPTED)
+        return stage
