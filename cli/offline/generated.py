@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from millrace.engine.types import EngineOutput, EngineRequest
+from millrace.registry.tokenizers.output_text import TextStream
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.jobs import Job
@@ -15,7 +16,6 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.prefix import salt_of
 from millrace.schemas.sampling import SamplingParams
 from millrace.schemas.tools import ToolDefinition, ToolFormat
-from millrace.workers.host.generations.output_text import TextStream
 
 
 class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
