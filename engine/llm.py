@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -49,7 +49,7 @@ from millrace.registry.served import ServedModel
 from millrace.registry.similarity import Vector, cosine
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.errors import ParameterError
+from millrace.schemas.errors import ConfigError, ParameterError
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
@@ -89,6 +89,8 @@ class LLM:
         ModelNotFoundError, ModelSourceError, CheckpointError, ConfigError, AdapterError or
         ParameterError.
         """
+        if config is not None and settings:
+            raise ConfigError(f"config has all settings: leave {next(iter(settings))} out.")
         given = {"tensor_parallel": tensor_parallel, "quantization": quantization} | settings
         config = engine_settings(given) if config is None else config
         served = model if isinstance(model, ServedModel) else load_served(model, catalogue)
@@ -134,7 +136,7 @@ class LLM:
         sampling_params: Sampling = None,
         *,
         adapter: AdapterNames = None,
-    ) -> Iterator[GenerationDelta]:
+    ) -> Generator[GenerationDelta, None, None]:
         """Continue the prompts as ``generate`` does, and yield what each step adds. Leaving the
         iteration cancels the rest."""
         return self._deltas(self._requests.completions(prompts, sampling_params, adapter))
@@ -158,7 +160,7 @@ class LLM:
         *,
         adapter: AdapterNames = None,
         **options: Unpack[ChatOptions],
-    ) -> Iterator[GenerationDelta]:
+    ) -> Generator[GenerationDelta, None, None]:
         """Answer the conversations as ``chat`` does, and yield what each step adds. Leaving the
         iteration cancels the rest."""
         return self._deltas(self._requests.chats(messages, sampling_params, adapter, options))
@@ -328,11 +330,13 @@ class LLM:
             raise RequestFailedError(answers)
         return answers
 
-    def _deltas(self, requests: Sequence[OfflineRequest]) -> Iterator[GenerationDelta]:
+    def _deltas(self, requests: Sequence[OfflineRequest]) -> Generator[GenerationDelta, None, None]:
         self.engine  # noqa: B018 (raises before the iteration begins)
         return self._iterate_deltas(requests)
 
-    def _iterate_deltas(self, requests: Sequence[OfflineRequest]) -> Iterator[GenerationDelta]:
+    def _iterate_deltas(
+        self, requests: Sequence[OfflineRequest]
+    ) -> Generator[GenerationDelta, None, None]:
         readers = {request.id: DeltaReader(i) for i, request in enumerate(requests)}
         answers = {}
         for live in self._batch.steps(requests):

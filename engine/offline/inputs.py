@@ -173,7 +173,8 @@ def load_served(
     model: str | Path, catalogue: str | Path = "", *, asker: str = "LLM"
 ) -> ServedModel:
     """Read all but the weights of a folder's, address's, hub id's or catalogue entry's model.
-    ``asker`` is how an error names the caller. Raises ModelNotFoundError, ModelSourceError, CheckpointError or ConfigError."""
+    ``asker`` is how an error names the caller. Raises ModelNotFoundError, ModelSourceError,
+    CheckpointError or ConfigError."""
     known = load_catalogue(str(catalogue))
     # A path that does not exist is no hub id.
     name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
