@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.schemas.errors import ConfigError, ParameterError
@@ -34,41 +33,26 @@ def add_adapter_option(parser: argparse._ActionsContainer, use: str) -> None:
 
 def name_and_source(option: str) -> tuple[str, str]:
     """The parts of an option; a path is made absolute. Raises ConfigError."""
+    from millrace.registry.adapters import absolute_source
+
     name, _, source = option.partition("=")
     if not name or not source:
         raise ConfigError(f"--adapter takes NAME=PATH, got {option!r:.200}.")
     return name, absolute_source(source)
 
 
-def absolute_source(source: str) -> str:
-    """A path from here on as others find it; an address, or a hub id that is no path here, as it
-    is."""
-    from millrace.registry.artifacts.store import is_address
-    from millrace.registry.hub import is_hub_id
-
-    path = Path(source).expanduser()
-    is_elsewhere = is_address(source) or (is_hub_id(source) and not path.exists())
-    return source if is_elsewhere else str(path.absolute())
-
-
 def read_adapters(options: Sequence[str], config: ModelConfig, max_rank: int) -> Adapters:
     """The adapters of ``options``, which fit a model of ``config``. Raises ConfigError for options
-    that are none, ParameterError for a bad name, AdapterError for an adapter that cannot be
-    applied, ModelSourceError for an adapter that cannot be fetched."""
-    from millrace.registry.adapters import adapter_folder, check_adapter_name
-    from millrace.registry.checkpoints.adapters.outline import adapter_version, read_adapter_outline
-    from millrace.schemas.models.adapters import AdapterRef
+    that are none, and what ``adapter_refs`` raises."""
+    from millrace.registry.adapters import adapter_refs
 
-    adapters: dict[str, AdapterRef] = {}
+    sources: dict[str, str] = {}
     for option in options:
         name, source = name_and_source(option)
-        check_adapter_name(name)
-        if name in adapters:
+        if name in sources:
             raise ConfigError(f"--adapter {name} is given twice.")
-        folder = adapter_folder(source, name)
-        read_adapter_outline(folder, config, max_rank)
-        adapters[name] = AdapterRef(name=name, version=adapter_version(folder), source=source)
-    return adapters
+        sources[name] = source
+    return adapter_refs(sources, config, max_rank)
 
 
 def adapter_of(name: str | None, adapters: Adapters) -> AdapterRef | None:
@@ -93,7 +77,13 @@ def offered_adapter(
 ) -> Adapter:
     """The adapter at ``source``, as a system with these models offers it: of ``model``, or of the
     only one. Raises MillraceError for what cannot be offered."""
-    from millrace.registry.adapters import AdapterOffer, check_offer, outline_for, read_offer
+    from millrace.registry.adapters import (
+        AdapterOffer,
+        absolute_source,
+        check_offer,
+        outline_for,
+        read_offer,
+    )
     from millrace.registry.source import resolve
 
     names = catalogue.names()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +18,13 @@ from millrace.registry.checkpoints.adapters.outline import (
     adapter_version,
     read_adapter_outline,
 )
-from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.registry.hub import download, is_hub_id, pinned
 from millrace.registry.pricing import PriceBook
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import AdapterError, ParameterError
 from millrace.schemas.jobs import RESERVED_NAMES
-from millrace.schemas.models.adapters import SEPARATOR, Adapter, AdapterTakenError
+from millrace.schemas.models.adapters import SEPARATOR, Adapter, AdapterRef, AdapterTakenError
 from millrace.schemas.tenants import check_tenant
 
 _NAME = re.compile(r"[^\s\x00-\x1f:/]{1,128}")
@@ -94,6 +94,29 @@ def check_offer(
             "of Millrace's own engine are."
         )
     return adapter_folder(offer.source, offer.name)
+
+
+def absolute_source(source: str) -> str:
+    """A path from here on as others find it; an address, or a hub id that is no path here, as it
+    is."""
+    path = Path(source).expanduser()
+    is_elsewhere = is_address(source) or (is_hub_id(source) and not path.exists())
+    return source if is_elsewhere else str(path.absolute())
+
+
+def adapter_refs(
+    sources: Mapping[str, str], config: ModelConfig, max_rank: int
+) -> dict[str, AdapterRef]:
+    """Read the adapters at ``sources``, by name, which fit a model of ``config``. Raises
+    ParameterError for a bad name, AdapterError for an adapter that cannot be applied,
+    ModelSourceError for an adapter that cannot be fetched."""
+    adapters = {}
+    for name, source in sources.items():
+        check_adapter_name(name)
+        folder = adapter_folder(source, name)
+        read_adapter_outline(folder, config, max_rank)
+        adapters[name] = AdapterRef(name=name, version=adapter_version(folder), source=source)
+    return adapters
 
 
 def adapter_folder(source: str, name: str, version: str = "") -> Path:

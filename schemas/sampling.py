@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -26,7 +28,9 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_GRAMMAR_CHARACTERS = 65_536
+MAX_GRAMMAR_CHOICES = 1_024
 MAX_LENGTH_PENALTY = 10.0
+_NOT_LITERAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 # What changes or reports the probabilities of tokens, and what is looked for in text, which beams
 # do not have before they end.
 _NOT_WITH_BEAM_SEARCH = (
@@ -66,6 +70,42 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ParameterError(
                 "grammar", f"a grammar must have at most {MAX_GRAMMAR_CHARACTERS} characters"
             )
+
+    @classmethod
+    def json_object(cls) -> Self:
+        """Any JSON object."""
+        return cls(kind=GrammarKind.JSON_OBJECT)
+
+    @classmethod
+    def json_schema(cls, schema: str | Mapping[str, Any]) -> Self:
+        """JSON that a JSON Schema describes."""
+        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+        return cls(kind=GrammarKind.JSON_SCHEMA, text=text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Self:
+        """Text that a regular expression matches as a whole."""
+        return cls(kind=GrammarKind.REGEX, text=pattern)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Self:
+        """One of these texts."""
+        return cls(kind=GrammarKind.REGEX, text=one_of("choice", texts))
+
+    @classmethod
+    def ebnf(cls, text: str) -> Self:
+        """A grammar in Lark's notation."""
+        return cls(kind=GrammarKind.EBNF, text=text)
+
+
+def one_of(field: str, texts: Sequence[str]) -> str:
+    """Return a regular expression of these texts and no others. Raises ParameterError naming
+    ``field``."""
+    if not texts or len(texts) > MAX_GRAMMAR_CHOICES or not all(texts):
+        raise ParameterError(
+            field, f"{field} must have 1 to {MAX_GRAMMAR_CHOICES} texts, none empty."
+        )
+    return "|".join(_NOT_LITERAL.sub(r"\\\g<0>", text) for text in texts)
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from millrace.cli.adapter_options import Adapters, adapter_of
-from millrace.cli.offline.chat_fields import ChatRow, read_chat, tool_calls
+from millrace.cli.offline.chat_row import ChatRow
 from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
-from millrace.cli.offline.generated import Choice, Generated, OfflineRequest
+from millrace.engine.offline.chat import tool_calls
+from millrace.engine.offline.generated import Choice, Generated, OfflineRequest, generation_job
 from millrace.registry.served import ServedModel
 from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import TokenLogprob
-from millrace.schemas.jobs import Job
 from millrace.schemas.sampling import SamplingOptions
 
 _MAX_PRIORITY = 1_000
@@ -156,20 +156,19 @@ def _request(
     if isinstance(sampling.get("stop"), str):
         sampling["stop"] = (sampling["stop"],)
     options = msgspec.convert(sampling, SamplingOptions, str_keys=True)
-    chat = read_chat(row)
-    grammar = chat.grammar(served.tool_format, options.grammar)
-    job = Job(
+    chat = row.read()
+    job = generation_job(
+        served,
+        seed_source,
         request_id=str(number),
-        model=served.entry.name,
+        sampling=options,
+        chat=chat,
         prompt=row.prompt,
-        messages=chat.messages,
         prompt_token_ids=row.prompt_token_ids,
-        tools=chat.tools,
-        sampling=msgspec.structs.replace(options, grammar=grammar),
     )
     return OfflineRequest(
         id=own_id,
-        job=served.prepare(job, seed_source, in_frames=False),
+        job=job,
         priority=row.priority,
         cache_salt=row.cache_salt,
         cancel_after_tokens=row.cancel_after_tokens,

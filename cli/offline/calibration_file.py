@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.cli.offline.chat_fields import ChatRow, read_chat
+from millrace.cli.offline.chat_row import ChatRow
 from millrace.cli.offline.engine_options import BadLinesError, numbered_lines
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.errors import MillraceError, ParameterError
@@ -43,7 +43,7 @@ def _token_ids(line: _Line, tokenizer: Tokenizer) -> list[int]:
     given = [name for name in ("text", "prompt", "messages") if getattr(line, name) is not None]
     if len(given) != 1:
         raise ParameterError("text", "a line has one of text, prompt and messages")
-    chat = read_chat(line)
+    chat = line.read()
     if chat.messages is None:
         return tokenizer.encode(line.text or line.prompt or "")
     return tokenizer.encode_chat(chat.messages, chat.tools, add_generation_prompt=False)

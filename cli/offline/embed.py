@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, TextIO, get_args
 
 from millrace.cli.offline.engine_options import (
@@ -15,7 +14,6 @@ from millrace.cli.offline.engine_options import (
     add_file_arguments,
     engine_config,
     error_line,
-    load_served,
     open_output,
     print_start_of_engine,
 )
@@ -25,8 +23,8 @@ from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
 if TYPE_CHECKING:
     from millrace.cli.offline.embed_file import EmbedText
-    from millrace.engine.step.engine import Engine
-    from millrace.engine.types import EngineOutput
+    from millrace.engine.llm import LLM
+    from millrace.engine.offline.generated import Generated
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,15 +58,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0 if every text was embedded, 1 if some failed; a bad line raises before any has run, unless
     it is to be answered."""
-    from millrace.engine.threads.choice import configure_threads
+    from millrace.engine.offline.inputs import load_served
 
     config = engine_config(arguments, speculation="off")
-    served = load_served(arguments)
-    config = served.entry.described(config)
-    # Before anything imports torch: it reads its thread settings once.
-    configure_threads(config, shared=False)
+    served = load_served(arguments.model, arguments.catalogue, asker="this command")
     from millrace.cli.offline.embed_file import read_texts
-    from millrace.engine.step.engine import Engine
+    from millrace.engine.llm import LLM
     from millrace.registry.checkpoints.sentence_embedding import read_embedding_defaults
 
     defaults = read_embedding_defaults(served.path)
@@ -78,8 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     normalize = bool(defaults.normalize if arguments.normalize is None else arguments.normalize)
     texts = read_texts(arguments.input, served, keep_bad=arguments.answer_bad_lines)
     print_start_of_engine()
-    engine = Engine.load(served.path, config)
-    embedded = _embed(engine, texts, Pooling(chosen), max_batch=engine.stats().max_num_sequences)
+    embedded = _embed(LLM(served, config=config), texts, Pooling(chosen))
     if arguments.output is None:
         return _write(embedded, sys.stdout, normalize=normalize)
     with open_output(arguments.output) as output:
@@ -87,37 +81,40 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _embed(
-    engine: Engine, lines: Sequence[EmbedText | BadLine], pooling: Pooling, *, max_batch: int
-) -> Iterator[tuple[EmbedText, EngineOutput] | BadLine]:
+    llm: LLM, lines: Sequence[EmbedText | BadLine], pooling: Pooling
+) -> Iterator[tuple[EmbedText, Generated] | BadLine]:
     """Each text with what became of it and each bad line, in order, as soon as those before it are
     there."""
-    from millrace.engine.types import EngineRequest
+    from millrace.engine.offline.generated import OfflineRequest
+    from millrace.schemas.jobs import Job
 
-    waiting = (line for line in lines if not isinstance(line, BadLine))
-    done: dict[str, EngineOutput] = {}
-    num_running = 0
+    requests = (
+        OfflineRequest(
+            id=text.number,
+            job=Job(
+                request_id=str(text.number),
+                model=llm.served.entry.name,
+                prompt_token_ids=text.token_ids,
+                pooling=pooling,
+            ),
+        )
+        for text in lines
+        if not isinstance(text, BadLine)
+    )
+    answers = llm.run(requests)
+    done: dict[str | int, Generated] = {}
     for text in lines:
         if isinstance(text, BadLine):
             yield text
             continue
-        while str(text.number) not in done:
-            for new in islice(waiting, max_batch - num_running):
-                engine.add(
-                    EngineRequest(
-                        request_id=str(new.number),
-                        prompt_token_ids=new.token_ids,
-                        pooling=pooling,
-                    )
-                )
-                num_running += 1
-            finished = {o.request_id: o for o in engine.step() if o.finished}
-            num_running -= len(finished)
-            done |= finished
-        yield text, done.pop(str(text.number))
+        while text.number not in done:
+            answer = next(answers)
+            done[answer.request.id] = answer
+        yield text, done.pop(text.number)
 
 
 def _write(
-    embedded: Iterator[tuple[EmbedText, EngineOutput] | BadLine], output: TextIO, *, normalize: bool
+    embedded: Iterator[tuple[EmbedText, Generated] | BadLine], output: TextIO, *, normalize: bool
 ) -> int:
     from millrace.cli.offline.embed_file import embedding_line
 

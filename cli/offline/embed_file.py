@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
+from millrace.engine.offline.outputs import unit_vector
 from millrace.registry.served import ServedModel
 from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.errors import ContextLengthError, MillraceError, ParameterError
@@ -76,10 +76,6 @@ def _token_ids(line: _Line, served: ServedModel) -> tuple[int, ...]:
 
 def embedding_line(text: EmbedText, embedding: Sequence[float], *, normalize: bool) -> str:
     """An embedding as one line of JSON, scaled to length 1 if ``normalize``."""
-    values: Iterable[float] = embedding
-    if normalize:
-        # A vector of zeros has no direction; it stays one of zeros.
-        length = math.sqrt(math.fsum(value * value for value in embedding)) or 1.0
-        values = [value / length for value in embedding]
+    values = unit_vector(embedding) if normalize else embedding
     answer = {"id": text.id, "embedding": values, "prompt_tokens": len(text.token_ids)}
     return on_one_line(msgspec.json.encode(answer)).decode() + "\n"

@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import msgspec
 
@@ -18,10 +18,7 @@ from millrace.cli.paths import as_path
 from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import QUANTIZATIONS
-from millrace.schemas.errors import CheckpointError, ConfigError, MillraceError
-
-if TYPE_CHECKING:
-    from millrace.registry.served import ServedModel
+from millrace.schemas.errors import ConfigError, MillraceError
 
 DEFAULTS = EngineConfig()
 _MAX_SHOWN = 20
@@ -70,23 +67,6 @@ def add_bad_lines_argument(parser: argparse.ArgumentParser) -> None:
         help="answer a line that cannot be run with an error and run the others (default: run "
         "nothing then)",
     )
-
-
-def load_served(arguments: argparse.Namespace) -> ServedModel:
-    """The model of ``--model``, as ``--catalogue`` describes it. Raises MillraceError, for a GGUF
-    file with the command that serves it."""
-    from millrace.registry.catalogue import load_catalogue
-    from millrace.registry.served import ServedModel
-
-    catalogue = load_catalogue(arguments.catalogue)
-    entry = catalogue.entry_for(arguments.model)
-    if entry.is_gguf:
-        raise CheckpointError(
-            f"{entry.source} is a GGUF file, which llama.cpp computes and this command does not: "
-            f"serve it with millrace up --model {entry.source}, or name a checkpoint in "
-            "Hugging Face layout here."
-        )
-    return ServedModel.load(catalogue.with_model(arguments.model), entry.name)
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:

@@ -19,7 +19,6 @@ from millrace.cli.offline.engine_options import (
     add_file_arguments,
     engine_config,
     error_line,
-    load_served,
     open_output,
     print_start_of_engine,
 )
@@ -28,8 +27,8 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import SPECULATIONS, speculation_option
 
 if TYPE_CHECKING:
-    from millrace.cli.offline.generated import OfflineRequest
-    from millrace.cli.offline.offline import OfflineBatch
+    from millrace.engine.llm import LLM
+    from millrace.engine.offline.generated import OfflineRequest
     from millrace.registry.served import ServedModel
 
 # Of more adapters those that are used make room for one another.
@@ -99,6 +98,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0 if every request was answered, 1 if some failed, 2 if a line is bad and was not to be
     answered: then none has run."""
+    from millrace.engine.offline.inputs import load_served
     from millrace.engine.threads.report import choose_threads
 
     config = engine_config(
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         prefix_cache=not arguments.no_prefix_cache,
         speculation=arguments.speculation,
     )
-    served = load_served(arguments)
+    served = load_served(arguments.model, arguments.catalogue, asker="this command")
     config = served.entry.described(config)
     # Before anything imports torch: it reads its thread settings once.
     threads = choose_threads(config, shared=False)
@@ -147,22 +147,18 @@ def _generate(
     config: EngineConfig,
     output: TextIO,
 ) -> int:
-    from millrace.cli.offline.offline import OfflineBatch
-    from millrace.engine.step.engine import Engine
+    from millrace.engine.llm import LLM
 
     print_start_of_engine()
-    engine = Engine.load(served.path, config)
-    batch = OfflineBatch(engine, served.tokenizer, engine.stats().max_num_sequences)
-    num_bad = _write_answers(batch, requests, output)
-    engine.check_integrity()
-    summary = batch.summary(num_bad)
+    llm = LLM(served, config=config)
+    num_bad = _write_answers(llm, requests, output)
+    llm.engine.check_integrity()
+    summary = llm.summary(num_bad)
     print(msgspec.json.encode(summary).decode(), file=sys.stderr)
     return 1 if summary.num_failed else 0
 
 
-def _write_answers(
-    batch: OfflineBatch, lines: list[OfflineRequest | BadLine], output: TextIO
-) -> int:
+def _write_answers(llm: LLM, lines: list[OfflineRequest | BadLine], output: TextIO) -> int:
     """In the order of the lines, each as soon as those before it are there; how many were bad."""
     from tqdm import tqdm
 
@@ -172,7 +168,6 @@ def _write_answers(
     answers: dict[str, str] = {}
     order = iter(lines)
     awaited = next(order, None)
-    num_tokens = 0
 
     def write_what_is_there() -> None:
         nonlocal awaited
@@ -186,15 +181,10 @@ def _write_answers(
             awaited = next(order, None)
 
     with tqdm(total=len(requests), unit="request", mininterval=0.5) as bar:
-
-        def on_tokens(count: int) -> None:
-            nonlocal num_tokens
-            num_tokens += count
-            bar.set_postfix_str(f"{num_tokens} tokens", refresh=False)
-
         write_what_is_there()
-        for generated in batch.run(requests, on_tokens):
+        for generated in llm.run(requests):
             answers[generated.request.job.request_id] = answer_line(generated)
+            bar.set_postfix_str(f"{llm.num_tokens} tokens", refresh=False)
             bar.update()
             write_what_is_there()
     return len(lines) - len(requests)

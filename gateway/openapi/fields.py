@@ -22,6 +22,7 @@ from millrace.schemas.responses.tools import FlatCustomTool, FlatFunctionTool, R
 from millrace.schemas.sampling import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
+    MAX_GRAMMAR_CHOICES,
     MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
@@ -96,7 +97,7 @@ _IN_RESPONSES: Schema = {"title": "ChosenResponseTool"} | closed_object(
 )
 
 
-_CHOICE: Schema = {"minItems": 1, "maxItems": grammar_fields.MAX_CHOICES}
+_CHOICE: Schema = {"minItems": 1, "maxItems": MAX_GRAMMAR_CHOICES}
 _PATTERN: Schema = {"minLength": 1, "maxLength": grammar_fields.MAX_PATTERN_CHARACTERS}
 _NUM_KEPT: Schema = {"minimum": -1}
 _PRIORITY: Schema = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}

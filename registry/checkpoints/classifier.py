@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -47,6 +49,28 @@ class ClassifierHead(msgspec.Struct, frozen=True, kw_only=True):
     def scores_pairs(self) -> bool:
         """It is a cross-encoder: its one number says how relevant a text is to another."""
         return len(self.labels) == 1
+
+
+def activated(logits: Sequence[float], activation: Activation) -> list[float]:
+    """What an activation makes of the numbers of all labels."""
+    match activation:
+        case Activation.NONE:
+            return list(logits)
+        case Activation.SIGMOID:
+            return [_sigmoid(value) for value in logits]
+        case Activation.SOFTMAX:
+            most = max(logits)
+            powers = [math.exp(value - most) for value in logits]
+            total = math.fsum(powers)
+            return [power / total for power in powers]
+
+
+def _sigmoid(value: float) -> float:
+    # The power is of a negative number, so it does not overflow.
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    power = math.exp(value)
+    return power / (1 + power)
 
 
 def read_classifier(fields: JsonFields) -> ClassifierHead:

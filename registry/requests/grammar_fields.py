@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,14 +21,12 @@ from millrace.schemas.openai import (
     ResponseFormat,
     StructuredOutputs,
 )
-from millrace.schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind
+from millrace.schemas.sampling import SCHEMA_SETTINGS, Grammar, GrammarKind, one_of
 
 _FORMAT = "response_format"
 _FORMAT_SCHEMA = f"{_FORMAT}.json_schema.schema"
 _STRUCTURED = "structured_outputs"
 MAX_PATTERN_CHARACTERS = 256
-MAX_CHOICES = 1_024
-_NOT_LITERAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 # Fields of structured_outputs that are known but not honoured; these values ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_additional_properties": (None, False),
@@ -125,17 +122,10 @@ def _of_fields(
         yield field, _grammar(field, GrammarKind.REGEX, pattern)
     if choice is not None:
         field = f"{prefix}choice"
-        yield field, _grammar(field, GrammarKind.REGEX, _one_of(field, choice))
+        yield field, _grammar(field, GrammarKind.REGEX, one_of(field, choice))
     if grammar is not None:
         field = f"{prefix}grammar"
         yield field, _grammar(field, GrammarKind.EBNF, grammar)
-
-
-def _one_of(field: str, texts: tuple[str, ...]) -> str:
-    """A regular expression of these texts and no others."""
-    if not texts or len(texts) > MAX_CHOICES or not all(texts):
-        raise ParameterError(field, f"{field} must have 1 to {MAX_CHOICES} texts, none empty.")
-    return "|".join(_NOT_LITERAL.sub(r"\\\g<0>", text) for text in texts)
 
 
 def _blanks(request: GenerationFields) -> Iterator[tuple[str, Mapping[str, Any]]]:

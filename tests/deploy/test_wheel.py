@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.repository import PACKAGES, ROOT
 from tests.support.system import System
 
@@ -22,6 +24,17 @@ pytestmark = [
 
 # A user's own modules, named as packages of ours and as ones of Python that our processes import.
 _NAMESAKES = (*PACKAGES, "millrace", "asyncio", "json", "queue", "uuid", "torch", "msgspec")
+
+_LLM = """
+import sys
+import millrace
+from millrace.engine import LLM, SamplingParams
+
+assert millrace.__file__.startswith(sys.argv[1]), "not what is installed"
+with LLM(sys.argv[2], device="cpu", dtype="bfloat16", num_threads=1) as llm:
+    for output in llm.generate(["What is TTFT?"], SamplingParams(temperature=0, max_tokens=6)):
+        print(len(output.token_ids))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +65,21 @@ def test_the_wheel_has_one_package_of_all_that_is_in_the_repository(installed: P
         ours = {path.relative_to(ROOT) for path in (ROOT / package).rglob("*.py")}
         theirs = {path.relative_to(installed / "millrace") for path in installed.rglob("*.py")}
         assert ours <= theirs, package
+
+
+def test_the_engine_is_a_library(installed: Path, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "tiny")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", _LLM, str(installed), str(checkpoint)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) <= 6
 
 
 def test_it_serves_in_a_folder_full_of_namesakes(installed: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from millrace.bus.memory import MemoryBroker
 from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.output_text import TextStream
 from millrace.runtime.clock import Clock
 from millrace.runtime.virtual_time import VirtualClock, VirtualTimeLoop
 from millrace.scheduler.intake.served_models import ModelCatalogue
@@ -32,7 +33,6 @@ from millrace.schemas.config import (
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Job, Source
-from millrace.workers.host.generations.output_text import TextStream
 from millrace.workers.host.worker import Worker
 from millrace.workers.process.keeper import EngineKeeper
 from millrace.workers.simulated.engine import SimulatedEngine

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from millrace.bus.tenancy.settling import Settlements
 from millrace.engine.types import DeviceTime, EngineOutput
+from millrace.registry.tokenizers.output_text import TextStream
 from millrace.schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
 from millrace.schemas.engines import PROMISES
 from millrace.schemas.errors import MillraceError
@@ -26,7 +27,6 @@ from millrace.workers.host.generations.finished import EpochFloors, FinishedGene
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.latencies import RequestTimes
 from millrace.workers.host.generations.outcomes import EXPIRED, GenerationOutcome, cancelled, failed
-from millrace.workers.host.generations.output_text import TextStream
 from millrace.workers.host.generations.state import Phase
 from millrace.workers.host.generations.tracing import RunTraces
 from millrace.workers.host.leases.index import Generations, IndexWriter

@@ -17,7 +17,7 @@ from millrace.gateway.api.pooled.pooled import (
 )
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.activation import activated, numbers_of
+from millrace.gateway.rendering.activation import numbers_of
 from millrace.gateway.rendering.embedding_jobs import (
     classifier_of,
     embedding_pooling,
@@ -26,6 +26,7 @@ from millrace.gateway.rendering.embedding_jobs import (
     user_of,
 )
 from millrace.gateway.rendering.embedding_vectors import VectorForm
+from millrace.registry.checkpoints.classifier import activated
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.chat.asked import Api

@@ -22,13 +22,13 @@ from millrace.gateway.api.pooled.pooled import (
 from millrace.gateway.api.pooled.text_ranks import has_texts, rank_texts
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.activation import activated, numbers_of
+from millrace.gateway.rendering.activation import numbers_of
 from millrace.gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
-from millrace.gateway.rendering.similarity import Vector, cosine
 from millrace.gateway.rendering.text_cuts import Overflow, truncation
-from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
+from millrace.registry.checkpoints.classifier import Activation, ClassifierHead, activated
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
+from millrace.registry.similarity import Vector, cosine
 from millrace.schemas.chat.asked import Api
 from millrace.schemas.embeddings import (
     RankedDocument,

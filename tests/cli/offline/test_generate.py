@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from millrace.cli.main import main
-from millrace.cli.offline.generated import Generated, OfflineRequest
-from millrace.cli.offline.offline import OfflineBatch
+from millrace.engine.offline.batch import OfflineBatch
+from millrace.engine.offline.generated import Generated, OfflineRequest
 from millrace.engine.types import EngineOutput, EngineRequest, EngineStats
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import FinishReason

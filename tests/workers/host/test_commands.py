@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.output_text import TextStream
 from millrace.schemas.control import Cancel, CancelReason, Drain, Replay
 from millrace.schemas.frames import Cancelled, Delta, Done, FinishReason, Frame, Started
 from millrace.schemas.prefix import salt_of
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.host.generations.output_text import TextStream
 from tests.support.waiting import eventually
 from tests.workers.scripted import EOS, Bench, bench, line_of
 

@@ -8,12 +8,12 @@ import msgspec
 
 from millrace.engine.types import EngineOutput
 from millrace.registry.reasoning import num_reasoning_tokens
+from millrace.registry.tokenizers.output_text import TextStream
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import Beam, BeamEnd
 from millrace.schemas.jobs import BeamResult, Job
 from millrace.schemas.records import Status
 from millrace.workers.host.generations.outcomes import GenerationOutcome
-from millrace.workers.host.generations.output_text import TextStream
 
 MAX_TOKENS_PER_BEAM_FRAME = 1024
 

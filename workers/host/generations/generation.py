@@ -10,6 +10,7 @@ import msgspec
 
 from millrace.engine.types import EngineOutput
 from millrace.registry.reasoning import num_reasoning_tokens
+from millrace.registry.tokenizers.output_text import TextStream
 from millrace.schemas.control import Dispatch, Served
 from millrace.schemas.frames import (
     Delta,
@@ -31,7 +32,6 @@ from millrace.workers.host.generations.chat_answer import ChatAnswer
 from millrace.workers.host.generations.device_use import DeviceUse
 from millrace.workers.host.generations.frames import delta, prompt_logprob_frames, unanswered
 from millrace.workers.host.generations.outcomes import GenerationOutcome
-from millrace.workers.host.generations.output_text import TextStream
 from millrace.workers.host.generations.pulls import num_free_tokens, pulled_from
 from millrace.workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
 

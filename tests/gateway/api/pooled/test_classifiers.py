@@ -16,8 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.gateway.models import Models
-from millrace.gateway.rendering.activation import activated
-from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
+from millrace.registry.checkpoints.classifier import Activation, ClassifierHead, activated
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.pooling import Pooling
 from tests.gateway.test_openapi import validator

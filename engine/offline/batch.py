@@ -1,26 +1,26 @@
-"""A batch of requests straight on the engine, without any bus."""
+"""Requests straight on the engine, without any bus."""
 
 from __future__ import annotations
 
 import resource
 import statistics
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
 import msgspec
 
-from millrace.cli.offline.generated import Choice, Generated, OfflineRequest
+from millrace.engine.offline.generated import Choice, Generated, OfflineRequest
 from millrace.engine.types import EngineOutput, EngineRequest, EngineStats
 from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.errors import MillraceError
 
 
 class Stepping(Protocol):
     """What is asked of the engine."""
-
-    @property
-    def has_work(self) -> bool: ...
 
     def add(self, request: EngineRequest) -> None: ...
 
@@ -31,7 +31,14 @@ class Stepping(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class EngineClosedError(MillraceError, code="engine_closed"):
+    """An LLM was used after ``close``."""
+
+    def __init__(self) -> None:
+        super().__init__("This LLM is closed. Make another one.")
+
+
+class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How a batch went. TTFT is from when the engine got a request, TPOT the mean time per token
     after the first; both are means over the completions that have them, 0 if none has.
 
@@ -57,7 +64,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 class OfflineBatch:
     """Runs prepared requests, ``max_batch`` of them at a time, the next as soon as one ends.
 
-    Ids must differ. The engine must be idle and is idle again when ``run`` is through.
+    Several iterations may be open at a time: each step computes the requests of all of them, and
+    each iteration gets the answers to its own. An iteration that is left before its end cancels
+    its requests. Calls of several threads take turns, a step each. Ids of requests must differ.
     """
 
     def __init__(
@@ -67,39 +76,69 @@ class OfflineBatch:
         max_batch: int,
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._engine = engine
+        self._engine: Stepping | None = engine
         self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._monotonic = monotonic
+        self._lock = threading.Lock()
         self._running: dict[str, Generated] = {}
+        self._left: list[Generated] = []
         self._cancelling: list[Generated] = []
-        self._ttft_s: list[float] = []
-        self._tpot_s: list[float] = []
+        self._ttft_s = array("d")
+        self._tpot_s = array("d")
         self._num_requests = self._num_failed = self._num_cancelled = 0
         self._prompt_tokens = self._prefix_hit_tokens = self._completion_tokens = 0
         self._wall_s = 0.0
+        self.num_tokens = 0
+        """Tokens that the engine has made for requests of this batch."""
 
-    def run(
-        self,
-        requests: Sequence[OfflineRequest],
-        on_tokens: Callable[[int], object] = lambda _: None,
-    ) -> Iterator[Generated]:
-        """Each answer as it ends; ``on_tokens`` hears of the tokens of each step."""
+    def run(self, requests: Iterable[OfflineRequest]) -> Iterator[Generated]:
+        """Yield each answer as it ends."""
+        for live in self.steps(requests):
+            for generated in live:
+                if generated.ended:
+                    yield generated
+
+    def steps(self, requests: Iterable[OfflineRequest]) -> Iterator[list[Generated]]:
+        """After each step, yield the answers that were unfinished before it. Raises
+        EngineClosedError."""
         waiting = iter(requests)
+        live: list[Generated] = []
         started_s = self._monotonic()
-        while True:
-            for request in islice(waiting, self._max_batch - len(self._running)):
-                self._add(request)
-            if not self._running:
-                break
-            outputs = self._engine.step()
-            on_tokens(sum(len(output.token_ids) for output in outputs))
-            yield from self._add_outputs(outputs)
-            self._wall_s = self._monotonic() - started_s
+        try:
+            while True:
+                with self._lock:
+                    self._cancel_left()
+                    room = self._max_batch - len(self._running)
+                    live += map(self._add, islice(waiting, room))
+                    if room and not live:
+                        return
+                    # Another iteration's step may have ended some of these.
+                    if not any(generated.ended for generated in live):
+                        self._step()
+                        self._wall_s = self._monotonic() - started_s
+                yield live
+                live = [generated for generated in live if not generated.ended]
+        finally:
+            # Cancelled with the next step: a garbage collection may end an iteration within one.
+            self._left += live
 
-    def summary(self, num_refused: int = 0) -> Summary:
-        """How what has run went; ``num_refused`` requests besides failed before they could."""
-        return Summary(
+    def close(self) -> None:
+        """Let go of the engine: iterations that are open raise EngineClosedError."""
+        with self._lock:
+            self._engine = None
+            self._running.clear()
+
+    def stats(self) -> EngineStats:
+        """Return the engine's gauges and counters."""
+        with self._lock:
+            self._cancel_left()
+            return self._open_engine.stats()
+
+    def summary(self, num_refused: int = 0) -> BatchSummary:
+        """Say how all that has run went; ``num_refused`` requests besides failed before they
+        could."""
+        return BatchSummary(
             tokens_per_s=round(self._completion_tokens / self._wall_s, 2) if self._wall_s else 0.0,
             mean_ttft_ms=_mean_ms(self._ttft_s),
             p50_ttft_ms=_median_ms(self._ttft_s),
@@ -110,22 +149,31 @@ class OfflineBatch:
             prompt_tokens=self._prompt_tokens,
             prefix_hit_tokens=self._prefix_hit_tokens,
             completion_tokens=self._completion_tokens,
-            num_preemptions=self._engine.stats().num_preemptions,
+            num_preemptions=self._open_engine.stats().num_preemptions,
             wall_s=round(self._wall_s, 4),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 
-    def _add(self, request: OfflineRequest) -> None:
+    @property
+    def _open_engine(self) -> Stepping:
+        if self._engine is None:
+            raise EngineClosedError
+        return self._engine
+
+    def _add(self, request: OfflineRequest) -> Generated:
         generated = Generated(request, self._tokenizer, self._monotonic())
+        self._open_engine.add(request.engine_request(self._tokenizer.eos_token_ids))
         self._running[request.job.request_id] = generated
         if request.cancel_after_tokens == 0:
             self._cancelling.append(generated)
-        self._engine.add(request.engine_request(self._tokenizer.eos_token_ids))
+        return generated
 
-    def _add_outputs(self, outputs: Sequence[EngineOutput]) -> Iterator[Generated]:
+    def _step(self) -> None:
+        outputs = self._open_engine.step()
         now_s = self._monotonic()
         ended: list[Generated] = []
         for output in outputs:
+            self.num_tokens += len(output.token_ids)
             generated = self._running.get(output.request_id)
             if generated is not None and generated.add_output(output, now_s):
                 ended.append(generated)
@@ -135,12 +183,22 @@ class OfflineBatch:
                 generated.cancel()
                 ended.append(generated)
         for generated in ended:
-            request_id = generated.request.job.request_id
-            del self._running[request_id]
-            if not generated.ended_in_engine:
-                self._engine.cancel(request_id)
+            self._remove(generated)
             self._count(generated)
-            yield generated
+
+    def _cancel_left(self) -> None:
+        """Cancel the requests of iterations that were left."""
+        while self._left:
+            generated = self._left.pop()
+            if not generated.ended and self._engine is not None:
+                generated.cancel()
+                self._remove(generated)
+
+    def _remove(self, generated: Generated) -> None:
+        request_id = generated.request.job.request_id
+        del self._running[request_id]
+        if not generated.ended_in_engine:
+            self._open_engine.cancel(request_id)
 
     def _count(self, generated: Generated) -> None:
         self._num_requests += 1

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from millrace.engine.offline.chat import NO_CHAT, OfflineChat
 from millrace.engine.types import EngineOutput, EngineRequest
+from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.output_text import TextStream
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.jobs import Job
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.prefix import salt_of
-from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.sampling import SamplingOptions, SamplingParams
 from millrace.schemas.tools import ToolDefinition, ToolFormat
-from millrace.workers.host.generations.output_text import TextStream
 
 
 class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prepared job, whose request id is the number of its line, and what only the engine is told.
+    """A prepared job, and what only the engine is told.
 
     ``id`` is what the caller calls it. After ``cancel_after_tokens`` tokens (of all choices; 0:
     after the first step that could have run it) it is cancelled. ``tool_format`` is how it writes
@@ -46,6 +50,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
             eos_token_ids=tuple(eos_token_ids),
             priority=self.priority,
             cache_salt=self._salt,
+            pooling=job.pooling,
             adapter=self.adapter,
         )
 
@@ -55,6 +60,29 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.adapter is None:
             return self.cache_salt
         return salt_of("", self.cache_salt, self.adapter.version)
+
+
+def generation_job(
+    served: ServedModel,
+    seed_source: random.Random,
+    *,
+    request_id: str,
+    sampling: SamplingOptions,
+    chat: OfflineChat = NO_CHAT,
+    **fields: Any,
+) -> Job:
+    """Prepare a job that continues a conversation, or the prompt among ``fields``, under the
+    grammar of its tool calls. Raises ValueError, ParameterError or ContextLengthError."""
+    grammar = chat.grammar(served.tool_format, sampling.grammar)
+    job = Job(
+        request_id=request_id,
+        model=served.entry.name,
+        messages=chat.messages,
+        tools=chat.tools,
+        sampling=msgspec.structs.replace(sampling, grammar=grammar),
+        **fields,
+    )
+    return served.prepare(job, seed_source, in_frames=False)
 
 
 @dataclass
@@ -98,8 +126,9 @@ class Choice:
 
 
 class Generated:
-    """A request's answer: ``choices`` as many as it asked for. ``cancelled``: it was cancelled
-    before they had all ended. Owns nothing in the engine: ``OfflineBatch`` cancels there."""
+    """A request's answer: ``choices`` as many as it asked for, or an ``embedding``. ``cancelled``:
+    it was cancelled before they had all ended. Owns nothing in the engine: ``OfflineBatch`` cancels
+    there."""
 
     def __init__(self, request: OfflineRequest, tokenizer: Tokenizer, added_s: float) -> None:
         job = request.job
@@ -108,6 +137,7 @@ class Generated:
         self.cancelled = False
         self.num_cached_tokens = 0
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+        self.embedding: tuple[float, ...] = ()
         self.choices = [
             Choice(TextStream(tokenizer, job.sampling, job.prompt_token_ids or ()))
             for _ in range(job.sampling.n)
@@ -144,6 +174,8 @@ class Generated:
             self._num_in_engine -= 1
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs
+        if output.embedding:
+            self.embedding = output.embedding
         choice = self.choices[output.choice]
         if not choice.ended:
             choice.add_output(output, now_s, self._num_tokens_left())

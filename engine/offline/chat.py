@@ -1,4 +1,4 @@
-"""What a line of ``millrace generate`` says about a conversation: as OpenAI's clients write it."""
+"""Conversations and tools in the shape of OpenAI's API, and the tool calls of a completion."""
 
 from __future__ import annotations
 
@@ -20,24 +20,16 @@ from millrace.schemas.sampling import Grammar
 from millrace.schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
 
-class ChatRow(msgspec.Struct, frozen=True):
-    """The fields of a line that belong to a conversation, as they were written."""
+class OfflineChat(NamedTuple):
+    """A conversation as jobs carry it (None: the prompt is a text), the tools that the model is
+    told of, whether and how often it calls them, and by name the patterns of the input of tools
+    whose input is text."""
 
-    messages: list[Any] | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-
-
-class ChatFields(NamedTuple):
-    """A conversation as jobs carry it, the tools that are told to the model, whether and how often
-    it calls them, and by name the patterns of the input of those whose input is text."""
-
-    messages: tuple[ChatMessage, ...] | None
-    tools: tuple[ToolDefinition, ...]
-    choice: ToolChoice
-    parallel: bool
-    freeform: dict[str, str]
+    messages: tuple[ChatMessage, ...] | None = None
+    tools: tuple[ToolDefinition, ...] = ()
+    choice: ToolChoice = ToolChoice()
+    parallel: bool = True
+    freeform: dict[str, str] = {}  # noqa: RUF012 (never written to)
 
     def grammar(self, tool_format: ToolFormat | None, answer: Grammar | None) -> Grammar | None:
         """What the completion must match; ``answer`` is what it had to without tools. Raises
@@ -49,19 +41,29 @@ class ChatFields(NamedTuple):
         )
 
 
-def read_chat(row: ChatRow) -> ChatFields:
-    """Raises ParameterError for what is no conversation and for tools that cannot be. An answer in
-    a file has no place for notices, so what would be left out is refused."""
-    raws = [msgspec.Raw(msgspec.json.encode(tool)) for tool in row.tools or ()]
-    offered = offered_tools(given_tools(raws), asked_choice(row.tool_choice))
+NO_CHAT = OfflineChat()
+
+
+def read_chat(
+    messages: Sequence[Any] | None,
+    tools: Sequence[dict[str, Any]] = (),
+    tool_choice: Any = None,
+    *,
+    parallel: bool = True,
+) -> OfflineChat:
+    """Read a conversation and its tools. Raises ParameterError for messages that are no
+    conversation, for tools that cannot be offered, and for tools that would be left out: an answer
+    has no place for notices here."""
+    raws = [msgspec.Raw(msgspec.json.encode(tool)) for tool in tools]
+    offered = offered_tools(given_tools(raws), asked_choice(tool_choice))
     if offered.notices:
         first = offered.notices[0]
         raise ParameterError(first.param, f"{first.param}: {first.code} ({first.detail}).")
-    return ChatFields(
-        messages=None if row.messages is None else _messages(row.messages),
+    return OfflineChat(
+        messages=None if messages is None else _messages(messages),
         tools=() if offered.choice.mode is ToolMode.NONE else offered.tools,
         choice=offered.choice,
-        parallel=row.parallel_tool_calls is not False,
+        parallel=parallel,
         freeform=offered.freeform,
     )
 
@@ -72,8 +74,8 @@ def tool_calls(
     tools: Sequence[ToolDefinition],
     freeform: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """The calls in a completion, as OpenAI's API writes them; ids are numbers from 0. Those of
-    ``freeform`` tools are custom."""
+    """Return the calls in a completion, as OpenAI's API writes them; ids are numbers from 0. The
+    calls of ``freeform`` tools are custom."""
     numbers = itertools.count()
     parser = ToolCallParser(tool_format, lambda: f"call_{next(numbers)}", tools)
     calls: list[dict[str, Any]] = []
@@ -92,7 +94,7 @@ def _custom(call: dict[str, Any]) -> dict[str, Any]:
     return {"id": call["id"], "type": "custom", "custom": custom}
 
 
-def _messages(raw: list[Any]) -> tuple[ChatMessage, ...]:
+def _messages(raw: Sequence[Any]) -> tuple[ChatMessage, ...]:
     try:
         if _are_of_a_job(raw):
             return msgspec.convert(raw, tuple[ChatMessage, ...])
@@ -101,7 +103,7 @@ def _messages(raw: list[Any]) -> tuple[ChatMessage, ...]:
         raise ParameterError("messages", f"messages: {error}") from error
 
 
-def _are_of_a_job(raw: list[Any]) -> bool:
+def _are_of_a_job(raw: Sequence[Any]) -> bool:
     """Whether calls are written as a job's are, which have no object ``function``."""
     calls = (
         call

@@ -8,20 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.registry.served import ServedModel
+from millrace.registry.tokenizers.output_text import TextStream
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.sampling import SamplingParams
-from millrace.workers.host.generations.output_text import TextStream
-from tests.workers.scripted import EOS
+from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
 
+EOS = 1
 _PROMPT = (10, 11, 12)
 _TEXTS = st.text(alphabet="ab END.é你👍\n", max_size=40)
 _STOPS = st.lists(st.text(alphabet="ab END.é你", min_size=1, max_size=5), max_size=4).map(tuple)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(demo: ServedModel) -> Tokenizer:
-    return demo.tokenizer
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(path, byte_level())
+    made = Tokenizer.load(path)
+    made.eos_token_ids = (EOS,)
+    return made
 
 
 def _stream(tokenizer: Tokenizer, stop: tuple[str, ...] = (), **sampling: object) -> TextStream:

@@ -1,0 +1,27 @@
+"""The fields of a line that belong to a conversation, as OpenAI's clients write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millrace.engine.offline.chat import OfflineChat, read_chat
+
+
+class ChatRow(msgspec.Struct, frozen=True):
+    """The fields as they were written."""
+
+    messages: list[Any] | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    def read(self) -> OfflineChat:
+        """Raises ParameterError."""
+        return read_chat(
+            self.messages,
+            self.tools or (),
+            self.tool_choice,
+            parallel=self.parallel_tool_calls is not False,
+        )

@@ -1,0 +1,368 @@
+"""The engine as a library: completions, embeddings, labels and scores from a model in this
+process."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, Unpack
+
+import msgspec
+
+from millrace.engine.offline.batch import BatchSummary, EngineClosedError, OfflineBatch
+from millrace.engine.offline.generated import Generated, OfflineRequest
+from millrace.engine.offline.inputs import (
+    AdapterNames,
+    ChatOptions,
+    Conversations,
+    Prompts,
+    Requests,
+    Sampling,
+    embedding_pooling,
+    engine_settings,
+    listed_prompts,
+    listed_texts,
+    load_served,
+    prompt_fields,
+)
+from millrace.engine.offline.outputs import (
+    ClassificationOutput,
+    DeltaReader,
+    EmbeddingOutput,
+    GenerationDelta,
+    GenerationOutput,
+    RequestFailedError,
+    ScoreOutput,
+    generation_output,
+    unit_vector,
+)
+from millrace.engine.threads.choice import configure_threads
+from millrace.engine.types import EngineStats
+from millrace.registry.adapters import absolute_source, adapter_refs
+from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.checkpoints.classifier import activated
+from millrace.registry.served import ServedModel
+from millrace.registry.similarity import Vector, cosine
+from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError, ParameterError
+from millrace.schemas.models.adapters import AdapterRef
+from millrace.schemas.pooling import EmbeddingPooling, Pooling
+
+if TYPE_CHECKING:
+    from millrace.engine.step.engine import Engine
+
+# More adapters than this share the slots.
+_MOST_SLOTS = 20
+
+
+class LLM:
+    """A model, loaded into this process.
+
+    The engine batches all requests that are open, whatever call they belong to. Errors of a request
+    raise before anything of its call runs; requests that fail in the engine raise
+    RequestFailedError once the others of their call have ended. Calls of several threads take
+    turns, a step each. ``close`` frees the weights and the KV cache; so does leaving a ``with``.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ServedModel,
+        *,
+        tensor_parallel: int = 1,
+        quantization: str | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        catalogue: str | Path = "",
+        config: EngineConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        """Load ``model``: a folder in Hugging Face layout, a name of the catalogue, an address in
+        an object store, or a hub id.
+
+        ``adapters`` are LoRA adapters by the names that requests use. ``settings`` are any other
+        settings of ``worker.engine`` (docs/configuration.md), such as ``dtype``, ``device``,
+        ``num_threads`` or ``kv_cache_bytes``; ``config`` has them all instead. Raises
+        ModelNotFoundError, ModelSourceError, CheckpointError, ConfigError, AdapterError or
+        ParameterError.
+        """
+        if config is not None and settings:
+            raise ConfigError(f"config has all settings: leave {next(iter(settings))} out.")
+        given = {"tensor_parallel": tensor_parallel, "quantization": quantization} | settings
+        config = engine_settings(given) if config is None else config
+        served = model if isinstance(model, ServedModel) else load_served(model, catalogue)
+        config = served.entry.described(config)
+        # Before anything imports torch: it reads its thread settings once.
+        configure_threads(config, shared=False)
+        self._served = served
+        sources = {name: absolute_source(str(at)) for name, at in (adapters or {}).items()}
+        known: dict[str, AdapterRef] = {}
+        if sources:
+            outline = read_model_config(served.path)
+            known = adapter_refs(sources, outline, config.max_adapter_rank)
+            slots = min(len(sources), _MOST_SLOTS)
+            if config.max_adapters is None:
+                config = msgspec.structs.replace(config, max_adapters=slots)
+        self._requests = Requests(served, known)
+        from millrace.engine.step.engine import Engine
+
+        self._engine: Engine | None = Engine.load(served.path, config)
+        most = self._engine.stats().max_num_sequences
+        self._batch = OfflineBatch(self._engine, served.tokenizer, most)
+
+    def generate(
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
+        *,
+        adapter: AdapterNames = None,
+    ) -> list[GenerationOutput]:
+        """Continue each of the prompts: texts or lists of token ids, several or one.
+
+        ``sampling_params`` and ``adapter`` are for all prompts, or a list with one for each. A
+        field that is left out is neutral in SamplingParams, and as the model recommends
+        (``generation_config.json``) in SamplingOptions and without any. Returns an output for each
+        prompt, in their order. Raises ParameterError, ContextLengthError, RequestFailedError or
+        EngineClosedError.
+        """
+        return self._outputs(self._requests.completions(prompts, sampling_params, adapter))
+
+    def stream(
+        self,
+        prompts: Prompts,
+        sampling_params: Sampling = None,
+        *,
+        adapter: AdapterNames = None,
+    ) -> Generator[GenerationDelta, None, None]:
+        """Continue the prompts as ``generate`` does, and yield what each step adds. Leaving the
+        iteration cancels the rest."""
+        return self._deltas(self._requests.completions(prompts, sampling_params, adapter))
+
+    def chat(
+        self,
+        messages: Conversations,
+        sampling_params: Sampling = None,
+        *,
+        adapter: AdapterNames = None,
+        **options: Unpack[ChatOptions],
+    ) -> list[GenerationOutput]:
+        """Answer each of the conversations, several or one, by the model's chat template. Messages
+        are as in OpenAI's API; otherwise as ``generate``."""
+        return self._outputs(self._requests.chats(messages, sampling_params, adapter, options))
+
+    def stream_chat(
+        self,
+        messages: Conversations,
+        sampling_params: Sampling = None,
+        *,
+        adapter: AdapterNames = None,
+        **options: Unpack[ChatOptions],
+    ) -> Generator[GenerationDelta, None, None]:
+        """Answer the conversations as ``chat`` does, and yield what each step adds. Leaving the
+        iteration cancels the rest."""
+        return self._deltas(self._requests.chats(messages, sampling_params, adapter, options))
+
+    def embed(
+        self,
+        texts: Prompts,
+        *,
+        pooling: EmbeddingPooling | None = None,
+        normalize: bool | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Embed each of the texts, several or one.
+
+        ``pooling`` ("last" or "mean") and ``normalize`` (scale to length 1) are by default what the
+        catalogue or the checkpoint says, else the mean, scaled. The last ``truncate_prompt_tokens``
+        of a text are kept (-1: as many as fit). Raises ParameterError for a model that makes no
+        embeddings, ContextLengthError, RequestFailedError or EngineClosedError.
+        """
+        prompts = [prompt_fields(text) for text in listed_prompts("texts", texts)]
+        defaults = self._served.embedding_defaults
+        how = defaults.pooling if pooling is None else embedding_pooling(pooling)
+        answers = self._answers(
+            self._requests.pooled("texts", prompts, how, truncate_prompt_tokens)
+        )
+        scaled = defaults.normalize if normalize is None else normalize
+        return [
+            EmbeddingOutput(
+                embedding=unit_vector(answer.embedding) if scaled else answer.embedding,
+                num_prompt_tokens=_num_prompt_tokens(answer),
+            )
+            for answer in answers
+        ]
+
+    def classify(
+        self, texts: Prompts, *, truncate_prompt_tokens: int | None = None
+    ) -> list[ClassificationOutput]:
+        """Tell the label of each of the texts, several or one. Raises ParameterError for a model
+        without a classification head; otherwise as ``embed``."""
+        prompts = [prompt_fields(text) for text in listed_prompts("texts", texts)]
+        answers = self._answers(
+            self._requests.pooled("texts", prompts, Pooling.CLASSIFY, truncate_prompt_tokens)
+        )
+        head = self._served.classifier
+        assert head is not None, "a model without labels has refused these texts"
+        made = [activated(answer.embedding, head.class_activation) for answer in answers]
+        return [
+            ClassificationOutput(
+                label=head.labels[numbers.index(max(numbers))],
+                probabilities=dict(zip(head.labels, numbers, strict=True)),
+                num_prompt_tokens=_num_prompt_tokens(answer),
+            )
+            for answer, numbers in zip(answers, made, strict=True)
+        ]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[ScoreOutput]:
+        """Score each of the documents for the query, or for the query at the same position.
+
+        A cross-encoder reads each pair; of another model the embeddings are compared by their
+        cosine. Raises ParameterError for a model that tells several labels; otherwise as ``embed``.
+        """
+        second = listed_texts("documents", documents)
+        first = listed_texts("queries", queries)
+        if len(first) not in (1, len(second)):
+            raise ParameterError(
+                "queries",
+                f"queries must be one text or as many as documents, got {len(first)} and "
+                f"{len(second)}",
+            )
+        head = self._served.classifier
+        if head is None:
+            return self._similarities(first, second, truncate_prompt_tokens)
+        if not head.scores_pairs:
+            raise ParameterError(
+                "queries",
+                f"The model {self._served.entry.name} tells {len(head.labels)} labels of a text, "
+                "not how relevant it is to another: use classify.",
+            )
+        many = first * len(second) if len(first) == 1 else first
+        pairs = [
+            {"prompt": one, "text_pair": other} for one, other in zip(many, second, strict=True)
+        ]
+        answers = self._answers(
+            self._requests.pooled("documents", pairs, Pooling.CLASSIFY, truncate_prompt_tokens)
+        )
+        return [
+            ScoreOutput(
+                score=activated(answer.embedding, head.score_activation)[0],
+                num_prompt_tokens=_num_prompt_tokens(answer),
+            )
+            for answer in answers
+        ]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._served.tokenizer
+
+    @property
+    def served(self) -> ServedModel:
+        """Everything about the model but its weights."""
+        return self._served
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below: ``add``, ``step``, ``cancel``. Raises EngineClosedError."""
+        if self._engine is None:
+            raise EngineClosedError
+        return self._engine
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens made so far."""
+        return self._batch.num_tokens
+
+    def stats(self) -> EngineStats:
+        """Return the engine's gauges and counters."""
+        return self._batch.stats()
+
+    def summary(self, num_refused: int = 0) -> BatchSummary:
+        """Return throughput, TTFT and TPOT of all requests so far; see ``OfflineBatch``."""
+        return self._batch.summary(num_refused)
+
+    def run(self, requests: Iterable[OfflineRequest]) -> Iterator[Generated]:
+        """Yield the answers to prepared requests, each as it ends. Ids must differ."""
+        self.engine  # noqa: B018 (raises at once, not with the first answer)
+        return self._batch.run(requests)
+
+    def close(self) -> None:
+        """Free the weights and the KV cache, and end the processes of other ranks. Later calls
+        raise EngineClosedError, and so do streams that are open."""
+        if self._engine is None:
+            return
+        self._engine = None
+        self._batch.close()
+        # Threads, ranks and memory end with the objects, some of which are in circles.
+        gc.collect()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _outputs(self, requests: Sequence[OfflineRequest]) -> list[GenerationOutput]:
+        return [generation_output(answer) for answer in self._answers(requests)]
+
+    def _answers(self, requests: Sequence[OfflineRequest]) -> list[Generated]:
+        """The answers in the order of the requests. Raises RequestFailedError."""
+        by_id = {answer.request.id: answer for answer in self.run(requests)}
+        answers = [by_id[request.id] for request in requests]
+        if any(answer.error is not None for answer in answers):
+            raise RequestFailedError(answers)
+        return answers
+
+    def _deltas(self, requests: Sequence[OfflineRequest]) -> Generator[GenerationDelta, None, None]:
+        self.engine  # noqa: B018 (raises before the iteration begins)
+        return self._iterate_deltas(requests)
+
+    def _iterate_deltas(
+        self, requests: Sequence[OfflineRequest]
+    ) -> Generator[GenerationDelta, None, None]:
+        readers = {request.id: DeltaReader(i) for i, request in enumerate(requests)}
+        answers = {}
+        for live in self._batch.steps(requests):
+            for answer in live:
+                yield from readers[answer.request.id].read(answer)
+                answers[answer.request.id] = answer
+        if any(answer.error is not None for answer in answers.values()):
+            raise RequestFailedError([answers[request.id] for request in requests])
+
+    def _similarities(
+        self, first: list[str], second: list[str], truncate_prompt_tokens: int | None
+    ) -> list[ScoreOutput]:
+        prompts: list[dict[str, Any]] = [{"prompt": text} for text in (*first, *second)]
+        pooling = self._served.embedding_defaults.pooling
+        answers = self._answers(
+            self._requests.pooled("documents", prompts, pooling, truncate_prompt_tokens)
+        )
+        vectors = [Vector(one.embedding, math.hypot(*one.embedding)) for one in answers]
+        queries = vectors[: len(first)] * (len(second) if len(first) == 1 else 1)
+        return [
+            ScoreOutput(score=cosine(one, other), num_prompt_tokens=_num_prompt_tokens(answer))
+            for one, other, answer in zip(
+                queries, vectors[len(first) :], answers[len(first) :], strict=True
+            )
+        ]
+
+
+def _num_prompt_tokens(answer: Generated) -> int:
+    return len(answer.request.job.prompt_token_ids or ())
