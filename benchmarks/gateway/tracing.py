@@ -1,7 +1,7 @@
 """What tracing costs a gateway: by request and by token, off, sampled out, on, and without a
 collector.
 
-    python -m benchmarks.tracing [--rounds 3] [--seconds 5] [--clients 32] [--smoke]
+    python -m benchmarks.gateway --only tracing [--rounds 3] [--seconds 5] [--clients 32] [--smoke]
 
 One gateway for each way, in turn, round after round: clients ask for short answers one after the
 other, then for long ones. The figures are CPU time: of the gateway's event loop by request and by
@@ -16,15 +16,15 @@ import asyncio
 import contextlib
 import os
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 import psutil
 import uvloop
 
-from benchmarks.support.command import command_parser
+from benchmarks.support.command import Told
+from benchmarks.support.figures import table
 from benchmarks.support.gateway_clients import sse_request
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import simulated_worker
@@ -154,41 +154,31 @@ async def _span_us(collector: Collector) -> tuple[float, float]:
     return told_s / _NUM_SPANS * 1e6, whole_s / _NUM_SPANS * 1e6
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_parser("tracing", __doc__)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each load")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--smoke", action="store_true", help="one short round, to see that it runs")
-    parsed = parser.parse_args(arguments)
-    num_rounds = 1 if parsed.smoke else parsed.rounds
-    seconds = 0.5 if parsed.smoke else parsed.seconds
+def run(rounds: int = 3, seconds: float = 5.0, clients: int = 32, smoke: bool = False) -> Told:
+    """Each load takes ``seconds``; ``smoke`` is one short round."""
+    num_rounds, seconds = (1, 0.5) if smoke else (rounds, seconds)
     with _Uncaring().running() as collector:
         told_us, whole_us = asyncio.run(_span_us(collector))
-        rounds = [
-            _round(way, collector, parsed.clients, seconds)
-            for _ in range(num_rounds)
-            for way in _WAYS
+        measured = [
+            _round(way, collector, clients, seconds) for _ in range(num_rounds) for way in _WAYS
         ]
     print(f"a span: {told_us:.0f} us to tell, {whole_us:.0f} us with encoding, sending, receiving")
-    print(
-        f"{'CPU us':<16}{'loop, a request':>22}{'threads':>18}{'loop, a token':>22}{'requests':>10}"
-    )
+    rows = []
     for way in _WAYS:
-        figures = [one for one in rounds if one.way == way]
-        print(
-            f"{way:<16}{_spread([one.request_us for one in figures], 0):>22}"
-            f"{_spread([one.threads_us for one in figures], 0):>18}"
-            f"{_spread([one.token_us for one in figures], 2):>22}"
-            f"{sum(one.num_requests for one in figures):>10,}"
+        figures = [one for one in measured if one.way == way]
+        rows.append(
+            (
+                way,
+                _spread([one.request_us for one in figures], 0),
+                _spread([one.threads_us for one in figures], 0),
+                _spread([one.token_us for one in figures], 2),
+                f"{sum(one.num_requests for one in figures):,}",
+            )
         )
-    return 0
+    print(table(("CPU us", "loop, a request", "threads", "loop, a token", "requests"), rows))
+    return Told(measured)
 
 
 def _spread(values: list[float], digits: int) -> str:
     low, high = min(values), max(values)
     return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What prompts that are refused for their length cost everybody else, and what they leave behind.
 
-    python -m benchmarks.long_prompts [--bodies 8] [--mb 3.9]
+    python -m benchmarks.gateway --only prompts [--bodies 8] [--mb 3.9]
 
 A gateway of its own process gets a few bodies at once from one client, while another asks for
 ``/healthz`` all the time: the goals are 100 ms at worst, and memory that is back within 20 %. Then
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from benchmarks.support.command import command_parser
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.processes import SPAWN, ProcessUsage
 from benchmarks.support.simulated_system import MODEL, SimulatedSystem, simulated_system
@@ -45,7 +44,7 @@ class Measured(NamedTuple):
     statuses: tuple[int, ...]
 
 
-def bodies(mb: float) -> Iterable[tuple[str, str, dict[str, Any]]]:
+def kinds_of_bodies(mb: float) -> Iterable[tuple[str, str, dict[str, Any]]]:
     """Name, path and body of each kind."""
     num_bytes = round(mb * 1e6)
     text = "What is a millrace? " * (num_bytes // 20)
@@ -176,11 +175,11 @@ def _print(name: str, found: Measured) -> None:
     )
 
 
-async def _main(num_bodies: int, mb: float) -> None:
+async def _measure(num_bodies: int, mb: float) -> None:
     with running_gateway() as gateway, ProcessPoolExecutor(1, mp_context=SPAWN) as senders:
         print(f"gateway: {num_bodies} bodies of {mb:g} MB at once; /healthz meanwhile")
         await refused(gateway, senders, "/v1/completions", {"prompt": "warm", "n": 0}, 1)
-        for name, path, body in bodies(mb):
+        for name, path, body in kinds_of_bodies(mb):
             _print(name, await refused(gateway, senders, path, body, num_bodies))
     async with simulated_system() as system:
         await system.start_scheduler()
@@ -189,9 +188,5 @@ async def _main(num_bodies: int, mb: float) -> None:
         _print("text", await jobs(system))
 
 
-if __name__ == "__main__":
-    parser = command_parser("long_prompts", __doc__)
-    parser.add_argument("--bodies", type=int, default=8)
-    parser.add_argument("--mb", type=float, default=3.9)
-    arguments = parser.parse_args()
-    asyncio.run(_main(arguments.bodies, arguments.mb))
+def run(bodies: int = 8, mb: float = 3.9) -> None:
+    asyncio.run(_measure(bodies, mb))

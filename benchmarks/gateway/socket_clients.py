@@ -1,4 +1,4 @@
-"""The clients of ``benchmarks.gateway_sockets``: thousands of WebSockets in a few processes."""
+"""The clients of ``sockets``: thousands of WebSockets in a few processes."""
 
 from __future__ import annotations
 

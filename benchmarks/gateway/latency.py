@@ -1,6 +1,6 @@
 """What the gateway adds to the first token of requests that arrive at random.
 
-    python -m benchmarks.gateway_latency [--rate 200] [--seconds 20] [--json FILE]
+    python -m benchmarks.gateway --only latency [--rate 200] [--seconds 20] [--json FILE]
 
 A simulated worker answers every job at once. Requests arrive at a Poisson rate, in turns of a few
 seconds, either at the gateway (a streamed chat completion) or at NATS itself (a job in the queue,
@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import nats as nats_client
@@ -31,7 +29,8 @@ import numpy as np
 import uvloop
 from nats.aio.msg import Msg
 
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told
+from benchmarks.support.figures import table
 from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import MODEL, simulated_worker
 from millrace.bench.arrivals import arrival_times
@@ -240,37 +239,27 @@ def _quantiles(values_ms: Sequence[float]) -> Quantiles:
     return Quantiles(p50=float(p50), p90=float(p90), p99=float(p99), max=float(largest))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if the gateway kept its goals: by the paired figure, and of CPU time."""
-    parser = command_parser("gateway_latency", __doc__)
-    parser.add_argument("--rate", type=float, default=200.0, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each way")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    parsed = parser.parse_args(arguments)
+def run(rate: float = 200.0, seconds: float = 20.0) -> Told:
+    """The goals are those of the paired figure, and of CPU time; ``seconds`` are of each way."""
     with running_gateway() as gateway, simulated_worker(gateway.nats_url, _TOKENS_PER_S):
-        figures = uvloop.run(_measure(gateway, parsed.rate, parsed.seconds))
-    rows = (
-        ("straight over NATS", figures.direct),
-        ("through the gateway", figures.gateway),
-        ("added, by quantile", figures.added),
-        ("paired: in", figures.paired_in),
-        ("paired: out", figures.paired_out),
-        ("paired: both", figures.paired),
-    )
+        figures = uvloop.run(_measure(gateway, rate, seconds))
+    rows = {
+        "straight over NATS": figures.direct,
+        "through the gateway": figures.gateway,
+        "added, by quantile": figures.added,
+        "paired: in": figures.paired_in,
+        "paired: out": figures.paired_out,
+        "paired: both": figures.paired,
+    }
     print(f"first token at {figures.rate_per_s:g} requests/s, {figures.num_requests:,} each way")
-    print(f"{'milliseconds':<22}{'p50':>8}{'p90':>8}{'p99':>8}{'max':>9}")
-    for title, of in rows:
-        print(f"{title:<22}{of.p50:>8.2f}{of.p90:>8.2f}{of.p99:>8.2f}{of.max:>9.1f}")
+    names = Quantiles.__struct_fields__
+    cells = [(title, *(f"{getattr(of, n):.2f}" for n in names)) for title, of in rows.items()]
+    print(table(("milliseconds", *names), cells))
     print(f"CPU time of the gateway: {figures.gateway_cpu_ms:.2f} ms a request")
     print(
         f"goals: added p50 at most {_MAX_P50_MS:g} ms, p99 at most {_MAX_P99_MS:g} ms, CPU time at "
         f"most {_MAX_CPU_MS:g} ms; the client used {figures.client.cpu_share:.0%} of a core and "
         f"was late by p99 {figures.client.lag_p99_ms:.1f} ms"
     )
-    write_json(parsed.json, figures)
     is_quick = figures.paired.p50 <= _MAX_P50_MS and figures.paired.p99 <= _MAX_P99_MS
-    return 0 if is_quick and figures.gateway_cpu_ms <= _MAX_CPU_MS else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Told(figures, is_quick and figures.gateway_cpu_ms <= _MAX_CPU_MS)

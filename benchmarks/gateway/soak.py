@@ -1,6 +1,6 @@
 """Ten minutes of clients that connect, disconnect and stall at random: does anything stay behind?
 
-    python -m benchmarks.gateway_soak [--minutes 10] [--clients 500] [--json FILE]
+    python -m benchmarks.gateway --only soak [--minutes 10] [--clients 500] [--json FILE]
 
 Half of the clients come by HTTP, half by WebSocket. Each does something drawn at random, then
 connects again: reads an answer to its end, leaves in the middle of one, stops reading for a while,
@@ -19,12 +19,11 @@ import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
-from pathlib import Path
 
 import msgspec
 
-from benchmarks.gateway_soak.clients import run_soak_clients
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.gateway.soak_clients import run_soak_clients
+from benchmarks.support.command import Told
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.processes import SPAWN, spawned
 from benchmarks.support.simulated_worker import simulated_worker
@@ -164,17 +163,11 @@ def _mean_rss(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
     return statistics.fmean(s.rss_bytes for s in samples if from_s <= s.at_s <= to_s)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if nothing stayed behind."""
-    parser = command_parser("gateway_soak", __doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--clients", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    parsed = parser.parse_args(arguments)
-    if parsed.minutes < 0.5:
-        parser.error("--minutes must be at least 0.5")
-    figures = _soak(parsed.minutes, parsed.clients, parsed.seed)
+def run(minutes: float = 10.0, clients: int = 500, seed: int = 0) -> Told:
+    """The goal is that nothing stays behind."""
+    if minutes < 0.5:
+        sys.exit("--minutes must be at least 0.5")
+    figures = _soak(minutes, clients, seed)
     for name, count in sorted(figures.did.items()):
         print(f"{name:<20}{count:>9,}")
     print(
@@ -185,9 +178,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"after the last client: {figures.settled_s:.0f} s until nothing was left of them")
     for problem in figures.problems:
         print(f"PROBLEM: {problem}")
-    write_json(parsed.json, figures)
-    return 1 if figures.problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Told(figures, not figures.problems)

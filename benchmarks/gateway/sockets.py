@@ -1,6 +1,6 @@
 """Many WebSockets on one gateway process: what each costs, and how late its tokens are.
 
-    python -m benchmarks.gateway_sockets [--sockets 10000] [--seconds 20] [--json FILE]
+    python -m benchmarks.gateway --only sockets [--sockets 10000] [--seconds 20] [--json FILE]
 
 Clients in processes of their own open all sockets, which then stay idle: the growth of the
 gateway's resident memory over their number is what a connection costs. Then each asks for a
@@ -12,20 +12,19 @@ libraries with a bare handler between them (``benchmarks.support.raw_stack``).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import cast
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
 import uvloop
 
-from benchmarks.gateway_sockets.clients import MAX_TOKENS, ClientProcesses
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.gateway.socket_clients import MAX_TOKENS, ClientProcesses
+from benchmarks.support.command import Told
+from benchmarks.support.figures import table
 from benchmarks.support.gateway_process import GatewayProcess, running_gateway
 from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.support.simulated_worker import MODEL, SimulatedWorker
@@ -44,6 +43,14 @@ _MAX_LATENCY_MS = 50.0
 _MAX_IDLE_BYTES = 30 * 1024
 # Files of the gateway that are not sockets of clients, and the same of a client process.
 _SPARE_FILES = 256
+
+
+class Load(NamedTuple):
+    """So many sockets for so many measured seconds, of clients in so many processes."""
+
+    sockets: int
+    seconds: float
+    processes: int
 
 
 class SocketFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +72,11 @@ class SocketFigures(msgspec.Struct, frozen=True, kw_only=True):
 async def _measure(
     name: str,
     server: GatewayProcess | RawStack,
-    arguments: argparse.Namespace,
+    load: Load,
     on_asked: Callable[[], object] = lambda: None,
 ) -> SocketFigures:
-    num_sockets, seconds, usage = arguments.sockets, arguments.seconds, server.usage
-    clients = ClientProcesses(server.port, num_sockets, arguments.processes)
+    (num_sockets, seconds, processes), usage = load, server.usage
+    clients = ClientProcesses(server.port, num_sockets, processes)
     try:
         before_bytes = usage.rss_bytes()
         await clients.step(0.0)
@@ -104,7 +111,7 @@ async def _measure(
     )
 
 
-async def _run(arguments: argparse.Namespace) -> list[SocketFigures]:
+async def _run(load: Load, no_raw: bool) -> list[SocketFigures]:
     results = []
     with running_gateway(max_sockets_per_address=0) as gateway:
         bus = await nats.connect(
@@ -114,24 +121,22 @@ async def _run(arguments: argparse.Namespace) -> list[SocketFigures]:
         ready = asyncio.Event()
         working = asyncio.create_task(worker.run(ready.set))
         await ready.wait()
-        results.append(await _measure("gateway", gateway, arguments))
+        results.append(await _measure("gateway", gateway, load))
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-        if not arguments.no_raw:
+        if not no_raw:
             with raw_stack(gateway.nats_url) as stack:
-                results.append(await _measure_raw(bus, stack, arguments))
+                results.append(await _measure_raw(bus, stack, load))
         await bus.close()
     return results
 
 
-async def _measure_raw(
-    bus: NatsBus, stack: RawStack, arguments: argparse.Namespace
-) -> SocketFigures:
+async def _measure_raw(bus: NatsBus, stack: RawStack, load: Load) -> SocketFigures:
     """The same with jobs that are in no queue."""
     tasks: list[asyncio.Task[None]] = []
 
     async def feed() -> None:
-        await stack.wait_streams(arguments.sockets)
+        await stack.wait_streams(load.sockets)
         worker = SimulatedWorker(bus, _TOKENS_PER_S)
         sampling = SamplingParams(max_tokens=MAX_TOKENS)
         await worker.adopt(
@@ -143,7 +148,7 @@ async def _measure_raw(
                     sampling=sampling,
                     reply=REPLY,
                 )
-                for number in range(arguments.sockets)
+                for number in range(load.sockets)
             ]
         )
         await worker.run(lambda: None)
@@ -152,7 +157,7 @@ async def _measure_raw(
         tasks.append(asyncio.create_task(feed()))
 
     try:
-        return await _measure("raw stack", stack, arguments, on_asked)
+        return await _measure("raw stack", stack, load, on_asked)
     finally:
         for task in tasks:
             task.cancel()
@@ -160,39 +165,29 @@ async def _measure_raw(
             await asyncio.wait(tasks)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if the gateway kept its goals."""
-    parser = command_parser("gateway_sockets", __doc__)
-    parser.add_argument("--sockets", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=20.0, help="that are measured")
-    parser.add_argument("--processes", type=int, default=2, help="of clients")
-    parser.add_argument("--no-raw", action="store_true", help="the gateway alone")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    parsed = parser.parse_args(arguments)
+def run(
+    sockets: int = 10_000, seconds: float = 20.0, processes: int = 2, no_raw: bool = False
+) -> Told:
+    """``seconds`` are measured; ``no_raw`` measures the gateway alone."""
     most = allow_many_files() - _SPARE_FILES
-    if parsed.sockets > most:
-        parser.error(f"a process may open {most} sockets here (ulimit -Hn); ask for fewer")
-    results = uvloop.run(_run(parsed))
-    print(
-        f"{'':<11}{'sockets':>8}{'KB/idle':>9}{'tokens/s':>10}{'p50 ms':>9}{'p99 ms':>9}"
-        f"{'max ms':>9}{'missing':>9}{'CPU':>7}  clients' CPU, loop late p99"
-    )
-    for run in results:
-        clients = "; ".join(f"{c.cpu_share:.0%}, {c.lag_p99_ms:.1f} ms" for c in run.clients)
-        print(
-            f"{run.system:<11}{run.num_sockets:>8,}{run.idle_bytes / 1024:>9.1f}"
-            f"{run.tokens_per_s:>10,.0f}{run.latency_p50_ms:>9.2f}{run.latency_p99_ms:>9.2f}"
-            f"{run.latency_max_ms:>9.1f}{run.missing_share:>9.2%}{run.cpu_share:>7.0%}  {clients}"
+    if sockets > most:
+        sys.exit(f"a process may open {most} sockets here (ulimit -Hn); ask for fewer")
+    results = uvloop.run(_run(Load(sockets, seconds, processes), no_raw))
+    rows = [
+        (
+            *(run.system, f"{run.num_sockets:,}", f"{run.idle_bytes / 1024:.1f}"),
+            *(f"{run.tokens_per_s:,.0f}", f"{run.latency_p50_ms:.2f}", f"{run.latency_p99_ms:.2f}"),
+            *(f"{run.latency_max_ms:.1f}", f"{run.missing_share:.2%}", f"{run.cpu_share:.0%}"),
+            "; ".join(f"{c.cpu_share:.0%}, {c.lag_p99_ms:.1f} ms" for c in run.clients),
         )
+        for run in results
+    ]
+    names = ("", "sockets", "KB/idle", "tokens/s", "p50 ms", "p99 ms", "max ms", "missing", "CPU")
+    print(table((*names, "clients' CPU, loop late p99"), rows))
     print(
         f"goals of the gateway: p99 at most {_MAX_LATENCY_MS:g} ms, "
         f"{_MAX_IDLE_BYTES / 1024:g} KB an idle connection"
     )
-    write_json(parsed.json, results)
     gateway = results[0]
     kept = gateway.latency_p99_ms <= _MAX_LATENCY_MS and gateway.idle_bytes <= _MAX_IDLE_BYTES
-    return 0 if kept else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Told(results, kept)

@@ -1,6 +1,6 @@
 """What a token costs in the gateway: from nats-server to 200 clients, by WebSocket and by SSE.
 
-    python -m benchmarks.gateway_relay [--clients 200] [--seconds 4] [--json FILE]
+    python -m benchmarks.gateway --only relay [--clients 200] [--seconds 4] [--json FILE]
 
 A scripted worker sends one token to every stream in each step: first at a steady pace that the
 gateway follows token by token (uncoalesced), then as fast as it can, so that tokens gather and
@@ -14,17 +14,16 @@ a bare uvloop server.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from multiprocessing.queues import Queue
-from pathlib import Path
 from typing import cast
 
 import msgspec
 import uvloop
 
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told
+from benchmarks.support.figures import table
 from benchmarks.support.gateway_clients import HANDSHAKE, socket_request, sse_request
 from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
 from benchmarks.support.processes import SPAWN, ProcessUsage, spawned
@@ -46,7 +45,7 @@ _FLOOR = "floor"
 _GOALS = {"uncoalesced": 60_000, "coalesced": 100_000}
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class Figures(msgspec.Struct, frozen=True):
     """One run. ``tokens_per_core_s`` is what one core would carry at this cost."""
 
     system: str
@@ -192,7 +191,7 @@ class _Relay:
             await asyncio.to_thread(ended.get, True, _TIMEOUT_S)
             wall_s, cpu_s = time.perf_counter() - start_s, server.usage.cpu_s() - cpu_s
         num_tokens = num_steps * self._num_clients
-        return _figures(system, path, mode, self._num_clients, num_tokens, wall_s, cpu_s)
+        return _figures((system, path, mode, self._num_clients), num_tokens, wall_s, cpu_s)
 
     async def write_floor(self) -> Figures:
         numbers: Queue[int] = SPAWN.Queue()
@@ -205,9 +204,8 @@ class _Relay:
                 wall_s = time.perf_counter() - start_s
                 await asyncio.to_thread(ended.get, True, _TIMEOUT_S)
         num_tokens = self._num_clients * self._num_steps
-        return _figures(
-            "write only", "", "uncoalesced", self._num_clients, num_tokens, wall_s, cpu_s
-        )
+        what = ("write only", "", "uncoalesced", self._num_clients)
+        return _figures(what, num_tokens, wall_s, cpu_s)
 
     async def read_floor(self) -> Figures:
         seen: Queue[int] = SPAWN.Queue()
@@ -221,38 +219,22 @@ class _Relay:
             await worker.steps(self._num_steps, _PACE_STEPS_PER_S)
             await asyncio.to_thread(seen.get, True, _TIMEOUT_S)
             wall_s, cpu_s = time.perf_counter() - start_s, usage.cpu_s() - cpu_s
-        return _figures(
-            "receive only", "", "uncoalesced", self._num_clients, num_tokens, wall_s, cpu_s
-        )
+        what = ("receive only", "", "uncoalesced", self._num_clients)
+        return _figures(what, num_tokens, wall_s, cpu_s)
 
 
 def _figures(
-    system: str,
-    path: str,
-    mode: str,
-    num_clients: int,
-    num_tokens: int,
-    wall_s: float,
-    cpu_s: float,
+    what: tuple[str, str, str, int], num_tokens: int, wall_s: float, cpu_s: float
 ) -> Figures:
-    return Figures(
-        system=system,
-        path=path,
-        mode=mode,
-        num_clients=num_clients,
-        num_tokens=num_tokens,
-        wall_s=wall_s,
-        cpu_us_per_token=cpu_s / num_tokens * 1e6,
-        tokens_per_s=num_tokens / wall_s,
-        tokens_per_core_s=num_tokens / cpu_s,
-    )
+    us_per_token = cpu_s / num_tokens * 1e6
+    rates = num_tokens / wall_s, num_tokens / cpu_s
+    return Figures(*what, num_tokens, wall_s, us_per_token, *rates)
 
 
 async def _measure(num_clients: int, seconds: float) -> list[Figures]:
     with running_gateway() as gateway:
-        bus = await nats.connect(
-            NatsConfig(url=gateway.nats_url), "relay worker", part=Part.SCHEDULER
-        )
+        config = NatsConfig(url=gateway.nats_url)
+        bus = await nats.connect(config, "relay worker", part=Part.SCHEDULER)
         relay = _Relay(bus, gateway, num_clients, round(seconds * _PACE_STEPS_PER_S))
         try:
             results = [await relay.read_floor(), await relay.write_floor()]
@@ -265,26 +247,17 @@ async def _measure(num_clients: int, seconds: float) -> list[Figures]:
     return results
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = command_parser("gateway_relay", __doc__)
-    parser.add_argument("--clients", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each uncoalesced run")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    parsed = parser.parse_args(arguments)
-    results = uvloop.run(_measure(parsed.clients, parsed.seconds))
-    print(
-        f"{'':<14}{'path':<11}{'mode':<13}{'tokens/s':>10}{'CPU us/token':>14}"
-        f"{'tokens/s per core':>19}  goal"
-    )
-    for run in results:
-        goal = f"{_GOALS[run.mode]:>8,}" if run.system == "gateway" else ""
-        print(
-            f"{run.system:<14}{run.path:<11}{run.mode:<13}{run.tokens_per_s:>10,.0f}"
-            f"{run.cpu_us_per_token:>14.2f}{run.tokens_per_core_s:>19,.0f}{goal}"
+def run(clients: int = 200, seconds: float = 4.0) -> Told:
+    """Each uncoalesced run takes ``seconds``."""
+    results = uvloop.run(_measure(clients, seconds))
+    rows = [
+        (
+            *(run.system, run.path, run.mode, f"{run.tokens_per_s:,.0f}"),
+            *(f"{run.cpu_us_per_token:.2f}", f"{run.tokens_per_core_s:,.0f}"),
+            f"{_GOALS[run.mode]:,}" if run.system == "gateway" else "",
         )
-    write_json(parsed.json, results)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        for run in results
+    ]
+    names = ("", "path", "mode", "tokens/s", "CPU us/token", "tokens/s per core", "goal")
+    print(table(names, rows))
+    return Told(results)

@@ -1,4 +1,4 @@
-"""Clients that behave badly at random: they leave, stall, fall silent, cancel and break off."""
+"""Clients of ``soak`` that behave badly at random: leave, stall, fall silent, cancel, break off."""
 
 from __future__ import annotations
 
