@@ -181,9 +181,7 @@ async def _measure(num_bodies: int, mb: float) -> None:
         await refused(gateway, senders, "/v1/completions", {"prompt": "warm", "n": 0}, 1)
         for name, path, body in kinds_of_bodies(mb):
             _print(name, await refused(gateway, senders, path, body, num_bodies))
-    async with simulated_system() as system:
-        await system.start_scheduler()
-        await system.start_workers(1)
+    async with simulated_system(1) as system:
         print(f"scheduler: {_NUM_LONG_JOBS} jobs of {_JOB_BYTES / 1e6:g} MB; short jobs meanwhile")
         _print("text", await jobs(system))
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.dispatch``: what the scheduler adds between the queue and a worker.
+"""``dispatch``: what the scheduler adds between the queue and a worker.
 
 On a real nats-server with one scheduler process and workers that take everything at once: the time
 from publish to a worker's receipt when there is room, at a modest rate of random arrivals, and
@@ -13,23 +13,32 @@ the others, who need the machine's cores as well: dispatches over its processor 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 import nats as nats_py
 import uvloop
 from nats.js.api import ConsumerConfig, StreamConfig
 
-from benchmarks.dispatch.sinks import Sinks
 from benchmarks.support.bus_client import Service
-from benchmarks.support.command import command_parser
+from benchmarks.support.command import Told
 from benchmarks.support.figures import percentile
-from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
+from benchmarks.support.simulated_system import MODEL, SimulatedSystem, simulated_system
 from millrace.bus import nats
+from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part
+from millrace.bus.transport import Subscription
+from millrace.schemas.control import (
+    Dispatch,
+    Ended,
+    Served,
+    WorkerCommand,
+    WorkerReply,
+    WorkerStatus,
+)
+from tests.support.waiting import eventually
 
 _GOAL_PER_S = 2_000
 _GOAL_P50_MS, _GOAL_P99_MS = 2.0, 8.0
@@ -158,70 +167,170 @@ def _print_latency(what: str, latencies_ms: list[float]) -> tuple[float, float]:
     return p50, p99
 
 
-async def _measure(arguments: argparse.Namespace) -> bool:
+async def _measure(requests: int, rate: float, backlog: int, tenants: int) -> bool:
     """Whether all goals were kept."""
     kept = True
-    async with simulated_system() as system:
+    async with simulated_system(num_schedulers=0) as system:
         url = system.config.nats.url
         bare = _Bare(url, bytes(700))
         await bare.open()
         print(
-            f"from publish to receipt, with room, {arguments.rate:g} jobs/s at random times "
-            f"({arguments.requests} jobs, prompts of {len(_PROMPT)} tokens)"
+            f"from publish to receipt, with room, {rate:g} jobs/s at random times "
+            f"({requests} jobs, prompts of {len(_PROMPT)} tokens)"
         )
         _print_latency(
             "JetStream alone: publish to pull",
-            await bare.latencies_ms(arguments.requests, arguments.rate),
+            await bare.latencies_ms(requests, rate),
         )
-        bare_rate = await bare.rate(arguments.backlog)
+        bare_rate = await bare.rate(backlog)
         await bare.close()
         sink_bus = await nats.connect(system.config.nats, "sinks", part=Part.SCHEDULER)
         sinks, service = Sinks(sink_bus, _NUM_WORKERS, num_slots=64), Service(system.bus)
         await system.start_scheduler()
         await sinks.start()
-        await _latencies_ms(service, sinks, 50, arguments.rate, 1)
+        await _latencies_ms(service, sinks, 50, rate, 1)
         _print_latency(
-            f"Millrace, the first job of {arguments.tenants} tenants",
-            await _latencies_ms(
-                service, sinks, arguments.tenants, arguments.rate, arguments.tenants
-            ),
+            f"Millrace, the first job of {tenants} tenants",
+            await _latencies_ms(service, sinks, tenants, rate, tenants),
         )
-        for tenants in (1, arguments.tenants):
-            latencies_ms = await _latencies_ms(
-                service, sinks, arguments.requests, arguments.rate, tenants
-            )
-            p50, p99 = _print_latency(f"Millrace, {tenants} tenants", latencies_ms)
+        for count in (1, tenants):
+            latencies_ms = await _latencies_ms(service, sinks, requests, rate, count)
+            p50, p99 = _print_latency(f"Millrace, {count} tenants", latencies_ms)
             kept = kept and p50 <= _GOAL_P50_MS and p99 <= _GOAL_P99_MS
         print(f"  goals: p50 {_GOAL_P50_MS:g} ms, p99 {_GOAL_P99_MS:g} ms")
-        print(f"dispatches, a backlog of {arguments.backlog} jobs, {_NUM_WORKERS} workers")
+        print(f"dispatches, a backlog of {backlog} jobs, {_NUM_WORKERS} workers")
         print(f"  {'JetStream alone: pull and acknowledge':<44} {bare_rate:8.0f} /s")
-        for tenants in (1, arguments.tenants):
-            rate = await _rate(system, service, sinks, arguments.backlog, tenants)
+        for count in (1, tenants):
+            found = await _rate(system, service, sinks, backlog, count)
             print(
-                f"  {f'Millrace, {tenants} tenants':<44} {rate.per_s:8.0f} /s   "
-                f"{rate.per_core_s:.0f} /s of one core ({rate.cpu_us:.0f} us each)"
+                f"  {f'Millrace, {count} tenants':<44} {found.per_s:8.0f} /s   "
+                f"{found.per_core_s:.0f} /s of one core ({found.cpu_us:.0f} us each)"
             )
-            kept = kept and rate.per_core_s >= _GOAL_PER_S
+            kept = kept and found.per_core_s >= _GOAL_PER_S
         print(f"  goal: {_GOAL_PER_S} /s of one core")
         await sinks.close()
         await sink_bus.close()
     return kept
 
 
-def main() -> int:
-    """1 if a goal was missed; a smoke run has none."""
-    parser = command_parser("dispatch", __doc__)
-    parser.add_argument("--requests", type=int, default=2_000, help="for the latency")
-    parser.add_argument("--rate", type=float, default=100.0, help="jobs a second, for the latency")
-    parser.add_argument("--backlog", type=int, default=10_000, help="for the dispatches")
-    parser.add_argument("--tenants", type=int, default=200)
-    parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")
-    arguments = parser.parse_args()
-    if arguments.smoke:
-        arguments.requests, arguments.backlog, arguments.tenants = 50, 200, 10
-    kept = uvloop.run(asyncio.wait_for(_measure(arguments), _TIMEOUT_S))
-    return 0 if kept or arguments.smoke else 1
+def run(
+    requests: int = 2_000,
+    rate: float = 100.0,
+    backlog: int = 10_000,
+    tenants: int = 200,
+    smoke: bool = False,
+) -> Told:
+    """``requests`` at ``rate`` jobs a second are for the latency, ``backlog`` for dispatches."""
+    if smoke:
+        requests, backlog, tenants = 50, 200, 10
+    measuring = asyncio.wait_for(_measure(requests, rate, backlog, tenants), _TIMEOUT_S)
+    return Told(None, uvloop.run(measuring))
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+_HEARTBEAT_S = 0.5
+# Ends are told together, as workers do.
+_ENDED_INTERVAL_S = 0.005
+_OK = WorkerReply(ok=True)
+_NO = WorkerReply(ok=False, reason="bad_request", message="dispatches alone are known")
+
+
+class Sinks:
+    """``count`` workers with ``num_slots`` each, on one connection, from ``start`` to ``close``.
+    ``received_s`` is when each job came, by ``time.perf_counter``."""
+
+    def __init__(self, bus: Bus, count: int, num_slots: int) -> None:
+        self.received_s: dict[str, float] = {}
+        self.num_slots = num_slots
+        self._bus = bus
+        self._num_held = {f"sink-{number}": 0 for number in range(count)}
+        self._ended: dict[str, list[Served]] = {}
+        self._subscriptions: list[Subscription] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        for worker_id in self._num_held:
+            self._subscriptions.append(
+                await self._bus.control.serve_commands(worker_id, self._handler(worker_id))
+            )
+        self._keep(self._beat())
+        self._keep(self._tell_ends())
+
+    async def set_slots(self, num_slots: int) -> None:
+        """From now on each has room for so many; everybody hears so at once."""
+        self.num_slots = num_slots
+        await self._announce()
+
+    async def wait_for(self, count: int, timeout_s: float) -> None:
+        """Until so many jobs have come in all."""
+        await eventually(lambda: len(self.received_s) >= count, timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        """Retires them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for subscription in self._subscriptions:
+            await subscription.close()
+        await self._announce(retired=True)
+
+    def _handler(self, worker_id: str) -> Callable[[WorkerCommand], Awaitable[WorkerReply]]:
+        async def handle(command: WorkerCommand) -> WorkerReply:
+            if not isinstance(command, Dispatch):
+                return _NO
+            self.received_s[command.job.request_id] = time.perf_counter()
+            self._num_held[worker_id] += 1
+            self._keep(self._end(worker_id, command))
+            return _OK
+
+        return handle
+
+    async def _end(self, worker_id: str, dispatch: Dispatch) -> None:
+        await self._bus.jobs.ack(dispatch.lease)
+        self._num_held[worker_id] -= 1
+        job = dispatch.job
+        served = Served(
+            request_id=job.request_id,
+            tenant=job.tenant,
+            tier=job.tier,
+            prompt_tokens=len(job.prompt_token_ids or ()),
+            completion_tokens=job.sampling.max_tokens or 0,
+        )
+        self._ended.setdefault(worker_id, []).append(served)
+
+    async def _tell_ends(self) -> None:
+        while True:
+            await asyncio.sleep(_ENDED_INTERVAL_S)
+            ended, self._ended = self._ended, {}
+            for worker_id, served in ended.items():
+                await self._bus.control.publish_ended(
+                    Ended(
+                        worker_id=worker_id,
+                        request_ids=tuple(one.request_id for one in served),
+                        served=tuple(served),
+                    )
+                )
+
+    async def _beat(self) -> None:
+        while True:
+            await self._announce()
+            await asyncio.sleep(_HEARTBEAT_S)
+
+    async def _announce(self, *, retired: bool = False) -> None:
+        for worker_id, num_held in self._num_held.items():
+            await self._bus.workers.announce(
+                WorkerStatus(
+                    worker_id=worker_id,
+                    name=worker_id,
+                    model=MODEL,
+                    max_num_sequences=self.num_slots,
+                    num_running=num_held,
+                    started_ns=1,
+                    sent_ns=time.time_ns(),
+                    retired=retired,
+                )
+            )
+
+    def _keep(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

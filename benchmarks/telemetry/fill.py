@@ -1,4 +1,4 @@
-"""``python -m benchmarks.telemetry.synthetic_requests --rows 1000000 --path DIR``: a store full of
+"""``fill --rows 1000000 --path DIR``: a store full of
 requests that were never made: 30 days of 50 tenants, 2,000 users and 5 models, with their
 deliveries, the workers' samples that go with them, and usage by the minute.
 
@@ -19,7 +19,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.support.command import command_parser
 from millrace.registry.pricing import PriceBook, cost, device_cost
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig
@@ -388,18 +387,8 @@ async def _make(path: Path, num_rows: int, days: float, sample_s: int, seed: int
     print(f"in {path}, made in {time.perf_counter() - started_s:.1f} s")
 
 
-def main() -> None:
-    parser = command_parser("telemetry.synthetic_requests", __doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000, help="how many requests")
-    parser.add_argument("--days", type=float, default=30.0, help="over how many days")
-    parser.add_argument(
-        "--sample-s", type=int, default=10, help="between two of a worker's samples"
-    )
-    parser.add_argument("--path", type=Path, required=True, help="a folder for the store")
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    asyncio.run(_make(asked.path, asked.rows, asked.days, asked.sample_s, asked.seed))
-
-
-if __name__ == "__main__":
-    main()
+def run(
+    path: Path, rows: int = 1_000_000, days: float = 30.0, sample_s: int = 10, seed: int = 0
+) -> None:
+    """Make a store in a folder; a worker's samples lie ``sample_s`` apart."""
+    asyncio.run(_make(path, rows, days, sample_s, seed))

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.fairness``: whether one tenant's load can hurt another.
+"""``neighbours``, ``replicas`` and ``backlog``: whether one tenant's load can hurt another.
 
 On real servers with a scheduler process and simulated workers. First a few quiet tenants alone,
 who ask, read the answer and ask again; then they beside three that ask for more than there is, one
@@ -19,12 +19,10 @@ for behind it, beside what it waits for with nobody there.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import combinations, pairwise
 from typing import NamedTuple
 
@@ -32,7 +30,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import command_parser
+from benchmarks.support.command import Told
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from millrace.bus import nats
@@ -54,7 +52,6 @@ _WORKER = WorkerConfig(
     ),
 )
 _PHASES = ("both schedulers", "one is killed", "it is back")
-_PARTS = ("neighbours", "replicas", "backlog")
 _SAMPLE_S = 0.05
 _WARM_UP_SHARE = 0.15
 _JAIN_GOAL, _TTFT_GOAL = 0.98, 1.5
@@ -262,7 +259,8 @@ async def _shares_of_phases(
     return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen)]
 
 
-async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> None:
+async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> bool:
+    """Has no goal."""
     service, prompts = Service(system.bus, _OUTPUT_WEIGHT), random.Random(7)
     await service.open()
 
@@ -285,44 +283,28 @@ async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> None:
     )
     print(f"  TTFT alone:  {p50_p99(alone_ms, '7.1f')}")
     print(f"  TTFT behind: {p50_p99(beside_ms, '7.1f')}")
+    return True
 
 
-async def _measure(arguments: argparse.Namespace) -> bool:
-    kept = True
-    if "neighbours" in arguments.only:
-        async with _system(num_schedulers=1) as system:
-            kept = await _neighbours(system, arguments.seconds)
-    if "replicas" in arguments.only:
-        async with _system(num_schedulers=2) as system:
-            kept = await _replicas(system, arguments.seconds) and kept
-    if "backlog" in arguments.only:
-        async with _system(num_schedulers=1) as system:
-            await _behind_a_backlog(system, arguments.backlog)
-    return kept
+def _kept(part: Callable[[SimulatedSystem], Awaitable[bool]], num_schedulers: int = 1) -> Told:
+    """Run a part on a system of its own, and note whether it kept its goals."""
+
+    async def measure() -> bool:
+        async with simulated_system(_NUM_WORKERS, num_schedulers, worker=_WORKER) as system:
+            return await part(system)
+
+    return Told(None, uvloop.run(asyncio.wait_for(measure(), _TIMEOUT_S)))
 
 
-@contextlib.asynccontextmanager
-async def _system(num_schedulers: int) -> AsyncIterator[SimulatedSystem]:
-    async with simulated_system(worker=_WORKER) as system:
-        for _ in range(num_schedulers):
-            await system.start_scheduler()
-        await system.start_workers(_NUM_WORKERS)
-        yield system
+def neighbours(seconds: float = 60.0, smoke: bool = False) -> Told:
+    """Each load takes ``seconds``."""
+    return _kept(lambda system: _neighbours(system, 2.0 if smoke else seconds))
 
 
-def main() -> int:
-    """1 if a goal was missed; a smoke run has none."""
-    parser = command_parser("fairness", __doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
-    parser.add_argument("--backlog", type=int, default=100_000, help="jobs of the one tenant")
-    parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="of the parts")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")
-    arguments = parser.parse_args()
-    if arguments.smoke:
-        arguments.seconds, arguments.backlog = 2.0, 300
-    kept = uvloop.run(asyncio.wait_for(_measure(arguments), _TIMEOUT_S))
-    return 0 if kept or arguments.smoke else 1
+def replicas(seconds: float = 60.0, smoke: bool = False) -> Told:
+    return _kept(lambda system: _replicas(system, 2.0 if smoke else seconds), num_schedulers=2)
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def backlog(backlog: int = 100_000, smoke: bool = False) -> Told:
+    """One tenant has ``backlog`` jobs."""
+    return _kept(lambda system: _behind_a_backlog(system, 300 if smoke else backlog))

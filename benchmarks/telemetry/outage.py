@@ -1,4 +1,4 @@
-"""``python -m benchmarks.telemetry.sink_outage``: how long a lag lasts after ClickHouse was down.
+"""``outage``: how long a lag lasts after ClickHouse was down.
 
 nats-server, a Kafka and a publisher of records run as processes; bridge, sink and ClickHouse's
 embedded engine in this one, over a store that takes nothing for ``--outage-s``. Records are
@@ -15,12 +15,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from benchmarks.support.command import command_parser
-from benchmarks.telemetry.kafka import CHOICES, available, running_kafka
+from benchmarks.support.command import Told
+from benchmarks.telemetry.kafka import available, running_kafka
 from benchmarks.telemetry.record_load import Published, RecordLoad, record_load
 from millrace.bus import nats
 from millrace.bus.api import Bus
@@ -180,25 +180,16 @@ async def _one(
     return outage, took_s, f"{missing} missing, {double} double"
 
 
-def main() -> int:
-    """1 if the goal was missed; a smoke run has none."""
-    parser = command_parser("telemetry.sink_outage", __doc__)
-    parser.add_argument("--outage-s", type=float, default=300.0)
-    parser.add_argument("--rate", type=float, default=2_000.0, help="records a second")
-    parser.add_argument("--kafka", choices=CHOICES, default=available()[0])
-    parser.add_argument("--limit-s", type=float, default=600.0, help="for catching up")
-    parser.add_argument("--smoke", action="store_true", help="2 s, few records, embedded Kafka")
-    given = parser.parse_args()
-    plan = Plan(
-        outage_s=2.0 if given.smoke else given.outage_s,
-        rate=200.0 if given.smoke else given.rate,
-        limit_s=given.limit_s,
-    )
-    name = "embedded" if given.smoke else given.kafka
+def run(
+    outage_s: float = 300.0,
+    rate: float = 2_000.0,
+    limit_s: float = 600.0,
+    kafka: Literal["apache", "embedded"] | None = None,
+    smoke: bool = False,
+) -> Told:
+    """Records come at ``rate`` a second; catching up may take ``limit_s``."""
+    plan = Plan(outage_s=outage_s, rate=rate, limit_s=limit_s)
+    if smoke:
+        plan, kafka = Plan(outage_s=2.0, rate=200.0, limit_s=limit_s), "embedded"
     with tempfile.TemporaryDirectory(prefix="millrace-outage-") as folder:
-        kept = asyncio.run(measure(name, plan, Path(folder)))
-    return 0 if kept or given.smoke else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        return Told(None, asyncio.run(measure(kafka or available()[0], plan, Path(folder))))

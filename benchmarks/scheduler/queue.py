@@ -1,6 +1,6 @@
-"""What the bus costs above its client library, on a nats-server of its own.
+"""What the job queue and frames cost above the client library, on a nats-server of its own.
 
-``python -m benchmarks.bus`` prints, from the same run, publish to pull latency through the job
+``queue`` prints, from the same run, publish to pull latency through the job
 queue and frames relayed per second, each beside bare nats-py doing the same; then what many lines
 cost: to open them, to pull one job of each in turn, and to forget them.
 """
@@ -20,7 +20,6 @@ import uvloop
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from benchmarks.support.command import command_parser
 from benchmarks.support.figures import p50_p99
 from benchmarks.support.processes import ProcessUsage
 from millrace.bus.api import Bus
@@ -215,19 +214,7 @@ async def measure(
     await receiver.close()
 
 
-def main() -> None:
-    """Starts a server of its own and measures."""
-    parser = command_parser("bus", __doc__)
-    parser.add_argument("--jobs", type=int, default=500)
-    parser.add_argument("--frames", type=int, default=50_000)
-    parser.add_argument("--lines", type=int, default=200)
-    arguments = parser.parse_args()
+def run(jobs: int = 500, frames: int = 50_000, lines: int = 200) -> None:
     with tempfile.TemporaryDirectory() as directory, NatsServer(Path(directory)) as server:
         memory_bytes = ProcessUsage(server.pid).rss_bytes
-        uvloop.run(
-            measure(server.url, arguments.jobs, arguments.frames, arguments.lines, memory_bytes)
-        )
-
-
-if __name__ == "__main__":
-    main()
+        uvloop.run(measure(server.url, jobs, frames, lines, memory_bytes))

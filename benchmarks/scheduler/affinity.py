@@ -1,4 +1,4 @@
-"""``python -m benchmarks.affinity``: workers chosen by their caches beside workers chosen by load.
+"""``affinity``: workers chosen by their caches beside workers chosen by load.
 
 On real servers with one scheduler process and eight simulated workers. Conversations share one of
 a few system prompts and grow by each turn; between turns somebody reads. The same conversations run
@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import command_parser
+from benchmarks.support.command import Told
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import simulated_system
 from millrace.schemas.config import EngineConfig, SchedulerConfig, SimulationConfig, WorkerConfig
@@ -115,9 +115,7 @@ class _Conversations:
 
 async def _run(policy: _Policy, load: _Load, duration_s: float) -> _Result:
     scheduler = SchedulerConfig(placement=policy)
-    async with simulated_system(scheduler=scheduler, worker=_WORKER) as system:
-        await system.start_scheduler()
-        await system.start_workers(_NUM_WORKERS)
+    async with simulated_system(_NUM_WORKERS, scheduler=scheduler, worker=_WORKER) as system:
         service = Service(system.bus)
         await service.open()
         conversations = _Conversations(service, load)
@@ -183,21 +181,10 @@ def _median(results: Sequence[_Result]) -> _Result:
     return _Result(*(statistics.median(values) for values in zip(*results, strict=True)))
 
 
-def main() -> int:
-    """1 if a goal was missed; a smoke run has none."""
-    parser = command_parser("affinity", __doc__)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
-    parser.add_argument("--rounds", type=int, default=2, help="of which the median counts")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")
-    arguments = parser.parse_args()
+def run(seconds: float = 30.0, rounds: int = 2, smoke: bool = False) -> Told:
+    """Each run takes ``seconds``; the median of the ``rounds`` counts."""
     loads: Sequence[_Load] = _LOADS
-    if arguments.smoke:
-        arguments.seconds, arguments.rounds = 2.0, 1
-        loads = [_Load("smoke", 8, 0.1)]
-    measuring = _measure(loads, arguments.seconds, arguments.rounds)
-    kept = uvloop.run(asyncio.wait_for(measuring, _TIMEOUT_S))
-    return 0 if kept or arguments.smoke else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    if smoke:
+        loads, seconds, rounds = [_Load("smoke", 8, 0.1)], 2.0, 1
+    measuring = asyncio.wait_for(_measure(loads, seconds, rounds), _TIMEOUT_S)
+    return Told(None, uvloop.run(measuring))

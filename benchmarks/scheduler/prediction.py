@@ -1,4 +1,4 @@
-"""``python -m benchmarks.prediction``: the predicted first token beside the one that came.
+"""``prediction``: the predicted first token beside the one that came.
 
 The real scheduler in virtual time, as ``millrace simulate`` has it, with simulated workers: the
 figures do not depend on the machine. Each load is one that makes requests wait. As a gateway does,
@@ -14,8 +14,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.support.command import command_parser
-from benchmarks.support.figures import percentile
+from benchmarks.support.command import Told
+from benchmarks.support.figures import percentile, table
 from millrace.schemas.config import (
     Config,
     EngineConfig,
@@ -166,24 +166,17 @@ def run_load(load: Load, seconds: float) -> Accuracy:
     return accuracy_of(outcomes, seconds)
 
 
-def main() -> int:
-    """1 if a goal was missed."""
-    parser = command_parser("prediction", __doc__)
-    parser.add_argument("--seconds", type=float, default=120.0, help="of each load, virtual")
-    arguments = parser.parse_args()
-    print("load          waited   mean wait s   wrong by a factor of: p50    p90    p99   unknown")
+def run(seconds: float = 120.0) -> Told:
+    """Each load takes ``seconds`` of virtual time."""
+    rows = []
     kept = True
     for load in LOADS:
-        found = run_load(load, arguments.seconds)
+        found = run_load(load, seconds)
         p50, p99 = percentile(found.ratios, 0.5), percentile(found.ratios, 0.99)
-        print(
-            f"{load.name:<14}{len(found.ratios):>6}{found.mean_wait_s:>14.1f}"
-            f"{p50:>27.2f}{found.p90:>7.2f}{p99:>7.2f}{found.num_unknown:>10}"
-        )
+        factors = (f"{factor:.2f}" for factor in (p50, found.p90, p99))
+        wait = f"{found.mean_wait_s:.1f}"
+        rows.append((load.name, f"{len(found.ratios)}", wait, *factors, f"{found.num_unknown}"))
         kept = kept and found.p90 <= _RATIO_GOAL
+    print(table(("load", "waited", "mean s", "wrong by p50", "p90", "p99", "unknown"), rows))
     print(f"goal: p90 at most {_RATIO_GOAL}")
-    return 0 if kept else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return Told(None, kept)

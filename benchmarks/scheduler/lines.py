@@ -1,4 +1,4 @@
-"""``python -m benchmarks.job_lines``: what becomes of jobs that services publish all at once.
+"""``lines``: what becomes of jobs that services publish all at once.
 
 On real servers with a scheduler process and the demo model on Millrace's own engine, with default
 limits: a tenant's service publishes all its jobs, and each is counted by how it ends. Meanwhile
@@ -12,20 +12,19 @@ admit 3,000 jobs within about four minutes.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
@@ -40,6 +39,16 @@ _OTHER = "other"
 _PROMPT_TOKENS, _MAX_TOKENS = 16, 8
 _PAUSE_S = 0.5
 _TTFT_GOAL_MS = 1_000.0
+
+
+class Arguments(NamedTuple):
+    """``jobs`` are published at once in each part by so many ``tenants``."""
+
+    jobs: int
+    tiers: Sequence[str]
+    tenants_tier: str
+    tenants: int
+    engine: str
 
 
 class LineResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +101,7 @@ async def _ask_on(service: Service, prompts: random.Random, ttfts_ms: list[float
 
 
 async def _line(
-    system: SimulatedSystem, number: int, tier: Tier, arguments: argparse.Namespace
+    system: SimulatedSystem, number: int, tier: Tier, arguments: Arguments
 ) -> LineResult:
     tenants = [f"publisher-{number}-{place}" for place in range(arguments.tenants)]
     services = {
@@ -157,12 +166,11 @@ def _tell(line: LineResult) -> None:
     print(f"  processor time of the scheduler: {line.scheduler_cpu_s:.1f} s, {cpu_ms}")
 
 
-async def _measure(arguments: argparse.Namespace) -> list[LineResult]:
+async def _measure(arguments: Arguments) -> list[LineResult]:
     lines: list[LineResult] = []
     default = SchedulerConfig().max_queued_jobs
-    async with simulated_system(max_queued_jobs=default) as system:
-        await system.start_scheduler()
-        await system.start_workers(1, EngineKind(arguments.engine))
+    kind = EngineKind(arguments.engine)
+    async with simulated_system(1, engine=kind, max_queued_jobs=default) as system:
         for number, tier in enumerate(arguments.tiers):
             lines.append(await _line(system, number, Tier(tier), arguments))
             _tell(lines[-1])
@@ -177,30 +185,25 @@ def _is_kept(lines: Sequence[LineResult]) -> bool:
     )
 
 
-def main() -> int:
-    """1 if a job was not done or the other tenant waited too long; a smoke run has no goal."""
-    parser = command_parser("job_lines", __doc__)
-    tiers = [tier.value for tier in Tier]
-    parser.add_argument("--jobs", type=int, default=3_000, help="published at once in each part")
-    parser.add_argument("--tiers", nargs="+", choices=tiers, default=["batch"], help="one a part")
-    parser.add_argument("--tenants-tier", choices=tiers, default="pro", help="whose limits hold")
-    parser.add_argument("--tenants", type=int, default=1, help="that publish the jobs of a part")
-    parser.add_argument("--engine", choices=["real", "simulated"], default="real")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")
-    arguments = parser.parse_args()
-    if arguments.smoke:
-        arguments.jobs, arguments.engine = 100, "simulated"
-    lines = uvloop.run(_measure(arguments))
+_Tier = Literal["enterprise", "pro", "free", "batch"]
+
+
+def run(
+    jobs: int = 3_000,
+    tiers: Sequence[_Tier] = ("batch",),
+    tenants_tier: _Tier = "pro",
+    tenants: int = 1,
+    engine: Literal["real", "simulated"] = "real",
+    smoke: bool = False,
+) -> Told:
+    """The goals are that every job is done and that the other tenant does not wait."""
+    if smoke:
+        jobs, engine = 100, "simulated"
+    lines = uvloop.run(_measure(Arguments(jobs, tiers, tenants_tier, tenants, engine)))
     results = Results(
         cpu=cpu_name(),
         num_cores=len(os.sched_getaffinity(0)),
         load_average=os.getloadavg()[0],
         lines=lines,
     )
-    write_json(arguments.json, results)
-    return 0 if _is_kept(lines) or arguments.smoke else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return Told(results, _is_kept(lines), "scheduler/job_lines.json")

@@ -1,6 +1,6 @@
 """How soon a cancelled request's blocks are free, beside the engine step that was under way.
 
-    python -m benchmarks.cancel [--model demo] [--streams 16] [--cancels 300]
+    python -m benchmarks.scheduler --only cancel [--model demo] [--streams 16] [--cancels 300]
 
 A worker with its engine in a process of its own, on a real nats-server. While ``--streams``
 requests decode, one of them is cancelled at a random moment, from another connection, as a gateway
@@ -19,7 +19,6 @@ import time
 from collections import deque
 from pathlib import Path
 
-from benchmarks.support.command import command_parser
 from benchmarks.support.figures import p50_p99, percentile
 from millrace.bus import nats
 from millrace.bus.api import Bus
@@ -202,23 +201,15 @@ async def _rounds(bench: Bench, num_streams: int, num_cancels: int) -> list[tupl
     return figures
 
 
-def main() -> None:
-    parser = command_parser("cancel", __doc__)
-    parser.add_argument("--model", default="demo", help="a name of the catalogue, or a folder")
-    parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--cancels", type=int, default=300)
-    arguments = parser.parse_args()
-    figures = asyncio.run(measure(arguments.model, arguments.streams, arguments.cancels))
-    rows = (
-        ("cancel published to blocks free", [took_ms for took_ms, _ in figures]),
-        ("the engine's step at that time", [step_ms for _, step_ms in figures]),
-        ("beyond that step", [took_ms - step_ms for took_ms, step_ms in figures]),
-    )
-    print(f"{arguments.streams} streams, {len(figures)} cancels")
-    for title, values in rows:
+def run(model: str = "demo", streams: int = 16, cancels: int = 300) -> None:
+    """``model`` is a name of the catalogue or a folder."""
+    figures = asyncio.run(measure(model, streams, cancels))
+    rows = {
+        "cancel published to blocks free": [took_ms for took_ms, _ in figures],
+        "the engine's step at that time": [step_ms for _, step_ms in figures],
+        "beyond that step": [took_ms - step_ms for took_ms, step_ms in figures],
+    }
+    print(f"{streams} streams, {len(figures)} cancels")
+    for title, values in rows.items():
         print(f"{title:32}  {p50_p99(values, '7.2f')}")
     print(f"goal: no more than one step + {_GOAL_MS:g} ms")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.preemption``: what an enterprise request waits for behind free streams.
+"""``preemption``: what an enterprise request waits for behind free streams.
 
 On real servers with one scheduler process and one simulated worker. Free tenants keep more streams
 waiting than the worker has slots, all the time; an enterprise tenant asks for a few tokens twice a
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import command_parser
+from benchmarks.support.command import Told
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import simulated_system
 from millrace.schemas.config import EngineConfig, SimulationConfig, WorkerConfig
@@ -108,9 +108,7 @@ async def _beside(service: Service, duration_s: float) -> _Result:
 
 async def _measure(duration_s: float) -> bool:
     """Whether the goal was kept."""
-    async with simulated_system(worker=_WORKER) as system:
-        await system.start_scheduler()
-        await system.start_workers(1)
+    async with simulated_system(1, worker=_WORKER) as system:
         service = Service(system.bus)
         await service.open()
         alone_ms = await _ask_now_and_then(service, duration_s / 4)
@@ -136,16 +134,7 @@ async def _measure(duration_s: float) -> bool:
     return p99_ms <= _TTFT_GOAL_MS
 
 
-def main() -> int:
-    """1 if the goal was missed; a smoke run has none."""
-    parser = command_parser("preemption", __doc__)
-    parser.add_argument("--seconds", type=float, default=30.0, help="beside the free streams")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds; measures nothing")
-    arguments = parser.parse_args()
-    duration_s = 2.0 if arguments.smoke else arguments.seconds
-    kept = uvloop.run(asyncio.wait_for(_measure(duration_s), _TIMEOUT_S))
-    return 0 if kept or arguments.smoke else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def run(seconds: float = 30.0, smoke: bool = False) -> Told:
+    """The enterprise tenant asks for ``seconds`` beside the free streams."""
+    measuring = asyncio.wait_for(_measure(2.0 if smoke else seconds), _TIMEOUT_S)
+    return Told(None, uvloop.run(measuring))

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.telemetry.endpoint_soak``: do the bounds of the ClickHouse endpoint hold?
+"""``endpoint``: do the bounds of the ClickHouse endpoint hold?
 
 nats-server, the embedded Kafka, a publisher of records and ``python -m millrace.telemetry`` run as
 processes. Twelve clients of five users, each at an address of its own, ask the endpoint without a
@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told
 from benchmarks.support.processes import SPAWN, spawned
 from benchmarks.telemetry.kafka import running_kafka
 from benchmarks.telemetry.record_load import record_load
@@ -318,23 +318,12 @@ async def measure(directory: Path, seconds: float, rate: float) -> Figures:
     return soak.figures
 
 
-def main() -> int:
-    """1 if a goal was missed; a smoke run has none."""
-    parser = command_parser("telemetry.endpoint_soak", __doc__)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--rate", type=float, default=100.0, help="records a second")
-    parser.add_argument("--json", type=Path, help="a file for the figures")
-    parser.add_argument("--smoke", action="store_true", help="a few seconds: that it runs at all")
-    given = parser.parse_args()
-    seconds = 4.0 if given.smoke else 60.0 * given.minutes
+def run(minutes: float = 10.0, rate: float = 100.0, smoke: bool = False) -> Told:
+    """Records come at ``rate`` a second."""
+    seconds = 4.0 if smoke else 60.0 * minutes
     with tempfile.TemporaryDirectory(prefix="millrace-soak-") as folder:
-        figures = asyncio.run(measure(Path(folder), seconds, given.rate))
+        figures = asyncio.run(measure(Path(folder), seconds, rate))
     print(msgspec.json.format(msgspec.json.encode(figures)).decode())
-    write_json(given.json, figures)
     missed = figures.missed()
     print("\n".join(f"missed: {each}" for each in missed) or "all goals hold")
-    return 1 if missed and not given.smoke else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return Told(figures, not missed)
