@@ -1,7 +1,7 @@
 """What clients see of streams whose KV cache moves, in a whole system on this machine.
 
-    python -m benchmarks.kv_moves [--streams 20] [--tokens 2000] [--save]
-    python -m benchmarks.kv_moves --only roles --tokens 8000 --beside 16 --save
+    python -m benchmarks.kv --only drain [--streams 20] [--tokens 2000] [--save]
+    python -m benchmarks.kv --only roles --tokens 8000 --beside 16 --save
 
   drain   so many streams with contexts of so many tokens are on one of two workers, which is then
           drained: the longest time for which each stands still, less what the longest gap of one
@@ -33,13 +33,11 @@ import httpx
 import msgspec
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M, write_llama
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told
 from benchmarks.support.figures import percentile
 from benchmarks.support.machine_rates import cpu_name
 from tests.support.system import System
 
-_RESULT = Path(__file__).parent / "results" / "kv_moves.json"
-_LONG_RESULT = _RESULT.with_name("kv_moves_long.json")
 _MODEL = "moved"
 _NUM_PROMPTS = 6
 _USUAL_TOKENS = 2_000
@@ -66,14 +64,12 @@ class RoleFigures(msgspec.Struct, kw_only=True):
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """All of it."""
+    """Of the systems of a part, by name; ``streams`` are those that drain or stand beside."""
 
     cpu: str
     streams: int
     tokens: int
-    beside: int = 8
-    drain: dict[str, DrainFigures]
-    roles: dict[str, RoleFigures]
+    systems: dict[str, DrainFigures | RoleFigures]
 
 
 class _Stream:
@@ -199,42 +195,25 @@ async def _beside_prompts(system: System, num_tokens: int, num_beside: int) -> R
     )
 
 
-def main() -> None:
-    """Print a line for each system."""
-    parser = command_parser("kv_moves", __doc__)
-    parser.add_argument("--streams", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=_USUAL_TOKENS, help="of each context")
-    parser.add_argument("--beside", type=int, default=8, help="streams beside prompts")
-    parser.add_argument("--only", choices=("drain", "roles"))
-    parser.add_argument("--save", action="store_true", help=f"write {_RESULT.parent}")
-    arguments = parser.parse_args()
-    results = Results(
-        cpu=cpu_name(),
-        streams=arguments.streams,
-        tokens=arguments.tokens,
-        beside=arguments.beside,
-        drain={},
-        roles={},
-    )
+def drain(streams: int = 20, tokens: int = _USUAL_TOKENS) -> Told:
+    """``tokens`` are those of each context."""
+    found: dict[str, DrainFigures | RoleFigures] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_llama(Path(folder))
         for name, transfer in (("pulled", True), ("computed", False)):
-            if arguments.only != "roles":
-                with _system(model, "--workers", "2", transfer=transfer) as system:
-                    drained = asyncio.run(_drain(system, arguments.streams, arguments.tokens))
-                results.drain[name] = drained
-                print(f"drain, {name}: {drained}", flush=True)
+            with _system(model, "--workers", "2", transfer=transfer) as system:
+                found[name] = asyncio.run(_drain(system, streams, tokens))
+            print(f"drain, {name}: {found[name]}", flush=True)
+    return Told(Results(cpu=cpu_name(), streams=streams, tokens=tokens, systems=found))
+
+
+def roles(tokens: int = _USUAL_TOKENS, beside: int = 8) -> Told:
+    """So many streams are beside the prompts of so many tokens."""
+    found: dict[str, DrainFigures | RoleFigures] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_llama(Path(folder))
         for name, workers in (("apart", "prefill:1,decode:1"), ("mixed", "2")):
-            if arguments.only != "drain":
-                with _system(model, "--workers", workers) as system:
-                    figures = asyncio.run(
-                        _beside_prompts(system, arguments.tokens, arguments.beside)
-                    )
-                results.roles[name] = figures
-                print(f"roles, {name}: {figures}", flush=True)
-    long = arguments.only == "roles" and arguments.tokens > _USUAL_TOKENS
-    write_json((_LONG_RESULT if long else _RESULT) if arguments.save else None, results)
-
-
-if __name__ == "__main__":
-    main()
+            with _system(model, "--workers", workers) as system:
+                found[name] = asyncio.run(_beside_prompts(system, tokens, beside))
+            print(f"roles, {name}: {found[name]}", flush=True)
+    return Told(Results(cpu=cpu_name(), streams=beside, tokens=tokens, systems=found))

@@ -1,6 +1,6 @@
 """What the prefix cache costs and brings: throughput by hit rate, and TTFT of what is cached.
 
-    python -m benchmarks.prefix_cache [--rounds 5]
+    python -m benchmarks.kv --only prefix [--rounds 5]
 
 Prompts share their first part, which an earlier request has left in the cache. An engine with the
 cache and one without get the same prompts in turn, and the ratio of each pair counts. The goals: at
@@ -9,18 +9,15 @@ no hit less than 1 % slower, at 75 % hit at least 2.5 times the throughput.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from benchmarks.support.closed_loop import run_closed_loop
-from benchmarks.support.command import command_parser
-from benchmarks.support.model import add_model_arguments, measured_model
+from benchmarks.support.model import measured_model
 from benchmarks.support.prompts import Prompt, shared_prefix_prompts
 from millrace.schemas.config import EngineConfig
 
@@ -32,25 +29,35 @@ _GOALS = {0.0: "at least 0.99x", 0.75: "at least 2.50x"}
 _TTFT_PROMPTS = 8
 
 
+class Load(NamedTuple):
+    """``requests`` a run, ``streams`` at a time; the median of so many ``rounds`` counts."""
+
+    prompt_tokens: int
+    output_tokens: int
+    requests: int
+    streams: int
+    rounds: int
+
+
 class _Bench:
     """Two engines, with the cache and without."""
 
-    def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
+    def __init__(self, path: Path, load: Load) -> None:
         from millrace.engine.step.engine import Engine
         from millrace.registry.checkpoints.checkpoint import read_model_config
 
-        self._arguments = arguments
+        self._load = load
         self._vocab_size = read_model_config(path).vocab_size
         self._seed = 0
-        config = EngineConfig(device="cpu", dtype="bfloat16", max_num_sequences=arguments.streams)
+        config = EngineConfig(device="cpu", dtype="bfloat16", max_num_sequences=load.streams)
         self._cached = Engine.load(path, config)
         self._uncached = Engine.load(path, msgspec.structs.replace(config, prefix_cache=False))
 
     def throughput(self, hit: float) -> str:
         """One line: the share of prompt tokens that was found, and throughput over without."""
-        num_shared = round(hit * self._arguments.prompt_tokens)
+        num_shared = round(hit * self._load.prompt_tokens)
         ratios, rates, found, asked = [], [], 0, 0
-        for round_ in range(self._arguments.rounds):
+        for round_ in range(self._load.rounds):
             prompts = self._prompts(num_shared)
             for engine in (self._cached, self._uncached):
                 if num_shared:
@@ -86,7 +93,7 @@ class _Bench:
                 (request,) = run_closed_loop(self._cached, prompt, [1], 1)
                 times_ms.append((request.parts_s[0] - request.sent_s) * 1e3)
         return (
-            f"TTFT of {self._arguments.prompt_tokens} tokens, alone: "
+            f"TTFT of {self._load.prompt_tokens} tokens, alone: "
             f"{statistics.median(first_ms):.1f} ms when new, "
             f"{statistics.median(second_ms):.1f} ms when cached"
         )
@@ -95,39 +102,36 @@ class _Bench:
         """Others at each call."""
         self._seed += 1
         return shared_prefix_prompts(
-            self._arguments.requests,
+            self._load.requests,
             num_shared,
-            self._arguments.prompt_tokens - num_shared,
+            self._load.prompt_tokens - num_shared,
             self._vocab_size,
             self._seed,
         )
 
     def _timed_s(self, engine: Engine, prompts: list[Prompt]) -> float:
-        lengths = [self._arguments.output_tokens] * len(prompts)
+        lengths = [self._load.output_tokens] * len(prompts)
         begin_s = time.perf_counter()
-        run_closed_loop(engine, prompts, lengths, self._arguments.streams)
+        run_closed_loop(engine, prompts, lengths, self._load.streams)
         return time.perf_counter() - begin_s
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_parser("prefix_cache", __doc__)
-    add_model_arguments(parser)
-    parser.add_argument("--prompt-tokens", type=int, default=1024)
-    parser.add_argument("--output-tokens", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of runs; the median counts")
-    parsed = parser.parse_args(arguments)
-    with measured_model(parsed) as model:
-        bench = _Bench(model, parsed)
+def run(
+    prompt_tokens: int = 1024,
+    output_tokens: int = 16,
+    requests: int = 32,
+    streams: int = 8,
+    rounds: int = 5,
+    model: Path | None = None,
+    threads: int = 0,
+) -> None:
+    load = Load(prompt_tokens, output_tokens, requests, streams, rounds)
+    with measured_model(model, threads) as path:
+        bench = _Bench(path, load)
         print(
-            f"{parsed.prompt_tokens} tokens in, {parsed.output_tokens} out, "
-            f"{parsed.streams} streams, {parsed.requests} requests a run"
+            f"{prompt_tokens} tokens in, {output_tokens} out, {streams} streams, {requests} "
+            "requests a run"
         )
         print(bench.ttft())  # warms up, too
         for hit in _HITS:
             print(bench.throughput(hit), flush=True)
-
-
-if __name__ == "__main__":
-    main()

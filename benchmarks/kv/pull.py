@@ -1,6 +1,6 @@
 """What it takes to have blocks of another worker's KV cache instead of computing them.
 
-    python -m benchmarks.kv_transfer [--tokens 4096] [--save]
+    python -m benchmarks.kv --only pull [--tokens 4096] [--save]
 
   blocks   those of so many tokens, of a 100M and an 8B Llama's shape in bfloat16, pulled from
            another process: its memory mapped, by TCP with checksums, and read by NIXL, whose UCX
@@ -22,7 +22,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from multiprocessing.connection import Connection
@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks.checkpoints import LLAMA_8B, LLAMA_100M, LlamaShape
-from benchmarks.support.command import command_parser, write_json
-from benchmarks.support.kv_caches import BLOCK_TOKENS, cache_of
+from benchmarks.kv.caches import BLOCK_TOKENS, cache_of
+from benchmarks.support.command import Told
 from benchmarks.support.machine_rates import cpu_name
-from benchmarks.support.model import add_model_arguments, measured_model
+from benchmarks.support.model import measured_model
 from benchmarks.support.processes import SPAWN
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import SamplingParams
@@ -45,12 +45,11 @@ if TYPE_CHECKING:
     from millrace.engine.transfer.nixl_agent import NixlAgent
     from millrace.workers.process.engine_process import EngineClient
 
-_RESULT = Path(__file__).parent / "results" / "kv_transfer.json"
 _LAYOUT = "blocks"
 _TIMEOUT_S = 60.0
 
 
-class BlockFigures(msgspec.Struct, kw_only=True):
+class BlockFigures(msgspec.Struct):
     """GB/s; ``first`` is into memory that nobody has touched, over a new connection."""
 
     size_bytes: int
@@ -135,17 +134,8 @@ def measure_blocks(shape: LlamaShape, num_tokens: int, repeats: int) -> BlockFig
     mapped, tcp, resliced, nixl, nixl_tcp, plain = (
         statistics.median(column) for column in zip(*times[1:], strict=True)
     )
-    return BlockFigures(
-        size_bytes=size_bytes,
-        mapped=size_bytes / mapped / 1e9,
-        mapped_first=size_bytes / first[0] / 1e9,
-        tcp=size_bytes / tcp / 1e9,
-        tcp_first=size_bytes / first[1] / 1e9,
-        nixl=size_bytes / nixl / 1e9,
-        nixl_tcp=size_bytes / nixl_tcp / 1e9,
-        resliced=size_bytes / resliced / 1e9,
-        plain_copy=size_bytes / plain / 1e9,
-    )
+    times_s = (mapped, first[0], tcp, first[1], nixl, nixl_tcp, resliced, plain)
+    return BlockFigures(size_bytes, *(size_bytes / one_s / 1e9 for one_s in times_s))
 
 
 @contextmanager
@@ -289,32 +279,23 @@ def _print(name: str, tokens: int, figures: BlockFigures) -> None:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_parser("kv_transfer", __doc__)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=5, help="measurements; the median counts")
-    parser.add_argument("--save", action="store_true", help=f"write {_RESULT.name}")
-    add_model_arguments(parser)
-    parsed = parser.parse_args(arguments)
-    with measured_model(parsed) as model:
+def run(tokens: int = 4096, repeats: int = 5, model: Path | None = None, threads: int = 0) -> Told:
+    """The median of the ``repeats`` counts; 0 threads: all cores."""
+    with measured_model(model, threads) as path:
         result = Result(
             cpu=cpu_name(),
-            tokens=parsed.tokens,
-            blocks_100m=measure_blocks(LLAMA_100M, parsed.tokens, parsed.repeats),
-            blocks_8b=measure_blocks(LLAMA_8B, parsed.tokens, parsed.repeats),
-            engine=asyncio.run(measure_engine(model, parsed.tokens, parsed.repeats)),
+            tokens=tokens,
+            blocks_100m=measure_blocks(LLAMA_100M, tokens, repeats),
+            blocks_8b=measure_blocks(LLAMA_8B, tokens, repeats),
+            engine=asyncio.run(measure_engine(path, tokens, repeats)),
         )
     engine = result.engine
     print(result.cpu)
-    _print("a 100M shape", parsed.tokens, result.blocks_100m)
-    _print("an 8B shape", parsed.tokens, result.blocks_8b)
+    _print("a 100M shape", tokens, result.blocks_100m)
+    _print("an 8B shape", tokens, result.blocks_8b)
     print(
-        f"  first token of {parsed.tokens} tokens, 100M, {engine.size_bytes / 1e6:.0f} MB: pulled "
+        f"  first token of {tokens} tokens, 100M, {engine.size_bytes / 1e6:.0f} MB: pulled "
         f"{engine.pulled_ms:.0f} ms, computed {engine.computed_ms:.0f} ms: "
         f"{engine.pulled_ms / engine.computed_ms:.2f}"
     )
-    write_json(_RESULT if parsed.save else None, result)
-
-
-if __name__ == "__main__":
-    main()
+    return Told(result, file="kv_transfer.json")

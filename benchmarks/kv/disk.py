@@ -1,7 +1,7 @@
 """What it takes to bring an idle conversation's blocks back from disk after a restart, or to find
 them in an object store.
 
-    python -m benchmarks.disk_reload [--tokens 4096] [--folder DIR] [--stores] [--save]
+    python -m benchmarks.kv --only disk [--tokens 4096] [--folder DIR] [--stores] [--save]
 
   file     blocks of a cache with the shape of an 8B Llama's in bfloat16, read into host memory with
            their checksums, from the disk and from the system's page cache, beside reading as many
@@ -22,19 +22,20 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told
 from benchmarks.support.machine_rates import cpu_name
-from benchmarks.support.model import add_model_arguments, measured_model
+from benchmarks.support.model import measured_model
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.sampling import SamplingParams
 
-_RESULT = Path(__file__).parent / "results" / "disk_reload.json"
-_STORES_RESULT = _RESULT.with_name("disk_reload_stores.json")
+if TYPE_CHECKING:
+    from millrace.engine.step.engine import Engine
+
 _BLOCK_TOKENS = 16
 _LAYERS = 32
 _BLOCK_BYTES_8B = _LAYERS * _BLOCK_TOKENS * 2 * 8 * 128 * 2
@@ -149,7 +150,6 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
     from millrace.engine.kv.disk_identity import block_file
     from millrace.engine.step.engine import Engine
     from millrace.engine.step.runners import load_runner
-    from millrace.engine.types import EngineRequest
 
     config = EngineConfig(device="cpu", disk_cache_path=str(folder), idle_offload_s=1.0)
     runner = load_runner(model, config)
@@ -174,11 +174,7 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
         _forget(folder)
 
     def first_token() -> None:
-        (engine,) = engines
-        sampling = SamplingParams(temperature=0.0, max_tokens=1)
-        engine.add(EngineRequest(request_id="r", prompt_token_ids=token_ids, sampling=sampling))
-        while engine.has_work:
-            engine.step()
+        _first_token(engines[0], token_ids)
 
     restart()
     first_token()  # what is only done once is done
@@ -197,6 +193,14 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
     return figures
 
 
+def _first_token(engine: Engine, prompt: tuple[int, ...]) -> None:
+    from benchmarks.support.closed_loop import greedy_request
+
+    engine.add(greedy_request("r", prompt, 1))
+    while engine.has_work:
+        engine.step()
+
+
 def restart_without(folder: Path, restart: Callable[[], None]) -> Callable[[], None]:
     """A restart that finds nothing."""
 
@@ -213,7 +217,6 @@ def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: in
     from millrace.engine.kv.objects.opening import block_objects
     from millrace.engine.step.engine import Engine
     from millrace.engine.step.runners import load_runner
-    from millrace.engine.types import EngineRequest
 
     config = EngineConfig(device="cpu", object_cache_url=url, idle_offload_s=1.0)
     runner = load_runner(model, config)
@@ -231,14 +234,8 @@ def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: in
         if looks:
             engine._tiers.keep_in_store(objects, config)
 
-    def first_token(prompt: tuple[int, ...]) -> None:
-        sampling = SamplingParams(temperature=0.0, max_tokens=1)
-        engine.add(EngineRequest(request_id="r", prompt_token_ids=prompt, sampling=sampling))
-        while engine.has_work:
-            engine.step()
-
     restart(looks=True)
-    first_token(token_ids)
+    _first_token(engine, token_ids)
     later_s += _IDLE_S
     begin_s = time.perf_counter()
     while engine.rest() is not None:
@@ -249,9 +246,11 @@ def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: in
         kind=kind,
         size_bytes=stats.num_object_written_bytes,
         num_objects=stats.num_object_written_blocks // objects.num_blocks,
-        found_ms=_ms(lambda: first_token(token_ids), lambda: restart(looks=True), repeats),
-        absent_ms=_ms(lambda: first_token(drawn()), lambda: restart(looks=True), repeats),
-        computed_ms=_ms(lambda: first_token(drawn()), lambda: restart(looks=False), repeats),
+        found_ms=_ms(lambda: _first_token(engine, token_ids), lambda: restart(looks=True), repeats),
+        absent_ms=_ms(lambda: _first_token(engine, drawn()), lambda: restart(looks=True), repeats),
+        computed_ms=_ms(
+            lambda: _first_token(engine, drawn()), lambda: restart(looks=False), repeats
+        ),
         written_ms=written_ms,
     )
     assert stats.num_object_failures == 0
@@ -268,37 +267,35 @@ def measure_stores(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_parser("disk_reload", __doc__)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--folder", type=Path, help="where to write (default: the system's)")
-    parser.add_argument("--repeats", type=int, default=5, help="measurements; the median counts")
-    parser.add_argument("--stores", action="store_true", help="measure object stores, too")
-    parser.add_argument("--save", action="store_true", help="write the result file")
-    add_model_arguments(parser)
-    parsed = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(dir=parsed.folder) as made, measured_model(parsed) as model:
+def run(
+    tokens: int = 4096,
+    folder: Path | None = None,
+    repeats: int = 5,
+    stores: bool = False,
+    model: Path | None = None,
+    threads: int = 0,
+) -> Told:
+    """Files are in ``folder``; the median of the ``repeats`` counts; 0 threads: all cores."""
+    with tempfile.TemporaryDirectory(dir=folder) as made, measured_model(model, threads) as path:
         folder = Path(made)
         (folder / "engine").mkdir()
         result = Result(
             cpu=cpu_name(),
-            tokens=parsed.tokens,
-            file=measure_file(folder, parsed.tokens, parsed.repeats),
-            engine=measure_engine(model, folder / "engine", parsed.tokens - 100, parsed.repeats),
+            tokens=tokens,
+            file=measure_file(folder, tokens, repeats),
+            engine=measure_engine(path, folder / "engine", tokens - 100, repeats),
         )
-        if parsed.stores:
-            result.stores = measure_stores(
-                model, folder / "store", parsed.tokens - 100, parsed.repeats
-            )
+        if stores:
+            result.stores = measure_stores(path, folder / "store", tokens - 100, repeats)
     blocks, engine = result.file, result.engine
     print(result.cpu)
     print(
-        f"  {parsed.tokens} tokens of an 8B shape, {blocks.size_bytes / 1e6:.0f} MB: from the disk "
+        f"  {tokens} tokens of an 8B shape, {blocks.size_bytes / 1e6:.0f} MB: from the disk "
         f"{blocks.cold_ms:.0f} ms (a plain read {blocks.plain_cold_ms:.0f}), from the page cache "
         f"{blocks.warm_ms:.0f} ms (a plain read {blocks.plain_warm_ms:.0f})"
     )
     print(
-        f"  first token of {parsed.tokens - 100} tokens, 100M, {engine.size_bytes / 1e6:.0f} MB: "
+        f"  first token of {tokens - 100} tokens, 100M, {engine.size_bytes / 1e6:.0f} MB: "
         f"from the disk {engine.cold_ms:.0f} ms, from the page cache {engine.warm_ms:.0f} ms, "
         f"computed {engine.computed_ms:.0f} ms"
     )
@@ -308,9 +305,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"objects: {store.found_ms:.0f} ms, looked for in vain {store.absent_ms:.0f} ms, "
             f"computed {store.computed_ms:.0f} ms; written within {store.written_ms:.0f} ms"
         )
-    file = _STORES_RESULT if parsed.stores else _RESULT
-    write_json(file if parsed.save else None, result)
-
-
-if __name__ == "__main__":
-    main()
+    return Told(result, file="disk_reload_stores.json" if stores else "disk_reload.json")
