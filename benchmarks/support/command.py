@@ -1,11 +1,100 @@
-"""What the commands of benchmarks have in common: their parser, and figures as JSON."""
+"""The commands of benchmarks: a folder is a subject, and its parts are functions."""
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from inspect import Parameter, signature
 from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+class Told(NamedTuple):
+    """The figures of a part; whether it kept its goals; the file in ``RESULTS`` for ``--save``."""
+
+    figures: object
+    kept: bool = True
+    file: str = ""
+
+
+def run_parts(name: str, description: str | None, parts: Mapping[str, str]) -> int:
+    """Run ``python -m benchmarks.<name>``. Returns 0 if all goals were kept.
+
+    ``parts`` has ``module:function`` by name. The parameters of a function are the options of its
+    part. One part runs in this process; several run one after the other in processes of their own.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_only(first, parts)
+    chosen, options = first.parse_known_args()
+    if len(chosen.only) == 1:
+        module_name, _, function = parts[chosen.only[0]].partition(":")
+        module = import_module(f"benchmarks.{name}.{module_name}")
+        return run_command(name, getattr(module, function), module.__doc__, chosen.only[0], options)
+    if {"-h", "--help"} & set(options):
+        parser = command_parser(name, description)
+        _add_only(parser, parts)
+        parser.parse_args()
+    command = [sys.executable, "-m", f"benchmarks.{name}"]
+    codes = [
+        subprocess.run([*command, "--only", part, *options], check=False).returncode
+        for part in chosen.only or parts
+    ]
+    return int(any(codes))
+
+
+def run_command(
+    name: str,
+    function: Callable[..., Told | None],
+    description: str | None,
+    part: str = "",
+    given: Sequence[str] | None = None,
+) -> int:
+    """Run a function whose parameters are options, and write its figures where options say.
+
+    Returns 0 if it kept its goals, which a run with ``--smoke`` does not have.
+    """
+    parser = command_parser(f"{name} --only {part}" if part else name, description)
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--save", action="store_true", help="write them to benchmarks/results")
+    for parameter in signature(function, eval_str=True).parameters.values():
+        _add_option(parser, parameter)
+    options = vars(parser.parse_args(given))
+    file, is_saved = options.pop("json"), options.pop("save")
+    told = function(**options) or Told(None)
+    if is_saved:
+        file = RESULTS / (told.file or (f"{name}/{part}.json" if part else f"{name}.json"))
+    write_json(file, told.figures)
+    return 0 if told.kept or options.get("smoke") else 1
+
+
+def _add_only(parser: argparse.ArgumentParser, parts: Mapping[str, str]) -> None:
+    text = "these parts alone; the options of a part are shown by --only PART --help"
+    parser.add_argument("--only", nargs="+", choices=list(parts), default=[], help=text)
+
+
+def _add_option(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
+    """Add the option that a parameter with a default is."""
+    kind, default = parameter.annotation, parameter.default
+    origin, kinds = get_origin(kind), get_args(kind)
+    more: dict[str, Any] = {"type": kinds[0] if kinds else kind}
+    if kind is bool:
+        more = {"action": "store_true"}
+    elif origin is Literal:
+        more = {"choices": kinds}
+    elif origin is Sequence:
+        more["nargs"] = "+"
+    flag = f"--{parameter.name.replace('_', '-')}"
+    is_required = default is Parameter.empty
+    parser.add_argument(
+        flag, default=default, required=is_required, help="default: %(default)s", **more
+    )
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -19,7 +108,7 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
 
 def write_json(file: Path | None, figures: object) -> None:
-    """Nothing without a file."""
+    """Write figures to a file; without a file nothing."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")

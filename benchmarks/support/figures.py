@@ -71,3 +71,13 @@ def medians(runs: Sequence[Figures]) -> Figures:
             for name in Figures.__struct_fields__
         }
     )
+
+
+def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lay out rows of cells below their names: the first column to the left, others right."""
+    lines = [names, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    return "\n".join(
+        "  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))).rstrip()
+        for line in lines
+    )

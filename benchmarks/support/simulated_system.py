@@ -63,7 +63,7 @@ class SimulatedSystem:
         """After it was killed."""
         self.schedulers[number] = self._start("millrace.scheduler", number, ())
 
-    async def start_workers(self, count: int, engine: EngineKind = EngineKind.SIMULATED) -> None:
+    async def start_workers(self, count: int, engine: EngineKind) -> None:
         """``count`` of them in one process; returns when all have announced themselves."""
         options = ("--engine", engine.value, "--count", str(count))
         self._workers.append(self._start("millrace.workers", len(self._workers), options))
@@ -102,11 +102,15 @@ class SimulatedSystem:
 
 @contextlib.asynccontextmanager
 async def simulated_system(
+    num_workers: int = 0,
+    num_schedulers: int = 1,
+    *,
     scheduler: SchedulerConfig | None = None,
     worker: WorkerConfig | None = None,
+    engine: EngineKind = EngineKind.SIMULATED,
     max_queued_jobs: int = _MAX_QUEUED,
 ) -> AsyncIterator[SimulatedSystem]:
-    """The servers, and schedulers and workers as far as the block starts them. Their files and
+    """The servers with so many schedulers and workers; the block may start more. Their files and
     logs go when it ends."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         directory = Path(folder)
@@ -125,6 +129,10 @@ async def simulated_system(
         system = SimulatedSystem(directory, config, bus)
         stack.callback(system.stop)
         try:
+            for _ in range(num_schedulers):
+                await system.start_scheduler()
+            if num_workers:
+                await system.start_workers(num_workers, engine)
             yield system
         finally:
             await bus.close()

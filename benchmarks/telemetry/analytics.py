@@ -1,7 +1,7 @@
-"""``python -m benchmarks.telemetry.analytics``: how long a saved query takes over a million rows.
+"""``analytics``: how long a saved query takes over a million rows.
 
 Every query of ``telemetry/queries`` is asked as the operations page asks it, over the last 15
-minutes, day and 30 days of what ``benchmarks.telemetry.synthetic_requests`` makes (``--path`` of a
+minutes, day and 30 days of what ``fill`` makes (``--path`` of a
 store that it made before saves the making), on the embedded engine. The goal is 300 ms each.
 """
 
@@ -11,12 +11,12 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.support.command import command_parser
-from benchmarks.telemetry.synthetic_requests import fill
+from benchmarks.telemetry.fill import fill
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.control import TelemetryQuery
@@ -79,7 +79,7 @@ async def time_query(
     )
 
 
-async def measure(store: Store, runs: int, only: list[str]) -> list[Timing]:
+async def measure(store: Store, runs: int, only: Sequence[str]) -> list[Timing]:
     """The timings of all saved queries, or of those named, over all ranges that they take."""
     queries = load_queries()
     answers = Answers(store.reader)
@@ -106,48 +106,30 @@ def render(timings: list[Timing]) -> str:
     return "\n".join(lines)
 
 
-async def run(
-    path: Path, num_rows: int, runs: int, only: list[str], *, is_made: bool, is_smoke: bool
+def run(
+    path: Path | None = None,
+    queries: Sequence[str] = (),
+    rows: int = 1_000_000,
+    runs: int = 5,
+    smoke: bool = False,
 ) -> None:
-    """Make the store unless it is there, and print what its queries take."""
-    store = await Store.open(ClickHouseConfig(path=str(path)))
-    try:
-        if is_made:
-            await migrate(store)
-            await Rollups(store, SystemClock(), interval_s=1.0).reconcile()
-        elif is_smoke:
-            await fill(store, 5_000, days=1.0, sample_s=60)
-        else:
-            await fill(store, num_rows)
-        ((count,),) = await store.rows("SELECT count() FROM requests FINAL")
-        print(f"{count:,} requests")
-        print(render(await measure(store, runs, only)))
-    finally:
-        await store.close()
+    """``queries`` are names of saved queries, ``path`` has a store that is filled already."""
 
+    async def measured(folder: Path) -> None:
+        store = await Store.open(ClickHouseConfig(path=str(folder)))
+        try:
+            if path is not None:
+                await migrate(store)
+                await Rollups(store, SystemClock(), interval_s=1.0).reconcile()
+            elif smoke:
+                await fill(store, 5_000, days=1.0, sample_s=60)
+            else:
+                await fill(store, rows)
+            ((count,),) = await store.rows("SELECT count() FROM requests FINAL")
+            print(f"{count:,} requests")
+            print(render(await measure(store, 1 if smoke else runs, queries)))
+        finally:
+            await store.close()
 
-def main() -> None:
-    parser = command_parser("telemetry.analytics", __doc__)
-    parser.add_argument("queries", nargs="*", help="names of saved queries (default: all)")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="how many requests to make")
-    parser.add_argument("--runs", type=int, default=5, help="of each query")
-    parser.add_argument("--path", type=Path, help="a store that is filled already")
-    parser.add_argument("--smoke", action="store_true", help="few rows, one run")
-    asked = parser.parse_args()
-    runs = 1 if asked.smoke else asked.runs
     with tempfile.TemporaryDirectory() as folder:
-        path = asked.path or Path(folder)
-        asyncio.run(
-            run(
-                path,
-                asked.rows,
-                runs,
-                asked.queries,
-                is_made=asked.path is not None,
-                is_smoke=asked.smoke,
-            )
-        )
-
-
-if __name__ == "__main__":
-    main()
+        asyncio.run(measured(path or Path(folder)))

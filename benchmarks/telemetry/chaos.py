@@ -1,4 +1,4 @@
-"""``python -m benchmarks.telemetry.chaos``: is every record counted once, whatever is killed?
+"""``chaos``: is every record counted once, whatever is killed?
 
 nats-server, a Kafka (Apache's broker where java and its jars can be had, and the embedded one) and
 ``python -m millrace.telemetry``, all as processes; records are published all the time. In turn, at
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import tempfile
 import time
 from decimal import Decimal
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from benchmarks.support.command import command_parser
-from benchmarks.telemetry.kafka import CHOICES, Kafka, available, running_kafka
+from benchmarks.telemetry.kafka import Kafka, available, running_kafka
 from benchmarks.telemetry.record_load import Published, record_load
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
@@ -183,27 +184,23 @@ async def drill(name: str, plan: Plan, directory: Path) -> bool:
     return not wrong
 
 
-def main() -> int:
-    """0 if nothing is missing or double."""
-    parser = command_parser("telemetry.chaos", __doc__)
-    parser.add_argument("--rounds", type=int, default=20, help="for each Kafka")
-    parser.add_argument("--rate", type=float, default=500.0, help="records a second")
-    parser.add_argument("--kafka", choices=CHOICES, help="only this one")
-    parser.add_argument("--seed", type=int, default=7, help="of the random moments")
-    parser.add_argument("--smoke", action="store_true", help="two rounds, few records, embedded")
-    given = parser.parse_args()
-    plan = Plan(
-        rounds=2 if given.smoke else given.rounds,
-        rate=200.0 if given.smoke else given.rate,
-        seed=given.seed,
+def run(
+    rounds: int = 20,
+    rate: float = 500.0,
+    kafka: Literal["apache", "embedded"] | None = None,
+    seed: int = 7,
+    smoke: bool = False,
+) -> None:
+    """``rounds`` are for each Kafka, or for the one ``kafka``; ``rate`` is records a second."""
+    plan = (
+        Plan(rounds=2, rate=200.0, seed=seed)
+        if smoke
+        else Plan(rounds=rounds, rate=rate, seed=seed)
     )
-    names = [given.kafka] if given.kafka else ["embedded"] if given.smoke else available()
+    names = [kafka] if kafka else ["embedded"] if smoke else available()
     kept = True
     for name in names:
         with tempfile.TemporaryDirectory(prefix="millrace-telemetry-") as folder:
             kept = asyncio.run(drill(name, plan, Path(folder))) and kept
-    return 0 if kept else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    if not kept:
+        sys.exit(1)  # also of a smoke run: nothing may be missing

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.telemetry.cost``: what records cost a worker.
+"""``cost``: what records cost a worker.
 
 One worker process on a simulated engine, behind nats-server, Redis and a scheduler, answers
 requests at a steady rate. By turns, some seconds each, it makes and publishes its records and
@@ -12,7 +12,6 @@ which the share is smaller still.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import signal
 import statistics
@@ -27,7 +26,7 @@ import msgspec
 import uvloop
 
 from benchmarks.support.bus_client import Service
-from benchmarks.support.command import command_parser
+from benchmarks.support.command import Told
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from millrace.bus.nats.stores import NatsOutbox
 from millrace.runtime.settings import load_config
@@ -43,6 +42,7 @@ GOAL_SHARE = 0.01
 _PROMPT = tuple(range(5, 69))
 _MAX_TOKENS = 32
 _SETTLE_S = 1.0
+_WORKER_CODE = "import sys, benchmarks.telemetry --only cost as c; c.run_worker(sys.argv[1])"
 _WORKER = WorkerConfig(
     name="measured",
     max_num_waiting=64,
@@ -73,7 +73,6 @@ async def measure(plan: Plan) -> bool:
     async with simulated_system(worker=_WORKER) as system:
         service = Service(system.bus)
         await service.open()
-        await system.start_scheduler()
         with tempfile.TemporaryDirectory() as folder:
             worker = _start_worker(system, Path(folder))
             await system.bus.workers.watch(
@@ -118,7 +117,7 @@ def _start_worker(system: SimulatedSystem, folder: Path) -> subprocess.Popen[byt
     file.write_bytes(msgspec.yaml.encode(system.config))
     with (folder / "worker.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.telemetry.cost", "--worker", str(file)],
+            [sys.executable, "-c", _WORKER_CODE, str(file)],
             stdout=log,
             stderr=log,
             preexec_fn=die_with_parent,
@@ -148,7 +147,7 @@ async def _take_turns(plan: Plan, service: Service, worker: subprocess.Popen[byt
             raise RuntimeError("the worker has answered nothing")
         share = cpu_s / (time.perf_counter() - started_s)
         turns.append(Turn(cpu_s_per_request=cpu_s / ended, share_of_core=share))
-        # Records on, off, on, ...: see ``_run_worker``.
+        # Records on, off, on, ...: see ``run_worker``.
         worker.send_signal(signal.SIGUSR1)
         await asyncio.sleep(_SETTLE_S)
     return turns
@@ -164,7 +163,7 @@ def _num_ended(service: Service) -> int:
     return sum(answer.done_s > 0 for answer in service.answers.values())
 
 
-def _run_worker(file: str) -> None:
+def run_worker(file: str) -> None:
     """A worker that stops making and publishing records at SIGUSR1, and begins again at the
     next."""
     publish, make = NatsOutbox.publish, vars(finalizer)["request_record"]
@@ -193,26 +192,9 @@ def _run_worker(file: str) -> None:
     uvloop.run(run())
 
 
-def main() -> int:
-    """1 if the goal was missed; a smoke run has none."""
-    parser = command_parser("telemetry.cost", __doc__)
-    parser.add_argument("--rate", type=float, default=200.0, help="requests a second")
-    parser.add_argument("--turns", type=int, default=10, help="with records, and as many without")
-    parser.add_argument("--turn-s", type=float, default=6.0)
-    parser.add_argument("--smoke", action="store_true", help="two short turns, few requests")
-    parser.add_argument("--worker", metavar="FILE", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.worker:
-        _run_worker(given.worker)
-        return 0
-    plan = Plan(
-        rate=20.0 if given.smoke else given.rate,
-        turns=1 if given.smoke else given.turns,
-        turn_s=1.5 if given.smoke else given.turn_s,
-    )
-    kept = uvloop.run(measure(plan))
-    return 0 if kept or given.smoke else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def run(rate: float = 200.0, turns: int = 10, turn_s: float = 6.0, smoke: bool = False) -> Told:
+    """Requests come at ``rate`` a second, for ``turns`` with records and as many without."""
+    plan = Plan(rate=rate, turns=turns, turn_s=turn_s)
+    if smoke:
+        plan = Plan(rate=20.0, turns=1, turn_s=1.5)
+    return Told(None, uvloop.run(measure(plan)))

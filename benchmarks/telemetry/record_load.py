@@ -1,4 +1,4 @@
-"""``python -m benchmarks.telemetry.record_load --nats URL --rate N``: records into the outbox, as
+"""``python -m benchmarks.telemetry.record_load URL RATE``: records into the outbox, as
 a running system publishes them, until SIGTERM.
 
 Half are requests, half their deliveries, and one in a hundred is a worker's sample. At the end it
@@ -18,7 +18,6 @@ from collections.abc import Iterator
 import msgspec
 import uvloop
 
-from benchmarks.support.command import command_parser
 from millrace.bus import nats
 from millrace.bus.nats import NatsBus
 from millrace.bus.nats.permissions import Part
@@ -48,10 +47,7 @@ class RecordLoad:
 
     def __init__(self, nats_url: str, rate: float) -> None:
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "benchmarks.telemetry.record_load"),
-                *("--nats", nats_url, "--rate", str(rate)),
-            ],
+            [sys.executable, "-m", "benchmarks.telemetry.record_load", nats_url, str(rate)],
             stdout=subprocess.PIPE,
             preexec_fn=die_with_parent,
         )
@@ -138,13 +134,5 @@ async def _run(nats_url: str, rate: float) -> None:
     await bus.close()
 
 
-def main() -> None:
-    parser = command_parser("telemetry.record_load", __doc__)
-    parser.add_argument("--nats", required=True, metavar="URL")
-    parser.add_argument("--rate", type=float, required=True, help="records a second")
-    given = parser.parse_args()
-    uvloop.run(_run(given.nats, given.rate))
-
-
 if __name__ == "__main__":
-    main()
+    uvloop.run(_run(sys.argv[1], float(sys.argv[2])))

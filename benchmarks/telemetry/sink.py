@@ -1,4 +1,4 @@
-"""``python -m benchmarks.telemetry.sink``: rows per second from Kafka into embedded ClickHouse.
+"""``sink``: rows per second from Kafka into embedded ClickHouse.
 
 The whole sink, pinned to one core (the embedded Kafka has the others), with decoding, ledger and
 offset commits; beside it each of its steps alone, on the same rows, in processor time. A machine
@@ -17,7 +17,6 @@ from pathlib import Path
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
-from benchmarks.support.command import command_parser
 from benchmarks.telemetry.kafka import running_kafka
 from millrace.bus import codec, subjects
 from millrace.runtime.clock import SystemClock
@@ -42,15 +41,11 @@ _ROUND_ROWS = 4 * _BATCH_ROWS
 Steps = dict[str, float]
 
 
-def main() -> None:
-    parser = command_parser("telemetry.sink", __doc__)
-    parser.add_argument("--rounds", type=int, default=6, help=f"of {_ROUND_ROWS} rows")
-    parser.add_argument("--smoke", action="store_true", help="one round: that it runs at all")
-    given = parser.parse_args()
+def run(rounds: int = 6, smoke: bool = False) -> None:
     with tempfile.TemporaryDirectory() as folder, running_kafka("embedded", Path(folder)) as kafka:
         # The engine's threads are started later, so they are on this core as well.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        asyncio.run(measure(kafka.config, 1 if given.smoke else given.rounds))
+        asyncio.run(measure(kafka.config, 1 if smoke else rounds))
 
 
 async def measure(kafka: KafkaConfig, rounds: int) -> None:
@@ -203,7 +198,3 @@ async def whole_sink(kafka: KafkaConfig, store: Store) -> tuple[float, float]:
     sink.stop()
     await task
     return elapsed
-
-
-if __name__ == "__main__":
-    main()

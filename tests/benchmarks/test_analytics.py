@@ -14,7 +14,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow(reason="a smoke run of a benchmark, which promises nothing to users")
 def test_a_smoke_run_times_every_query() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.telemetry.analytics", "--smoke"],
+        [sys.executable, "-m", "benchmarks.telemetry", "--only", "analytics", "--smoke"],
         cwd=_ROOT,
         capture_output=True,
         text=True,

@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.fairness import largest_gap
+from benchmarks.scheduler.fairness import largest_gap
 from millrace.simulation.report.fairness import jain
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SAID = {
-    "dispatch": ("Millrace, 1 tenants", "/s of one core"),
-    "fairness --only neighbours backlog": ("Jain index of the work", "VTC's bound", "TTFT behind"),
-    "fairness --only replicas": ("one is killed", "VTC's bound", "Jain index of all phases"),
-    "job_lines": ("100 done", "first token of another tenant"),
-    "preemption": ("TTFT beside the free streams", "goal"),
-    "affinity": ("affine / least_loaded", "ceiling"),
+    "scheduler --only dispatch": ("Millrace, 1 tenants", "/s of one core"),
+    "scheduler --only neighbours backlog": ("Jain index of the work", "VTC's bound", "TTFT behind"),
+    "scheduler --only replicas": ("one is killed", "VTC's bound", "Jain index of all phases"),
+    "scheduler --only lines": ("100 done", "first token of another tenant"),
+    "scheduler --only preemption": ("TTFT beside the free streams", "goal"),
+    "scheduler --only affinity": ("affine / least_loaded", "ceiling"),
     "simulated_roles": ("derived, not measured", "16 mixed", "8 + 8, 1.6 GB/s", "good", "TTFT"),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from benchmarks.prediction import LOADS, Load, run_load
+from benchmarks.scheduler.prediction import LOADS, Load, run_load
 from millrace.registry.routing.router import Route, Router
 from millrace.scheduler.jobs.scheduled_job import Tenant
 from millrace.scheduler.queues.arrivals import Arrivals, JobSize

@@ -1,0 +1,181 @@
+"""Ten minutes of clients that connect, disconnect and stall at random: does anything stay behind?
+
+    python -m benchmarks.gateway --only soak [--minutes 10] [--clients 500] [--json FILE]
+
+Half of the clients come by HTTP, half by WebSocket. Each does something drawn at random, then
+connects again: reads an answer to its end, leaves in the middle of one, stops reading for a while,
+says nothing, cancels, breaks a request off. Once a second the gateway's resident memory and open
+files are read from outside. Growth is the mean of the last tenth of the time over that of the first
+tenth after the warm-up, a fifth of the whole. When all clients are gone, the gateway's own gauges
+(``/metrics``) and its open files have to come back to what they were before the first.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import Queue
+
+import msgspec
+
+from benchmarks.gateway.soak_clients import run_soak_clients
+from benchmarks.support.command import Told
+from benchmarks.support.gateway_process import GatewayProcess, running_gateway
+from benchmarks.support.processes import SPAWN, spawned
+from benchmarks.support.simulated_worker import simulated_worker
+from millrace.runtime.addresses import open_directly
+
+_TOKENS_PER_S = 20.0
+_SAMPLE_S = 1.0
+_SHOW_S = 30.0
+_WARM_UP_SHARE = 0.2
+_MAX_GROWTH = 0.05
+# Answers that clients left may be kept for a while, so that they can come back for them.
+_SETTLE_S = 90.0
+_LAST_ANSWERS_S = 120.0
+# Files that come and go with the connections to NATS and Redis.
+_SPARE_FILES = 4
+_GAUGE = re.compile(
+    r"^(millrace_(?:open|kept|running)_\w+|millrace_tasks) ([0-9.e+]+)$", re.MULTILINE
+)
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """The gateway at one time."""
+
+    at_s: float
+    rss_bytes: int
+    num_files: int
+    open_streams: int
+
+
+class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """``growth`` is of memory after the warm-up; ``left`` are the gauges, and the files, that did
+    not come back to what they were, with how much is over; ``did`` counts what clients did."""
+
+    minutes: float
+    num_clients: int
+    rss_warm_bytes: float
+    rss_end_bytes: float
+    growth: float
+    left: dict[str, float]
+    did: dict[str, int]
+    settled_s: float
+    samples: tuple[Sample, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """What a gateway must not do."""
+        said = [f"{name}: {over:g} more than before" for name, over in self.left.items()]
+        if self.growth > _MAX_GROWTH:
+            said.append(f"memory grew by {self.growth:.1%}")
+        if unanswered := self.did.get("unanswered"):
+            said.append(f"{unanswered} requests had no answer")
+        return said
+
+
+def _soak(minutes: float, num_clients: int, seed: int) -> SoakFigures:
+    with (
+        running_gateway() as gateway,
+        simulated_worker(gateway.nats_url, _TOKENS_PER_S),
+    ):
+        time.sleep(_SAMPLE_S)
+        before = _state(gateway)
+        counts: Queue[dict[str, int]] = SPAWN.Queue()
+        with spawned(
+            run_soak_clients, gateway.port, num_clients, minutes * 60, seed, counts
+        ) as clients:
+            samples = _watch(gateway, clients, minutes * 60)
+            did = counts.get(timeout=_LAST_ANSWERS_S)
+        left, settled_s = _settle(gateway, before)
+    warm_up_s = minutes * 60 * _WARM_UP_SHARE
+    tenth_s = minutes * 6
+    warm = _mean_rss(samples, warm_up_s, warm_up_s + tenth_s)
+    end = _mean_rss(samples, minutes * 60 - tenth_s, minutes * 60)
+    return SoakFigures(
+        minutes=minutes,
+        num_clients=num_clients,
+        rss_warm_bytes=warm,
+        rss_end_bytes=end,
+        growth=end / warm - 1,
+        left=left,
+        did=did,
+        settled_s=settled_s,
+        samples=tuple(samples),
+    )
+
+
+def _watch(gateway: GatewayProcess, clients: BaseProcess, seconds: float) -> list[Sample]:
+    """A sample each second. Raises RuntimeError if there are no clients any more."""
+    samples: list[Sample] = []
+    start_s = time.monotonic()
+    shown_s = 0.0
+    while (at_s := time.monotonic() - start_s) < seconds:
+        if not clients.is_alive() and at_s < seconds - _SAMPLE_S:
+            raise RuntimeError("the clients' process has ended; its error is above")
+        sample = Sample(
+            at_s=at_s,
+            rss_bytes=gateway.usage.rss_bytes(),
+            num_files=gateway.usage.num_files(),
+            open_streams=int(gateway.health()["open_streams"]),
+        )
+        samples.append(sample)
+        if at_s >= shown_s:
+            shown_s += _SHOW_S
+            print(
+                f"{at_s:6.0f} s   {sample.rss_bytes / 1e6:7.1f} MB   {sample.num_files:5} files   "
+                f"{sample.open_streams:5} open streams",
+                flush=True,
+            )
+        time.sleep(max(0.0, _SAMPLE_S - (time.monotonic() - start_s - at_s)))
+    return samples
+
+
+def _state(gateway: GatewayProcess) -> dict[str, float]:
+    """The gauges of what is open, and the number of files."""
+    with open_directly(f"{gateway.url}/metrics", timeout_s=10.0) as answer:
+        text = answer.read().decode()
+    gauges = {name: float(value) for name, value in _GAUGE.findall(text)}
+    return {**gauges, "open files": gateway.usage.num_files()}
+
+
+def _settle(gateway: GatewayProcess, before: dict[str, float]) -> tuple[dict[str, float], float]:
+    """What is over ``before`` when it does not sink any more, or after a time; and how long it
+    took."""
+    start_s = time.monotonic()
+    while True:
+        left = {
+            name: value - before.get(name, 0.0)
+            for name, value in _state(gateway).items()
+            if value - before.get(name, 0.0) > (_SPARE_FILES if name == "open files" else 0)
+        }
+        waited_s = time.monotonic() - start_s
+        if not left or waited_s > _SETTLE_S:
+            return left, waited_s
+        time.sleep(_SAMPLE_S)
+
+
+def _mean_rss(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
+    return statistics.fmean(s.rss_bytes for s in samples if from_s <= s.at_s <= to_s)
+
+
+def run(minutes: float = 10.0, clients: int = 500, seed: int = 0) -> Told:
+    """The goal is that nothing stays behind."""
+    if minutes < 0.5:
+        sys.exit("--minutes must be at least 0.5")
+    figures = _soak(minutes, clients, seed)
+    for name, count in sorted(figures.did.items()):
+        print(f"{name:<20}{count:>9,}")
+    print(
+        f"memory {figures.rss_warm_bytes / 1e6:.1f} MB after the warm-up, "
+        f"{figures.rss_end_bytes / 1e6:.1f} MB at the end: {figures.growth:+.1%} "
+        f"(goal: at most {_MAX_GROWTH:.0%})"
+    )
+    print(f"after the last client: {figures.settled_s:.0f} s until nothing was left of them")
+    for problem in figures.problems:
+        print(f"PROBLEM: {problem}")
+    return Told(figures, not figures.problems)

@@ -1,1 +1,0 @@
-"""``python -m benchmarks.gateway_sockets``: many WebSockets on one gateway, from few processes."""

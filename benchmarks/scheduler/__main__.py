@@ -1,0 +1,35 @@
+"""Schedulers, the job queue and workers on real servers, with engines that compute nothing.
+
+  python -m benchmarks.scheduler [--only PART ...]
+
+queue       publish to pull and the relay of frames beside bare nats-py; what many lines cost
+dispatch    publish to worker receipt through the scheduler, and its rate with a backlog
+neighbours  shares of backlogged tenants beside VTC's bound, the TTFT of quiet tenants
+replicas    shares by two schedulers and two doors while a scheduler is killed
+backlog     the first job behind another tenant's 100,000
+lines       how 3,000 jobs end that a tenant's service publishes at once, with the demo model
+preemption  the first token of enterprise requests on a worker that is full of free streams
+prediction  the predicted first token beside the one that came, in virtual time
+affinity    workers chosen by their caches beside workers chosen by load
+cancel      from the publishing of a cancel until the request's blocks are free
+"""
+
+import sys
+
+from benchmarks.support.command import run_parts
+
+PARTS = {
+    "queue": "queue:run",
+    "dispatch": "dispatch:run",
+    "neighbours": "fairness:neighbours",
+    "replicas": "fairness:replicas",
+    "backlog": "fairness:backlog",
+    "lines": "lines:run",
+    "preemption": "preemption:run",
+    "prediction": "prediction:run",
+    "affinity": "affinity:run",
+    "cancel": "cancel:run",
+}
+
+if __name__ == "__main__":
+    sys.exit(run_parts("scheduler", __doc__, PARTS))

@@ -1,0 +1,310 @@
+"""``neighbours``, ``replicas`` and ``backlog``: whether one tenant's load can hurt another.
+
+On real servers with a scheduler process and simulated workers. First a few quiet tenants alone,
+who ask, read the answer and ask again; then they beside three that ask for more than there is, one
+of them ten times as much as another, and one in requests four times as large. What counts is the
+work that each of the backlogged was given: a token of a prompt is 1, one that was made is 2. The
+gap between any two of them, over any part of the time, has the bound of VTC (Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI 2024): twice the weight of what can run at a time.
+Equal shares are what a perfect scheduler gives.
+
+Then shares by replicas: two schedulers, and two doors by which jobs are published. All clients of
+one tenant use one door and ask for four times as much as the other's, who use both; one scheduler
+is killed (``kill -9``) meanwhile and comes back. A system whose counters of service are each
+process's own ends at shares like the load's; equal ones are what one scheduler gives.
+
+At last one tenant's backlog of many jobs, and what the first job of each of several others waits
+for behind it, beside what it waits for with nobody there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import combinations, pairwise
+from typing import NamedTuple
+
+import numpy as np
+import uvloop
+
+from benchmarks.support.bus_client import Answer, Service, random_prompt
+from benchmarks.support.command import Told
+from benchmarks.support.figures import p50_p99, percentile
+from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
+from millrace.bus import nats
+from millrace.bus.nats.permissions import Part
+from millrace.schemas.config import EngineConfig, SimulationConfig, WorkerConfig
+from millrace.schemas.engines import EngineKind
+from millrace.simulation.report.fairness import jain as jain_index
+
+_OUTPUT_WEIGHT = 2.0
+_NUM_WORKERS, _NUM_SLOTS = 2, 32
+# What waits at a worker is bound to it, first come, first served: the strictest choice is nothing.
+_WORKER = WorkerConfig(
+    name="simulated",
+    max_num_waiting=0,
+    engine=EngineConfig(
+        kind=EngineKind.SIMULATED,
+        max_num_sequences=_NUM_SLOTS,
+        simulation=SimulationConfig(prefill_tokens_per_s=5_000.0, step_ms=20.0),
+    ),
+)
+_PHASES = ("both schedulers", "one is killed", "it is back")
+_SAMPLE_S = 0.05
+_WARM_UP_SHARE = 0.15
+_JAIN_GOAL, _TTFT_GOAL = 0.98, 1.5
+_NUM_FIRSTS = 20
+_TIMEOUT_S = 900.0
+
+
+class _Load(NamedTuple):
+    """Requests at random times, for completions of half to one and a half ``mean_tokens``."""
+
+    tenant: str
+    per_s: float
+    prompt_tokens: int
+    mean_tokens: int
+
+    @property
+    def most_tokens(self) -> int:
+        return self.prompt_tokens + self.mean_tokens * 3 // 2
+
+
+# Each takes less than half of an equal share.
+_NUM_QUIET, _QUIET_PROMPT, _QUIET_TOKENS, _QUIET_PAUSE_S = 3, 1_792, 16, (4.0, 6.0)
+_BACKLOGGED = (
+    _Load("noisy", 320.0, 64, 32),
+    _Load("steady", 32.0, 64, 32),
+    _Load("large", 8.0, 256, 128),
+)
+# Both ask for more than half of what there is, one for four times as much at its door as the other
+# at both of its doors together.
+_AT_DOORS = (_Load("at-one", 80.0, 64, 128), _Load("at-both", 10.0, 64, 128))
+
+
+def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
+    """Of what was served to two, sampled at the same times: by how much one got more than the
+    other over whichever part of the time."""
+    ahead = [a - b for a, b in zip(one, other, strict=True)]
+    return max(ahead) - min(ahead)
+
+
+def vtc_bound(loads: Sequence[_Load]) -> float:
+    """The bound of the gap of two that are backlogged: twice the weight of the largest prompt, or
+    of what can run at a time if that is more, all of it the largest requests."""
+    running_tokens = _NUM_WORKERS * _NUM_SLOTS * max(load.most_tokens for load in loads)
+    return 2 * max(*(load.prompt_tokens for load in loads), _OUTPUT_WEIGHT * running_tokens)
+
+
+async def _offer(
+    service: Service, prompts: random.Random, load: _Load, duration_s: float
+) -> list[Answer]:
+    chance = random.Random(load.tenant)
+    due_s = time.perf_counter()
+    end_s = due_s + duration_s
+    sending: list[asyncio.Task[Answer]] = []
+    while True:
+        due_s += chance.expovariate(load.per_s)
+        if due_s > end_s:
+            break
+        await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+        prompt = random_prompt(prompts, load.prompt_tokens)
+        max_tokens = chance.randint(load.mean_tokens // 2, load.mean_tokens * 3 // 2)
+        sending.append(asyncio.create_task(service.send(load.tenant, prompt, max_tokens)))
+    return await asyncio.gather(*sending)
+
+
+async def _ask_quietly(service: Service, prompts: random.Random, duration_s: float) -> list[float]:
+    """The TTFT of every answer to the quiet, ms."""
+    end_s = time.perf_counter() + duration_s
+
+    async def ask(tenant: str) -> list[float]:
+        chance, ttfts_ms = random.Random(tenant), list[float]()
+        await asyncio.sleep(chance.random())
+        while time.perf_counter() < end_s:
+            answer = await service.send(
+                tenant, random_prompt(prompts, _QUIET_PROMPT), _QUIET_TOKENS
+            )
+            ttfts_ms += await _ttfts_ms([answer])
+            pause_s = chance.uniform(*_QUIET_PAUSE_S)
+            await asyncio.sleep(max(0.0, min(pause_s, end_s - time.perf_counter())))
+        return ttfts_ms
+
+    asked = await asyncio.gather(*(ask(f"quiet-{number}") for number in range(_NUM_QUIET)))
+    return [ttft_ms for ttfts_ms in asked for ttft_ms in ttfts_ms]
+
+
+async def _ttfts_ms(answers: Sequence[Answer]) -> list[float]:
+    await asyncio.gather(*(answer.ended for answer in answers))
+    return [answer.ttft_s * 1e3 for answer in answers]
+
+
+class _Watch:
+    """What the backlogged have been served, and the fewest jobs that one of them had waiting."""
+
+    def __init__(self, service: Service, tenants: Sequence[str]) -> None:
+        self.served: dict[str, list[float]] = {tenant: [] for tenant in tenants}
+        self.fewest_waiting = 1 << 62
+        self._service = service
+
+    async def run(self, duration_s: float) -> None:
+        await asyncio.sleep(duration_s * _WARM_UP_SHARE)
+        end_s = time.perf_counter() + duration_s * (1 - _WARM_UP_SHARE)
+        while time.perf_counter() < end_s:
+            for tenant, samples in self.served.items():
+                samples.append(self._service.charged.get(tenant, 0.0))
+                waiting = self._service.num_unstarted.get(tenant, 0)
+                self.fewest_waiting = min(self.fewest_waiting, waiting)
+            await asyncio.sleep(_SAMPLE_S)
+
+    def gained(self) -> dict[str, float]:
+        return {tenant: samples[-1] - samples[0] for tenant, samples in self.served.items()}
+
+
+async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
+    """Whether the goals were kept."""
+    service, prompts = Service(system.bus, _OUTPUT_WEIGHT), random.Random(7)
+    await service.open()
+    await _ask_quietly(service, prompts, 1.0)
+    alone_ms = await _ask_quietly(service, prompts, duration_s)
+    watch = _Watch(service, [load.tenant for load in _BACKLOGGED])
+    watching = asyncio.create_task(watch.run(duration_s))
+    offering = [
+        asyncio.create_task(_offer(service, prompts, load, duration_s)) for load in _BACKLOGGED
+    ]
+    await asyncio.sleep(duration_s * _WARM_UP_SHARE)
+    beside_ms = await _ask_quietly(service, prompts, duration_s * (1 - _WARM_UP_SHARE))
+    await watching
+    await asyncio.gather(*offering)
+    gained, bound = watch.gained(), vtc_bound(_BACKLOGGED)
+    gap = max(largest_gap(watch.served[a], watch.served[b]) for a, b in combinations(gained, 2))
+    jain = jain_index(np.array(list(gained.values())))
+    ratio = percentile(beside_ms, 0.99) / max(percentile(alone_ms, 0.99), 1e-9)
+    print(f"{len(_BACKLOGGED)} backlogged tenants beside {_NUM_QUIET} quiet ones, {duration_s:g} s")
+    for load in _BACKLOGGED:
+        share = gained[load.tenant] / max(sum(gained.values()), 1e-9)
+        asks = f"{load.per_s:g}/s of {load.prompt_tokens} + {load.mean_tokens} tokens"
+        print(
+            f"  {load.tenant:<8}{asks:<26}{share:6.1%} of the work (equal: {1 / len(gained):.1%})"
+        )
+    print(f"  fewest jobs that one of them had waiting: {watch.fewest_waiting}")
+    print(f"  Jain index of the work {jain:.4f} (goal: at least {_JAIN_GOAL})")
+    print(f"  largest gap {gap:,.0f} of {sum(gained.values()):,.0f} (VTC's bound: {bound:,.0f})")
+    print(f"  TTFT of the quiet alone:  {p50_p99(alone_ms, '7.1f')}")
+    print(f"  TTFT of the quiet beside: {p50_p99(beside_ms, '7.1f')}")
+    print(f"  p99 {ratio:.2f} times that of alone (goal: at most {_TTFT_GOAL})")
+    backlogged = watch.fewest_waiting > 0
+    if not backlogged:
+        print("  one of them was not backlogged all the time: shares and gap say nothing")
+    return backlogged and jain >= _JAIN_GOAL and gap <= bound and ratio <= _TTFT_GOAL
+
+
+async def _replicas(system: SimulatedSystem, duration_s: float) -> bool:
+    """Whether the goals were kept. It takes a third of ``duration_s`` for each phase."""
+    other = await nats.connect(system.config.nats, "another door", part=Part.SCHEDULER)
+    try:
+        doors = [
+            Service(bus, _OUTPUT_WEIGHT, reply=f"door-{number}")
+            for number, bus in enumerate((system.bus, other), start=1)
+        ]
+        for door in doors:
+            await door.open()
+        shares = await _shares_of_phases(system, doors, duration_s)
+    finally:
+        await other.close()
+    at_one_door, at_each_door = (load.per_s for load in _AT_DOORS)
+    per_s = f"{at_one_door:g}/s at one door, {2 * at_each_door:g}/s at both"
+    print(f"two schedulers, two doors; {per_s}; {duration_s:g} s")
+    bound = vtc_bound(_AT_DOORS)
+    gaps = [abs(at_one - at_both) for at_one, at_both in shares]
+    for phase, gap, (at_one, at_both) in zip(_PHASES, gaps, shares, strict=True):
+        share = at_one / max(at_one + at_both, 1e-9)
+        print(
+            f"  {phase:<16}{share:6.1%} of the work to the one (equal: 50.0%), "
+            f"gap {gap:,.0f} (VTC's bound: {bound:,.0f})"
+        )
+    jain = jain_index(np.array(shares).sum(axis=0))
+    print(f"  Jain index of all phases together {jain:.4f} (goal: at least {_JAIN_GOAL})")
+    return jain >= _JAIN_GOAL and max(gaps) <= bound
+
+
+async def _shares_of_phases(
+    system: SimulatedSystem, doors: Sequence[Service], duration_s: float
+) -> list[tuple[float, float]]:
+    """The work that each of the two was given in each phase."""
+    prompts, tenants = random.Random(7), [load.tenant for load in _AT_DOORS]
+    warm_up_s, phase_s = duration_s * _WARM_UP_SHARE, duration_s / len(_PHASES)
+    at_one, at_both = _AT_DOORS
+    ways = [(doors[0], at_one), (doors[0], at_both), (doors[1], at_both)]
+    offering = [
+        asyncio.create_task(_offer(door, prompts, load, warm_up_s + duration_s))
+        for door, load in ways
+    ]
+
+    def served() -> list[float]:
+        return [sum(door.charged.get(tenant, 0.0) for door in doors) for tenant in tenants]
+
+    await asyncio.sleep(warm_up_s)
+    seen = [served()]
+    for number in range(len(_PHASES)):
+        if number == 1:
+            await system.kill_scheduler(0)
+        elif number == 2:
+            system.restart_scheduler(0)
+        await asyncio.sleep(phase_s)
+        seen.append(served())
+    await asyncio.gather(*offering)
+    return [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(seen)]
+
+
+async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> bool:
+    """Has no goal."""
+    service, prompts = Service(system.bus, _OUTPUT_WEIGHT), random.Random(7)
+    await service.open()
+
+    async def firsts(name: str) -> list[float]:
+        waits_ms: list[float] = []
+        for number in range(_NUM_FIRSTS):
+            answer = await service.send(f"{name}-{number}", random_prompt(prompts, 64), 4)
+            waits_ms += await _ttfts_ms([answer])
+        return waits_ms
+
+    alone_ms = await firsts("alone")
+    begun_s = time.perf_counter()
+    await service.send_many("hoarder", [random_prompt(prompts, 64)] * num_jobs, (32, 96))
+    published_s = time.perf_counter() - begun_s
+    waiting = service.num_unstarted["hoarder"]
+    beside_ms = await firsts("beside")
+    print(
+        f"the first job of {_NUM_FIRSTS} tenants behind {waiting:,} jobs of another "
+        f"({num_jobs:,} published in {published_s:.0f} s)"
+    )
+    print(f"  TTFT alone:  {p50_p99(alone_ms, '7.1f')}")
+    print(f"  TTFT behind: {p50_p99(beside_ms, '7.1f')}")
+    return True
+
+
+def _kept(part: Callable[[SimulatedSystem], Awaitable[bool]], num_schedulers: int = 1) -> Told:
+    """Run a part on a system of its own, and note whether it kept its goals."""
+
+    async def measure() -> bool:
+        async with simulated_system(_NUM_WORKERS, num_schedulers, worker=_WORKER) as system:
+            return await part(system)
+
+    return Told(None, uvloop.run(asyncio.wait_for(measure(), _TIMEOUT_S)))
+
+
+def neighbours(seconds: float = 60.0, smoke: bool = False) -> Told:
+    """Each load takes ``seconds``."""
+    return _kept(lambda system: _neighbours(system, 2.0 if smoke else seconds))
+
+
+def replicas(seconds: float = 60.0, smoke: bool = False) -> Told:
+    return _kept(lambda system: _replicas(system, 2.0 if smoke else seconds), num_schedulers=2)
+
+
+def backlog(backlog: int = 100_000, smoke: bool = False) -> Told:
+    """One tenant has ``backlog`` jobs."""
+    return _kept(lambda system: _behind_a_backlog(system, 300 if smoke else backlog))

@@ -1,0 +1,209 @@
+"""``lines``: what becomes of jobs that services publish all at once.
+
+On real servers with a scheduler process and the demo model on Millrace's own engine, with default
+limits: a tenant's service publishes all its jobs, and each is counted by how it ends. Meanwhile
+another tenant asks for one answer after the other, as a gateway publishes it, and its first tokens
+are timed. A part is run for each tier that is named. With ``--tenants`` the jobs are those of so
+many tenants, whose lines a scheduler keeps at the same time.
+
+Tenants are of the tier ``--tenants-tier``, whose limits hold: with ``pro``, 600 requests a minute
+admit 3,000 jobs within about four minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+import uvloop
+
+from benchmarks.support.bus_client import Answer, Service, random_prompt
+from benchmarks.support.command import Told
+from benchmarks.support.figures import p50_p99, percentile
+from benchmarks.support.machine_rates import cpu_name
+from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
+from millrace.bus.tenancy.tenants import TenantStore
+from millrace.runtime.redis.link import RedisLink
+from millrace.schemas.config import SchedulerConfig
+from millrace.schemas.engines import EngineKind
+from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import TenantRecord, own_reply
+
+_OTHER = "other"
+_PROMPT_TOKENS, _MAX_TOKENS = 16, 8
+_PAUSE_S = 0.5
+_TTFT_GOAL_MS = 1_000.0
+
+
+class Arguments(NamedTuple):
+    """``jobs`` are published at once in each part by so many ``tenants``."""
+
+    jobs: int
+    tiers: Sequence[str]
+    tenants_tier: str
+    tenants: int
+    engine: str
+
+
+class LineResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One part: how many jobs ended in which way, in how many seconds since the first was
+    published; and the first tokens of the other tenant."""
+
+    tier: Tier
+    tenants_tier: Tier
+    num_tenants: int
+    num_jobs: int
+    ends: dict[str, int]
+    published_s: float
+    took_s: float
+    other_ttft_p50_ms: float
+    other_ttft_p99_ms: float
+    other_ttft_max_ms: float
+    scheduler_cpu_s: float
+    scheduler_cpu_ms_per_job: float
+
+
+class Results(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a run and the CPU that it ran on. ``load_average`` is the kernel's figure for
+    the last minute of the run. Above ``num_cores``, other processes used the cores, too."""
+
+    cpu: str
+    num_cores: int
+    load_average: float
+    lines: list[LineResult]
+
+
+async def _end_of(answer: Answer) -> str:
+    try:
+        await answer.ended
+    except RuntimeError as error:
+        text = str(error)
+        kind = text.removeprefix("a request ended with ").partition("(")[0].lower()
+        named = [part for part in text.split("'") if "_" in part and part.islower()]
+        return f"{kind} {named[0]}" if named else kind
+    return "done"
+
+
+async def _ask_on(service: Service, prompts: random.Random, ttfts_ms: list[float]) -> None:
+    """The other tenant, one request after the other."""
+    while True:
+        prompt = random_prompt(prompts, _PROMPT_TOKENS)
+        answer = await service.send(_OTHER, prompt, _MAX_TOKENS, tier=Tier.PRO)
+        await answer.ended
+        ttfts_ms.append(answer.ttft_s * 1e3)
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _line(
+    system: SimulatedSystem, number: int, tier: Tier, arguments: Arguments
+) -> LineResult:
+    tenants = [f"publisher-{number}-{place}" for place in range(arguments.tenants)]
+    services = {
+        tenant: Service(system.bus, reply=own_reply(tenant, "results")) for tenant in tenants
+    }
+    prompts, other = random.Random(7), Service(system.bus, reply=f"gateway-{number}")
+    for service in (*services.values(), other):
+        await service.open()
+    tenants_tier = Tier(arguments.tenants_tier)
+    link = RedisLink(system.config.redis)
+    store = TenantStore(link)
+    for name in (*tenants, _OTHER):
+        await store.change_tenant(name, lambda _: TenantRecord(tier=tenants_tier))
+    await link.close()
+    warm = await other.send(_OTHER, random_prompt(prompts, _PROMPT_TOKENS), _MAX_TOKENS)
+    await warm.ended
+    ttfts_ms: list[float] = []
+    cpu_s, begun_s = system.scheduler_cpu_s(), time.perf_counter()
+    asking = asyncio.create_task(_ask_on(other, prompts, ttfts_ms))
+    answers: list[Answer] = []
+    for tenant, service in services.items():
+        count = arguments.jobs // len(tenants)
+        jobs = [random_prompt(prompts, _PROMPT_TOKENS) for _ in range(count)]
+        answers += await service.send_many(
+            tenant, jobs, (_MAX_TOKENS, _MAX_TOKENS), tier=tier, reserved=False
+        )
+    published_s = time.perf_counter() - begun_s
+    waiting = asyncio.gather(*map(_end_of, answers))
+    while not waiting.done():
+        await asyncio.sleep(1.0)
+        if asking.done():
+            await asking  # it never ends but by an error
+    took_s = time.perf_counter() - begun_s
+    cpu_s = system.scheduler_cpu_s() - cpu_s
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    return LineResult(
+        tier=tier,
+        tenants_tier=tenants_tier,
+        num_tenants=len(tenants),
+        num_jobs=len(answers),
+        ends=dict(Counter(await waiting)),
+        published_s=published_s,
+        took_s=took_s,
+        other_ttft_p50_ms=percentile(ttfts_ms, 0.5),
+        other_ttft_p99_ms=percentile(ttfts_ms, 0.99),
+        other_ttft_max_ms=max(ttfts_ms, default=0.0),
+        scheduler_cpu_s=cpu_s,
+        scheduler_cpu_ms_per_job=cpu_s / len(answers) * 1e3,
+    )
+
+
+def _tell(line: LineResult) -> None:
+    ends = ", ".join(f"{count:,} {end}" for end, count in sorted(line.ends.items()))
+    whose = f"{line.num_tenants:,} tenant(s) of tier {line.tenants_tier}"
+    print(f"{line.num_jobs:,} jobs in tier {line.tier} of {whose}")
+    print(f"  {ends}; published in {line.published_s:.1f} s, ended in {line.took_s:.1f} s")
+    ttft = p50_p99([line.other_ttft_p50_ms, line.other_ttft_p99_ms], "7.1f")
+    goal = f"(goal: at most {_TTFT_GOAL_MS:.0f} ms)"
+    print(f"  first token of another tenant: {ttft}   max {line.other_ttft_max_ms:7.1f} ms {goal}")
+    cpu_ms = f"{line.scheduler_cpu_ms_per_job:.2f} ms a job"
+    print(f"  processor time of the scheduler: {line.scheduler_cpu_s:.1f} s, {cpu_ms}")
+
+
+async def _measure(arguments: Arguments) -> list[LineResult]:
+    lines: list[LineResult] = []
+    default = SchedulerConfig().max_queued_jobs
+    kind = EngineKind(arguments.engine)
+    async with simulated_system(1, engine=kind, max_queued_jobs=default) as system:
+        for number, tier in enumerate(arguments.tiers):
+            lines.append(await _line(system, number, Tier(tier), arguments))
+            _tell(lines[-1])
+    return lines
+
+
+def _is_kept(lines: Sequence[LineResult]) -> bool:
+    """Every job was done, and the other tenant did not wait."""
+    return all(
+        line.ends == {"done": line.num_jobs} and line.other_ttft_p99_ms <= _TTFT_GOAL_MS
+        for line in lines
+    )
+
+
+_Tier = Literal["enterprise", "pro", "free", "batch"]
+
+
+def run(
+    jobs: int = 3_000,
+    tiers: Sequence[_Tier] = ("batch",),
+    tenants_tier: _Tier = "pro",
+    tenants: int = 1,
+    engine: Literal["real", "simulated"] = "real",
+    smoke: bool = False,
+) -> Told:
+    """The goals are that every job is done and that the other tenant does not wait."""
+    if smoke:
+        jobs, engine = 100, "simulated"
+    lines = uvloop.run(_measure(Arguments(jobs, tiers, tenants_tier, tenants, engine)))
+    results = Results(
+        cpu=cpu_name(),
+        num_cores=len(os.sched_getaffinity(0)),
+        load_average=os.getloadavg()[0],
+        lines=lines,
+    )
+    return Told(results, _is_kept(lines), "scheduler/job_lines.json")
