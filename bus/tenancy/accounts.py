@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -17,12 +17,16 @@ from millrace.bus.tenancy.tenants import Stored
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import (
+    BUDGET,
     DEFAULT_CURRENCY,
+    KEY_LIMITS,
     KeyRecord,
     LimitSet,
+    Remaining,
     TenantRecord,
     TierLimits,
     budgets_of,
+    from_nano,
     limits_of,
     to_nano,
 )
@@ -238,6 +242,31 @@ def drain(ticks: int, per_minute: int | None, elapsed_ms: int) -> int:
     return 0 if per_minute is None else max(0, ticks - elapsed_ms * per_minute)
 
 
+def remaining(account: Account, usage: AccountUsage) -> Remaining:
+    """Return what is left of the limits of an account, which stands as ``usage`` says."""
+    limits = account.limits
+    # A limit of one request is never used up.
+    left: dict[str, Any] = {name: getattr(limits, name) for name in KEY_LIMITS}
+    for name, ticks in (
+        ("requests_per_minute", usage.requests),
+        ("tokens_per_minute", usage.tokens),
+    ):
+        if left[name] is not None:
+            left[name] = room(left[name], ticks)
+    if limits.concurrent_requests is not None:
+        left["concurrent_requests"] = max(0, limits.concurrent_requests - usage.num_running)
+    left[BUDGET] = {
+        currency: max(Decimal(0), budget - from_nano(sum(usage.spend(currency))))
+        for currency, budget in budgets_of(limits.monthly_budget).items()
+    } or None
+    return Remaining(**left)
+
+
+def room(per_minute: int, ticks: int) -> int:
+    """Return how many more requests or tokens fit into a bucket."""
+    return max(0, (per_minute * TICKS - ticks) // TICKS)
+
+
 def num_places(account: Account, usage: AccountUsage) -> int | None:
     """How many more requests the account's counts admit now, whatever their tokens; None: any
     number."""
@@ -245,7 +274,7 @@ def num_places(account: Account, usage: AccountUsage) -> int | None:
     if limits.concurrent_requests is not None:
         places.append(limits.concurrent_requests - usage.num_running)
     if limits.requests_per_minute is not None:
-        places.append((limits.requests_per_minute * TICKS - usage.requests) // TICKS)
+        places.append(room(limits.requests_per_minute, usage.requests))
     return max(0, min(places)) if places else None
 
 

@@ -136,14 +136,14 @@ def rate_limit_error(
     )
 
 
-def tier_context_error(account: Account, demand: Demand) -> TierContextError:
-    """The error that names the window and whose it is."""
+def check_request_alone(account: Account, demand: Demand) -> None:
+    """Raise TierContextError for a request that is over a limit whatever else runs."""
     size = account.limits.context_tokens
-    assert size is not None, "the request is over it"
-    whose = f"{account.kind} {account.name} (tier {demand.tier.value})"
-    return TierContextError(
-        demand.num_prompt_tokens,
-        demand.max_tokens or None,
-        size,
-        limit=f"Requests of {whose} may hold {size} tokens.",
-    )
+    if size is not None and demand.num_context_tokens > size:
+        whose = f"{account.kind} {account.name} (tier {demand.tier.value})"
+        raise TierContextError(
+            demand.num_prompt_tokens,
+            demand.max_tokens or None,
+            size,
+            limit=f"Requests of {whose} may hold {size} tokens.",
+        )

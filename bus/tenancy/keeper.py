@@ -32,8 +32,8 @@ from millrace.bus.tenancy.accounts import (
 from millrace.bus.tenancy.errors import (
     KeyGoneError,
     LimitsUnreachableError,
+    check_request_alone,
     rate_limit_error,
-    tier_context_error,
 )
 from millrace.bus.tenancy.local import LocalLimits
 from millrace.bus.tenancy.settling import KEEP_MS, Settlement, Settlements, script_time
@@ -380,9 +380,7 @@ def _check(holder: Holder, demand: Demand, known: _Known) -> None:
     if known.is_revoked:
         raise KeyGoneError(holder.key_id, is_revoked=True)
     for account in known.accounts:
-        bound = account.limits.context_tokens
-        if bound is not None and demand.num_context_tokens > bound:
-            raise tier_context_error(account, demand)
+        check_request_alone(account, demand)
 
 
 def _or_none(limit: int | None) -> Argument:
