@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from decimal import ROUND_CEILING, Decimal, InvalidOperation
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,22 +27,18 @@ DEFAULT_CURRENCY = "USD"
 Budget = Decimal | dict[str, Decimal]
 """An amount of money in DEFAULT_CURRENCY, or amounts by currency."""
 
+BUDGET = "monthly_budget"
+"""The only limit that is money. All others are counts."""
+
 _CURRENCY = re.compile("[A-Z]{3}")
 
 _TENANT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_CHARACTERS - 1}}}")
-_COUNTS = (
-    "requests_per_minute",
-    "tokens_per_minute",
-    "concurrent_requests",
-    "context_tokens",
-    "max_waiting_jobs",
-)
 _URGENCY = (Tier.BATCH, Tier.FREE, Tier.PRO, Tier.ENTERPRISE)
 
 
 def check_limits(limits: LimitSet | LimitOverrides) -> None:
     """Raises ValueError, naming the limit, for a value that cannot be kept."""
-    for name in _COUNTS:
+    for name in LIMITS:
         count = getattr(limits, name)
         if isinstance(count, int) and not 1 <= count <= MAX_LIMIT:
             raise ValueError(f"{name} must be between 1 and {MAX_LIMIT}, got {count}")
@@ -159,6 +156,43 @@ class LimitOverrides(
         }
 
 
+class Remaining(msgspec.Struct, frozen=True, kw_only=True):
+    """The rest of each limit of a ``LimitSet`` that requests use up; None: no limit.
+    ``monthly_budget`` is the rest in each currency that has a budget."""
+
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    concurrent_requests: int | None
+    context_tokens: int | None
+    monthly_budget: Mapping[str, Decimal] | None
+
+
+class LimitTraits(NamedTuple):
+    """How a limit is used. ``unit`` stands behind its size in the report of a key.
+
+    ``of_keys``: keys have it too, and ``GET /v1/limits`` says what is left of it.
+    """
+
+    unit: str
+    of_keys: bool = True
+
+
+_TRAITS = {
+    "requests_per_minute": LimitTraits("requests/min"),
+    "tokens_per_minute": LimitTraits("tokens/min"),
+    "concurrent_requests": LimitTraits("at once"),
+    "context_tokens": LimitTraits("context"),
+    "monthly_budget": LimitTraits("a month"),
+    # Services publish jobs without a key.
+    "max_waiting_jobs": LimitTraits("waiting jobs", of_keys=False),
+}
+
+LIMITS = {name: _TRAITS[name] for name in LimitSet.__struct_fields__}
+"""Every limit by its name. The command line, the reports and their tests are made from it."""
+
+KEY_LIMITS = tuple(name for name, traits in LIMITS.items() if traits.of_keys)
+
+
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a tenant of each tier may use unless its own record says otherwise."""
 
@@ -255,8 +289,24 @@ def is_above(tier: Tier, other: Tier) -> bool:
 
 
 def lower_limit(one: int | None, other: int | None) -> int | None:
-    """The one that binds."""
+    """Return the limit that binds."""
     return min((limit for limit in (one, other) if limit is not None), default=None)
+
+
+def lower_limits(one: LimitSet, other: LimitSet) -> LimitSet:
+    """Return the limits of a key that bind: the lower of each, by currency for a budget."""
+    lower: dict[str, Any] = {}
+    for name in KEY_LIMITS:
+        sizes = getattr(one, name), getattr(other, name)
+        lower[name] = _lower_budget(*sizes) if name == BUDGET else lower_limit(*sizes)
+    return LimitSet(**lower)
+
+
+def _lower_budget(one: Budget | None, other: Budget | None) -> Budget | None:
+    budget = dict(budgets_of(one))
+    for currency, amount in budgets_of(other).items():
+        budget[currency] = min(amount, budget.get(currency, amount))
+    return budget or None
 
 
 def check_tenant(tenant: str) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -16,19 +17,25 @@ from millrace.bus.tenancy.tenants import Stored
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import (
+    BUDGET,
     DEFAULT_CURRENCY,
+    KEY_LIMITS,
     KeyRecord,
     LimitSet,
+    Remaining,
     TenantRecord,
     TierLimits,
     budgets_of,
+    from_nano,
     limits_of,
+    to_nano,
 )
 
 TICKS = 60_000
 """What one request or token weighs in a bucket: as much as a minute has ms, so that a limit of n a
 minute drains n ticks each ms."""
 
+_MS_PER_S = 1_000
 _NS_PER_S = 1_000_000_000
 _S_PER_DAY = 86_400
 _NS_PER_DAY = _S_PER_DAY * _NS_PER_S
@@ -94,24 +101,46 @@ class AccountUsage(NamedTuple):
         return self.money.get(currency, Spend())
 
 
-class Charge(NamedTuple):
-    """What a request is to use at most, and how long it may take. ``longest_tokens`` is the most
-    that one of its several prompts and its completion may have, None if it has but one.
-    ``cost_nano`` is in ``currency``.
-    ``in_line``: a job that waits for its place, and leaves some to requests that cannot wait.
-    ``num_requests`` is the number of requests it counts as: 0 for a later part of a request."""
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that one request may use of the limits of its tenant and key."""
 
     request_id: str
-    model: str
+    """The reservation's id. Reserving the same id again takes nothing more."""
+
     tier: Tier
-    num_prompt_tokens: int
-    max_tokens: int
-    cost_nano: int
-    lapse_ms: int
+
+    deadline_s: float
+    """Seconds from now. A reservation that no process settles frees its place then."""
+
+    num_prompt_tokens: int = 0
+    """Tokens of all prompts together."""
+
+    max_tokens: int = 0
+    """Completion tokens of all choices together."""
+
     longest_tokens: int | None = None
-    in_line: bool = False
+    """Tokens of the longest prompt with one completion; None: the request has one prompt."""
+
+    cost: Decimal = Decimal(0)
+    """Money in ``currency``."""
+
     currency: str = DEFAULT_CURRENCY
+
+    in_line: bool = False
+    """The request is a job that waits for its place, and leaves places to requests that cannot."""
+
     num_requests: int = 1
+    """The number of requests that it counts as: 0 for a later part of a request."""
+
+    @property
+    def cost_nano(self) -> int:
+        """The cost in billionths of its currency, rounded up."""
+        return to_nano(self.cost)
+
+    @property
+    def lapse_ms(self) -> int:
+        """The deadline in whole milliseconds, 1 at least."""
+        return max(1, round(self.deadline_s * _MS_PER_S))
 
     @property
     def num_tokens(self) -> int:
@@ -213,6 +242,31 @@ def drain(ticks: int, per_minute: int | None, elapsed_ms: int) -> int:
     return 0 if per_minute is None else max(0, ticks - elapsed_ms * per_minute)
 
 
+def remaining(account: Account, usage: AccountUsage) -> Remaining:
+    """Return what is left of the limits of an account, which stands as ``usage`` says."""
+    limits = account.limits
+    # A limit of one request is never used up.
+    left: dict[str, Any] = {name: getattr(limits, name) for name in KEY_LIMITS}
+    for name, ticks in (
+        ("requests_per_minute", usage.requests),
+        ("tokens_per_minute", usage.tokens),
+    ):
+        if left[name] is not None:
+            left[name] = room(left[name], ticks)
+    if limits.concurrent_requests is not None:
+        left["concurrent_requests"] = max(0, limits.concurrent_requests - usage.num_running)
+    left[BUDGET] = {
+        currency: max(Decimal(0), budget - from_nano(sum(usage.spend(currency))))
+        for currency, budget in budgets_of(limits.monthly_budget).items()
+    } or None
+    return Remaining(**left)
+
+
+def room(per_minute: int, ticks: int) -> int:
+    """Return how many more requests or tokens fit into a bucket."""
+    return max(0, (per_minute * TICKS - ticks) // TICKS)
+
+
 def num_places(account: Account, usage: AccountUsage) -> int | None:
     """How many more requests the account's counts admit now, whatever their tokens; None: any
     number."""
@@ -220,7 +274,7 @@ def num_places(account: Account, usage: AccountUsage) -> int | None:
     if limits.concurrent_requests is not None:
         places.append(limits.concurrent_requests - usage.num_running)
     if limits.requests_per_minute is not None:
-        places.append((limits.requests_per_minute * TICKS - usage.requests) // TICKS)
+        places.append(room(limits.requests_per_minute, usage.requests))
     return max(0, min(places)) if places else None
 
 

@@ -9,7 +9,7 @@ from millrace.bus.tenancy.accounts import (
     NEXT_MONTH,
     Account,
     AccountUsage,
-    Charge,
+    Demand,
     LimitDecision,
     next_month_s,
 )
@@ -97,7 +97,7 @@ RATE_LIMIT_ERRORS: dict[str, type[RateLimitError]] = {
 
 
 def rate_limit_error(
-    accounts: Sequence[Account], decision: LimitDecision, charge: Charge, now_ns: int
+    accounts: Sequence[Account], decision: LimitDecision, demand: Demand, now_ns: int
 ) -> RateLimitError:
     """The error that says whose limit it is, how large, and when there is room again."""
     account = decision.refused_by
@@ -105,17 +105,17 @@ def rate_limit_error(
     kind = RATE_LIMIT_ERRORS[decision.limit]
     size = getattr(account.limits, decision.limit)
     if decision.limit == "monthly_budget":
-        size = f"{budgets_of(size)[charge.currency]} {charge.currency}"
+        size = f"{budgets_of(size)[demand.currency]} {demand.currency}"
     retry_after_s: float | None = decision.wait_ms / 1_000
     if decision.wait_ms == NEVER:
         kind, retry_after_s = TooManyTokensError, None
-        advice = f"The request alone may take {charge.num_tokens}. Lower max_tokens."
+        advice = f"The request alone may take {demand.num_tokens}. Lower max_tokens."
     elif decision.wait_ms == NEXT_MONTH:
         retry_after_s = next_month_s(now_ns)
-        spent, _ = decision.usages[accounts.index(account)].spend(charge.currency)
+        spent, _ = decision.usages[accounts.index(account)].spend(demand.currency)
         advice = (
-            f"{from_nano(spent)} {charge.currency} is spent and the request may cost "
-            f"{from_nano(charge.cost_nano)} {charge.currency}. "
+            f"{from_nano(spent)} {demand.currency} is spent and the request may cost "
+            f"{from_nano(demand.cost_nano)} {demand.currency}. "
             "A new month begins at 00:00 UTC on the first."
         )
     elif decision.limit == "monthly_budget":
@@ -136,14 +136,14 @@ def rate_limit_error(
     )
 
 
-def tier_context_error(account: Account, charge: Charge) -> TierContextError:
-    """The error that names the window and whose it is."""
+def check_request_alone(account: Account, demand: Demand) -> None:
+    """Raise TierContextError for a request that is over a limit whatever else runs."""
     size = account.limits.context_tokens
-    assert size is not None, "the request is over it"
-    whose = f"{account.kind} {account.name} (tier {charge.tier.value})"
-    return TierContextError(
-        charge.num_prompt_tokens,
-        charge.max_tokens or None,
-        size,
-        limit=f"Requests of {whose} may hold {size} tokens.",
-    )
+    if size is not None and demand.num_context_tokens > size:
+        whose = f"{account.kind} {account.name} (tier {demand.tier.value})"
+        raise TierContextError(
+            demand.num_prompt_tokens,
+            demand.max_tokens or None,
+            size,
+            limit=f"Requests of {whose} may hold {size} tokens.",
+        )

@@ -20,7 +20,7 @@ from millrace.bus import redis_keys
 from millrace.bus.tenancy.accounts import (
     Account,
     AccountUsage,
-    Charge,
+    Demand,
     LimitDecision,
     Spend,
     decision_of,
@@ -32,8 +32,8 @@ from millrace.bus.tenancy.accounts import (
 from millrace.bus.tenancy.errors import (
     KeyGoneError,
     LimitsUnreachableError,
+    check_request_alone,
     rate_limit_error,
-    tier_context_error,
 )
 from millrace.bus.tenancy.local import LocalLimits
 from millrace.bus.tenancy.settling import KEEP_MS, Settlement, Settlements, script_time
@@ -80,7 +80,7 @@ class Holder(Protocol):
     def context_tokens(self) -> int | None: ...
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True):
+class Granted(msgspec.Struct, frozen=True, kw_only=True):
     """What was set aside for a request, and how its accounts stand with that. ``degraded``: Redis
     was unreachable, and the limits were this process's own."""
 
@@ -138,61 +138,27 @@ class LimitKeeper:
         self.num_refusals: Counter[str] = Counter()
         self.num_degraded = 0
 
-    async def take(
-        self,
-        holder: Holder,
-        request_id: str,
-        *,
-        model: str,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        cost_upper: Decimal,
-        deadline_s: float,
-        tier: Tier | None = None,
-        longest_tokens: int | None = None,
-        in_line: bool = False,
-        currency: str = DEFAULT_CURRENCY,
-        num_requests: int = 1,
-    ) -> Taken:
-        """Set aside tokens (of all prompts and choices together), money and a place.
+    async def reserve(self, holder: Holder, demand: Demand) -> Granted:
+        """Set aside tokens, money and a place, or nothing at all.
 
-        ``longest_tokens`` is what one prompt with one completion may have, if there are several.
-
-        ``deadline_s`` from now the place is free again, settled or not. ``tier`` is the request's
-        own, if it is not the holder's. The same ``request_id`` again takes nothing more.
-        ``in_line`` and ``num_requests`` are as for ``Charge``, ``cost_upper`` is in ``currency``.
-        Raises
-        RateLimitError, TierContextError, KeyGoneError for a key revoked by now, and
-        LimitsUnreachableError for a batch while Redis is unreachable.
+        Raises RateLimitError, TierContextError, KeyGoneError for a key that was revoked by now,
+        and LimitsUnreachableError for a batch while Redis is unreachable.
         """
-        charge = Charge(
-            request_id=request_id,
-            model=model,
-            tier=tier or holder.tier,
-            num_prompt_tokens=num_prompt_tokens,
-            max_tokens=max_tokens,
-            cost_nano=to_nano(cost_upper),
-            lapse_ms=max(1, round(deadline_s * _MS_PER_S)),
-            longest_tokens=longest_tokens,
-            in_line=in_line,
-            currency=currency,
-            num_requests=num_requests,
-        )
         month = month_of(self._clock.now_ns())
         degraded = False
         try:
-            accounts, decision = await self._reserve(holder, charge, month)
+            accounts, decision = await self._reserve_in_redis(holder, demand, month)
         except RedisUnreachableError:
             degraded = True
-            accounts, decision = self._reserve_here(holder, charge, month)
+            accounts, decision = self._reserve_here(holder, demand, month)
         except asyncio.CancelledError:
             # It may have been granted all the same.
-            self.settle_soon(request_id, None, None)
+            self.settle_soon(demand.request_id, None, None)
             raise
         if decision.refused_by is not None:
             self.num_refusals[decision.limit] += 1
-            raise rate_limit_error(accounts, decision, charge, self._clock.now_ns())
-        return Taken(accounts=accounts, usages=decision.usages, degraded=degraded)
+            raise rate_limit_error(accounts, decision, demand, self._clock.now_ns())
+        return Granted(accounts=accounts, usages=decision.usages, degraded=degraded)
 
     async def settle(
         self,
@@ -283,8 +249,8 @@ class LimitKeeper:
         """Send the settlements that wait, for at most ``timeout_s``. The link stays open."""
         await self.settlements.close(timeout_s)
 
-    async def _reserve(
-        self, holder: Holder, charge: Charge, month: str
+    async def _reserve_in_redis(
+        self, holder: Holder, demand: Demand, month: str
     ) -> tuple[tuple[Account, ...], LimitDecision]:
         """By the script, which is run again if the records have changed since they were seen."""
         if self._link is None:
@@ -296,13 +262,13 @@ class LimitKeeper:
                 accounts = self._accounts_unseen(holder)
             else:
                 accounts = known.accounts
-                _check(holder, charge, known)
-            keys, arguments = self._call(accounts, charge, month)
+                _check(holder, demand, known)
+            keys, arguments = self._call(accounts, demand, month)
             answer: list[bytes | int] = await self._link.evaluate(_RESERVE, keys, arguments)
             if answer[0] == b"changed":
                 self._learn(holder, [raw for raw in answer[1:] if isinstance(raw, bytes)])
                 continue
-            decision = decision_of(accounts, answer, charge.currency)
+            decision = decision_of(accounts, answer, demand.currency)
             if known is not None:
                 known.note(month, decision.usages)
                 self._known.move_to_end(who)
@@ -310,7 +276,7 @@ class LimitKeeper:
             return accounts, decision
 
     def _reserve_here(
-        self, holder: Holder, charge: Charge, month: str
+        self, holder: Holder, demand: Demand, month: str
     ) -> tuple[tuple[Account, ...], LimitDecision]:
         known = self._known.get((holder.tenant, holder.key_id))
         if known is None:
@@ -318,16 +284,16 @@ class LimitKeeper:
         accounts = known.accounts
         if (
             self._link is not None
-            and charge.tier is Tier.BATCH
+            and demand.tier is Tier.BATCH
             and any(account.is_limited for account in accounts)
         ):
             raise LimitsUnreachableError
-        _check(holder, charge, known)
+        _check(holder, demand, known)
         money = known.money if known.month == month else ()
-        spent_nano = [of.get(charge.currency, Spend()).spent_nano for of in money]
+        spent_nano = [of.get(demand.currency, Spend()).spent_nano for of in money]
         self.num_degraded += 1
         return accounts, self._local.reserve(
-            accounts, spent_nano or [0] * len(accounts), charge, month
+            accounts, spent_nano or [0] * len(accounts), demand, month
         )
 
     def _accounts_unseen(self, holder: Holder) -> tuple[Account, ...]:
@@ -363,25 +329,25 @@ class LimitKeeper:
             self._known.popitem(last=False)
 
     def _call(
-        self, accounts: tuple[Account, ...], charge: Charge, month: str
+        self, accounts: tuple[Account, ...], demand: Demand, month: str
     ) -> tuple[list[str], list[Argument]]:
         """KEYS and ARGV of the script that reserves."""
-        keys = [redis_keys.reservation_key(charge.request_id), redis_keys.CURRENCIES_KEY]
+        keys = [redis_keys.reservation_key(demand.request_id), redis_keys.CURRENCIES_KEY]
         arguments: list[Argument] = [
             script_time(self._clock, redis_time=self._redis_time),
-            charge.request_id,
-            charge.lapse_ms,
+            demand.request_id,
+            demand.lapse_ms,
             KEEP_MS,
-            charge.num_tokens,
-            charge.cost_nano,
-            int(charge.in_line),
-            redis_keys.currency_suffix(charge.currency),
-            charge.num_requests,
+            demand.num_tokens,
+            demand.cost_nano,
+            int(demand.in_line),
+            redis_keys.currency_suffix(demand.currency),
+            demand.num_requests,
         ]
         for account in accounts:
             keys += [account.record_key, *account.state_keys, account.spent_key(month)]
             limits = account.limits
-            budget = budgets_of(limits.monthly_budget).get(charge.currency)
+            budget = budgets_of(limits.monthly_budget).get(demand.currency)
             arguments += [
                 account.version,
                 _or_none(limits.requests_per_minute),
@@ -410,13 +376,11 @@ class LimitKeeper:
         return self._clock.now_ns() // _NS_PER_MS
 
 
-def _check(holder: Holder, charge: Charge, known: _Known) -> None:
+def _check(holder: Holder, demand: Demand, known: _Known) -> None:
     if known.is_revoked:
         raise KeyGoneError(holder.key_id, is_revoked=True)
     for account in known.accounts:
-        bound = account.limits.context_tokens
-        if bound is not None and charge.num_context_tokens > bound:
-            raise tier_context_error(account, charge)
+        check_request_alone(account, demand)
 
 
 def _or_none(limit: int | None) -> Argument:

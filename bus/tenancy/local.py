@@ -13,7 +13,7 @@ from millrace.bus.tenancy.accounts import (
     TICKS,
     Account,
     AccountUsage,
-    Charge,
+    Demand,
     LimitDecision,
     Spend,
     drain,
@@ -47,12 +47,12 @@ class _AccountState:
         self.tokens = drain(self.tokens, account.limits.tokens_per_minute, elapsed_ms)
         self.at_ms = now_ms
 
-    def refusals(self, account: Account, charge: Charge) -> Iterator[_Refusal]:
+    def refusals(self, account: Account, demand: Demand) -> Iterator[_Refusal]:
         """Each limit that refuses, and the ms to wait."""
         limits = account.limits
         buckets = (
-            ("requests_per_minute", limits.requests_per_minute, self.requests, charge.num_requests),
-            ("tokens_per_minute", limits.tokens_per_minute, self.tokens, charge.num_tokens),
+            ("requests_per_minute", limits.requests_per_minute, self.requests, demand.num_requests),
+            ("tokens_per_minute", limits.tokens_per_minute, self.tokens, demand.num_tokens),
         )
         for name, per_minute, used, wanted in buckets:
             if per_minute is None:
@@ -65,24 +65,24 @@ class _AccountState:
         concurrent = limits.concurrent_requests
         if concurrent is not None and len(self.running) >= concurrent:
             yield "concurrent_requests", _WAIT_MS
-        currency = charge.currency
+        currency = demand.currency
         budget = budgets_of(limits.monthly_budget).get(currency)
-        if budget is not None and charge.cost_nano > 0:
-            left_nano = budget.scaleb(9) - self.spent_nano[currency] - charge.cost_nano
+        if budget is not None and demand.cost_nano > 0:
+            left_nano = budget.scaleb(9) - self.spent_nano[currency] - demand.cost_nano
             if left_nano < 0:
                 yield "monthly_budget", NEXT_MONTH
             elif left_nano < self.held_nano[currency]:
                 yield "monthly_budget", _WAIT_MS
 
-    def take(self, account: Account, charge: Charge) -> tuple[int, int]:
+    def take(self, account: Account, demand: Demand) -> tuple[int, int]:
         """How many requests and tokens ever went into the buckets, with these."""
         limits = account.limits
-        self.requests += TICKS * charge.num_requests * (limits.requests_per_minute is not None)
-        self.tokens += TICKS * charge.num_tokens * (limits.tokens_per_minute is not None)
-        self.requests_taken += charge.num_requests
-        self.tokens_taken += charge.num_tokens
-        self.held_nano[charge.currency] += charge.cost_nano
-        self.running.add(charge.request_id)
+        self.requests += TICKS * demand.num_requests * (limits.requests_per_minute is not None)
+        self.tokens += TICKS * demand.num_tokens * (limits.tokens_per_minute is not None)
+        self.requests_taken += demand.num_requests
+        self.tokens_taken += demand.num_tokens
+        self.held_nano[demand.currency] += demand.cost_nano
+        self.running.add(demand.request_id)
         return self.requests_taken, self.tokens_taken
 
     def give_back(self, num_requests: int, num_tokens: int, taken: tuple[int, int]) -> None:
@@ -112,8 +112,8 @@ class _Part(NamedTuple):
 
 
 class _Reservation:
-    def __init__(self, charge: Charge, parts: list[_Part], spent_keys: tuple[str, ...]) -> None:
-        self.charge = charge
+    def __init__(self, demand: Demand, parts: list[_Part], spent_keys: tuple[str, ...]) -> None:
+        self.demand = demand
         self.parts = parts
         self.spent_keys = spent_keys
         self.has_lapsed = False
@@ -123,8 +123,8 @@ class _Reservation:
         if not self.has_lapsed:
             self.has_lapsed = True
             for part in self.parts:
-                part.state.running.discard(self.charge.request_id)
-                part.state.held_nano[self.charge.currency] -= self.charge.cost_nano
+                part.state.running.discard(self.demand.request_id)
+                part.state.held_nano[self.demand.currency] -= self.demand.cost_nano
 
 
 class LocalLimits:
@@ -144,15 +144,15 @@ class LocalLimits:
         self,
         accounts: Sequence[Account],
         spent_nano: Sequence[int],
-        charge: Charge,
+        demand: Demand,
         month: str,
     ) -> LimitDecision:
         """All or nothing; once for a request. ``spent_nano``: as last known of each account, in
-        the currency of the charge."""
+        the currency of the demand."""
         now_ms = self._now_ms()
         self._release_lapsed(now_ms)
         spent_keys = tuple(account.spent_key(month) for account in accounts)
-        states, currency = [], charge.currency
+        states, currency = [], demand.currency
         for key, known_nano in zip(spent_keys, spent_nano, strict=True):
             state = self._states.setdefault(key, _AccountState(now_ms))
             state.spent_nano[currency] = max(state.spent_nano[currency], known_nano)
@@ -161,19 +161,19 @@ class LocalLimits:
         for account, state in zip(accounts, states, strict=True):
             state.drain(account, now_ms)
         usages = tuple(state.usage(currency) for state in states)
-        if charge.request_id in self._reservations:
+        if demand.request_id in self._reservations:
             return LimitDecision(usages=usages)
         for account, state in zip(accounts, states, strict=True):
-            found += [(wait_ms, account, name) for name, wait_ms in state.refusals(account, charge)]
+            found += [(wait_ms, account, name) for name, wait_ms in state.refusals(account, demand)]
         if found:
             wait_ms, account, name = max(found, key=lambda refusal: _rank(refusal[0]))
             return LimitDecision(usages=usages, refused_by=account, limit=name, wait_ms=wait_ms)
         parts = [
-            _Part(account, state, state.take(account, charge))
+            _Part(account, state, state.take(account, demand))
             for account, state in zip(accounts, states, strict=True)
         ]
-        self._reservations[charge.request_id] = _Reservation(charge, parts, spent_keys)
-        heapq.heappush(self._lapses, (now_ms + charge.lapse_ms, charge.request_id))
+        self._reservations[demand.request_id] = _Reservation(demand, parts, spent_keys)
+        heapq.heappush(self._lapses, (now_ms + demand.lapse_ms, demand.request_id))
         return LimitDecision(usages=tuple(state.usage(currency) for state in states))
 
     def settle(
@@ -190,8 +190,8 @@ class LocalLimits:
         now_ms = self._now_ms()
         for account, state, taken in made.parts:
             state.drain(account, now_ms)
-            unused = made.charge.num_tokens - (num_tokens or 0)
-            num_requests = made.charge.num_requests if num_tokens is None else 0
+            unused = made.demand.num_tokens - (num_tokens or 0)
+            num_requests = made.demand.num_requests if num_tokens is None else 0
             state.give_back(num_requests, unused, taken)
             state.spent_nano[currency] += cost_nano
         return made.spent_keys

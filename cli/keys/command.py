@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,7 +17,6 @@ from millrace.schemas.errors import MillraceError, ParameterError
 if TYPE_CHECKING:
     from millrace.runtime.redis.link import RedisLink
     from millrace.schemas.tenants import (
-        Budget,
         KeyRecord,
         LimitOverrides,
         TenantRecord,
@@ -27,11 +26,6 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 TIERS = ("enterprise", "pro", "free", "batch")
-_COUNTS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "context_tokens")
-_BUDGET = "monthly_budget"
-# What a tenant's services publish comes without a key, so that a key cannot bound it.
-_WAITING = "max_waiting_jobs"
-_LIMITS = (*_COUNTS, _BUDGET, _WAITING)
 _NAMES_TIERS = "MILLRACE_GATEWAY__TIERS__"
 _NONE = "none"
 _DEFAULT = "default"
@@ -43,6 +37,8 @@ class KeyNotFoundError(MillraceError, code="key_not_found"):
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare ``millrace keys`` and its own commands."""
+    from millrace.schemas.tenants import KEY_LIMITS, LIMITS
+
     parser = subparsers.add_parser(
         "keys",
         help="make and revoke API keys, and set what tenants may use",
@@ -57,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     create.add_argument("--name", default="", metavar="N", help="what the key is for")
     create.add_argument("--tier", choices=TIERS, help="of a tenant that is new; else of this key")
     create.add_argument("--admin", action="store_true", help="may see other tenants' figures")
-    _add_limits(create, _COUNTS)
+    _add_limits(create, KEY_LIMITS)
     add_store_arguments(create, _create)
 
     listing = commands.add_parser("list", help="keys, without their secrets")
@@ -77,22 +73,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         choices=("on", "off"),
         help="whether the words of its requests and answers are kept for analytics, for 30 days",
     )
-    _add_limits(tenant, (*_COUNTS, _WAITING))
+    _add_limits(tenant, LIMITS)
     add_store_arguments(tenant, _tenant)
 
 
-def _add_limits(parser: argparse.ArgumentParser, counts: Sequence[str]) -> None:
+def _add_limits(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    from millrace.schemas.tenants import BUDGET, parse_budget
+
     group = parser.add_argument_group("limits", "a number, none, or default: what the tier says")
-    for name in counts:
-        group.add_argument(
-            f"--{name.replace('_', '-')}", metavar="N", type=partial(_limit, int, "number")
-        )
-    group.add_argument(
-        "--monthly-budget",
-        metavar="MONEY",
-        type=partial(_limit, _budget, "amount such as 100, '50 EUR' or '100 USD, 50 EUR'"),
-        help="money a month in USD, or with a currency; several currencies with commas",
-    )
+    for name in names:
+        option = f"--{name.replace('_', '-')}"
+        if name == BUDGET:
+            group.add_argument(
+                option,
+                metavar="MONEY",
+                type=partial(
+                    _limit, parse_budget, "amount such as 100, '50 EUR' or '100 USD, 50 EUR'"
+                ),
+                help="money a month in USD, or with a currency; several currencies with commas",
+            )
+        else:
+            group.add_argument(option, metavar="N", type=partial(_limit, int, "number"))
 
 
 def _create(arguments: argparse.Namespace) -> int:
@@ -246,12 +247,6 @@ def _tenant(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _budget(text: str) -> Budget:
-    from millrace.schemas.tenants import parse_budget
-
-    return parse_budget(text)
-
-
 def _limit(kind: Callable[[str], _T], what: str, text: str) -> _T | str:
     if text in {_NONE, _DEFAULT}:
         return text
@@ -272,9 +267,9 @@ def _check_tenant(tenant: str) -> None:
 
 def _overrides(arguments: argparse.Namespace) -> LimitOverrides:
     """The limits that the arguments set. Raises ParameterError."""
-    from millrace.schemas.tenants import LimitOverrides
+    from millrace.schemas.tenants import LIMITS, LimitOverrides
 
-    given = {name: getattr(arguments, name, None) for name in _LIMITS}
+    given = {name: getattr(arguments, name, None) for name in LIMITS}
     try:
         return LimitOverrides(
             **{
@@ -288,7 +283,9 @@ def _overrides(arguments: argparse.Namespace) -> LimitOverrides:
 
 
 def _back_to_default(arguments: argparse.Namespace) -> set[str]:
-    return {name for name in _LIMITS if getattr(arguments, name, None) == _DEFAULT}
+    from millrace.schemas.tenants import LIMITS
+
+    return {name for name in LIMITS if getattr(arguments, name, None) == _DEFAULT}
 
 
 def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:

@@ -10,6 +10,9 @@ import msgspec
 from millrace.runtime.text_table import text_table
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import (
+    BUDGET,
+    KEY_LIMITS,
+    LIMITS,
     KeyRecord,
     LimitSet,
     TenantRecord,
@@ -17,15 +20,8 @@ from millrace.schemas.tenants import (
     budgets_of,
     effective_tier,
     limits_of,
-    lower_limit,
+    lower_limits,
 )
-
-_UNITS = {
-    "requests_per_minute": "requests/min",
-    "tokens_per_minute": "tokens/min",
-    "concurrent_requests": "at once",
-    "context_tokens": "context",
-}
 
 
 class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +59,7 @@ def key_report(
         last_used=None if used_ns is None else _moment(used_ns),
         revoked=None if key.revoked_ns is None else _moment(key.revoked_ns),
         limits=key.limits.given(),
-        effective_limits=_lower(limits_of(key, tiers), limits_of(owner, tiers)),
+        effective_limits=lower_limits(limits_of(key, tiers), limits_of(owner, tiers)),
     )
 
 
@@ -84,24 +80,14 @@ def as_table(keys: Sequence[KeyReport]) -> str:
     return text_table(names, rows, (False,) * len(names))
 
 
-def _lower(one: LimitSet, other: LimitSet) -> LimitSet:
-    budget = dict(budgets_of(one.monthly_budget))
-    for currency, amount in budgets_of(other.monthly_budget).items():
-        budget[currency] = min(amount, budget.get(currency, amount))
-    return LimitSet(
-        **{name: lower_limit(getattr(one, name), getattr(other, name)) for name in _UNITS},
-        monthly_budget=budget or None,
-    )
-
-
 def _limits(limits: LimitSet) -> str:
-    told = [
-        f"{getattr(limits, name)} {unit}"
-        for name, unit in _UNITS.items()
-        if getattr(limits, name) is not None
-    ]
-    budget = budgets_of(limits.monthly_budget)
-    told += [f"{amount} {currency} a month" for currency, amount in budget.items()]
+    told = []
+    for name in KEY_LIMITS:
+        size, unit = getattr(limits, name), LIMITS[name].unit
+        if name == BUDGET:
+            told += [f"{amount} {currency} {unit}" for currency, amount in budgets_of(size).items()]
+        elif size is not None:
+            told.append(f"{size} {unit}")
     return ", ".join(told) or "none"
 
 

@@ -13,6 +13,8 @@ from millrace.gateway.api.limits import AccountLimits, account_limits
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import (
+    BUDGET,
+    KEY_LIMITS,
     LimitSet,
     TenantRecord,
     TierLimits,
@@ -69,11 +71,11 @@ def as_text(report: TenantReport) -> str:
     tier = "none" if report.tier is None else report.tier.value
     lines = [f"Tenant {report.tenant}, tier {tier}"]
     budget = budgets_of(report.limits.monthly_budget) or None
-    limits = msgspec.structs.asdict(report.limits) | {"monthly_budget": budget}
+    limits = msgspec.structs.asdict(report.limits) | {BUDGET: budget}
     for name, size in limits.items():
         origin = "set for this tenant" if name in report.set_here else "by its tier"
         line = f"  {name:<20} {_shown(size):>12}"
-        if report.usage is not None and hasattr(report.usage.remaining, name):
+        if report.usage is not None and name in KEY_LIMITS:
             line += f"  {_shown(getattr(report.usage.remaining, name)):>12} left"
         lines.append(f"{line}  ({origin})" if size is not None else line)
     lines.append(f"  {'keep_transcripts':<20} {'yes' if report.keep_transcripts else 'no':>12}")

@@ -11,26 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from millrace.bus.tenancy.accounts import Account, AccountUsage
+from millrace.bus.tenancy.accounts import Account, AccountUsage, remaining
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import Identity, require_admin
-from millrace.gateway.tenancy.limit_headers import remaining
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.gateway.transport.http import json_response
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier
-from millrace.schemas.tenants import LimitSet, budgets_of, check_tenant, from_nano
-
-
-class Remaining(msgspec.Struct, frozen=True, kw_only=True):
-    """The rest of each limit of a ``LimitSet`` that requests use up; None: no limit.
-    ``monthly_budget`` is the rest in each currency that has a budget."""
-
-    requests_per_minute: int | None
-    tokens_per_minute: int | None
-    concurrent_requests: int | None
-    context_tokens: int | None
-    monthly_budget: Mapping[str, Decimal] | None
+from millrace.schemas.tenants import LimitSet, Remaining, check_tenant, from_nano
 
 
 class AccountLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,33 +82,13 @@ class LimitsApi:
 
 def account_limits(account: Account, usage: AccountUsage) -> AccountLimits:
     """An account as it is shown."""
-    limits, budgets = account.limits, budgets_of(account.limits.monthly_budget)
     spent = {currency: from_nano(spend.spent_nano) for currency, spend in usage.money.items()}
     held = {currency: from_nano(spend.held_nano) for currency, spend in usage.money.items()}
-    left_of = {
-        currency: max(Decimal(0), budget - spent[currency] - held[currency])
-        for currency, budget in budgets.items()
-    }
-    left = Remaining(
-        requests_per_minute=_left(limits.requests_per_minute, usage.requests),
-        tokens_per_minute=_left(limits.tokens_per_minute, usage.tokens),
-        concurrent_requests=(
-            None
-            if limits.concurrent_requests is None
-            else max(0, limits.concurrent_requests - usage.num_running)
-        ),
-        context_tokens=limits.context_tokens,
-        monthly_budget=left_of or None,
-    )
     return AccountLimits(
         kind=account.kind,
         name=account.name,
-        limits=limits,
-        remaining=left,
+        limits=account.limits,
+        remaining=remaining(account, usage),
         spent=spent,
         held=held,
     )
-
-
-def _left(per_minute: int | None, ticks: int) -> int | None:
-    return None if per_minute is None else remaining(per_minute, ticks)

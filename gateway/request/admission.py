@@ -7,12 +7,14 @@ from decimal import Decimal
 
 from millrace.bus.api import Bus
 from millrace.bus.store.watch import StoreWatch
+from millrace.bus.tenancy.accounts import Demand
 from millrace.gateway.errors import DrainingError
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.intake_limits import IntakeLimits
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.gateway.streams.usage import total_usage
 from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.limit_headers import rate_headers
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.gateway.transport.http import Headers
 from millrace.registry.pricing import cost
@@ -75,20 +77,19 @@ class Admission:
         num_prompt = sum(job.num_paid_prompt_tokens for job in jobs)
         num_completion = sum(job.max_completion_tokens for job in jobs)
         await self._intake_limits.give_back(reservation_id)
-        reservation = await self._limiter.reserve(
-            caller,
-            reservation_id,
-            model=jobs[0].model,
+        demand = Demand(
+            request_id=reservation_id,
             tier=jobs[0].tier,
             num_prompt_tokens=num_prompt,
             max_tokens=num_completion,
-            cost_upper=cost(model.prices, num_prompt, 0, num_completion),
-            deadline_s=self._request_timeout_s if deadline_s is None else deadline_s,
             longest_tokens=max(map(_longest_tokens, jobs)),
+            cost=cost(model.prices, num_prompt, 0, num_completion),
             currency=model.prices.currency,
+            deadline_s=self._request_timeout_s if deadline_s is None else deadline_s,
             num_requests=0 if jobs[0].part is not None and jobs[0].part.round else 1,
         )
-        return reservation.headers
+        granted = await self._limiter.reserve(caller, demand)
+        return rate_headers(granted.accounts, granted.usages)
 
     def release(self, reservation_id: str) -> None:
         """Nothing was served. Returns at once."""

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from decimal import Decimal
 
+from millrace.bus.tenancy.accounts import Demand
 from millrace.bus.tenancy.errors import RateLimitError
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.limits import Limiter
@@ -77,15 +78,8 @@ class IntakeLimits:
             await self._limiter.settle(_id_of(request_id), None, None)
 
     async def _take(self, caller: Caller, request_id: str) -> None:
-        await self._limiter.reserve(
-            caller,
-            _id_of(request_id),
-            model="",
-            num_prompt_tokens=0,
-            max_tokens=0,
-            cost_upper=_NOTHING,
-            deadline_s=_LAPSES_AFTER_S,
-        )
+        demand = Demand(request_id=_id_of(request_id), tier=caller.tier, deadline_s=_LAPSES_AFTER_S)
+        await self._limiter.reserve(caller, demand)
         self._taken.add(request_id)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millrace.bus.tenancy.accounts import TICKS, Account, AccountUsage
+from millrace.bus.tenancy.accounts import Account, AccountUsage, room
 from millrace.gateway.transport.http import Headers
 
 _MS_PER_S = 1_000
@@ -24,11 +24,6 @@ def rate_headers(accounts: Sequence[Account], usages: Sequence[AccountUsage]) ->
         for account, usage in zip(accounts, usages, strict=True)
     ]
     return [*_headers("requests", requests), *_headers("tokens", tokens)]
-
-
-def remaining(per_minute: int, ticks: int) -> int:
-    """How many more requests or tokens fit into a bucket."""
-    return max(0, (per_minute * TICKS - ticks) // TICKS)
 
 
 def full_after_ms(per_minute: int, ticks: int) -> int:
@@ -52,10 +47,10 @@ def _headers(what: str, buckets: list[tuple[int | None, int]]) -> Headers:
     limited = [(limit, ticks) for limit, ticks in buckets if limit is not None]
     if not limited:
         return []
-    limit, ticks = min(limited, key=lambda bucket: remaining(*bucket))
+    limit, ticks = min(limited, key=lambda bucket: room(*bucket))
     values = (
         ("limit", str(limit)),
-        ("remaining", str(remaining(limit, ticks))),
+        ("remaining", str(room(limit, ticks))),
         ("reset", duration(full_after_ms(limit, ticks))),
     )
     return [(f"x-ratelimit-{name}-{what}".encode(), value.encode()) for name, value in values]

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-
-import msgspec
-
-from millrace.bus.tenancy.accounts import Account, AccountUsage
+from millrace.bus.tenancy.accounts import Account, AccountUsage, Demand
 from millrace.bus.tenancy.errors import KeyGoneError, RateLimitError
-from millrace.bus.tenancy.keeper import LimitKeeper
+from millrace.bus.tenancy.keeper import Granted, Holder, LimitKeeper
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import AuthenticationError, revoked_key, unknown_key
 from millrace.gateway.tenancy.limit_headers import rate_headers
-from millrace.gateway.transport.http import Headers
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig
-from millrace.schemas.jobs import Tier
-from millrace.schemas.tenants import DEFAULT_CURRENCY
-
-
-class Reservation(msgspec.Struct, frozen=True, kw_only=True):
-    """What was set aside for a request. ``headers`` tell the client what is left; ``degraded``:
-    Redis was unreachable, and the limits were this process's own."""
-
-    headers: Headers
-    degraded: bool = False
 
 
 class Limiter(LimitKeeper):
@@ -41,43 +26,18 @@ class Limiter(LimitKeeper):
     ) -> None:
         super().__init__(link, config.tiers, clock, redis_time=redis_time)
 
-    async def reserve(
-        self,
-        caller: Caller,
-        request_id: str,
-        *,
-        model: str,
-        num_prompt_tokens: int,
-        max_tokens: int,
-        cost_upper: Decimal,
-        deadline_s: float,
-        tier: Tier | None = None,
-        longest_tokens: int | None = None,
-        currency: str = DEFAULT_CURRENCY,
-        num_requests: int = 1,
-    ) -> Reservation:
-        """As ``take``. Raises AuthenticationError for a key revoked by now."""
+    async def reserve(self, holder: Holder, demand: Demand) -> Granted:
+        """As ``LimitKeeper.reserve``. A RateLimitError has headers that say what is left.
+
+        Raises AuthenticationError for a key that was revoked by now.
+        """
         try:
-            taken = await self.take(
-                caller,
-                request_id,
-                model=model,
-                num_prompt_tokens=num_prompt_tokens,
-                max_tokens=max_tokens,
-                cost_upper=cost_upper,
-                deadline_s=deadline_s,
-                tier=tier,
-                longest_tokens=longest_tokens,
-                currency=currency,
-                num_requests=num_requests,
-            )
+            return await super().reserve(holder, demand)
         except RateLimitError as error:
             error.headers = rate_headers(error.accounts, error.usages)
             raise
         except KeyGoneError as error:
             raise _authentication_error(error) from error
-        headers = rate_headers(taken.accounts, taken.usages)
-        return Reservation(headers=headers, degraded=taken.degraded)
 
     async def caller_usage(self, caller: Caller) -> list[tuple[Account, AccountUsage]]:
         """As ``usage``. Raises AuthenticationError for a key that is gone."""

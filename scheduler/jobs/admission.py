@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from millrace.bus.redis_keys import job_reservation, spent_key, tenant_account
-from millrace.bus.tenancy.accounts import Account, AccountUsage, month_of, num_places
+from millrace.bus.tenancy.accounts import Account, AccountUsage, Demand, month_of, num_places
 from millrace.bus.tenancy.errors import LimitsUnreachableError, RateLimitError
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.registry.pricing import PriceBook, cost, prices_with
@@ -139,16 +139,16 @@ class JobAdmission:
             lapse_s = max((job.deadline_ns - now_ns) / _NS_PER_S, _SHORTEST_LAPSE_S)
         own = None if adapter is None else adapter.prices
         prices = prices_with(self._prices(job.model), own)
-        taken = await self._keeper.take(
-            _Publisher(job.tenant, job.tier),
-            reservation_id,
-            model=job.model,
+        demand = Demand(
+            request_id=reservation_id,
+            tier=job.tier,
             num_prompt_tokens=num_prompt_tokens,
             max_tokens=max_tokens,
-            cost_upper=cost(prices, num_prompt_tokens, 0, max_tokens),
+            cost=cost(prices, num_prompt_tokens, 0, max_tokens),
             currency=prices.currency,
             deadline_s=lapse_s,
             in_line=True,
         )
-        self._tell(job.tenant, taken.accounts[0], taken.usages[0], is_granted=True)
-        return taken.degraded
+        granted = await self._keeper.reserve(_Publisher(job.tenant, job.tier), demand)
+        self._tell(job.tenant, granted.accounts[0], granted.usages[0], is_granted=True)
+        return granted.degraded

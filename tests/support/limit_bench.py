@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
+from millrace.bus.tenancy.accounts import Demand
 from millrace.bus.tenancy.tenants import TenantStore
 from millrace.gateway.tenancy.caller import Caller
 from millrace.gateway.tenancy.identity import Identity
-from millrace.gateway.tenancy.limits import Limiter, Reservation
+from millrace.gateway.tenancy.limit_headers import rate_headers
+from millrace.gateway.tenancy.limits import Limiter
+from millrace.gateway.transport.http import Headers
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.frames import Usage
@@ -64,6 +67,13 @@ class LimitBench:
         await self.link.close()
 
 
+class Reserved(NamedTuple):
+    """The headers that a client gets, and whether Redis was unreachable."""
+
+    headers: Headers
+    degraded: bool
+
+
 async def reserve(
     limiter: Limiter,
     caller: Caller,
@@ -77,20 +87,20 @@ async def reserve(
     longest: int | None = None,
     currency: str = "USD",
     num_requests: int = 1,
-) -> Reservation:
-    return await limiter.reserve(
-        caller,
-        request_id,
-        model="m",
+) -> Reserved:
+    demand = Demand(
+        request_id=request_id,
+        tier=tier or caller.tier,
         num_prompt_tokens=prompt,
         max_tokens=completion,
-        cost_upper=Decimal(cost),
-        deadline_s=deadline_s,
-        tier=tier,
         longest_tokens=longest,
+        cost=Decimal(cost),
         currency=currency,
+        deadline_s=deadline_s,
         num_requests=num_requests,
     )
+    granted = await limiter.reserve(caller, demand)
+    return Reserved(rate_headers(granted.accounts, granted.usages), granted.degraded)
 
 
 def header(headers: Sequence[tuple[bytes, bytes]], name: str) -> str:

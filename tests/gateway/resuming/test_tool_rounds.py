@@ -18,8 +18,9 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import ClientConnection, connect
 
 from millrace.bus.job_queue import PublishedJob
+from millrace.bus.tenancy.accounts import Demand
+from millrace.bus.tenancy.keeper import Granted
 from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.limits import Reservation
 from millrace.gateway.tools.catalogue import ToolCatalogue, load_tools
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.errors import BusUnavailableError
@@ -300,11 +301,11 @@ async def test_who_takes_an_answer_over_has_what_is_reserved_for_its_round(
         waiting.append("over")
         return True
 
-    async def slow_reserve(caller: Caller, request_id: str, **needs: Any) -> Reservation:
-        reservation = await reserve(caller, request_id, **needs)
-        if request_id.endswith("-r1"):
+    async def slow_reserve(caller: Caller, demand: Demand) -> Granted:
+        granted = await reserve(caller, demand)
+        if demand.request_id.endswith("-r1"):
             await wait_once("reserve")
-        return reservation
+        return granted
 
     async def publish(real: Publish, job: Job) -> PublishedJob:
         nonlocal num_published

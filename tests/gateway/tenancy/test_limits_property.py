@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import UNSET
 
+from millrace.bus.tenancy.accounts import Demand
 from millrace.bus.tenancy.errors import RateLimitError
 from millrace.bus.tenancy.tenants import TenantStore
 from millrace.gateway.tenancy.caller import Caller
@@ -248,16 +249,15 @@ def spent_in(lives: Iterable[Life], currency: str) -> int:
 async def reserve(limiter: Limiter, caller: Caller, name: str, wanted: Wanted) -> str:
     """ "granted", or the limit that refused and the wait."""
     try:
-        await limiter.reserve(
-            caller,
-            name,
-            model="m",
-            num_prompt_tokens=0,
+        demand = Demand(
+            request_id=name,
+            tier=caller.tier,
             max_tokens=wanted.tokens,
-            cost_upper=Decimal(wanted.cents).scaleb(-2),
+            cost=Decimal(wanted.cents).scaleb(-2),
             deadline_s=wanted.lapse_s,
             currency=wanted.currency,
         )
+        await limiter.reserve(caller, demand)
     except RateLimitError as error:
         return f"{error.limit} {error.retry_after_s}"
     return "granted"

@@ -13,16 +13,19 @@ import httpx
 import openai
 import pytest
 
+from millrace.bus.tenancy.accounts import Account, AccountUsage, Demand
 from millrace.bus.tenancy.errors import LimitsUnreachableError
+from millrace.bus.tenancy.keeper import Granted
 from millrace.gateway.api.pooled.pooled import MAX_JOBS_AT_ONCE
 from millrace.gateway.rendering.embedding_vectors import VectorForm
 from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.limits import Limiter, Reservation
+from millrace.gateway.tenancy.limits import Limiter
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.embeddings import MAX_INPUTS
 from millrace.schemas.frames import Expired, Failed, Frame, Shed, Usage
 from millrace.schemas.jobs import Source
 from millrace.schemas.pooling import Pooling
+from millrace.schemas.tenants import LimitSet
 from tests.support.echo_worker import EMBEDDING_SIZE
 from tests.support.running_gateway import (
     CONTEXT_WINDOW_TOKENS,
@@ -208,14 +211,16 @@ class _Ledger:
     """In the place of the limiter's two doors."""
 
     def __init__(self, limiter: Limiter, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reserved: list[dict[str, Any]] = []
+        self.reserved: list[Demand] = []
         self.settled: list[Usage | None] = []
         monkeypatch.setattr(limiter, "reserve", self.reserve)
         monkeypatch.setattr(limiter, "settle_soon", self.settle_soon)
 
-    async def reserve(self, caller: Caller, request_id: str, **taken: Any) -> Reservation:
-        self.reserved.append(taken)
-        return Reservation(headers=[(b"x-ratelimit-limit-tokens", b"9")])
+    async def reserve(self, caller: Caller, demand: Demand) -> Granted:
+        self.reserved.append(demand)
+        limits = LimitSet(tokens_per_minute=9)
+        account = Account(kind="tenant", name=caller.tenant, limits=limits)
+        return Granted(accounts=(account,), usages=(AccountUsage(),))
 
     def settle_soon(
         self, _request_id: str, usage: Usage | None, _cost: Decimal | None, _currency: str = ""
@@ -231,7 +236,7 @@ async def test_tokens_are_set_aside_and_settled(
     response = await http.post(_PATH, json=body)
     assert response.headers["x-ratelimit-limit-tokens"] == "9"
     (taken,) = ledger.reserved
-    assert (taken["num_prompt_tokens"], taken["max_tokens"], taken["longest_tokens"]) == (8, 0, 4)
+    assert (taken.num_prompt_tokens, taken.max_tokens, taken.longest_tokens) == (8, 0, 4)
     assert ledger.settled == [Usage(prompt_tokens=8)]
     front.worker.end_with = Failed(code="internal_error", message="no")
     assert (await http.post(_PATH, json=body)).status_code == 500
@@ -239,13 +244,13 @@ async def test_tokens_are_set_aside_and_settled(
     assert (await http.post(_PATH, json=body | {"input": ""})).status_code == 400
     # What is refused counts as a request, of no tokens.
     assert len(ledger.reserved) == len(ledger.settled) == 3
-    assert (ledger.reserved[2]["num_prompt_tokens"], ledger.settled[2]) == (0, Usage())
+    assert (ledger.reserved[2].num_prompt_tokens, ledger.settled[2]) == (0, Usage())
 
 
 async def test_a_limit_that_is_reached(
     http: httpx.AsyncClient, front: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*_args: Any, **_kwargs: Any) -> Reservation:
+    async def refuse(*_args: Any, **_kwargs: Any) -> Granted:
         raise LimitsUnreachableError
 
     monkeypatch.setattr(front.gateway.limiter, "reserve", refuse)
