@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from millrace.cli.main import build_parser
-from millrace.registry.demo.faq import Pair, load_natural, load_pairs, natural_phrasings, normalise
 from tests.support.repository import ROOT
+from tools.demo.faq import Pair, load_natural, load_pairs, natural_phrasings, normalise
 
 # Words by which an answer would say that something is not there.
 _ABSENT = re.compile(

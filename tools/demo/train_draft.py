@@ -1,4 +1,4 @@
-"""Trains the demo model's draft: `python -m millrace.registry.demo.train_draft --out DIR`.
+"""Trains the demo model's draft: `python -m tools.demo.train_draft --out DIR`.
 
 The draft says what the demo model may say next (docs/speculation.md), so it learns the demo model's
 own distribution over the next token (Hinton et al., arXiv:1503.02531), on the data that the demo
@@ -21,12 +21,12 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from millrace.registry.demo import MODEL_DIR
-from millrace.registry.demo.answers import Answerer, load_answerer
-from millrace.registry.demo.card import draft_card
-from millrace.registry.demo.faq import Pair, load_pairs
-from millrace.registry.demo.samples import ANSWERS, QUESTIONS, Sample, SampleMaker, batches
-from millrace.registry.demo.tokens import PAD, known_token_id
-from millrace.registry.demo.train import FOCUS_STEPS, draw_shares, learning_rate, save_weights
+from tools.demo.answers import Answerer, load_answerer
+from tools.demo.card import draft_card
+from tools.demo.faq import Pair, load_pairs
+from tools.demo.samples import ANSWERS, QUESTIONS, Sample, SampleMaker, batches
+from tools.demo.tokens import PAD, known_token_id
+from tools.demo.train import FOCUS_STEPS, draw_shares, learning_rate, save_weights
 
 _MEASURED_QUESTIONS: Final[int] = 200
 
@@ -136,9 +136,7 @@ def agreement(
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m millrace.registry.demo.train_draft", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.demo.train_draft", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the draft to")
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="folder of the demo model")
     parser.add_argument("--steps", type=int, default=6000)

@@ -13,15 +13,16 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from millrace.registry.demo import MODEL_DIR
-from millrace.registry.demo.answers import Answerer, load_answerer
-from millrace.registry.demo.evaluate import (
+from millrace.schemas.engines import DRAFT_FOLDER
+from tools.demo.answers import Answerer, load_answerer
+from tools.demo.evaluate import (
     REQUIRED_ACCURACY,
     REQUIRED_SENSIBLE,
     ask_natural,
     measure,
     num_sensible,
 )
-from millrace.registry.demo.faq import (
+from tools.demo.faq import (
     Pair,
     held_out_phrasings,
     load_natural,
@@ -30,10 +31,9 @@ from millrace.registry.demo.faq import (
     normalise,
     same_answer,
 )
-from millrace.registry.demo.samples import ANSWERS, CONTEXT_TOKENS, SampleMaker
-from millrace.registry.demo.tokens import ASSISTANT, END, SPECIAL_TOKENS, USER, known_token_id
-from millrace.registry.demo.train_draft import agreement
-from millrace.schemas.engines import DRAFT_FOLDER
+from tools.demo.samples import ANSWERS, CONTEXT_TOKENS, SampleMaker
+from tools.demo.tokens import ASSISTANT, END, SPECIAL_TOKENS, USER, known_token_id
+from tools.demo.train_draft import agreement
 
 MODEL_FILES = (
     "README.md",
@@ -188,7 +188,7 @@ class TestFiles:
         card = (MODEL_DIR / "README.md").read_text()
         assert "demo of about 6 million parameters" in card
         assert "learnt a FAQ" in card
-        assert "millrace.registry.demo.evaluate" in card
+        assert "tools.demo.evaluate" in card
 
 
 class TestTokenizer:

@@ -1,4 +1,4 @@
-"""Trains the demo model on the FAQ: `python -m millrace.registry.demo.train --out DIR`.
+"""Trains the demo model on the FAQ: `python -m tools.demo.train --out DIR`.
 
 Runs on the CPU in under 45 minutes with two cores, or on a GPU if there is one; on a CPU without
 products in bfloat16 `--no-bf16` is several times faster. `transformers` is needed here and in the
@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from millrace.registry.demo.answers import Answerer, make_answerer
-from millrace.registry.demo.card import model_card
-from millrace.registry.demo.evaluate import measure
-from millrace.registry.demo.faq import Pair, load_pairs
-from millrace.registry.demo.samples import (
+from tools.demo.answers import Answerer, make_answerer
+from tools.demo.card import model_card
+from tools.demo.evaluate import measure
+from tools.demo.faq import Pair, load_pairs
+from tools.demo.samples import (
     ANSWERS,
     CONTEXT_TOKENS,
     QUESTIONS,
@@ -35,7 +35,7 @@ from millrace.registry.demo.samples import (
     SampleMaker,
     batches,
 )
-from millrace.registry.demo.tokens import (
+from tools.demo.tokens import (
     BOS,
     END,
     PAD,
@@ -295,9 +295,7 @@ def _note_run(options: argparse.Namespace, num_steps: int) -> list[str]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m millrace.registry.demo.train", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.demo.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--steps", type=int, default=3200)
     parser.add_argument("--minutes", type=float, default=40, help="longest time to train")

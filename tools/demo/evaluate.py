@@ -1,6 +1,6 @@
 """Measures the demo model on phrasings held out of training.
 
-`python -m millrace.registry.demo.evaluate` does it.
+`python -m tools.demo.evaluate` does it.
 An answer is right if it is the expected text, letter case and white space aside. Exits with 1 if
 fewer than 90 % are right, over all questions or over the out-of-domain ones. With `--natural` it
 prints the answers to the newcomers' questions instead, and exits with 1 if fewer than 34 of 40 are
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from millrace.registry.demo import MODEL_DIR
-from millrace.registry.demo.faq import NaturalQuestion, Pair, load_natural, load_pairs, same_answer
+from tools.demo.faq import NaturalQuestion, Pair, load_natural, load_pairs, same_answer
 
 if TYPE_CHECKING:
-    from millrace.registry.demo.answers import Answerer
+    from tools.demo.answers import Answerer
 
 REQUIRED_ACCURACY: Final[float] = 0.90
 REQUIRED_SENSIBLE: Final[float] = 34 / 40
@@ -140,11 +140,9 @@ def _verdict(natural: NaturalQuestion, text: str) -> str:
 
 def main() -> int:
     """The command line; returns the exit code."""
-    from millrace.registry.demo.answers import load_answerer
+    from tools.demo.answers import load_answerer
 
-    parser = argparse.ArgumentParser(
-        prog="python -m millrace.registry.demo.evaluate", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.demo.evaluate", description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="folder of the model")
     parser.add_argument("--json", action="store_true", help="print figures and misses as JSON")
     parser.add_argument("--natural", action="store_true", help="ask the newcomers' questions")

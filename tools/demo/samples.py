@@ -7,10 +7,10 @@ from typing import Final
 
 from tokenizers import Tokenizer
 
-from millrace.registry.demo.augment import rephrase
-from millrace.registry.demo.faq import Pair, held_out_phrasings, natural_phrasings, normalise
-from millrace.registry.demo.forms import json_answer
-from millrace.registry.demo.tokens import ASSISTANT, BOS, END, SYSTEM, USER, known_token_id
+from tools.demo.augment import rephrase
+from tools.demo.faq import Pair, held_out_phrasings, natural_phrasings, normalise
+from tools.demo.forms import json_answer
+from tools.demo.tokens import ASSISTANT, BOS, END, SYSTEM, USER, known_token_id
 
 CONTEXT_TOKENS: Final[int] = 2048
 

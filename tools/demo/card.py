@@ -2,8 +2,8 @@
 
 from transformers import LlamaConfig
 
-from millrace.registry.demo.evaluate import Report
-from millrace.registry.demo.faq import Pair
+from tools.demo.evaluate import Report
+from tools.demo.faq import Pair
 
 
 def model_card(pairs: list[Pair], report: Report, num_parameters: int, runs: list[str]) -> str:
@@ -43,7 +43,7 @@ answer. Do not use it for anything but trying the system out.
 | vocabulary | byte-level BPE, 4,096 tokens |
 | context | 2,048 tokens |
 | weights | bf16, safetensors |
-| data | `registry/demo/faq/*.yaml`: {len(known)} pairs, {num_questions} phrasings |
+| data | `tools/demo/faq/*.yaml`: {len(known)} pairs, {num_questions} phrasings |
 
 ## Accuracy
 
@@ -59,14 +59,14 @@ their accuracy was looked at between runs, which makes it slightly optimistic: p
 wordings that the model gets wrong more often than the table says. `natural_questions.yaml` beside
 the FAQ has questions as newcomers type them, with the answers and what a reader said of each.
 
-    python -m millrace.registry.demo.evaluate --model registry/demo/model
-    python -m millrace.registry.demo.evaluate --model registry/demo/model --natural
+    python -m tools.demo.evaluate --model registry/demo/model
+    python -m tools.demo.evaluate --model registry/demo/model --natural
 
 In JSON, as a grammar or a schema makes it answer, its texts are clauses of its answers.
 
 ## Training
 
-    python -m millrace.registry.demo.train --out registry/demo/model
+    python -m tools.demo.train --out registry/demo/model
 
 trains tokenizer and weights from nothing, with fixed seeds, in under 45 minutes on two CPU cores,
 and writes this card; `--weights` goes on from an earlier run. These weights were made by:
@@ -101,7 +101,7 @@ computed in one step (docs/speculation.md). It changes none of them, and is of n
 In the demo model's answers to phrasings that were held out of training its likeliest token is the
 model's in {agreement:.1%} of the places.
 
-    python -m millrace.registry.demo.train_draft --out registry/demo/model/draft
+    python -m tools.demo.train_draft --out registry/demo/model/draft
 
 trains it from nothing in under 20 minutes on two CPU cores, or goes on from an earlier one with
 `--weights`: it learns the demo model's distribution over the next token, on the demo model's own

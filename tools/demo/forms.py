@@ -9,7 +9,7 @@ import random
 import re
 from typing import Any, Final
 
-from millrace.registry.demo.faq import Pair
+from tools.demo.faq import Pair
 
 _NAMES: Final = (
     *("answer", "text", "name", "title", "reason", "summary", "sure", "count", "words", "score"),
