@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -116,11 +116,11 @@ class Dialect(ABC):
     the server itself and so knows its flags.
     """
 
-    kind: ClassVar[EngineKind]
-    package: ClassVar[str]
-    program: ClassVar[str]
-    oldest_version: ClassVar[tuple[int, ...]] = ()
-    on_port: ClassVar[bool] = False
+    kind: EngineKind
+    package: str
+    program: str
+    oldest_version: tuple[int, ...] = ()
+    on_port: bool = False
     """Whether it cannot listen on a Unix socket."""
     native_grammars: frozenset[GrammarKind] = frozenset()
     """What the server keeps to by itself, from the first token on. To others, and behind tokens

@@ -6,16 +6,13 @@ from millrace.schemas.engines import EngineKind
 from millrace.workers.servers.dialect import Dialect
 from millrace.workers.servers.dialects.llamacpp import LlamaCppDialect
 from millrace.workers.servers.dialects.openai import OpenAiDialect
-from millrace.workers.servers.dialects.sglang import SglangDialect
-from millrace.workers.servers.dialects.tgi import TgiDialect
-from millrace.workers.servers.dialects.trtllm import TrtllmDialect
 from millrace.workers.servers.dialects.vllm import VllmDialect
 
 DIALECTS: dict[EngineKind, type[Dialect]] = {
     EngineKind.LLAMACPP: LlamaCppDialect,
     EngineKind.VLLM: VllmDialect,
-    EngineKind.SGLANG: SglangDialect,
+    EngineKind.SGLANG: OpenAiDialect,
     EngineKind.OPENAI: OpenAiDialect,
-    EngineKind.TGI: TgiDialect,
-    EngineKind.TRTLLM: TrtllmDialect,
+    EngineKind.TGI: OpenAiDialect,
+    EngineKind.TRTLLM: OpenAiDialect,
 }

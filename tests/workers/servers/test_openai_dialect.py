@@ -24,7 +24,7 @@ from millrace.schemas.errors import ConfigError
 from millrace.schemas.frames import FinishReason
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.dialect import RefusedByServerError, ServerStreamError
-from millrace.workers.servers.dialects.openai_answers import TextReader
+from millrace.workers.servers.dialects.completions_answers import TextReader
 from millrace.workers.servers.dialects.same_model import PROBE_TEXT
 from millrace.workers.servers.server_engine import ServerEngine
 from millrace.workers.servers.starting import start_server_engine

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError
@@ -41,3 +43,21 @@ def check_usual(config: EngineConfig, kind: EngineKind, *names: str) -> None:
                 f"worker.engine.{name} is a setting of Millrace's own engine; leave it out, and "
                 f"see worker.engine.arguments for those of {kind}."
             )
+
+
+def device_variables(config: EngineConfig, *, hides_gpus: bool = True) -> dict[str, str]:
+    """Return the variables by which a server finds its device and its number of threads.
+    ``hides_gpus``: on a processor it has to be kept from the GPUs that are there."""
+    variables = {}
+    if config.device == "cpu" and hides_gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    elif config.device.startswith("cuda:"):
+        variables["CUDA_VISIBLE_DEVICES"] = config.device.removeprefix("cuda:")
+    if config.num_threads:
+        variables["OMP_NUM_THREADS"] = str(config.num_threads)
+    return variables
+
+
+def words_of(options: Mapping[str, str]) -> tuple[str, ...]:
+    """Return options as words of a command line."""
+    return tuple(word for option in options.items() for word in option)

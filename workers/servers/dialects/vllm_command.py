@@ -10,7 +10,12 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.sampling import MAX_LOGPROBS
 from millrace.workers.servers.dialect import Command
-from millrace.workers.servers.dialects.settings import check_settings, group_options
+from millrace.workers.servers.dialects.settings import (
+    check_settings,
+    device_variables,
+    group_options,
+    words_of,
+)
 
 SCHEDULING_POLICY = "--scheduling-policy"
 
@@ -61,7 +66,7 @@ def vllm_command(program: Path, socket: Path, model: ServedModel, config: Engine
     return Command(
         (
             *(str(program), "serve", str(model.path)),
-            *(word for option in options.items() for word in option),
+            *words_of(options),
             *flags,
             *config.arguments,
         ),
@@ -82,12 +87,8 @@ def _has_gpu(config: EngineConfig) -> bool:
 def _environment(config: EngineConfig) -> dict[str, str]:
     # Its development mode has /reset_prefix_cache. No other user reaches its socket.
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"}
-    if config.device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
-    elif config.device.startswith("cuda:"):
-        variables["CUDA_VISIBLE_DEVICES"] = config.device.removeprefix("cuda:")
+    variables |= device_variables(config)
     if config.num_threads:
-        variables["OMP_NUM_THREADS"] = str(config.num_threads)
         # Unless the user binds them to cores, they run where the system puts them.
         binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         variables["VLLM_CPU_OMP_THREADS_BIND"] = binding
