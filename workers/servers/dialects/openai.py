@@ -35,12 +35,12 @@ from millrace.workers.servers.dialect import (
     ServerAddress,
     ServerFacts,
     ServerLoad,
+    add_bias,
 )
 from millrace.workers.servers.dialects.completions_answers import TextReader, TokenIdsReader
 from millrace.workers.servers.dialects.json_grammars import with_few_blanks
-from millrace.workers.servers.dialects.logit_bias import add_bias
 from millrace.workers.servers.dialects.openai_servers import SERVERS
-from millrace.workers.servers.dialects.same_model import check_completions, chosen_model
+from millrace.workers.servers.dialects.server_facts import check_completions, chosen_model
 
 _VERSION = "/v1"
 _NOT_FOUND = 404

@@ -17,14 +17,14 @@ from millrace.registry.served import ServedModel
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.workers.servers.dialect import Command, ServerAddress, ServerFacts, ServerLoad
-from millrace.workers.servers.dialects.openai_commands import (
+from millrace.workers.servers.dialects.commands import (
     TGI_SPARE,
     TRTLLM_NUM_SEQUENCES,
     sglang_command,
     tgi_command,
     trtllm_command,
 )
-from millrace.workers.servers.prometheus_text import read_samples
+from millrace.workers.servers.dialects.server_facts import read_samples
 
 _KV_USAGE = "sglang:token_usage"
 _STEPS = "tgi_batch_inference_count"

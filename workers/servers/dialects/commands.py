@@ -1,8 +1,10 @@
-"""What starts the OpenAI-compatible servers: each on a port of this machine."""
+"""What starts the servers, and which settings each of them has the like of."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,143 @@ from millrace.registry.served import ServedModel
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError
+from millrace.schemas.sampling import MAX_LOGPROBS
 from millrace.workers.servers.dialect import Command, ServerAddress
-from millrace.workers.servers.dialects.settings import (
-    check_settings,
-    check_usual,
-    device_variables,
-    group_options,
-    words_of,
-)
 
+_UNKNOWN = (
+    "num_blocks",
+    "kernels",
+    "deterministic",
+    "host_cache_bytes",
+    "idle_offload_s",
+    "ageing_s",
+    "itl_bound_ms",
+    "collectives",
+)
+SCHEDULING_POLICY = "--scheduling-policy"
+
+# The device is a GPU where one of these is there, else the processor.
+_GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+_CPU_NUM_SEQUENCES, _GPU_NUM_SEQUENCES = 64, 256
+_CPU_KV_CACHE_BYTES = 1 << 30
 TRTLLM_NUM_SEQUENCES = 64
 # TGI sees a moment after its reader that an answer is over: a quarter of its room is for that.
 TGI_SPARE = 4
 _TGI_NUM_REQUESTS = 128
 _USUAL = EngineConfig()
+
+
+def check_settings(config: EngineConfig, kind: EngineKind, *known: str) -> None:
+    """Raises ConfigError, naming the setting, for one that the server does not have and that is not
+    among ``known``."""
+    check_usual(config, kind, *(name for name in _UNKNOWN if name not in known))
+
+
+def group_options(config: EngineConfig, tensor: str, experts: str = "") -> dict[str, str]:
+    """Of a command line, if several devices are to compute the model; ``tensor`` and ``experts``
+    are what they are called there."""
+    size = config.tensor_parallel
+    options = {tensor: str(size)} if size > 1 else {}
+    return options | ({experts: str(size)} if experts and config.expert_parallel else {})
+
+
+def check_usual(config: EngineConfig, kind: EngineKind, *names: str) -> None:
+    """Raises ConfigError for one of these settings that is not as it is by default."""
+    usual = EngineConfig()
+    for name in names:
+        if getattr(config, name) != getattr(usual, name):
+            raise ConfigError(
+                f"worker.engine.{name} is a setting of Millrace's own engine; leave it out, and "
+                f"see worker.engine.arguments for those of {kind}."
+            )
+
+
+def device_variables(config: EngineConfig, *, hides_gpus: bool = True) -> dict[str, str]:
+    """Return the variables by which a server finds its device and its number of threads.
+    ``hides_gpus``: on a processor it has to be kept from the GPUs that are there."""
+    variables = {}
+    if config.device == "cpu" and hides_gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    elif config.device.startswith("cuda:"):
+        variables["CUDA_VISIBLE_DEVICES"] = config.device.removeprefix("cuda:")
+    if config.num_threads:
+        variables["OMP_NUM_THREADS"] = str(config.num_threads)
+    return variables
+
+
+def words_of(options: Mapping[str, str]) -> tuple[str, ...]:
+    """Return options as words of a command line."""
+    return tuple(word for option in options.items() for word in option)
+
+
+def vllm_command(program: Path, socket: Path, model: ServedModel, config: EngineConfig) -> Command:
+    """``vllm serve`` on a Unix socket, with ``config.arguments`` last. Raises ConfigError."""
+    check_settings(config, EngineKind.VLLM)
+    options = {
+        "--uds": str(socket),
+        "--served-model-name": model.entry.name,
+        "--max-model-len": str(model.context_window_tokens),
+        "--dtype": config.dtype,
+        "--max-num-seqs": str(num_sequences(config)),
+        SCHEDULING_POLICY: "priority",
+        # The server's own defaults for sampling must not count.
+        "--generation-config": "vllm",
+        # The library of the own engine, so that all grammars mean the same.
+        "--structured-outputs-config.backend": "guidance",
+        "--max-logprobs": str(MAX_LOGPROBS + 1),
+        "--kv-cache-dtype": config.kv_cache_dtype,
+        "--load-format": config.load_format,
+        **group_options(config, "--tensor-parallel-size"),
+    }
+    kv_cache_bytes = config.kv_cache_bytes
+    if not kv_cache_bytes and not _has_gpu(config):
+        kv_cache_bytes = _CPU_KV_CACHE_BYTES
+    if kv_cache_bytes:
+        options["--kv-cache-memory-bytes"] = str(kv_cache_bytes)
+    else:
+        options["--gpu-memory-utilization"] = str(config.gpu_memory_fraction)
+    if config.max_batch_tokens:
+        options["--max-num-batched-tokens"] = str(config.max_batch_tokens)
+    flags = [
+        "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--disable-uvicorn-access-log",
+        "--disable-fastapi-docs",
+    ]
+    flags += ["--enable-expert-parallel"] if config.expert_parallel else []
+    flags += [] if config.prefix_cache else ["--no-enable-prefix-caching"]
+    flags += [] if config.cuda_graphs else ["--enforce-eager"]
+    flags += [] if config.overlap else ["--no-async-scheduling"]
+    return Command(
+        (
+            *(str(program), "serve", str(model.path)),
+            *words_of(options),
+            *flags,
+            *config.arguments,
+        ),
+        _environment(config),
+    )
+
+
+def num_sequences(config: EngineConfig) -> int:
+    """How many run at a time."""
+    by_device = _GPU_NUM_SEQUENCES if _has_gpu(config) else _CPU_NUM_SEQUENCES
+    return config.max_num_sequences or by_device
+
+
+def _has_gpu(config: EngineConfig) -> bool:
+    return config.device != "cpu" and any(device.exists() for device in _GPU_DEVICES)
+
+
+def _environment(config: EngineConfig) -> dict[str, str]:
+    # Its development mode has /reset_prefix_cache. No other user reaches its socket.
+    variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    variables |= device_variables(config)
+    if config.num_threads:
+        # Unless the user binds them to cores, they run where the system puts them.
+        binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = binding
+    return variables
 
 
 def sglang_command(

@@ -1,9 +1,10 @@
-"""Whether a server completes text, and has the catalogue's model."""
+"""What servers say of themselves, and whether they have the model of the catalogue."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +14,40 @@ from millrace.schemas.errors import ConfigError
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.client import ServerClient
 
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 # Other tokenizers cut it otherwise.
 PROBE_TEXT = "The mill stands by 7 streams, said Zoë: „Größe“, naïve 水車 {'a': [1, 2.5]}\n\tEnd."
 # Tokens that a server may put around a prompt beyond those of its tokenizer.
 _MOST_AROUND = 2
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The numbers at the beginning of a version."""
+    found = re.match(r"[^\d]*(\d+(?:\.\d+)*)", text)
+    return tuple(map(int, found.group(1).split("."))) if found else ()
+
+
+def read_samples(text: bytes, names: Collection[str]) -> dict[str, list[float]]:
+    """The values of the samples with these names, in order; malformed lines are passed over."""
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for line in text.decode(errors="replace").splitlines():
+        found = _SAMPLE.match(line) if line.startswith(tuple(names)) else None
+        if found is not None and found.group(1) in values:
+            try:
+                values[found.group(1)].append(float(found.group(3)))
+            except ValueError:
+                continue
+    return values
+
+
+def read_labels(text: bytes, name: str) -> list[dict[str, str]]:
+    """The labels of the samples with this name, in order."""
+    lines = text.decode(errors="replace").splitlines()
+    found = [_SAMPLE.match(line) for line in lines if line.startswith(name)]
+    return [
+        dict(_LABEL.findall(one.group(2) or "")) for one in found if one and one.group(1) == name
+    ]
 
 
 class _Choice(msgspec.Struct):
