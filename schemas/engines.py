@@ -119,7 +119,13 @@ PROMISES: dict[EngineKind, EnginePromises] = {
     ),
     EngineKind.SGLANG: EnginePromises(
         continues_grammars=True,
-        unsupported=frozenset({"pooling", "n", "typical_p", "bad_words", _ALLOWED, _BEAMS}),
+        # Its log-probabilities are of texts, not of token ids.
+        unsupported=frozenset(
+            {
+                *("pooling", "n", "logprobs", "prompt_logprobs", "typical_p", "bad_words"),
+                *(_ALLOWED, _BEAMS),
+            }
+        ),
     ),
     EngineKind.LLAMACPP: EnginePromises(
         # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
@@ -144,12 +150,15 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         ),
         grammars=frozenset(),
     ),
+    # Its penalty of frequency is computed otherwise.
     EngineKind.TGI: EnginePromises(
+        exact_token_ids=False,
         takes_token_ids=False,
         unsupported=frozenset(
             {
                 *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
-                *("logit_bias", "ignore_eos", "min_tokens", "min_p"),
+                *("stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens"),
+                *("top_k", "min_p", "typical_p", "logit_bias"),
                 *("presence_penalty", "frequency_penalty", _ALLOWED, _BEAMS),
             }
         ),

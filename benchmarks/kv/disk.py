@@ -147,7 +147,7 @@ def measure_file(folder: Path, num_tokens: int, repeats: int) -> FileFigures:
 
 def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> EngineFigures:
     """A conversation of the 100M Llama."""
-    from millrace.engine.kv.disk_identity import block_file
+    from millrace.engine.kv.block_file import block_file
     from millrace.engine.step.engine import Engine
     from millrace.engine.step.runners import load_runner
 
@@ -214,7 +214,7 @@ def restart_without(folder: Path, restart: Callable[[], None]) -> Callable[[], N
 
 def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: int) -> StoreFigures:
     """A conversation of the 100M Llama, with one engine after the other."""
-    from millrace.engine.kv.objects.opening import block_objects
+    from millrace.engine.kv.objects.block_objects import block_objects
     from millrace.engine.step.engine import Engine
     from millrace.engine.step.runners import load_runner
 

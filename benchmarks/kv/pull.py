@@ -94,7 +94,7 @@ def serve(pipe: Connection, shape: LlamaShape, num_blocks: int, num_ranks: int) 
     from millrace.engine.kv.host_cache import HostCache
     from millrace.engine.kv.host_memory import host_memory_of
     from millrace.engine.kv.tiers import Tiers
-    from millrace.engine.threads.bell import Bell
+    from millrace.engine.threads.tasks import Bell
 
     cache = cache_of(shape, num_blocks, shared=True, num_ranks=num_ranks)
     memory = host_memory_of(cache, cache.blocks[:, 0].numel(), shared=True)

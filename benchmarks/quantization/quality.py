@@ -19,7 +19,7 @@ from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
 
 if TYPE_CHECKING:
-    from millrace.registry.demo.answers import Answerer, Messages
+    from tools.demo.answers import Answerer, Messages
 
 _MAX_NEW_TOKENS = 160
 
@@ -38,8 +38,8 @@ class QualityFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure_quality(kind: str, path: Path) -> QualityFigures:
     """Asks every held-out phrasing."""
-    from millrace.registry.demo.evaluate import measure
-    from millrace.registry.demo.faq import load_pairs
+    from tools.demo.evaluate import measure
+    from tools.demo.faq import load_pairs
 
     report = measure(_engine_answerer(kind, path), load_pairs())
     return QualityFigures(

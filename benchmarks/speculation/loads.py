@@ -14,10 +14,10 @@ from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M
 from benchmarks.speculation.copier import text_from
 from millrace.engine.types import EngineRequest
 from millrace.registry.demo import MODEL_DIR
-from millrace.registry.demo.faq import load_pairs
-from millrace.registry.demo.samples import SampleMaker
-from millrace.registry.demo.tokens import END, known_token_id
 from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
+from tools.demo.faq import load_pairs
+from tools.demo.samples import SampleMaker
+from tools.demo.tokens import END, known_token_id
 
 # In an edited text so many of a hundred tokens are others.
 _EDITED, _WRONG = 4, 10

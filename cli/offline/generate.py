@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     """0 if every request was answered, 1 if some failed, 2 if a line is bad and was not to be
     answered: then none has run."""
     from millrace.engine.offline.inputs import load_served
-    from millrace.engine.threads.report import choose_threads
+    from millrace.engine.threads.choice import choose_threads
 
     config = engine_config(
         arguments,

@@ -14,8 +14,7 @@ from typing import NamedTuple, Protocol
 from millrace.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
 from millrace.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
 from millrace.engine.step.sequence import Sequence, SequenceState
-from millrace.engine.threads.fair_tasks import FairTasks
-from millrace.engine.threads.tasks import TaskThreads
+from millrace.engine.threads.tasks import FairTasks, TaskThreads
 from millrace.engine.types import EngineRequest
 from millrace.schemas.errors import GrammarError
 from millrace.schemas.sampling import Grammar, SamplingParams

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millrace.engine.kv.arrivals import Arrivals
-from millrace.engine.kv.block_file import BlockFile
+from millrace.engine.kv.block_file import BlockFile, block_file
 from millrace.engine.kv.block_identity import transfer_identity
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.kv.disk_cache import DiskCache
-from millrace.engine.kv.disk_identity import block_file
 from millrace.engine.kv.host_memory import SharedHostMemory
 from millrace.engine.kv.lending import Lending
-from millrace.engine.kv.objects.block_objects import BlockObjects
+from millrace.engine.kv.objects.block_objects import BlockObjects, block_objects
 from millrace.engine.kv.objects.object_cache import ObjectCache, ObjectFigures
-from millrace.engine.kv.objects.opening import block_objects
 from millrace.engine.kv.peer_exchange import PeerExchange, split_of
 from millrace.engine.step.sequence import Sequence
 from millrace.schemas.config import EngineConfig

@@ -11,9 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from millrace.engine.kernels.gpu.kernel_set import ExpertKernels, Stack
+from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
+from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
 from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.quantization.device import NO_KERNELS, why_not_packed
+from millrace.engine.quantization.device_linear import packed, rounded
 from millrace.engine.quantization.weight import Activations, QuantizedWeight, Rounding
 from millrace.schemas.errors import CheckpointError
 
@@ -21,6 +24,48 @@ _log = logging.getLogger(__name__)
 
 # Makes what multiplies by one of the weights of each expert, all of one shape.
 MakeStack = Callable[[Sequence[QuantizedWeight]], Stack]
+
+
+class QuantizedStack:
+    """One of the weights of each expert, of one layout. Rows and results are of ``dtype``."""
+
+    def __init__(self, weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> None:
+        self._stack = PackedWeight.stacked([packed(weight) for weight in weights])
+        self._rounding = weights[0].rounding
+        self._dtype = dtype
+
+    @property
+    def size(self) -> WeightSize:
+        return self._stack.size
+
+    def __len__(self) -> int:
+        return len(self._stack)
+
+    def gate_up(
+        self, rows: torch.Tensor, choices: SortedChoices, *, num_chosen: int, fixed: bool
+    ) -> torch.Tensor:
+        """See ``ExpertStack``."""
+        return quantized_gate_up(
+            rounded(rows, self._rounding),
+            self._stack,
+            choices,
+            num_chosen=num_chosen,
+            dtype=self._dtype,
+            fixed=fixed,
+        )
+
+    def down(
+        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor, *, fixed: bool
+    ) -> torch.Tensor:
+        """See ``ExpertStack``."""
+        return quantized_down(
+            rounded(rows, self._rounding),
+            self._stack,
+            choices,
+            weights,
+            dtype=self._dtype,
+            fixed=fixed,
+        )
 
 
 class RoundedStack:
@@ -67,7 +112,7 @@ def quantized_stacks(kernels: ExpertKernels, dtype: torch.dtype, *, has_kernels:
             )
         reason = _why_not_stacked(weights) if has_kernels else NO_KERNELS
         if reason is None:
-            from millrace.engine.quantization.device_stack import QuantizedStack
+            from millrace.engine.quantization.device_experts import QuantizedStack
 
             return QuantizedStack(weights, dtype)
         if reason not in said:

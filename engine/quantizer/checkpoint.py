@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from millrace.engine.quantization.rounding import (
     GROUP_INPUTS,
@@ -22,14 +24,12 @@ from millrace.engine.quantization.rounding import (
 )
 from millrace.engine.quantization.weight import QuantizedWeight
 from millrace.engine.quantizer.calibration import CalibratedLayers
-from millrace.engine.quantizer.layout import stored_tensors
 from millrace.engine.quantizer.schemes import (
     LINEAR_NAMES,
     ROUTERS,
     Scheme,
     quantization_config,
 )
-from millrace.engine.quantizer.shards import ShardWriter
 from millrace.registry.checkpoints.checkpoint import (
     ModelConfig,
     TensorIndex,
@@ -37,8 +37,11 @@ from millrace.registry.checkpoints.checkpoint import (
     read_model_config,
 )
 from millrace.registry.checkpoints.json_fields import read_json_object
+from millrace.registry.checkpoints.tensors import INDEX_FILE, SINGLE_FILE
 from millrace.schemas.errors import CheckpointError, ConfigError
 
+_PER_WORD, _BITS, _OFFSET = 8, 4, 8
+_METADATA = {"format": "pt"}
 _CONFIG = "config.json"
 _QUANTIZED_FIELDS = ("quantization_config", "compression_config")
 _WEIGHT = ".weight"
@@ -51,6 +54,78 @@ _WEIGHT_ENDINGS = (
 _SIDE_FOLDERS = "*_Pooling"
 
 _Rounded = Callable[..., QuantizedWeight]
+
+
+def stored_tensors(
+    module: str, weight: QuantizedWeight, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors of ``module``, by their names in the checkpoint, on the CPU; scales in ``dtype``,
+    which they were made for. The weight is symmetric, its inputs are in their own order."""
+    assert weight.order is None, "this layout has inputs in their own order"
+    assert weight.zeros is None, "the schemes that are made are symmetric"
+    tensors = {"weight_scale": weight.scales.to(dtype)}
+    if weight.bits == _BITS:
+        tensors["weight_packed"] = packed(weight.codes)
+        tensors["weight_shape"] = torch.tensor(weight.codes.shape, dtype=torch.int64)
+    else:
+        tensors["weight"] = weight.codes
+    return {f"{module}.{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """int32 [num_rows, ceil(num_columns / 8)] of ``codes`` from -8 to 7, [num_rows,
+    num_columns]."""
+    nibbles = F.pad(codes.to(torch.int32) + _OFFSET, (0, -codes.shape[1] % _PER_WORD))
+    words = nibbles.reshape(len(codes), -1, _PER_WORD)
+    shifts = torch.arange(0, _PER_WORD * _BITS, _BITS, dtype=torch.int32, device=codes.device)
+    return (words << shifts).sum(-1).to(torch.int32)
+
+
+class ShardWriter:
+    """Holds up to ``shard_bytes`` of tensors in memory, or one that is larger."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._waiting_bytes = 0
+        self._shards: list[list[str]] = []
+        self.num_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """``tensor`` is on the CPU. Raises OSError or SafetensorError if a file cannot be
+        written."""
+        if self._waiting and self._waiting_bytes + tensor.nbytes > self._shard_bytes:
+            self._write()
+        # What shares memory with another is refused by the format.
+        self._waiting[name] = tensor.clone(memory_format=torch.contiguous_format)
+        self._waiting_bytes += tensor.nbytes
+        self.num_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, and an index if there are several files. Raises as ``add`` does."""
+        self._write()
+        if len(self._shards) == 1:
+            self._part(0).rename(self._folder / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._shards):
+            name = f"model-{number + 1:05}-of-{len(self._shards):05}.safetensors"
+            self._part(number).rename(self._folder / name)
+            weight_map |= dict.fromkeys(names, name)
+        index = {"metadata": {"total_size": self.num_bytes}, "weight_map": weight_map}
+        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"part-{number}.safetensors"
+
+    def _write(self) -> None:
+        part = self._part(len(self._shards))
+        save_file(self._waiting, part, _METADATA)
+        # The library makes files for the user alone; who may read the folder may read these.
+        part.chmod(self._folder.stat().st_mode & 0o666)
+        self._shards.append(list(self._waiting))
+        self._waiting, self._waiting_bytes = {}, 0
 
 
 class Made(NamedTuple):

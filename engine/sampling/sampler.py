@@ -20,7 +20,6 @@ from millrace.engine.sampling.logits_processors import (
     needs_logits_processor,
 )
 from millrace.engine.sampling.logprobs import LogprobTable, tabulate
-from millrace.engine.sampling.token_masks import TokenMasks
 from millrace.engine.step.outputs import as_millrace_error
 from millrace.engine.step.sequence import Sequence
 from millrace.engine.types import NonFiniteLogitsError
@@ -29,6 +28,7 @@ from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.sampling import SamplingParams
 
+_BITS_PER_BYTE = 8
 _log = logging.getLogger(__name__)
 
 # The first of the largest logits of each row; -1 where that is not finite.
@@ -37,6 +37,30 @@ Likeliest = Callable[[torch.Tensor], list[int]]
 # As many rows are taken at a time as have about this many logits: they stay in the CPU's cache
 # from one pass over them to the next.
 _CHUNK_LOGITS = 1 << 20
+
+
+class TokenMasks:
+    """Applies packed masks: a word is 32 tokens, the lowest bit the first of them, 1 is allowed.
+
+    Each byte of a mask looks up what it adds to eight logits: 0 or -inf.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        values = torch.arange(1 << _BITS_PER_BYTE, device=device)
+        bits = (values[:, None] >> torch.arange(_BITS_PER_BYTE, device=device)) & 1
+        self._added = torch.zeros(bits.shape, device=device).masked_fill_(bits == 0, -inf)
+
+    def apply_(self, logits: torch.Tensor, rows: list[int], masks: torch.Tensor) -> None:
+        """Forbid tokens in the ``rows`` of ``logits`` [num_rows, num_tokens] in place. ``masks``:
+        int32 [num_rows, num_words], that of a row in the same row; tokens past it are forbidden."""
+        words = masks[torch.tensor(rows)].contiguous().to(logits.device)
+        chosen = words.view(torch.uint8).view(len(rows), -1).int()
+        num_tokens = logits.shape[1]
+        added = self._added.index_select(0, chosen.view(-1)).view(len(rows), -1)
+        width = min(num_tokens, added.shape[1])
+        for place, row in enumerate(rows):
+            logits[row, :width] += added[place, :width]
+            logits[row, width:] = -inf
 
 
 class Sampled(NamedTuple):

@@ -12,10 +12,10 @@ from collections.abc import Sequence as Rows
 from math import inf, log
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from millrace.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows
-from millrace.engine.sampling.ordering import ascending, ascending_order, smallest
 from millrace.schemas.sampling import SamplingParams
 
 _LOWEST = torch.finfo(torch.float32).min
@@ -28,6 +28,30 @@ _FEW_TOKENS = 64
 _MANY_TOKENS = 256
 # A bound that comes from a sum is given this much slack, far above what rounding does to it.
 _SLACK = 1e-3
+
+
+def ascending(values: torch.Tensor) -> torch.Tensor:
+    """Each row in rising order; NaNs are not expected."""
+    if values.device.type != "cpu":
+        return values.sort(dim=-1).values
+    return torch.from_numpy(np.sort(values.numpy(), axis=-1))
+
+
+def smallest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The ``count`` smallest of each row, or as many as it has, in rising order."""
+    count = min(count, values.shape[1])
+    if values.device.type != "cpu":
+        return values.topk(count, dim=-1, largest=False).values
+    parted = np.partition(values.numpy(), count - 1, axis=-1)[:, :count]
+    return torch.from_numpy(np.sort(parted, axis=-1))
+
+
+def ascending_order(values: torch.Tensor) -> torch.Tensor:
+    """The indices (int64) that put each row in rising order. Rows that fall first and then rise
+    are merely merged on a CPU."""
+    if values.device.type != "cpu":
+        return values.argsort(dim=-1)
+    return torch.from_numpy(np.argsort(values.numpy(), axis=-1, kind="stable"))
 
 
 class Limits(NamedTuple):

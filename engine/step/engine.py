@@ -50,7 +50,7 @@ from millrace.engine.step.sequence import SequenceState
 from millrace.engine.step.sequence_group import draw_seed, make_sequence_group
 from millrace.engine.step.settings import num_adapter_slots, with_device_defaults
 from millrace.engine.step.statistics import engine_stats
-from millrace.engine.threads.bell import Bell
+from millrace.engine.threads.tasks import Bell
 from millrace.engine.types import (
     DeviceTime,
     EngineOutput,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from millrace.engine.threads.choice import leave_core
@@ -90,3 +93,133 @@ def _run(tasks: TaskQueue, niceness: int) -> None:
 def _stop(tasks: TaskQueue, count: int) -> None:
     for _ in range(count):
         tasks.put(None)
+
+
+class Bell:
+    """Rung by any thread, heard by one: while it waits here, or for other things beside ``fd``,
+    which can be read once it was rung."""
+
+    def __init__(self) -> None:
+        self._rung = threading.Event()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd).atexit = False
+
+    def ring(self) -> None:
+        """What it is rung for has to be there already."""
+        self._rung.set()
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Wait for the next time; what it was rung for is looked at after this."""
+        self._rung.clear()
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return  # it was not
+
+    def wait(self, timeout_s: float) -> None:
+        """Until it is rung, for some time at most."""
+        self._rung.wait(timeout_s)
+
+
+class FairTasks:
+    """Runs tasks on ``count`` threads. The next task is always one of the owner who has used the
+    least time. Each owner's tasks run in order of arrival.
+
+    One owner has at most ``count`` - 1 threads at a time, and at least one, so that a thread is
+    free for another owner's first task. An owner who was idle gets no credit for that time: it
+    starts with the used time of the owner whose task began last.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        count: int,
+        stack_bytes: int = 0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue = FairQueue(max(1, count - 1), monotonic)
+        self._threads = TaskThreads(name, count, stack_bytes, tasks=self._queue)
+
+    def submit(self, owner: str, task: Task) -> None:
+        """Have ``task`` run when it is the owner's turn. For one thread at a time."""
+        self._threads.submit(OwnedTask(owner, task))
+
+
+class OwnedTask:
+    """A task and the owner whose time it uses."""
+
+    def __init__(self, owner: str, task: Task) -> None:
+        self.owner = owner
+        self.task = task
+
+    def __call__(self) -> None:
+        self.task()
+
+
+class FairQueue:
+    """The waiting tasks and the time that each owner has used. Safe for several threads.
+
+    A task that ``get`` returns must be run: running it counts its time."""
+
+    def __init__(self, max_running: int, monotonic: Callable[[], float]) -> None:
+        self._max_running = max_running
+        self._monotonic = monotonic
+        self._changed = threading.Condition()
+        self._waiting: dict[str, collections.deque[Task]] = {}
+        self._running: collections.Counter[str] = collections.Counter()
+        self._used_s: dict[str, float] = {}
+        # The time that the owner of the most recently started task had used.
+        self._level_s = 0.0
+        self._num_ends = 0
+
+    def put(self, task: Task | None) -> None:
+        """Add a task; None ends one of the threads, once no task waits."""
+        with self._changed:
+            if task is None:
+                self._num_ends += 1
+            else:
+                assert isinstance(task, OwnedTask)
+                owner = task.owner
+                if owner not in self._waiting:
+                    self._waiting[owner] = collections.deque()
+                    if not self._running[owner]:
+                        used_s = self._used_s.get(owner, 0.0)
+                        self._used_s[owner] = max(used_s, self._level_s)
+                self._waiting[owner].append(task.task)
+            self._changed.notify()
+
+    def get(self) -> Task | None:
+        """The next task, as soon as there is one that may run; None: end."""
+        with self._changed:
+            while (owner := self._next_owner()) is None:
+                if self._num_ends and not self._waiting:
+                    self._num_ends -= 1
+                    return None
+                self._changed.wait()
+            tasks = self._waiting[owner]
+            task = tasks.popleft()
+            if not tasks:
+                del self._waiting[owner]
+            self._running[owner] += 1
+            self._level_s = self._used_s[owner]
+        return partial(self._run, owner, task)
+
+    def _next_owner(self) -> str | None:
+        may_run = [one for one in self._waiting if self._running[one] < self._max_running]
+        return min(may_run, key=self._used_s.__getitem__, default=None)
+
+    def _run(self, owner: str, task: Task) -> None:
+        begin_s = self._monotonic()
+        try:
+            task()
+        finally:
+            with self._changed:
+                self._used_s[owner] += self._monotonic() - begin_s
+                self._running[owner] -= 1
+                if not self._running[owner]:
+                    del self._running[owner]
+                if not self._waiting and not self._running:
+                    self._used_s.clear()
+                    self._level_s = 0.0
+                self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""The demo model: a small Llama that has learnt a FAQ, its data, its training and its measure."""
+"""The demo model: a small Llama that has learnt a FAQ. `tools/demo` trains and measures it."""
 
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,7 @@
 """The same loop of four tools by each framework: ``python frameworks.py NAME`` prints the answer.
 
-It runs in the framework's environment, beside ``tools.py`` and ``configured.py``: the lines of
-docs/agents.md that make ``model``.
+It runs in the framework's environment, beside ``agent_tools.py`` and ``configured.py``: the lines
+of docs/agents.md that make ``model``.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from agent_tools import read_file, replace, shell, write_file
 from configured import model
-from tools import read_file, replace, shell, write_file
 
 _TASK = "Do it."
 _TOOLS: Sequence[Callable[..., str]] = (read_file, write_file, replace, shell)

@@ -60,7 +60,16 @@ PYTHON = (
     Library(
         "llm",
         ("llm==0.36",),
-        ("llm", "--model", "scripted", "--chain-limit", "0", "--functions", "tools.py", "Do it."),
+        (
+            "llm",
+            "--model",
+            "scripted",
+            "--chain-limit",
+            "0",
+            "--functions",
+            "agent_tools.py",
+            "Do it.",
+        ),
     ),
 )
 JAVASCRIPT = tuple(

@@ -115,7 +115,7 @@ def test_a_python_library_runs_its_tools(
 ) -> None:
     model.plays(library.calls, _ANSWER, result=library.result)
     (room.work / "configured.py").write_text(room.code)
-    for name in ("frameworks.py", "tools.py"):
+    for name in ("frameworks.py", "agent_tools.py"):
         shutil.copy(_HERE / name, room.work)
     name = re.split(r"[=\[]", library.packages[0])[0]
     said = room.run(library.command, python_packages(name, *library.packages))

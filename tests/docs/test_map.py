@@ -13,7 +13,7 @@ from tests.support.repository import PACKAGES, ROOT, python_files
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-_TOP = "|".join((*PACKAGES, "tests", "benchmarks", "docs", "deploy"))
+_TOP = "|".join((*PACKAGES, "tests", "benchmarks", "tools", "docs", "deploy"))
 _PATH = re.compile(rf"`((?:{_TOP})/[\w./-]*)`")
 _DOTTED = re.compile(rf"`((?:{'|'.join((*PACKAGES, *Config.__struct_fields__))})(?:\.\w+)+)`")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 
-from millrace.engine.threads.bell import Bell
+from millrace.engine.threads.tasks import Bell
 
 
 def _can_be_read(bell: Bell) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from millrace.engine.threads.choice import configure_threads, usable_cores
-from millrace.engine.threads.report import explain_threads
+from millrace.engine.threads.choice import configure_threads, explain_threads, usable_cores
 from millrace.schemas.config import EngineConfig
 
 _CORES = usable_cores()

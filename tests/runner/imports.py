@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.support.repository import PACKAGES, ROOT, python_files
 
-_FOLDERS = ("millrace", *PACKAGES, "benchmarks", "tests")
+_FOLDERS = ("millrace", *PACKAGES, "benchmarks", "tools", "tests")
 _NAMED = re.compile(r"\b(?:millrace|benchmarks|tests)\.[\w.]+")
 _TOPIC = re.compile(r"\.v\d+$")  # the names of Kafka topics look like modules
 _COMPUTED = re.compile(r"((?:millrace|benchmarks|tests)(?:\.\w+)*)\.")

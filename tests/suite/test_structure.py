@@ -1,20 +1,16 @@
-"""How the code is laid out: no import runs in a circle, no folder or constructor is too big."""
+"""How the code is laid out: no import runs in a circle, and every package has a docstring."""
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from tests.support.repository import PACKAGES, ROOT, SERVICES, python_files
+from tests.support.repository import PACKAGES, ROOT, python_files
 
-_MAX_FILES = 22
-_MAX_PARAMETERS = 8
 _BY_NAME = ("files", "import_module", "find_spec", "getLogger", "python_command")
-_SERVING = ("runtime", "bus", *SERVICES)
 
 
 def module_name(path: Path) -> str:
@@ -78,24 +74,6 @@ def test_what_is_looked_up_by_name_is_in_the_package() -> None:
     assert named_bare('resources.files("millrace.telemetry")') == []
     found = {str(path): named_bare(path.read_text()) for path in python_files(*PACKAGES)}
     assert {path: names for path, names in found.items() if names} == {}
-
-
-def test_no_folder_is_too_full() -> None:
-    counts = Counter(path.parent for path in python_files(*PACKAGES, "tests"))
-    full = {str(f.relative_to(ROOT)): n for f, n in counts.items() if n > _MAX_FILES}
-    assert not full
-
-
-def test_no_constructor_takes_too_much() -> None:
-    found = {}
-    for path in python_files(*_SERVING):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                given = node.args
-                count = len(given.posonlyargs + given.args + given.kwonlyargs) - 1
-                if count > _MAX_PARAMETERS:
-                    found[f"{path.relative_to(ROOT)}:{node.lineno}"] = count
-    assert not found
 
 
 def test_every_room_says_what_it_is() -> None:

@@ -13,7 +13,7 @@ PACKAGES = (
     *SERVICES,
     *("bench", "simulation", "cli"),
 )
-_CODE = (*PACKAGES, "benchmarks", "tests")
+_CODE = (*PACKAGES, "benchmarks", "tools", "tests")
 _TEXTS = frozenset({".py", ".md", ".js", ".css", ".html", ".sql", ".lua", ".cpp", ".h"})
 _SETTINGS = frozenset({".toml", ".yaml", ".yml", ".conf", ".txt"})
 

@@ -211,7 +211,7 @@ def serve(fd: int, parent_pid: int) -> int:
 
 
 def _load(load: Load) -> StepEngine:
-    from millrace.engine.threads.report import choose_threads
+    from millrace.engine.threads.choice import choose_threads
 
     logger.info("the engine computes with %s", choose_threads(load.config, load.shared))
     # Not before: torch reads the thread settings when it is imported.

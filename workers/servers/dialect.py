@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -116,11 +116,11 @@ class Dialect(ABC):
     the server itself and so knows its flags.
     """
 
-    kind: ClassVar[EngineKind]
-    package: ClassVar[str]
-    program: ClassVar[str]
-    oldest_version: ClassVar[tuple[int, ...]] = ()
-    on_port: ClassVar[bool] = False
+    kind: EngineKind
+    package: str
+    program: str
+    oldest_version: tuple[int, ...] = ()
+    on_port: bool = False
     """Whether it cannot listen on a Unix socket."""
     native_grammars: frozenset[GrammarKind] = frozenset()
     """What the server keeps to by itself, from the first token on. To others, and behind tokens
@@ -215,3 +215,12 @@ class Dialect(ABC):
     @abstractmethod
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
         """What reads the answer to that call."""
+
+
+def add_bias(sampling: dict[str, Any], bias: Mapping[int, float]) -> None:
+    """Add to what sampling parameters have as ``logit_bias``, where JSON wants text for keys."""
+    if not bias:
+        return
+    told: dict[str, float] = sampling.setdefault("logit_bias", {})
+    for token_id, change in bias.items():
+        told[str(token_id)] = told.get(str(token_id), 0.0) + change

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from millrace.engine.grammar.library import COMPILE_STACK_BYTES, GrammarLibrary, Matcher
 from millrace.engine.grammar.probe import GrammarProbe
-from millrace.engine.threads.fair_tasks import FairTasks
+from millrace.engine.threads.tasks import FairTasks
 from millrace.engine.types import EngineRequest
 from millrace.registry.served import ServedModel
 from millrace.schemas.errors import GrammarError, MillraceError

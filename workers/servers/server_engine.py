@@ -37,11 +37,9 @@ from millrace.workers.servers.dialect import (
 )
 from millrace.workers.servers.guided import Guides
 from millrace.workers.servers.live_request import LiveRequest
-from millrace.workers.servers.prefix_estimate import PrefixEstimate
 from millrace.workers.servers.questions import fitting_part, next_question
 from millrace.workers.servers.server_process import ServerProcess
-from millrace.workers.servers.server_stats import ServerStats
-from millrace.workers.servers.token_shares import TokenShares
+from millrace.workers.servers.server_stats import PrefixEstimate, ServerStats, TokenShares
 
 # Of a server that says neither.
 _NUM_SEQUENCES, _CACHE_TOKENS = 64, 1 << 16

@@ -1,16 +1,107 @@
-"""The figures of an inference server, from what it says and from what came of it."""
+"""What the worker knows of the work of a server: figures, shares of requests, cached prefixes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from millrace.engine.types import EngineStats
+from millrace.engine.types import EngineStats, PrefixChanges
+from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
 from millrace.workers.servers.dialect import ServerLoad
 from millrace.workers.servers.live_request import LiveRequest
-from millrace.workers.servers.token_shares import TokenShares
 
 # Of a measured time, what the newest counts.
 _NEWEST = 0.2
+
+
+class TokenShares:
+    """Shares the time during which the server had requests among them, by the tokens that it
+    computed for each in that time: those of the prompt that were not cached, and those made. A
+    stretch without tokens is shared evenly. Seconds, on the caller's clock."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self._total_s: dict[str, float] = {}
+        self._tokens: dict[str, int] = {}
+        self._unshared_s = 0.0
+        self._since_s = 0.0
+
+    @property
+    def charged_s(self) -> float:
+        """What was shared of ``busy_s``."""
+        return self.busy_s - self._unshared_s
+
+    def begin(self, request_id: str, now_s: float) -> None:
+        """The server has this request from now on."""
+        self._advance(now_s)
+        self._total_s[request_id] = 0.0
+
+    def note(self, request_id: str, num_tokens: int) -> None:
+        """It computed so many tokens for a request."""
+        self._tokens[request_id] = self._tokens.get(request_id, 0) + num_tokens
+
+    def settle(self, now_s: float) -> dict[str, float]:
+        """What each request has taken so far."""
+        self._advance(now_s)
+        totals, tokens = self._total_s, self._tokens
+        if totals:
+            weights = {name: tokens.get(name, 0) for name in totals}
+            whole = sum(weights.values())
+            for name in totals:
+                share = weights[name] / whole if whole else 1 / len(totals)
+                totals[name] += self._unshared_s * share
+            self._unshared_s = 0.0
+            tokens.clear()
+        return dict(totals)
+
+    def end(self, request_id: str, now_s: float) -> float:
+        """What a request took, which the server has no more; 0 for one that it never had."""
+        if request_id not in self._total_s:
+            return 0.0
+        self.settle(now_s)
+        return self._total_s.pop(request_id)
+
+    def _advance(self, now_s: float) -> None:
+        if self._total_s:
+            self.busy_s += now_s - self._since_s
+            self._unshared_s += now_s - self._since_s
+        self._since_s = now_s
+
+
+class PrefixEstimate:
+    """Remembers the blocks of what was sent and made, as many as the server's cache has room for;
+    the longest unused give way."""
+
+    def __init__(self, block_size_tokens: int, capacity_tokens: int) -> None:
+        self._size = block_size_tokens
+        self._num_blocks = max(1, capacity_tokens // block_size_tokens)
+        self._keys: dict[bytes, None] = {}
+
+    def forget(self) -> PrefixChanges:
+        """The server's cache was emptied."""
+        self._keys.clear()
+        return PrefixChanges(whole=True)
+
+    def note(self, token_ids: Sequence[int], salt: str) -> PrefixChanges | None:
+        """The server has computed these tokens; what that changes, if anything."""
+        keys: list[bytes] = []
+        extend_keys(
+            keys,
+            root_key(salt),
+            token_ids,
+            num_blocks=len(token_ids) // self._size,
+            block_size_tokens=self._size,
+        )
+        if not keys:
+            return None
+        added = [key[:REPORTED_BYTES] for key in keys]
+        # The beginning of a prompt is of use without its end, never the other way round.
+        for key in reversed(added):
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        removed = list(self._keys)[: max(0, len(self._keys) - self._num_blocks)]
+        for key in removed:
+            del self._keys[key]
+        return PrefixChanges(added=b"".join(reversed(added)), removed=b"".join(removed))
 
 
 class ServerStats:

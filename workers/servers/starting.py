@@ -21,11 +21,21 @@ from millrace.schemas.redaction import redact_urls
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
 from millrace.workers.servers.dialect import Dialect, ServerAddress, ServerFacts
-from millrace.workers.servers.kinds import DIALECTS
+from millrace.workers.servers.dialects.llamacpp import LlamaCppDialect
+from millrace.workers.servers.dialects.openai import OpenAiDialect
+from millrace.workers.servers.dialects.server_facts import version_of
+from millrace.workers.servers.dialects.vllm import VllmDialect
 from millrace.workers.servers.server_engine import ServerEngine
 from millrace.workers.servers.server_process import ServerProcess, find_program
-from millrace.workers.servers.versions import version_of
 
+DIALECTS: dict[EngineKind, type[Dialect]] = {
+    EngineKind.LLAMACPP: LlamaCppDialect,
+    EngineKind.VLLM: VllmDialect,
+    EngineKind.SGLANG: OpenAiDialect,
+    EngineKind.OPENAI: OpenAiDialect,
+    EngineKind.TGI: OpenAiDialect,
+    EngineKind.TRTLLM: OpenAiDialect,
+}
 _POLL_S = 0.1
 # These are of no server that still loads.
 _OF_ANOTHER = frozenset({401, 403, 404, 405})

@@ -16,7 +16,7 @@ from millrace.engine.grammar.library import Matcher
 from millrace.engine.grammar.probe import GrammarProbe
 from millrace.engine.grammar.reasoning import ReasoningMatchers
 from millrace.engine.step.sequence import Sequence
-from millrace.engine.threads.fair_tasks import FairQueue, OwnedTask
+from millrace.engine.threads.tasks import FairQueue, OwnedTask
 from millrace.schemas.errors import GrammarError
 from millrace.schemas.sampling import Grammar
 from tests.engine.grammar.grammars import ask, helper_processes, regex, schema

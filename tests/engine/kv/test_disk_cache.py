@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from millrace.engine.devices.cpu.runner import ModelRunner
-from millrace.engine.kv.block_file import BlockFile
-from millrace.engine.kv.disk_identity import block_file
+from millrace.engine.kv.block_file import BlockFile, block_file
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.sequence_group import make_sequence_group
 from millrace.engine.types import EngineOutput

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace.engine.kv.disk_identity import block_file
+from millrace.engine.kv.block_file import block_file
 from millrace.engine.kv.peer_exchange import with_transfer
 from millrace.engine.transfer import nixl_agent
 from millrace.engine.transfer.nixl_client import NixlConnection

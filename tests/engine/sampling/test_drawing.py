@@ -7,7 +7,7 @@ import torch
 
 from millrace.engine.kernels.random_stream import stream_key, uniforms
 from millrace.engine.sampling.groups import GROUP_TOKENS
-from millrace.engine.sampling.ordering import ascending, ascending_order, smallest
+from millrace.engine.sampling.top_k_top_p import ascending, ascending_order, smallest
 from millrace.schemas.sampling import SamplingParams
 from tests.engine.sampling.sampling_rows import random_logits, row, sample
 

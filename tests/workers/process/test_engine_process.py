@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from millrace.engine.step.engine import Engine
-from millrace.engine.threads.bell import Bell
+from millrace.engine.threads.tasks import Bell
 from millrace.engine.types import (
     DeviceLostError,
     DeviceTime,

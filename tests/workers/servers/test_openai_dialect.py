@@ -24,8 +24,8 @@ from millrace.schemas.errors import ConfigError
 from millrace.schemas.frames import FinishReason
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.dialect import RefusedByServerError, ServerStreamError
-from millrace.workers.servers.dialects.openai_answers import TextReader
-from millrace.workers.servers.dialects.same_model import PROBE_TEXT
+from millrace.workers.servers.dialects.completions_answers import TextReader
+from millrace.workers.servers.dialects.server_facts import PROBE_TEXT
 from millrace.workers.servers.server_engine import ServerEngine
 from millrace.workers.servers.starting import start_server_engine
 from tests.support.engine.tokenizers_made import metaspace, write_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import SamplingParams
 from millrace.workers.servers.dialect import Part
-from millrace.workers.servers.penalties import carried_penalties
+from millrace.workers.servers.questions import carried_penalties
 
 
 def test_what_was_made_is_penalised_as_often_as_it_came() -> None:

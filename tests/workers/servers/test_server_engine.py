@@ -20,9 +20,8 @@ from millrace.schemas.errors import ConfigError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import Grammar, GrammarKind
 from millrace.workers.engine_like import EngineFailedError, EngineLike
-from millrace.workers.servers.kinds import DIALECTS
 from millrace.workers.servers.server_engine import ServerEngine
-from millrace.workers.servers.starting import start_server_engine
+from millrace.workers.servers.starting import DIALECTS, start_server_engine
 from tests.support.waiting import eventually
 from tests.workers.conformance import EngineConformance, Heard, request, running
 from tests.workers.servers.stand_ins.checks import attached, check_cancel

@@ -27,7 +27,7 @@ from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import Grammar, GrammarKind
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.process.keeper import EngineKeeper
-from millrace.workers.servers.prometheus_text import read_samples
+from millrace.workers.servers.dialects.server_facts import read_samples
 from millrace.workers.servers.server_engine import ServerEngine
 from millrace.workers.servers.starting import start_server_engine
 from tests.support.engine.checkpoints_made import write_checkpoint

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from millrace.registry.tokenizers.incremental import IncrementalTokenizer
 from millrace.schemas.frames import FinishReason
 from millrace.workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
 
@@ -73,13 +74,39 @@ class CompletionsReader(Reader, Generic[ChoiceT]):
         if said.choices:
             choice = said.choices[0]
             part = self.part_of(choice)
-            if choice.finish_reason is None:
+            if not choice.finish_reason:
                 return part
             self._last = part._replace(finish_reason=_reason_of(choice.finish_reason))
         if said.usage is None:
             return Part()
         last, self._last = self._last or Part(), None
         return last._replace(num_cached_tokens=_cached_of(said.usage))
+
+
+class TextReader(CompletionsReader[Choice]):
+    """Reads text, of which it makes token ids by ``tokenizer``."""
+
+    def __init__(self, tokenizer: IncrementalTokenizer) -> None:
+        super().__init__(Choice)
+        self._tokenizer = tokenizer
+
+    def part_of(self, choice: Choice) -> Part:
+        token_ids = self._tokenizer.push(choice.text or "")
+        if choice.finish_reason is not None:
+            token_ids += self._tokenizer.flush()
+        return Part(token_ids=token_ids)
+
+
+class TokenIdsReader(CompletionsReader[Choice]):
+    """Reads token ids, of a server that tells them, be it with the text or in place of it."""
+
+    def __init__(self) -> None:
+        super().__init__(Choice)
+
+    def part_of(self, choice: Choice) -> Part:
+        if choice.text and choice.token_ids is None:
+            raise ServerStreamError("The server sent text where it was asked for token ids.")
+        return Part(token_ids=choice.token_ids or ())
 
 
 @cache

@@ -26,10 +26,10 @@ from millrace.workers.servers.dialect import (
     ServerFacts,
     ServerLoad,
 )
+from millrace.workers.servers.dialects.commands import check_settings
 from millrace.workers.servers.dialects.llamacpp_answers import LlamaReader
 from millrace.workers.servers.dialects.llamacpp_slots import Slots
-from millrace.workers.servers.dialects.settings import check_settings
-from millrace.workers.servers.prometheus_text import read_samples
+from millrace.workers.servers.dialects.server_facts import read_samples
 
 _NUM_SLOTS = 8
 # Of the machine's memory, what slots get for their keys and values where nothing else is said.

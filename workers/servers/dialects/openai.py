@@ -1,23 +1,32 @@
-"""Any server that has /v1/completions of OpenAI's API: text in and text out.
+"""Any server that has /v1/completions of OpenAI's API: SGLang, TGI, TensorRT-LLM, and the others.
 
-It is the last resort, since the token ids are made anew from the server's text: where that has
-other tokens than those that the model drew, a stream that goes on after a crash may take another
-turn. The server is asked for nothing that this API does not have, and counts ``max_tokens`` itself.
+A server that returns token ids is asked for them, and gets those of the prompt. From any other the
+token ids are made anew from the text: where that has other tokens than those that the model drew, a
+stream that goes on after a crash may take another turn. A server is asked for nothing that it does
+not have, and one that tells no token ids counts ``max_tokens`` itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import msgspec
+
+from millrace.engine.grammar.library import ANY_OBJECT
 from millrace.engine.types import EngineRequest
 from millrace.registry.served import ServedModel
 from millrace.registry.tokenizers.incremental import IncrementalTokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.config import EngineConfig
-from millrace.schemas.engines import EngineKind
-from millrace.schemas.errors import ConfigError
-from millrace.workers.servers.client import ServerClient
+from millrace.schemas.engines import PROMISES
+from millrace.schemas.errors import ConfigError, ParameterError
+from millrace.schemas.sampling import Grammar, GrammarKind
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.client import AnswerError, ServerClient
 from millrace.workers.servers.dialect import (
     Call,
     Command,
@@ -26,83 +35,246 @@ from millrace.workers.servers.dialect import (
     ServerAddress,
     ServerFacts,
     ServerLoad,
+    add_bias,
 )
-from millrace.workers.servers.dialects.completions_probe import check_completions
-from millrace.workers.servers.dialects.logit_bias import add_bias
-from millrace.workers.servers.dialects.openai_answers import TextReader
-from millrace.workers.servers.dialects.prompt_text import prompt_text
-from millrace.workers.servers.dialects.same_model import chosen_model
+from millrace.workers.servers.dialects.completions_answers import TextReader, TokenIdsReader
+from millrace.workers.servers.dialects.json_grammars import with_few_blanks
+from millrace.workers.servers.dialects.openai_servers import SERVERS
+from millrace.workers.servers.dialects.server_facts import check_completions, chosen_model
 
 _VERSION = "/v1"
-# Some servers keep a seed in 32 bits, one of them for the sign.
-_MAX_SEED = 2**31 - 1
+_NOT_FOUND = 404
+# What is added to logits: more than models set two of them apart.
+_DECISIVE = 200.0
+_GUIDANCE = "llguidance"
+# Sent as they are where PROMISES has them.
+_PLAIN_FIELDS = (
+    *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty"),
+)
 
 
 class OpenAiDialect(Dialect):
-    """See the module. The URL may end with /v1, as clients of OpenAI write it."""
+    """Speaks with all of ``SERVERS``. The URL may end with /v1, as clients of OpenAI write it."""
 
-    kind = EngineKind.OPENAI
+    on_port = True
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         super().__init__(model, config, owned=owned)
-        if owned:
+        self.kind = config.kind
+        self._server = SERVERS[config.kind]
+        self.package, self.program = self._server.package, self._server.program
+        self.oldest_version = self._server.oldest_version
+        promises = PROMISES[config.kind]
+        self._unsupported = promises.unsupported
+        self._has_token_ids = promises.takes_token_ids
+        self.native_grammars = promises.grammars
+        if owned and self._server.command is None:
             raise _no_url()
         is_versioned = config.url.rstrip("/").endswith(_VERSION)
         self._root = "" if is_versioned else _VERSION
         self._name = model.entry.name
+        self._takes_priority = self._reads_guidance = owned
+        self._load = ServerLoad()
+        self._places: asyncio.Semaphore | None = None
+        self._placed: set[str] = set()
 
     @property
     def health_path(self) -> str:
-        """All of these servers have it."""
-        return f"{self._root}/models"
+        path = self._server.health_path
+        return path if self._server.info_paths else f"{self._root}{path}"
 
-    def command(self, program: Path, address: ServerAddress) -> Command:  # noqa: ARG002
-        """Nobody knows how it is started."""
-        raise _no_url()
+    @property
+    def reset_path(self) -> str:
+        return self._server.reset_path
+
+    def command(self, program: Path, address: ServerAddress) -> Command:
+        if self._server.command is None:
+            raise _no_url()
+        return self._server.command(program, address, self.model, self.config)
+
+    # --- what it says of itself ---
 
     async def read_facts(self, client: ServerClient) -> ServerFacts:
-        models = await client.get_json(self.health_path)
-        model = chosen_model(models, self.config.served_name, "OpenAI-compatible")
-        self._name = str(model["id"])
-        path = f"{self._root}/completions"
-        timeout_s = self.config.start_timeout_s
-        await check_completions(client, path, self._name, self.model, timeout_s)
-        window = model.get("max_model_len")
-        return ServerFacts(
-            model=self._name, context_window_tokens=window if isinstance(window, int) else None
-        )
+        facts = await self._read_info(client) if self._server.info_paths else ServerFacts()
+        self._name = facts.model
+        if not facts.model:
+            models = await client.get_json(f"{self._root}/models")
+            model = chosen_model(models, self.config.served_name, self._server.name)
+            self._name, window = str(model["id"]), model.get("max_model_len")
+            facts = msgspec.structs.replace(
+                facts,
+                model=self._name,
+                context_window_tokens=window if isinstance(window, int) else None,
+            )
+        body = {"model": self._name, **self._server.probe}
+        path, timeout_s = f"{self._root}/completions", self.config.start_timeout_s
+        await check_completions(client, path, body, self.model, self._server.name, timeout_s)
+        return facts
 
-    async def read_load(self, client: ServerClient) -> ServerLoad:  # noqa: ARG002
-        """Nothing that all of these servers tell."""
-        return ServerLoad()
+    async def _read_info(self, client: ServerClient) -> ServerFacts:
+        """Raises EngineFailedError for what another kind of server would say."""
+        server, paths = self._server, self._server.info_paths
+        info = await _first_of(client, *paths)
+        version = info.get("version") if isinstance(info, dict) else None
+        if not isinstance(version, str):
+            raise EngineFailedError(
+                f"The server does not say its version, as {server.name}'s does."
+            )
+        try:
+            facts = server.facts(info)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineFailedError(
+                f"What listens at {client.url} is no {self.kind} server: {paths[0]} does not tell "
+                f"{error}."
+            ) from error
+        self._takes_priority = bool(info.get("enable_priority_scheduling"))
+        self._reads_guidance = info.get("grammar_backend") == _GUIDANCE
+        if not self._reads_guidance:
+            # Another library reads another language.
+            self.native_grammars -= {GrammarKind.EBNF}
+        if server.refuses_when_full:
+            self._places = asyncio.Semaphore(facts.max_num_sequences)
+        own = self.config.max_num_sequences or server.num_sequences
+        num_sequences = facts.max_num_sequences or (own if self.owned else 0)
+        return msgspec.structs.replace(facts, version=version, max_num_sequences=num_sequences)
+
+    async def read_load(self, client: ServerClient) -> ServerLoad:
+        if self._server.load_path:
+            told = self._server.load(await client.get(self._server.load_path))
+            self._load = told or self._load
+        return self._load
 
     # --- requests ---
 
+    async def begin(self, request: EngineRequest) -> None:
+        if self._places is not None:
+            await self._places.acquire()
+            self._placed.add(request.request_id)
+
+    def end(self, request_id: str) -> None:
+        if self._places is not None and request_id in self._placed:
+            self._placed.remove(request_id)
+            self._places.release()
+
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
-        sampling = request.sampling
+        server, sampling = self._server, request.sampling
+        max_tokens = self.num_new_tokens(request, len(token_ids))
         body: dict[str, Any] = {
             "model": self._name,
-            "prompt": prompt_text(self.model.tokenizer, request, token_ids),
-            "max_tokens": self.num_new_tokens(request, len(token_ids)),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "presence_penalty": sampling.presence_penalty,
-            "frequency_penalty": sampling.frequency_penalty,
+            "prompt": [*request.prompt_token_ids, *token_ids]
+            if self._has_token_ids
+            else prompt_text(self.model.tokenizer, request, token_ids),
+            "max_tokens": max_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
+            **server.fields,
         }
+        for name in _PLAIN_FIELDS:
+            value = getattr(sampling, name)
+            is_refused = name in server.rejects_neutral and value == 1.0
+            if name not in self._unsupported and not is_refused:
+                body[name] = value
         if sampling.seed is not None:
-            body["seed"] = sampling.seed % _MAX_SEED
+            body["seed"] = sampling.seed % server.max_seed
+        if "top_k" not in self._unsupported:
+            body["top_k"] = sampling.top_k or server.no_top_k
+        if "min_tokens" not in self._unsupported:
+            body["min_tokens"] = min(max_tokens, max(0, sampling.min_tokens - len(token_ids)))
+        if "stop_token_ids" not in self._unsupported:
+            # What ends a sequence is named by us, and told as a token.
+            ends = dict.fromkeys(sampling.stop_token_ids)
+            if not sampling.ignore_eos:
+                ends |= dict.fromkeys(request.eos_token_ids)
+            body["stop_token_ids"] = list(ends)
+            body["ignore_eos"] = server.ends_only_by_names or sampling.ignore_eos
+        if server.abort_path:
+            body["rid"] = f"{request.request_id}-{uuid4().hex}"
+        if server.has_cache_salts and request.cache_salt:
+            body["cache_salt"] = request.cache_salt
+        if server.has_priorities and self._takes_priority and request.priority:
+            body["priority"] = request.priority
         add_bias(body, sampling.logit_bias)
+        if sampling.grammar is not None:
+            body |= self._grammar(sampling.grammar)
         return Call(f"{self._root}/completions", body)
+
+    def call_one_of(
+        self, request: EngineRequest, token_ids: Sequence[int], allowed: Sequence[int]
+    ) -> Call:
+        if not self.native_grammars:
+            return super().call_one_of(request, token_ids, allowed)
+        call = self.call(request, token_ids)
+        # Whichever are fewer.
+        size = self.model.vocab_size
+        if 2 * len(allowed) <= size:
+            changes = dict.fromkeys(allowed, _DECISIVE)
+        else:
+            changes = dict.fromkeys(set(range(size)) - set(allowed), -_DECISIVE)
+        add_bias(call.body, changes)
+        few = {"max_tokens": 1, "min_tokens": min(1, call.body["min_tokens"])}
+        return call._replace(body=call.body | few)
+
+    def abort(self, call: Call) -> Call | None:
+        """SGLang would go on for some seconds behind a closed connection."""
+        path = self._server.abort_path
+        return Call(path, {"rid": call.body["rid"]}) if path else None
 
     def biased(self, call: Call, bias: dict[int, float]) -> Call:
         add_bias(call.body, bias)
         return call
 
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
+        if self._has_token_ids:
+            return TokenIdsReader()
         before = (*request.prompt_token_ids, *token_ids)
         return TextReader(IncrementalTokenizer(self.model.tokenizer, before))
+
+    def as_read(self, grammar: Grammar) -> Grammar:
+        return with_few_blanks(grammar) if self._reads_guidance else grammar
+
+    def _grammar(self, grammar: Grammar) -> dict[str, str]:
+        match grammar.kind:
+            case GrammarKind.REGEX:
+                return {"regex": grammar.text}
+            case GrammarKind.EBNF:
+                return {"ebnf": grammar.text}
+            case GrammarKind.JSON_OBJECT | GrammarKind.JSON_SCHEMA:
+                return {"json_schema": self.as_read(grammar).text or ANY_OBJECT}
+
+
+def prompt_text(tokenizer: Tokenizer, request: EngineRequest, token_ids: Sequence[int]) -> str:
+    """Return the text of a prompt and of what was made behind it, special tokens spelled out, less
+    those that a server puts before each prompt itself. Raises ParameterError for a prompt that is
+    no text."""
+    prompt = _less_begin(tokenizer, request.prompt_token_ids)
+    spelled = b"".join(map(tokenizer.token_bytes, prompt))
+    try:
+        spelled.decode()
+    except UnicodeDecodeError:
+        raise ParameterError(
+            "prompt_token_ids",
+            "prompt_token_ids begins or ends within a character; the engine of this model takes "
+            "prompts as text.",
+        ) from None
+    return tokenizer.decode((*prompt, *token_ids), skip_special_tokens=False)
+
+
+def _less_begin(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]:
+    before = (tokenizer.special_around or ([], []))[0]
+    num = len(before)
+    return token_ids[num:] if list(token_ids[:num]) == before else token_ids
+
+
+async def _first_of(client: ServerClient, *paths: str) -> Any:
+    """Return what the first of these paths that exists answers."""
+    for path in paths[:-1]:
+        try:
+            return await client.get_json(path)
+        except AnswerError as error:
+            if error.status != _NOT_FOUND:
+                raise
+    return await client.get_json(paths[-1])
 
 
 def _no_url() -> ConfigError:

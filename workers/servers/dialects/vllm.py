@@ -28,18 +28,23 @@ from millrace.workers.servers.dialect import (
     ServerAddress,
     ServerFacts,
     ServerLoad,
+    add_bias,
 )
-from millrace.workers.servers.dialects.json_grammars import with_few_blanks
-from millrace.workers.servers.dialects.logit_bias import add_bias
-from millrace.workers.servers.dialects.same_model import PROBE_TEXT, check_probe, chosen_model
-from millrace.workers.servers.dialects.vllm_answers import VllmReader
-from millrace.workers.servers.dialects.vllm_command import (
+from millrace.workers.servers.dialects.commands import (
     SCHEDULING_POLICY,
     num_sequences,
     vllm_command,
 )
-from millrace.workers.servers.prometheus_text import read_labels, read_samples
-from millrace.workers.servers.versions import version_of
+from millrace.workers.servers.dialects.json_grammars import with_few_blanks
+from millrace.workers.servers.dialects.server_facts import (
+    PROBE_TEXT,
+    check_probe,
+    chosen_model,
+    read_labels,
+    read_samples,
+    version_of,
+)
+from millrace.workers.servers.dialects.vllm_answers import VllmReader
 
 _GENERATE = "/inference/v1/generate"
 _COMPLETIONS = "/v1/completions"

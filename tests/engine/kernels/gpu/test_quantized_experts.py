@@ -16,9 +16,12 @@ from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
 from millrace.engine.models.projection import Projection
 from millrace.engine.models.stacked_experts import StackedExperts
-from millrace.engine.quantization.device_experts import RoundedStack, quantized_stacks
+from millrace.engine.quantization.device_experts import (
+    QuantizedStack,
+    RoundedStack,
+    quantized_stacks,
+)
 from millrace.engine.quantization.device_linear import packed
-from millrace.engine.quantization.device_stack import QuantizedStack
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 from millrace.schemas.errors import CheckpointError
 from tests.engine.kernels.gpu.quantized_cases import (

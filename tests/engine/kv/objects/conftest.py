@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from millrace.engine.kv.objects.opening import open_store
+from millrace.engine.kv.objects.block_objects import open_store
 from tests.engine.kv.objects.faulty_s3 import FaultyS3
 from tests.support.engine.s3 import BUCKET, S3Server, s3_environment
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from obstore.store import ObjectStore
 
+from millrace.engine.kv.block_file import block_file
 from millrace.engine.kv.block_identity import block_identity
-from millrace.engine.kv.disk_identity import block_file
 from millrace.engine.kv.objects.block_objects import BlockObjects
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.runners import load_runner

@@ -16,8 +16,8 @@ from millrace.engine.kv.objects.block_objects import (
     NoObjectError,
     ObjectStoreError,
     Place,
+    open_store,
 )
-from millrace.engine.kv.objects.opening import open_store
 from millrace.schemas.prefix import extend_keys, root_key
 from tests.engine.kv.objects.conftest import TIMEOUT_S, StoreUnderTest
 from tests.engine.kv.objects.faulty_s3 import FaultyS3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millrace.engine.kv.objects.opening import open_store
+from millrace.engine.kv.objects.block_objects import open_store
 from millrace.engine.step.engine import Engine
 from tests.engine.kv.objects.faulty_s3 import FaultyS3
 from tests.engine.kv.objects.object_world import HISTORY, World, ask

@@ -10,9 +10,8 @@ import pytest
 from obstore.store import MemoryStore
 
 from millrace.engine.kv.objects import object_writer
-from millrace.engine.kv.objects.known_objects import KnownObjects
 from millrace.engine.kv.objects.object_writer import ObjectWriter
-from millrace.engine.kv.objects.store_view import StoreSpeed
+from millrace.engine.kv.objects.store_view import KnownObjects, StoreSpeed
 from tests.engine.kv.objects.object_world import BLOCK_BYTES, World, ask
 from tests.engine.support import prompt
 

@@ -67,7 +67,7 @@ async def launched(
     """An engine of this kind that starts a module beside this one as its server, by the name of
     ``program``."""
     module = f"{__package__}.{stand_in}"
-    program.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m {module} "$@"\n')
+    program.write_text(f'#!/bin/sh\ncd {ROOT} && exec {sys.executable} -m {module} {kind} "$@"\n')
     program.chmod(0o755)
     config = EngineConfig(kind=kind, command=str(program), start_timeout_s=30.0)
     engine = await start_server_engine(model, config, SystemClock())

@@ -1,0 +1,1 @@
+"""Programs of the repository that the installed package does not have."""

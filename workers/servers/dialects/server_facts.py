@@ -1,0 +1,137 @@
+"""What servers say of themselves, and whether they have the model of the catalogue."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from millrace.registry.served import ServedModel
+from millrace.schemas.errors import ConfigError
+from millrace.workers.engine_like import EngineFailedError
+from millrace.workers.servers.client import ServerClient
+
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+# Other tokenizers cut it otherwise.
+PROBE_TEXT = "The mill stands by 7 streams, said Zoë: „Größe“, naïve 水車 {'a': [1, 2.5]}\n\tEnd."
+# Tokens that a server may put around a prompt beyond those of its tokenizer.
+_MOST_AROUND = 2
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """The numbers at the beginning of a version."""
+    found = re.match(r"[^\d]*(\d+(?:\.\d+)*)", text)
+    return tuple(map(int, found.group(1).split("."))) if found else ()
+
+
+def read_samples(text: bytes, names: Collection[str]) -> dict[str, list[float]]:
+    """The values of the samples with these names, in order; malformed lines are passed over."""
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for line in text.decode(errors="replace").splitlines():
+        found = _SAMPLE.match(line) if line.startswith(tuple(names)) else None
+        if found is not None and found.group(1) in values:
+            try:
+                values[found.group(1)].append(float(found.group(3)))
+            except ValueError:
+                continue
+    return values
+
+
+def read_labels(text: bytes, name: str) -> list[dict[str, str]]:
+    """The labels of the samples with this name, in order."""
+    lines = text.decode(errors="replace").splitlines()
+    found = [_SAMPLE.match(line) for line in lines if line.startswith(name)]
+    return [
+        dict(_LABEL.findall(one.group(2) or "")) for one in found if one and one.group(1) == name
+    ]
+
+
+class _Choice(msgspec.Struct):
+    text: str
+    prompt_token_ids: list[int] | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+def chosen_model(models: Any, served_name: str, server: str) -> dict[str, Any]:
+    """The model to ask for, of those that /v1/models lists: ``served_name``, or the first. Raises
+    EngineFailedError or ConfigError."""
+    listed: list[dict[str, Any]] = []
+    if isinstance(models, dict) and isinstance(models.get("data"), list):
+        listed = [one for one in models["data"] if isinstance(one, dict) and "id" in one]
+    if not listed:
+        raise EngineFailedError(f"The {server} server lists no models.")
+    found = [one for one in listed if served_name in ("", str(one["id"]))]
+    if not found:
+        raise ConfigError(
+            f"The {server} server has no model {served_name!r} (worker.engine.served_name); it has "
+            f"{', '.join(str(one['id']) for one in listed)}."
+        )
+    return found[0]
+
+
+def check_probe(model: ServedModel, token_ids: Sequence[int] | None, server: str) -> None:
+    """Raise ConfigError unless the server's tokens of ``PROBE_TEXT`` are those of the catalogue's
+    model. It may put a beginning of the sequence before them."""
+    own = list(model.tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+    if token_ids is None or list(token_ids)[-len(own) :] != own:
+        raise ConfigError(
+            f"The {server} server's tokenizer is not that of the catalogue's {model.entry.name}: "
+            f"they are not the same model."
+        )
+
+
+async def check_completions(
+    client: ServerClient,
+    path: str,
+    body: Mapping[str, Any],
+    model: ServedModel,
+    server: str,
+    timeout_s: float,
+) -> None:
+    """Have the server complete a text; some load the model only then. ``body`` has its name, and
+    may ask for the token ids of the prompt. Raises EngineFailedError if the server does not
+    complete it or does not tell those, and ConfigError if it cuts the text into other tokens than
+    the catalogue's model, or, where it only counts them, into more or fewer."""
+    asked = {**body, "prompt": PROBE_TEXT, "max_tokens": 1, "temperature": 0.0}
+    try:
+        async with asyncio.timeout(timeout_s):
+            answer = b"".join([part async for part in client.whole(path, asked)])
+    except TimeoutError:
+        raise EngineFailedError(
+            f"The server at {client.url} completes no text within {timeout_s:g} s."
+        ) from None
+    try:
+        completion = msgspec.json.decode(answer, type=_Completion)
+    except msgspec.MsgspecError:
+        completion = None
+    if completion is None or not completion.choices:
+        raise EngineFailedError(f"The server at {client.url} answers {path} with no completion.")
+    if "return_token_ids" in body:
+        told = completion.choices[0].prompt_token_ids
+        if told is None:
+            raise EngineFailedError(
+                f"The {server} server at {client.url} tells no token ids at {path}: its version is "
+                f"too old for return_token_ids. Run a newer one, or attach to this one as openai."
+            )
+        check_probe(model, told, server)
+        return
+    num_tokens = None if completion.usage is None else completion.usage.prompt_tokens
+    own = len(model.tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
+    if num_tokens is not None and not own <= num_tokens <= own + _MOST_AROUND:
+        raise ConfigError(
+            f"The server counts {num_tokens} tokens in a text that has {own} by the tokenizer of "
+            f"the catalogue's {model.entry.name}: it has another model, or writes more around a "
+            f"prompt."
+        )
