@@ -18,7 +18,7 @@ from millrace.bus import codec
 from millrace.bus.jobs.decoding import read_job
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
-from millrace.scheduler.intake.model_cache import ModelCache
+from millrace.scheduler.jobs.model_cache import ModelCache
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.tenants import LOCAL_TENANT

@@ -32,7 +32,7 @@ async def world() -> AsyncIterator[World]:
 def kept(world: World) -> KeptSpans:
     tracing, kept = kept_tracing()
     scheduler = world.schedulers[0]
-    context = scheduler.context
+    context = scheduler.state
     context.traces = JobTraces(tracing, world.clock)
     prices = scheduler.model_cache.prices
     context.finalizer = Finalizer(
@@ -134,7 +134,7 @@ async def test_a_job_without_a_trace_begins_one(
     assert first.parent_span_id == 0
     others = [span for span in kept.spans if span is not first]
     assert len(others) == 2
-    assert {span.parent_span_id for span in others} == {first.context.span_id}
+    assert {span.parent_span_id for span in others} == {first.state.span_id}
 
 
 async def test_a_scheduler_that_stops_tells_what_it_has(world: World, kept: KeptSpans) -> None:

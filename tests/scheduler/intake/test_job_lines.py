@@ -63,7 +63,7 @@ async def test_jobs_over_the_concurrency_wait_and_all_are_done(two_at_once: Worl
         await world.until(lambda: bool(worker.running), within_s=0.5)
         await world.pass_s(0.1)
         assert num_running(worker, "acme") == min(2, 40 - num_done), "an end starts the next"
-        assert len(world.schedulers[0].context.job_table) <= 2 + 1, "the queue is in JetStream"
+        assert len(world.schedulers[0].state.job_table) <= 2 + 1, "the queue is in JetStream"
         await worker.finish(next(iter(worker.running)))
         num_done += 1
     await world.until(lambda: not world.num_stored)
@@ -79,7 +79,7 @@ async def test_a_line_takes_no_place_of_others(two_at_once: World) -> None:
     worker = await world.add_worker(num_slots=4)
     await publish(world, 30)
     await world.until(lambda: num_running(worker, "acme") == 2)
-    queue = world.schedulers[0].dispatchers["m"].queue
+    queue = world.schedulers[0].model_queues["m"].queue
     await world.pass_s(1.0)
     assert queue.num_here(Tier.FREE) == 0, "those held are not in the window"
     await world.client.jobs.publish(job("web", tenant="acme"), reserved=True)
@@ -104,14 +104,14 @@ async def test_held_jobs_end_when_they_are_cancelled_or_too_late(two_at_once: Wo
     deadline_ns = world.clock.now_ns() + 20 * _NS_PER_S
     await publish(world, 6, deadline_ns=deadline_ns)
     await world.until(lambda: len(worker.running) == 2)
-    await world.until(lambda: len(list(world.schedulers[0].context.lines.held())) == 1)
+    await world.until(lambda: len(list(world.schedulers[0].state.lines.held())) == 1)
     await world.client.control.cancel(Cancel(request_id="acme-2"))
     await world.until(lambda: world.terminal("acme-2") is not None, within_s=0.5)
     assert isinstance(world.terminal("acme-2"), Cancelled)
     await world.until(lambda: world.clock.now_ns() >= deadline_ns)
     await world.until(lambda: world.num_stored == 2, within_s=1.0)
     assert all(isinstance(world.terminal(f"acme-{number}"), Expired) for number in (3, 4, 5))
-    assert not list(world.schedulers[0].context.lines.held())
+    assert not list(world.schedulers[0].state.lines.held())
 
 
 async def test_models_take_turns_at_the_places_of_one_tenant() -> None:
