@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from millrace.bus.api import Bus
 from millrace.bus.control import unless_forbidden
@@ -80,7 +80,6 @@ class Scheduler:
         self.state = SchedulerState(
             bus, config, clock, running_requests, model_cache, directories, traces, admission
         )
-        self.state.lines.on_places = self._on_places
         bus.jobs.guard_replies(self.state.is_foreign_reply)
         self.models = ServedModels(self.state, catalogue)
         # The same mappings while models come and go.
@@ -173,6 +172,7 @@ class Scheduler:
                 return
 
     async def _give_back(self) -> None:
+        self.state.lines.close()
         self.migration.stop()
         for model_queue in self.state.all_queues():
             model_queue.is_stopped = True
@@ -242,11 +242,6 @@ class Scheduler:
         puller = self.pullers.get(tenant_queue.model)
         if puller is not None:
             puller.published(tenant_queue)
-
-    def _on_places(self, models: Sequence[str]) -> None:
-        for model in models:
-            if (puller := self.pullers.get(model)) is not None:
-                puller.wake()
 
     def _warm(self, model: str) -> None:
         """Have the tokenizer ready before the first job needs it."""

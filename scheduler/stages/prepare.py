@@ -96,19 +96,19 @@ async def _admit(state: SchedulerState, scheduled: ScheduledJob) -> None:
     if worker_id is None:
         end.acknowledge(state, scheduled)
         return
-
-    def decided(terminal_status: TerminalStatus | None) -> None:
-        if terminal_status is not None:
-            end.finish(state, scheduled, terminal_status)
-        elif worker_id and state.fleet.get(worker_id) is not None:
-            place.continue_where_it_runs(state, scheduled, worker_id)
-        elif not scheduled.is_ended:
-            place.enqueue(state, scheduled)
-
-    await state.lines.admit(scheduled, decided)
+    terminal_status = await state.lines.admit(scheduled)
     if scheduled.phase is Phase.HELD:
         # It takes no place of the window, in which other tenants' jobs wait.
         state.queue_of(scheduled).queue.remove(scheduled)
+        terminal_status = await state.lines.until_admitted(scheduled)
+    if scheduled.is_ended:
+        return
+    if terminal_status is not None:
+        end.finish(state, scheduled, terminal_status)
+    elif worker_id and state.fleet.get(worker_id) is not None:
+        place.continue_where_it_runs(state, scheduled, worker_id)
+    else:
+        place.enqueue(state, scheduled)
 
 
 async def _why_forbidden(state: SchedulerState, scheduled: ScheduledJob) -> TerminalStatus | None:

@@ -77,10 +77,6 @@ class Puller:
             self._want(tenant_queue)
             self._wake.set()
 
-    def wake(self) -> None:
-        """More jobs may be pulled than a moment ago."""
-        self._wake.set()
-
     def recount(self) -> None:
         """Jobs that others had are in the queue again."""
         self.backlog.doubt_others()
@@ -172,7 +168,7 @@ class Puller:
         num_wanted = min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
         if num_wanted <= 0:
             return 0
-        return min(num_wanted, self._state.lines.num_wanted(pullable.tenant_queue))
+        return min(num_wanted, self._state.lines.num_wanted(pullable.tenant_queue, self._wake))
 
     async def _pull(self, tenant_queue: TenantQueue, num_wanted: int) -> None:
         state = self._state
@@ -199,7 +195,7 @@ class Puller:
         once."""
         if self.backlog.num_waiting(tenant_queue) or not self._state.bus.connected:
             return False
-        if not self._state.lines.num_wanted(tenant_queue):
+        if not self._state.lines.num_wanted(tenant_queue, self._wake):
             return False
         return self._limits(tenant_queue.tier).capacity > 0
 

@@ -195,7 +195,10 @@ class HealthMonitor:
         self._check_doubtful(now_s)
 
     def _finish_unwanted(self) -> None:
-        self._state.lines.finish_unwanted(self._state.why_unwanted)
+        for scheduled in list(self._state.lines.held()):
+            terminal_status = self._state.why_unwanted(scheduled)
+            if terminal_status is not None:
+                end.finish(self._state, scheduled, terminal_status)
         for model_queue in self._state.all_queues():
             place.finish_unwanted(self._state, model_queue)
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from millrace.registry.routing.router import Route, Router
 from millrace.runtime.tasks import Tasks
-from millrace.scheduler.jobs.admission import JobAdmission, NotYet, OnPlaces
+from millrace.scheduler.jobs.admission import JobAdmission, Learn, NotYet
+from millrace.scheduler.jobs.admission import Places as PlacesLeft
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus
@@ -251,18 +252,18 @@ class Places(JobAdmission):
 
     def __init__(self, num_places: int, clock: ManualClock) -> None:
         self.num_free = num_places
-        self.on_places: OnPlaces | None = None
         self.admitted: list[ScheduledJob] = []
         self._clock = clock
 
-    async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | NotYet | None:
+    async def admit(
+        self, scheduled: ScheduledJob, learn: Learn = lambda _tenant, _places: None
+    ) -> TerminalStatus | NotYet | None:
         await asyncio.sleep(0)
         is_granted = self.num_free > 0
         if is_granted:
             self.num_free -= 1
             self.admitted.append(scheduled)
-        assert self.on_places is not None
-        self.on_places(scheduled.job.tenant, self.num_free, is_granted=is_granted)
+        learn(scheduled.job.tenant, PlacesLeft(self.num_free, is_granted))
         return None if is_granted else NotYet(1.0, ends_free_it=True)
 
 
@@ -291,17 +292,27 @@ async def _live(steps: list[str], num_places: int, chance: random.Random) -> Non
         ends[scheduled] = []
         lines.undecided(scheduled)
 
-        def decided(terminal_status: TerminalStatus | None) -> None:
-            ends[scheduled].append(terminal_status)
-            if terminal_status is None:
-                scheduled.enter(Phase.WAITING)
-                active.append(scheduled)
-            else:
-                scheduled.enter(Phase.ENDED)
-                lines.leave(scheduled)
-
-        await lines.admit(scheduled, decided)
+        await lines.admit(scheduled)
         lines.decided(scheduled)
+        if scheduled.phase is Phase.HELD:
+            tasks.spawn(admitted(scheduled), "wait for a place")
+        else:
+            start(scheduled)
+
+    async def admitted(scheduled: ScheduledJob) -> None:
+        await lines.until_admitted(scheduled)
+        if scheduled.phase is Phase.HELD:
+            start(scheduled)
+
+    def start(scheduled: ScheduledJob) -> None:
+        ends[scheduled].append(None)
+        scheduled.enter(Phase.WAITING)
+        active.append(scheduled)
+
+    def cancel(scheduled: ScheduledJob) -> None:
+        ends[scheduled].append(EXPIRED)
+        scheduled.enter(Phase.ENDED)
+        lines.leave(scheduled)
 
     def end(*, is_heard: bool) -> None:
         if active:
@@ -318,7 +329,7 @@ async def _live(steps: list[str], num_places: int, chance: random.Random) -> Non
                 end(is_heard=step == "end")
             case "cancel":
                 if held := list(lines.held()):
-                    lines.end(chance.choice(held), EXPIRED)
+                    cancel(chance.choice(held))
             case _:
                 await clock.advance(chance.random() * 3)
         assert len(active) <= num_places
