@@ -13,9 +13,8 @@ from millrace.runtime.histogram import FIRST_TOKEN_S, STEP_S, Histogram
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.fleet.fleet import Departure, Fleet
 from millrace.scheduler.jobs.admission import JobAdmission
-from millrace.scheduler.jobs.cancel_memory import CancelMemory
+from millrace.scheduler.jobs.cancels import CancelMemory, KeptCancels
 from millrace.scheduler.jobs.finalizer import Finalizer
-from millrace.scheduler.jobs.kept_cancels import KeptCancels
 from millrace.scheduler.jobs.model_cache import ModelCache
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
@@ -23,11 +22,9 @@ from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled, refused
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.placement.prefix_index import PrefixIndex
-from millrace.scheduler.queues.arrivals import Arrivals
 from millrace.scheduler.queues.fair_queue import FairQueue
-from millrace.scheduler.queues.output_lengths import OutputLengths
+from millrace.scheduler.queues.measurements import Arrivals, OutputLengths, Throughput
 from millrace.scheduler.queues.preemption import PreemptionPolicy
-from millrace.scheduler.queues.throughput import Throughput
 from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import ModelNotFoundError

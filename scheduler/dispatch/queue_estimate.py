@@ -7,13 +7,11 @@ from collections import Counter
 
 from millrace.registry.routing.router import ModelState
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
-from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ResourceRequest, ScheduledJob, Tenant
 from millrace.scheduler.jobs.terminal_status import too_slow
 from millrace.scheduler.placement import placement
-from millrace.scheduler.queues.arrivals import JobSize, size_of
 from millrace.scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
-from millrace.scheduler.queues.throughput import WINDOW_S, eta_s
+from millrace.scheduler.queues.measurements import WINDOW_S, JobSize, eta_s, size_of
 from millrace.scheduler.stages import end
 from millrace.scheduler.state import ModelQueue, SchedulerState
 from millrace.schemas.config import TierPolicy

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.placement import placement
-from millrace.scheduler.placement.kv_sources import pull_token_s
+from millrace.scheduler.placement.placement import pull_token_s
 from millrace.scheduler.stages.place import Place
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import Warm

@@ -18,7 +18,7 @@ from millrace.scheduler.intake.served_models import ServedModels
 from millrace.scheduler.jobs.scheduled_job import Phase, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_waiting_jobs, shed
 from millrace.scheduler.queues.fair_queue import weights_of
-from millrace.scheduler.queues.throughput import eta_s, retry_after_s
+from millrace.scheduler.queues.measurements import eta_s, retry_after_s
 from millrace.scheduler.stages import end
 from millrace.scheduler.stages.pull import Puller
 from millrace.scheduler.state import ModelQueue, SchedulerState

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from millrace.bus.job_queue import LeasedJob, TenantQueue
-from millrace.scheduler.jobs.scheduled_job import ScheduledJob
-from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob, TenantQueueCounts
 from millrace.scheduler.stages import prepare
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.errors import ModelNotFoundError

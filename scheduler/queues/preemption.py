@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from millrace.runtime.clock import Clock
 from millrace.scheduler.fleet.fleet import Fleet
-from millrace.scheduler.jobs.resource_request import TIER_RANKS
-from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ScheduledJob
 from millrace.scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
 from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.jobs import Tier

@@ -10,7 +10,7 @@ from millrace.scheduler.jobs.prompt_keys import PromptKeys
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, refused
 from millrace.scheduler.placement import placement, roles
-from millrace.scheduler.placement.kv_sources import KvHolders
+from millrace.scheduler.placement.placement import KvHolders
 from millrace.scheduler.queues.preemption import PreemptionPolicy
 from millrace.scheduler.stages import end, send
 from millrace.scheduler.state import DispatchResult, ModelQueue, SchedulerState

@@ -9,13 +9,13 @@ from millrace.bus.worker_losses import publish_loss
 from millrace.runtime.clock import until_beat_s
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.scheduler.fleet.fleet import Departed, Departure
-from millrace.scheduler.fleet.losses import loss_of
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import cancelled
 from millrace.scheduler.stages import end, place
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import Cancel, CancelReason, Ended
 from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.records import LossCause, LossObserver, WorkerLossRecord
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,12 @@ _REST_TICK_S = 0.5
 _CHECK_AFTER_S = 30.0
 _MAX_CHECKS_PER_TICK = 64
 _NEVER_S = float("-inf")
+
+_CAUSES = {
+    Departure.RETIRED: LossCause.STOPPED,
+    Departure.SILENT: LossCause.SILENT,
+    Departure.RESTARTED: LossCause.REPLACED,
+}
 
 
 # --- what is heard ---
@@ -45,7 +51,7 @@ def departed(state: SchedulerState, gone_workers: Sequence[Departed]) -> None:
                 "num_requests": len(gone.request_ids),
             },
         )
-        recording = publish_loss(state.bus, state.clock, loss_of(gone))
+        recording = publish_loss(state.bus, state.clock, _loss_of(gone))
         state.answers.spawn(recording, "record a lost worker")
         state.prefixes.drop(gone.worker_id)
         scheduled_jobs = [
@@ -62,6 +68,20 @@ def departed(state: SchedulerState, gone_workers: Sequence[Departed]) -> None:
         elif scheduled_jobs:
             end.worker_died(state, scheduled_jobs)
     place.dispatch_all(state)
+
+
+def _loss_of(gone: Departed) -> WorkerLossRecord:
+    """The record of a worker that is gone: the same whichever scheduler makes it."""
+    status = gone.status
+    return WorkerLossRecord(
+        worker_id=gone.worker_id,
+        name=gone.name,
+        model=status.model,
+        lost_ns=status.sent_ns,
+        cause=_CAUSES[gone.why],
+        observer=LossObserver.SCHEDULER,
+        num_requests=status.num_running + status.num_waiting,
+    )
 
 
 def ended(state: SchedulerState, message: Ended) -> None:
