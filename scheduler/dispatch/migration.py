@@ -40,7 +40,7 @@ class Migration:
 
     Whatever a dead engine ran may have killed it. So what has left one engine for that reason, and
     made no token since, stays where the next one dies: there it is tried alone, and is blamed alone
-    (``workers.host.requeue``).
+    (``workers.host.engine_intake``).
     """
 
     def __init__(self, state: SchedulerState) -> None:

@@ -74,8 +74,8 @@ class RunTrace:
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,
-            "millrace.resumed_tokens": generation.num_resumed,
-            "millrace.preemptions": generation.num_preemptions,
+            "millrace.resumed_tokens": generation.output.num_resumed,
+            "millrace.preemptions": generation.accounting.num_preemptions,
         }
         if generation.kv_source is not None:
             attributes |= _pull_attributes(generation, generation.kv_source)
@@ -129,8 +129,8 @@ class RunTrace:
                 attributes={
                     "millrace.request.id": generation.request_id,
                     "gen_ai.usage.input_tokens": len(generation.prompt_token_ids),
-                    "gen_ai.usage.cache_read.input_tokens": generation.num_cached_tokens,
-                    "millrace.resumed_tokens": generation.num_resumed,
+                    "gen_ai.usage.cache_read.input_tokens": generation.accounting.num_cached_tokens,
+                    "millrace.resumed_tokens": generation.output.num_resumed,
                 },
             )
         )
@@ -164,8 +164,8 @@ class RunTrace:
                 generation.timing.last_token_ns,
                 attributes={
                     "millrace.request.id": generation.request_id,
-                    "gen_ai.usage.output_tokens": generation.num_completion_tokens
-                    - generation.num_resumed,
+                    "gen_ai.usage.output_tokens": generation.output.num_completion_tokens
+                    - generation.output.num_resumed,
                 },
             )
         )
@@ -174,7 +174,7 @@ class RunTrace:
 def _pull_attributes(generation: Generation, source: KvSource) -> dict[str, Value]:
     return {
         "millrace.kv.source": source.worker_id,
-        "millrace.kv.pulled_tokens": generation.num_pulled_tokens,
+        "millrace.kv.pulled_tokens": generation.accounting.num_pulled_tokens,
     }
 
 
