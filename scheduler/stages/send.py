@@ -142,7 +142,7 @@ async def _dispatch(
         epoch=scheduled.attempts.epoch,
         lease=scheduled.lease.token,
         resume_token_ids=scheduled.client.token_ids,
-        lives=scheduled.attempts.earlier(worker_id),
+        attempts=scheduled.attempts.earlier(worker_id),
         sent_ns=sent_ns,
         reservation=scheduled.reservation,
         adapter=scheduled.adapter,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from millrace.runtime.tracing import SpanKind, life_span, parse_traceparent, record_span
+from millrace.runtime.tracing import SpanKind, attempt_span, parse_traceparent, record_span
 from millrace.scheduler.jobs.finalizer import Finalizer
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.metrics import SchedulerMetrics
@@ -34,7 +34,7 @@ def kept(world: World) -> KeptSpans:
     scheduler = world.schedulers[0]
     context = scheduler.state
     context.traces = JobTraces(tracing, world.clock)
-    prices = scheduler.model_cache.prices
+    prices = scheduler.state.model_cache.prices
     context.finalizer = Finalizer(
         context.bus, world.clock, world.running_requests, prices, context.traces
     )
@@ -81,7 +81,7 @@ async def test_a_lost_run_is_told_for_its_worker_and_the_next_has_a_link_to_it(
     assert list(again.links) == [lost.context]
     assert (lost.attributes["millrace.epoch"], again.attributes["millrace.epoch"]) == (1, 2)
     life = kept.one("generate m")
-    assert life.context == life_span(lost.context, "r1", 1)
+    assert life.context == attempt_span(lost.context, "r1", 1)
     assert life.parent_span_id == lost.context.span_id
     assert life.error == "worker_lost"
     waits = kept.all("queue m")
@@ -134,7 +134,7 @@ async def test_a_job_without_a_trace_begins_one(
     assert first.parent_span_id == 0
     others = [span for span in kept.spans if span is not first]
     assert len(others) == 2
-    assert {span.parent_span_id for span in others} == {first.state.span_id}
+    assert {span.parent_span_id for span in others} == {first.context.span_id}
 
 
 async def test_a_scheduler_that_stops_tells_what_it_has(world: World, kept: KeptSpans) -> None:

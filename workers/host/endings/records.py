@@ -94,7 +94,7 @@ def request_record(
         device_us=device_us,
         device_cost=device_cost(prices, device_us),
         energy_j=energy_j if timing.started_ns else None,
-        lives=earlier,
+        attempts=earlier,
         cost_method=cost_method,
         resampled=generation.accounting.resampled,
         proposed_tokens=usage.proposed_tokens,

@@ -77,7 +77,7 @@ class Generation:
         self._dispatch = dispatch
         self.job = job
         self.epoch = dispatch.epoch
-        self.attempts = {attempt.epoch: attempt for attempt in dispatch.lives}
+        self.attempts = {attempt.epoch: attempt for attempt in dispatch.attempts}
         # Another attempt of the same request may still have outputs on their way.
         self.engine_id = f"{job.request_id}:{dispatch.epoch}"
         self.output = output
@@ -254,7 +254,7 @@ class Generation:
         was thought to be an earlier run on ``worker_id`` may be this one."""
         self.attempts |= {
             attempt.epoch: attempt
-            for attempt in dispatch.lives
+            for attempt in dispatch.attempts
             if attempt.worker_id != worker_id or attempt.epoch < self.first_epoch
         }
         self.epoch = dispatch.epoch
