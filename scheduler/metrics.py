@@ -191,9 +191,9 @@ class SchedulerMetrics(Collector):
         )
 
     def _times(self) -> Iterator[Metric]:
-        queue = HistogramMetricFamily(
+        dispatch_wait = HistogramMetricFamily(
             "millrace_scheduler_queue_time_seconds",
-            "From a request's receipt until a worker took it the first time",
+            "The dispatch wait: from a request's receipt until a worker first accepted it",
             labels=["model", "tier"],
         )
         dispatch = HistogramMetricFamily(
@@ -202,10 +202,10 @@ class SchedulerMetrics(Collector):
             labels=["model"],
         )
         for model_queue in self._queues_of_models():
-            for tier, tally in model_queue.counts.queue_s.items():
-                tally.add_to(queue, [model_queue.model, tier.value])
+            for tier, tally in model_queue.counts.dispatch_wait_s.items():
+                tally.add_to(dispatch_wait, [model_queue.model, tier.value])
             model_queue.counts.dispatch_s.add_to(dispatch, [model_queue.model])
-        yield queue
+        yield dispatch_wait
         yield dispatch
 
     def _queues_of_models(self) -> Sequence[ModelQueue]:

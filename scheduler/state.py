@@ -62,16 +62,16 @@ class MovedBy(StrEnum):
 class DispatchCounts:
     """Counts of one model's dispatches and attempts, read at a scrape.
 
-    ``dispatches`` counts by result. ``queue_s`` is the time from a request's receipt until a worker
-    first took it, ``dispatch_s`` the time that workers took to answer a dispatch. ``moves`` counts
-    the streams that were moved.
+    ``dispatches`` counts by result. ``dispatch_wait_s`` is the time from a request's receipt until
+    a worker first accepted it, ``dispatch_s`` the time that workers took to answer a dispatch.
+    ``moves`` counts the streams that were moved.
     """
 
     def __init__(self) -> None:
         self.dispatches: Counter[DispatchResult] = Counter()
         self.reruns: Counter[Rerun] = Counter()
         self.moves: Counter[MovedBy] = Counter()
-        self.queue_s = {tier: Histogram(FIRST_TOKEN_S) for tier in Tier}
+        self.dispatch_wait_s = {tier: Histogram(FIRST_TOKEN_S) for tier in Tier}
         self.dispatch_s = Histogram(STEP_S)
 
 

@@ -103,10 +103,10 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     begun, so that the generations of a request add up to what it used and pays. ``batch_id`` is the
     batch that it is a line of (empty: none).
 
-    ``queue_ms`` is from receipt to the worker's start, ``ttft_ms`` from receipt to the first
-    token, ``tpot_us`` the mean time per token after the first, ``cost`` what the tenant pays, in
+    ``queue_ms`` is the queue time, from receipt to the engine's admission, ``ttft_ms`` from receipt
+    to the first token, ``tpot_us`` the mean time per token after the first, ``cost`` what the tenant pays, in
     ``currency`` by the price book's ``price_version``. ``dispatched_ns`` is when the scheduler sent
-    the attempt that ended it to its worker, ``attempts`` are the attempts before that. ``lives`` is
+    the request to the worker that ended it, ``attempts`` are the attempts before that. ``lives`` is
     the former name of ``attempts``: both are written and read in this version.
 
     ``device_us`` is the request's share of the time that the worker's device was busy, of all

@@ -261,9 +261,9 @@ def accepted(state: SchedulerState, scheduled: ScheduledJob) -> None:
     scheduled.enter(Phase.RUNNING)
     if not scheduled.ran_before and scheduled.job.received_ns:
         job = scheduled.job
-        queue_s = max(0.0, (state.clock.now_ns() - job.received_ns) / 1e9)
+        wait_s = max(0.0, (state.clock.now_ns() - job.received_ns) / 1e9)
         trace_id = recorded_trace_id(job.traceparent)
-        state.queue_of(scheduled).counts.queue_s[job.tier].add(queue_s, trace_id=trace_id)
+        state.queue_of(scheduled).counts.dispatch_wait_s[job.tier].add(wait_s, trace_id=trace_id)
     reason = state.cancel_reason(scheduled)
     if reason is not None:
         # The worker may have heard the cancel before the dispatch.
