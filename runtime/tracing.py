@@ -51,7 +51,7 @@ class TraceContext(NamedTuple):
         return self._replace(span_id=random.getrandbits(64) or 1)
 
 
-def life_span(above: TraceContext, request_id: str, epoch: int) -> TraceContext:
+def attempt_span(above: TraceContext, request_id: str, epoch: int) -> TraceContext:
     """The span of a run on a worker, which later runs have a link to."""
     return above.at("life", request_id, epoch)
 

@@ -81,14 +81,14 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         scheduler.orphans.grace_s = config.gateway.orphan_grace_s
         metrics = SchedulerMetrics(scheduler)
         monitor.registry.register(metrics)
-        monitor.models = lambda: scheduler.dispatchers
+        monitor.models = lambda: scheduler.model_queues
         monitor.trouble = lambda: "" if bus.connected else "the message bus is unreachable"
         gc.unfreeze()  # an earlier life that failed
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
         logger.info(
-            "ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.dispatchers)}
+            "ready", extra={"scheduler_id": scheduler_id, "models": list(scheduler.model_queues)}
         )
         watch = CatalogueWatch(config.catalogue, read, clock, partial(_follow, scheduler, config))
         try:

@@ -9,12 +9,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from millrace.scheduler.dispatch.counts import DispatchResult, MovedBy, Rerun
-from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.fleet.fleet import Departure
 from millrace.scheduler.jobs.scheduled_job import Phase
 from millrace.scheduler.jobs.terminal_status import FORESEEN_ENDS
 from millrace.scheduler.scheduler import Scheduler
+from millrace.scheduler.state import DispatchResult, ModelQueue, MovedBy, Rerun
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.jobs import Tier
 from millrace.schemas.models.rollouts import RolloutState
@@ -45,7 +44,7 @@ class SchedulerMetrics(Collector):
             ["model", "result"],
             (
                 ((one.model, role.value), self._scheduler.roles.num_changes[one.model, role.value])
-                for one in self._dispatchers()
+                for one in self._queues_of_models()
                 for role in WorkerRole
             ),
         )
@@ -65,7 +64,7 @@ class SchedulerMetrics(Collector):
             ["model", "tier"],
             (
                 ((one.model, tier.value), wait_s)
-                for one in self._dispatchers()
+                for one in self._queues_of_models()
                 for tier, wait_s in estimates[one.model].oldest_waits_s().items()
             ),
         )
@@ -83,7 +82,7 @@ class SchedulerMetrics(Collector):
         )
         running = Counter(
             scheduled.job.model
-            for scheduled in self._scheduler.context.job_table
+            for scheduled in self._scheduler.state.job_table
             if scheduled.phase is Phase.RUNNING
         )
         yield _gauge(
@@ -101,7 +100,7 @@ class SchedulerMetrics(Collector):
         )
 
     def _workers(self) -> Iterator[Metric]:
-        fleet = self._scheduler.context.fleet
+        fleet = self._scheduler.state.fleet
         yield _gauge(
             "millrace_scheduler_workers",
             "Workers that this scheduler hears",
@@ -126,11 +125,11 @@ class SchedulerMetrics(Collector):
             "millrace_scheduler_departed_workers",
             "Incarnations of workers that ended: silent, restarted or retired",
             ["why"],
-            (((why.value,), self._scheduler.departures[why]) for why in Departure),
+            (((why.value,), self._scheduler.state.departures[why]) for why in Departure),
         )
 
     def _outcomes(self) -> Iterator[Metric]:
-        counts = [(one.model, one.runner.counts) for one in self._dispatchers()]
+        counts = [(one.model, one.counts) for one in self._queues_of_models()]
         yield _counter(
             "millrace_scheduler_dispatches",
             "Dispatches by what became of them: accepted, refused by the worker, lost, …",
@@ -153,7 +152,7 @@ class SchedulerMetrics(Collector):
             ["model", "source"],
             (((model, how.value), of.moves[how]) for model, of in counts for how in MovedBy),
         )
-        known = self._scheduler.dispatchers
+        known = self._scheduler.model_queues
         ended = Counter(
             {
                 (model, status.value, code): 0
@@ -161,7 +160,7 @@ class SchedulerMetrics(Collector):
                 for status, code in FORESEEN_ENDS
             }
         )
-        for (model, status, code), count in self._scheduler.context.finalizer.num_ended.items():
+        for (model, status, code), count in self._scheduler.state.finalizer.num_ended.items():
             ended[model if model in known else _OTHER_MODELS, status.value, code] += count
         yield _counter(
             "millrace_scheduler_ended_jobs",
@@ -185,16 +184,16 @@ class SchedulerMetrics(Collector):
             (
                 ((model, state.value), rollouts.num_ended[model, state])
                 for model in dict.fromkeys(
-                    (*self._scheduler.dispatchers, *(model for model, _ in rollouts.num_ended))
+                    (*self._scheduler.model_queues, *(model for model, _ in rollouts.num_ended))
                 )
                 for state in (RolloutState.COMPLETED, RolloutState.ABORTED)
             ),
         )
 
     def _times(self) -> Iterator[Metric]:
-        queue = HistogramMetricFamily(
+        dispatch_wait = HistogramMetricFamily(
             "millrace_scheduler_queue_time_seconds",
-            "From a request's receipt until a worker took it the first time",
+            "The dispatch wait: from a request's receipt until a worker first accepted it",
             labels=["model", "tier"],
         )
         dispatch = HistogramMetricFamily(
@@ -202,23 +201,23 @@ class SchedulerMetrics(Collector):
             "From a job's turn until its worker answered the dispatch",
             labels=["model"],
         )
-        for dispatcher in self._dispatchers():
-            for tier, tally in dispatcher.runner.counts.queue_s.items():
-                tally.add_to(queue, [dispatcher.model, tier.value])
-            dispatcher.runner.counts.dispatch_s.add_to(dispatch, [dispatcher.model])
-        yield queue
+        for model_queue in self._queues_of_models():
+            for tier, tally in model_queue.counts.dispatch_wait_s.items():
+                tally.add_to(dispatch_wait, [model_queue.model, tier.value])
+            model_queue.counts.dispatch_s.add_to(dispatch, [model_queue.model])
+        yield dispatch_wait
         yield dispatch
 
-    def _dispatchers(self) -> Sequence[Dispatcher]:
-        return list(self._scheduler.dispatchers.values())
+    def _queues_of_models(self) -> Sequence[ModelQueue]:
+        return list(self._scheduler.model_queues.values())
 
-    def _by_model(self, value: Callable[[Dispatcher], float]) -> _Samples:
-        return (((one.model,), value(one)) for one in self._dispatchers())
+    def _by_model(self, value: Callable[[ModelQueue], float]) -> _Samples:
+        return (((one.model,), value(one)) for one in self._queues_of_models())
 
-    def _by_tier(self, value: Callable[[Dispatcher, Tier], float]) -> _Samples:
+    def _by_tier(self, value: Callable[[ModelQueue, Tier], float]) -> _Samples:
         return (
             ((one.model, tier.value), value(one, tier))
-            for one in self._dispatchers()
+            for one in self._queues_of_models()
             for tier in Tier
         )
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from millrace.bus.api import Bus
 from millrace.bus.control import unless_forbidden
@@ -14,26 +13,23 @@ from millrace.bus.job_queue import TenantQueue
 from millrace.bus.orphans import OrphanWatch
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.transport import Subscription
-from millrace.bus.worker_losses import publish_loss
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, wait_unless_done
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.health_monitor import HealthMonitor
 from millrace.scheduler.dispatch.lease_recovery import LeaseRecovery
+from millrace.scheduler.dispatch.migration import Migration
 from millrace.scheduler.dispatch.role_watch import RoleWatch
-from millrace.scheduler.fleet.fleet import Departed, Departure
-from millrace.scheduler.fleet.losses import loss_of
 from millrace.scheduler.fleet.rollout_watch import RolloutWatch
-from millrace.scheduler.intake.model_cache import ModelCache
+from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.intake.queue_watch import QueueWatch
 from millrace.scheduler.intake.result_lookup import ResultLookup
 from millrace.scheduler.intake.served_models import ModelCatalogue, ServedModels
 from millrace.scheduler.jobs.admission import JobAdmission
-from millrace.scheduler.jobs.finalizer import Finalizer
+from millrace.scheduler.jobs.model_cache import ModelCache
 from millrace.scheduler.jobs.running_requests import RunningRequests
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
-from millrace.scheduler.jobs.terminal_status import cancelled
 from millrace.scheduler.jobs.tracing import JobTraces
+from millrace.scheduler.stages import place, watch
+from millrace.scheduler.stages.watch import HealthMonitor
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.control import (
     Cancel,
@@ -79,75 +75,59 @@ class Scheduler:
         directories: Directories | None = None,
     ) -> None:
         directories = directories or Directories.of(None, clock)
-        is_foreign_reply = directories.reply_owners.is_foreign
-        self.model_cache = model_cache = ModelCache(
-            catalogue.load, trusts_templates=catalogue.trusts_templates
-        )
+        model_cache = ModelCache(catalogue.load, trusts_templates=catalogue.trusts_templates)
         admission = None if limits is None else JobAdmission(limits, model_cache.prices, clock)
-        self.context = SchedulerContext(
-            bus,
-            config,
-            clock,
-            running_requests,
-            Finalizer(bus, clock, running_requests, model_cache.prices, traces, admission),
-            traces,
-            admission,
-            is_foreign_reply,
+        self.state = SchedulerState(
+            bus, config, clock, running_requests, model_cache, directories, traces, admission
         )
-        self.context.lines.on_places = self._on_places
-        bus.jobs.guard_replies(is_foreign_reply)
-        self.models = ServedModels(self.context, model_cache, catalogue, directories)
-        # The same while models come and go.
-        self.dispatchers = self.models.dispatchers
+        bus.jobs.guard_replies(self.state.is_foreign_reply)
+        self.models = ServedModels(self.state, catalogue)
+        # The same mappings while models come and go.
+        self.model_queues = self.state.model_queues
         self.queue_estimates = self.models.queue_estimates
         self.pullers = self.models.pullers
-        self.departures: Counter[Departure] = Counter()
+        self.migration = Migration(self.state)
         self.ready = asyncio.Event()
-        self._answers = Tasks()
         self._services = Tasks()
         self._is_over = False
-        self._queue_watch = QueueWatch(self.context, self.models, self._answers)
-        self._health_monitor = HealthMonitor(
-            self.context, self._on_departed, self._on_found_finished, self._finish_unwanted
-        )
-        self._lease_recovery = LeaseRecovery(
-            self.context, self._on_silent, self._on_leases_released
-        )
+        self._queue_watch = QueueWatch(self.state, self.models)
+        self._health_monitor = HealthMonitor(self.state)
+        self._lease_recovery = LeaseRecovery(self.state, self.pullers)
         self.rollouts = RolloutWatch(
             directories.rollouts,
-            self.context.fleet,
-            self.context.finalizer,
+            self.state.fleet,
+            self.state.finalizer,
             self._num_waiting,
             clock,
         )
-        self.roles = RoleWatch(self.context, self.dispatchers)
+        self.roles = RoleWatch(self.state)
         self.orphans = OrphanWatch(bus, clock, self._waiting_jobs, self._on_orphan)
-        self._results = ResultLookup(self.context, self.pullers)
+        self._results = ResultLookup(self.state, self.pullers)
         self._warmed: set[str] = set()
 
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
         """Serve what the catalogue says now; ``changed`` as for ``ServedModels``."""
         self._warmed -= set(changed)
         await self.models.follow(catalogue, changed)
-        self._queue_watch.wake()
+        self.state.count_queue_soon()
         for model in changed:
-            if model in self.dispatchers and self.context.fleet.num_workers(model):
+            if model in self.model_queues and self.state.fleet.num_workers(model):
                 self._warm(model)
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, or raise what ends one of the loops; either way give
         back what was not dispatched. A scheduler runs once."""
         subscriptions: list[Subscription] = []
-        self.context.bus.on_reconnect(self._on_reconnect)
+        self.state.bus.on_reconnect(self._on_reconnect)
         try:
             await self._subscribe(subscriptions)
             loops = [self._services.spawn(self.models.run(), "serve models")]
             loops.append(self._services.spawn(self._queue_watch.run(), "watch the queue"))
             loops.append(self._services.spawn(self._health_monitor.run(), "monitor health"))
-            loops.append(self._services.spawn(self.context.lines.run(), "admit jobs"))
+            loops.append(self._services.spawn(self.state.lines.run(), "admit jobs"))
             recover = self._lease_recovery.run
-            self._services.keep(recover, self.context.clock, "recover leases")
-            self._services.keep(self.orphans.run, self.context.clock, "watch orphans")
+            self._services.keep(recover, self.state.clock, "recover leases")
+            self._services.keep(self.orphans.run, self.state.clock, "watch orphans")
             self.rollouts.start()
             self.roles.start()
             self.ready.set()
@@ -162,13 +142,13 @@ class Scheduler:
             await self.rollouts.close()
             await self.roles.close()
             await self._services.close()
-            await self._answers.close(_GOODBYE_TIMEOUT_S)
-            self.model_cache.close()
+            await self.state.answers.close(_GOODBYE_TIMEOUT_S)
+            self.state.model_cache.close()
             for subscription in subscriptions:
                 await subscription.close()
 
     async def _subscribe(self, subscriptions: list[Subscription]) -> None:
-        bus = self.context.bus
+        bus = self.state.bus
         subscriptions.append(await bus.control.subscribe_cancels(self._on_cancel))
         subscriptions.append(await bus.control.subscribe_ended(self._on_ended))
         subscriptions.append(await bus.control.subscribe_moves(self._on_move))
@@ -186,127 +166,82 @@ class Scheduler:
                 subscriptions.append(await bus.workers.watch(self._on_status))
             except BusUnavailableError as error:
                 logger.warning("the workers cannot be watched yet", extra={"reason": error.message})
-                await self.context.clock.sleep(_SUBSCRIBE_RETRY_S)
+                await self.state.clock.sleep(_SUBSCRIBE_RETRY_S)
             else:
                 self._lease_recovery.started()
                 return
 
     async def _give_back(self) -> None:
-        for dispatcher in self.models.all_dispatchers():
-            dispatcher.stop()
+        self.state.lines.close()
+        self.migration.stop()
+        for model_queue in self.state.all_queues():
+            model_queue.is_stopped = True
         await self.models.close()
-        await self.context.tasks.close(_STOP_TIMEOUT_S)
+        await self.state.tasks.close(_STOP_TIMEOUT_S)
         await self._release_undispatched()
 
     async def _release_undispatched(self) -> None:
         """Release what waits here; what a worker runs stays with the worker."""
-        for scheduled in self.context.job_table:
+        for scheduled in self.state.job_table:
             scheduled.stop_tracing()
-        held = [scheduled for scheduled in self.context.job_table if scheduled.holds_lease]
+        held = [scheduled for scheduled in self.state.job_table if scheduled.holds_lease]
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                 for scheduled in held:
                     if scheduled.is_ended:
                         continue  # cancelled meanwhile
-                    self.context.job_table.remove(scheduled)
-                    await self.context.bus.jobs.release(scheduled.lease.token)
+                    self.state.job_table.remove(scheduled)
+                    await self.state.bus.jobs.release(scheduled.lease.token)
         except (BusUnavailableError, TimeoutError):
             logger.warning("jobs could not be given back; their leases lapse by themselves")
 
     # --- workers ---
 
     def _on_status(self, status: WorkerStatus) -> None:
-        context = self.context
+        state = self.state
         self._lease_recovery.note(status)
-        known = context.fleet.get(status.worker_id) is not None
-        departed = context.fleet.observe(status, context.clock.monotonic(), context.clock.now_ns())
-        if not known and context.fleet.get(status.worker_id) is not None:
-            self._queue_watch.wake()
+        known = state.fleet.get(status.worker_id) is not None
+        departed = state.fleet.observe(status, state.clock.monotonic(), state.clock.now_ns())
+        if not known and state.fleet.get(status.worker_id) is not None:
+            state.count_queue_soon()
             logger.info(
                 "a worker joined",
                 extra={"worker_id": status.worker_id, "model": status.model},
             )
         if departed:
-            self._on_departed(departed)
-        dispatcher = self.dispatchers.get(status.model)
-        if dispatcher is not None:
+            watch.departed(state, departed)
+        model_queue = self.model_queues.get(status.model)
+        if model_queue is not None:
             self._warm(status.model)
-            worker = context.fleet.get(status.worker_id)
+            worker = state.fleet.get(status.worker_id)
             if worker is not None and (status.draining or status.engine_down):
-                dispatcher.migrate_from(worker)
-            dispatcher.dispatch_ready()
+                self.migration.begin(worker)
+            place.dispatch_ready(state, model_queue)
+
+    def _served_worker(self, worker_id: str) -> WorkerView | None:
+        """Return a live worker whose model is served here."""
+        worker = self.state.fleet.get(worker_id)
+        is_served = worker is not None and worker.status.model in self.model_queues
+        return worker if is_served else None
 
     def _on_move(self, move: MoveStreams) -> None:
-        worker = self.context.fleet.get(move.worker_id)
-        dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
-        if worker is not None and dispatcher is not None:
-            dispatcher.move_streams(worker, move.to_worker_id)
+        if (worker := self._served_worker(move.worker_id)) is not None:
+            self.migration.move(worker, move.to_worker_id)
 
     def _on_prefilled(self, prefilled: Prefilled) -> None:
-        worker = self.context.fleet.get(prefilled.worker_id)
-        dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
-        if worker is not None and dispatcher is not None:
-            dispatcher.hand_on(worker, prefilled.request_ids)
+        if (worker := self._served_worker(prefilled.worker_id)) is not None:
+            self.migration.hand_on(worker, prefilled.request_ids)
 
     def _on_prefixes(self, report: PrefixReport) -> None:
-        self.context.prefixes.apply(report)
-        worker = self.context.fleet.get(report.worker_id)
-        dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
-        if worker is not None and dispatcher is not None:
-            dispatcher.bring_ahead(worker)
-
-    def _on_silent(self, worker_id: str) -> None:
-        self._on_departed(self.context.fleet.give_up(worker_id))
-
-    def _on_leases_released(self) -> None:
-        for puller in self.pullers.values():
-            puller.recount()
+        self.state.prefixes.apply(report)
+        if (worker := self._served_worker(report.worker_id)) is not None:
+            self.migration.bring_ahead(worker)
 
     def _on_published(self, tenant_queue: TenantQueue) -> None:
-        self._queue_watch.wake()
+        self.state.count_queue_soon()
         puller = self.pullers.get(tenant_queue.model)
         if puller is not None:
             puller.published(tenant_queue)
-
-    def _on_places(self, models: Sequence[str]) -> None:
-        for model in models:
-            if (puller := self.pullers.get(model)) is not None:
-                puller.wake()
-
-    def _on_departed(self, departed: Sequence[Departed]) -> None:
-        if departed:
-            self._queue_watch.wake()
-        for gone in departed:
-            self.departures[gone.why] += 1
-            logger.warning(
-                "a worker is gone",
-                extra={
-                    "worker_id": gone.worker_id,
-                    "why": gone.why.value,
-                    "num_requests": len(gone.request_ids),
-                },
-            )
-            recording = publish_loss(self.context.bus, self.context.clock, loss_of(gone))
-            self._answers.spawn(recording, "record a lost worker")
-            self.context.prefixes.drop(gone.worker_id)
-            scheduled_jobs = [
-                scheduled
-                for request_id in gone.request_ids
-                if (scheduled := self.context.job_table.get(request_id)) is not None
-                and scheduled.worker_id == gone.worker_id
-                and scheduled.phase is Phase.RUNNING
-            ]
-            if not scheduled_jobs:
-                continue
-            for scheduled in scheduled_jobs:
-                scheduled.attempts.close(self.context.clock.now_ns())
-            dispatcher = self.models.dispatcher_of(scheduled_jobs[0].job.model)
-            if gone.why is Departure.RETIRED:
-                for scheduled in scheduled_jobs:
-                    dispatcher.runner.attempt_returned(scheduled)
-            else:
-                dispatcher.runner.worker_died(scheduled_jobs)
-        self._dispatch_ready()
 
     def _warm(self, model: str) -> None:
         """Have the tokenizer ready before the first job needs it."""
@@ -316,7 +251,7 @@ class Scheduler:
 
     async def _load(self, model: str) -> None:
         try:
-            await self.model_cache.warm(model)
+            await self.state.model_cache.warm(model)
         except MillraceError as error:
             logger.warning(
                 "a model cannot be loaded; its jobs will be refused",
@@ -326,89 +261,21 @@ class Scheduler:
     # --- requests ---
 
     def _on_ended(self, ended: Ended) -> None:
-        worker = self.context.fleet.get(ended.worker_id)
-        dispatcher = None if worker is None else self.dispatchers.get(worker.status.model)
-        if dispatcher is not None:
+        if (worker := self._served_worker(ended.worker_id)) is not None:
             for served in ended.served:
-                dispatcher.charge_served(served, ended.worker_id)
-                self.rollouts.note(dispatcher.model, served.answer)
-        for served in ended.served:
-            if (scheduled := self.context.job_table.get(served.request_id)) is not None:
-                scheduled.attempts.add_report(served, ended.worker_id, self.context.clock.now_ns())
-        self._free_places(ended)
-        released = frozenset(ended.released)
-        num_answered = 0
-        for request_id in ended.request_ids:
-            scheduled = self.context.job_table.get(request_id)
-            if scheduled is None:
-                self.context.fleet.release(ended.worker_id, request_id)
-                num_answered += request_id not in released
-            elif request_id in released:
-                if scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
-                    self.models.dispatcher_of(scheduled.job.model).runner.attempt_returned(
-                        scheduled
-                    )
-            elif scheduled.phase is Phase.RUNNING and scheduled.worker_id == ended.worker_id:
-                self.models.dispatcher_of(scheduled.job.model).runner.complete(scheduled)
-                num_answered += 1
-            else:
-                # A run that we thought lost may have answered it, or was superseded: ask.
-                self._health_monitor.check_soon(scheduled)
-        if dispatcher is not None:
-            dispatcher.throughput.add(num_answered, self.context.clock.monotonic())
-            dispatcher.dispatch_ready()
-
-    def _free_places(self, ended: Ended) -> None:
-        """The worker says whose requests have ended, but for those that never ran."""
-        tenants = {served.request_id: served.tenant for served in ended.served}
-        for request_id in ended.request_ids:
-            scheduled = self.context.job_table.get(request_id)
-            tenant = tenants.get(request_id) or ("" if scheduled is None else scheduled.job.tenant)
-            if tenant:
-                self.context.lines.freed(tenant)
-
-    def _on_found_finished(self, scheduled: ScheduledJob) -> None:
-        dispatcher = self.models.dispatcher_of(scheduled.job.model)
-        dispatcher.runner.complete(scheduled)
-        dispatcher.dispatch_ready()
+                self.rollouts.note(worker.status.model, served.answer)
+        watch.ended(self.state, ended)
 
     def _on_cancel(self, cancel: Cancel) -> None:
-        scheduled = self.context.job_table.get(cancel.request_id)
-        if cancel.below_epoch is not None:
-            # Another scheduler runs it anew, unless it is what we said ourselves.
-            if scheduled is not None and scheduled.attempts.highest_epoch < cancel.below_epoch:
-                self.models.dispatcher_of(scheduled.job.model).runner.superseded(scheduled)
-            return
-        if cancel.reason is CancelReason.SUPERSEDED:
-            return
-        self.context.cancels.add(cancel, self.context.clock.monotonic())
-        if scheduled is None:
-            self.context.kept_cancels.note(cancel)
-            return
-        if scheduled.phase not in (Phase.HELD, Phase.WAITING):
-            return
-        reason = self.context.cancel_reason(scheduled)
-        if reason is not None:
-            dispatcher = self.models.dispatcher_of(scheduled.job.model)
-            dispatcher.runner.finish(scheduled, cancelled(reason))
-            dispatcher.dispatch_ready()
+        watch.cancel(self.state, cancel)
 
     def _waiting_jobs(self) -> Iterator[Job]:
-        for scheduled in self.context.job_table:
+        for scheduled in self.state.job_table:
             if scheduled.holds_lease:
                 yield scheduled.job
 
     def _on_orphan(self, request_id: str) -> None:
         self._on_cancel(Cancel(request_id=request_id, reason=CancelReason.ORPHANED))
-
-    def _finish_unwanted(self) -> None:
-        self.context.lines.finish_unwanted(self.context.why_unwanted)
-        for dispatcher in self.models.all_dispatchers():
-            dispatcher.finish_unwanted()
-
-    def _dispatch_ready(self) -> None:
-        for dispatcher in self.dispatchers.values():
-            dispatcher.dispatch_ready()
 
     def _num_waiting(self, model: str) -> int:
         queue_estimate = self.queue_estimates.get(model)
@@ -420,6 +287,6 @@ class Scheduler:
         if self._is_over:
             return  # this process runs a newer Scheduler
         self._health_monitor.reconnected()
-        self.context.kept_cancels.reconnected()
-        self._queue_watch.wake()
-        self._dispatch_ready()
+        self.state.kept_cancels.reconnected()
+        self.state.count_queue_soon()
+        place.dispatch_all(self.state)

@@ -11,7 +11,7 @@ from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
-from millrace.schemas.records import Attempt, Status
+from millrace.schemas.records import Attempt, Status, fill_both_names
 from millrace.schemas.transfer import KvSource, TransferEndpoint
 
 # An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
@@ -44,7 +44,8 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     ``job`` has ``prompt_token_ids``, ``sampling.max_tokens`` and ``sampling.seed`` filled in.
     ``lease`` is the reply subject of the JetStream delivery. ``resume_token_ids`` were already
     delivered to the client: prefill them behind the prompt and go on from the next index.
-    ``lives`` are the attempts before this one, ``sent_ns`` is when the scheduler sent it.
+    ``attempts`` are the attempts before this one, ``sent_ns`` is when the scheduler sent it.
+    ``lives`` is the former name of ``attempts``: both are written and read in this version.
     ``reservation`` is to be settled with the end of the job, before its lease is acknowledged.
     ``adapter`` is the one that the job names, as the worker is to load it. ``kv_source`` is another
     worker that has the leading blocks of prompt and resumed tokens.
@@ -54,11 +55,15 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     epoch: int
     lease: str
     resume_token_ids: tuple[int, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
     lives: tuple[Attempt, ...] = ()
     sent_ns: int = 0
     reservation: Reservation | None = None
     adapter: AdapterRef | None = None
     kv_source: KvSource | None = None
+
+    def __post_init__(self) -> None:
+        fill_both_names(self, self.attempts, self.lives)
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):

@@ -82,6 +82,15 @@ def sum_pulled(attempts: Iterable[Attempt]) -> tuple[int, str]:
     return num_tokens, source
 
 
+def fill_both_names(
+    message: msgspec.Struct, attempts: tuple[Attempt, ...], lives: tuple[Attempt, ...]
+) -> None:
+    """Give a message its attempts under both names, whichever of them its writer knew."""
+    if attempts != lives:
+        msgspec.structs.force_setattr(message, "attempts", attempts or lives)
+        msgspec.structs.force_setattr(message, "lives", attempts or lives)
+
+
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="request"):
     """One finished generation: a request, or one of several that an accepted request has. Times are
     UTC epoch in ns, 0 where the request did not get so far.
@@ -94,10 +103,11 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     begun, so that the generations of a request add up to what it used and pays. ``batch_id`` is the
     batch that it is a line of (empty: none).
 
-    ``queue_ms`` is from receipt to the worker's start, ``ttft_ms`` from receipt to the first
-    token, ``tpot_us`` the mean time per token after the first, ``cost`` what the tenant pays, in
+    ``queue_ms`` is the queue time, from receipt to the engine's admission, ``ttft_ms`` from receipt
+    to the first token, ``tpot_us`` the mean time per token after the first, ``cost`` what the tenant pays, in
     ``currency`` by the price book's ``price_version``. ``dispatched_ns`` is when the scheduler sent
-    the attempt that ended it to its worker, ``lives`` are the attempts before that.
+    the request to the worker that ended it, ``attempts`` are the attempts before that. ``lives`` is
+    the former name of ``attempts``: both are written and read in this version.
 
     ``device_us`` is the request's share of the time that the worker's device was busy, of all
     attempts together: each step is shared among its sequences by the work they did in it.
@@ -158,6 +168,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     dispatched_ns: int = 0
     device_us: int = 0
     device_cost: Decimal = Decimal(0)
+    attempts: tuple[Attempt, ...] = ()
     lives: tuple[Attempt, ...] = ()
     trace_id: str = ""
     cost_method: CostMethod = CostMethod.STEPS
@@ -182,6 +193,9 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     attempt: int = 0
     batch_id: str = ""
     version: int = RECORD_VERSION
+
+    def __post_init__(self) -> None:
+        fill_both_names(self, self.attempts, self.lives)
 
 
 class DeliveryRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="delivery"):

@@ -53,7 +53,7 @@ class Result:
 
 
 class _AsIs:
-    """A ``scheduler.intake.model_cache.Preparer`` for jobs that are prepared already."""
+    """A ``scheduler.jobs.model_cache.Preparer`` for jobs that are prepared already."""
 
     prices = UNPRICED
     tool_format: ToolFormat | None = None
@@ -118,8 +118,8 @@ async def _simulate(
     for incarnation in fleet.incarnations:
         incarnation.count_from(LEAD_S, end_s)
     moves: Counter[str] = Counter()
-    for dispatcher in scheduler.dispatchers.values():
-        moves += dispatcher.runner.counts.moves
+    for model_queue in scheduler.model_queues.values():
+        moves += model_queue.counts.moves
     return Result(
         list(outcomes),
         fleet.incarnations,

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.resource_request import ResourceRequest
+from millrace.scheduler.jobs.scheduled_job import ResourceRequest
 from millrace.scheduler.placement import placement
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.models.adapters import LoadedAdapter

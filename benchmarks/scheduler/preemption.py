@@ -3,7 +3,7 @@
 On real servers with one scheduler process and one simulated worker. Free tenants keep more streams
 waiting than the worker has slots, all the time; an enterprise tenant asks for a few tokens twice a
 second. Its TTFT is printed beside what it is on the idle worker, in the order in which it asked: a
-dispatcher that lets a free job without room hold up what could preempt shows at every second one.
+scheduler that lets a free job without room hold up what could preempt shows at every second one.
 The free tenants' tokens per second with and without the other are beside one another, since those
 who make way lose no more than what the other is given.
 """

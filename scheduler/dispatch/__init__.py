@@ -1,3 +1,2 @@
-"""One model's jobs from the fair queue to their end: sent, watched, migrated, requeued, finished.
-``intake`` hands jobs to a ``Dispatcher``; it imports ``queues``, ``placement``, ``fleet`` and
-``jobs``."""
+"""The workers as a whole: streams migrate, roles change, leases of dead workers are released, waits
+are predicted. It uses the stages; ``intake`` uses it."""

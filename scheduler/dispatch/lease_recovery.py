@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 
-from millrace.scheduler.dispatch.context import SchedulerContext
+from millrace.scheduler.stages import watch
+from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.errors import BusUnavailableError, MillraceError
 
@@ -25,19 +27,12 @@ class LeaseRecovery:
     ``heartbeat_timeout_s`` is given up, as at any other time (``docs/protocol.md`` says what it
     does if it lives): this process listens for at least half of that time, and the age of the
     status in the bucket counts for the rest. Once its leases are released, the queue delivers each
-    job at once, to one scheduler. ``on_silent`` is called with each such worker before that,
-    ``on_released`` after it.
+    job at once, to one scheduler. All ``pullers`` count their jobs again after that.
     """
 
-    def __init__(
-        self,
-        context: SchedulerContext,
-        on_silent: Callable[[str], None],
-        on_released: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._on_silent = on_silent
-        self._on_released = on_released
+    def __init__(self, state: SchedulerState, pullers: Mapping[str, Puller]) -> None:
+        self._state = state
+        self._pullers = pullers
         self._unheard: dict[str, int] = {}
         self._is_starting = True
 
@@ -57,15 +52,15 @@ class LeaseRecovery:
     async def run(self) -> None:
         """Wait for heartbeats, and release the leases of workers that send none. Time in which this
         process stood still, or was cut off, does not count, nor does the time before it."""
-        context = self._context
-        timeout_s = context.config.heartbeat_timeout_s
+        state = self._state
+        timeout_s = state.config.heartbeat_timeout_s
         silences_s = await self._silences_s()
         heard_s = 0.0
         while self._unheard:
-            before_s = context.clock.monotonic()
-            await context.clock.sleep(_LOOK_S)
-            passed_s = context.clock.monotonic() - before_s
-            if context.bus.connected and passed_s <= timeout_s / 2:
+            before_s = state.clock.monotonic()
+            await state.clock.sleep(_LOOK_S)
+            passed_s = state.clock.monotonic() - before_s
+            if state.bus.connected and passed_s <= timeout_s / 2:
                 heard_s += passed_s
             else:
                 heard_s, silences_s = 0.0, {}
@@ -76,20 +71,21 @@ class LeaseRecovery:
             ]
             for worker_id in silent:
                 del self._unheard[worker_id]
-                self._on_silent(worker_id)
+                watch.departed(state, state.fleet.give_up(worker_id))
             if sum(await asyncio.gather(*map(self._release, silent))):
-                self._on_released()
+                for puller in self._pullers.values():
+                    puller.recount()
 
     async def _silences_s(self) -> dict[str, float]:
         try:
-            return await self._context.bus.workers.silences_s() if self._unheard else {}
+            return await self._state.bus.workers.silences_s() if self._unheard else {}
         except MillraceError as error:
             logger.warning("how long workers were silent is unknown", extra={"code": error.code})
             return {}
 
     async def _release(self, worker_id: str) -> int:
         """Release the leases of a silent worker; how many there were."""
-        leases = await self._context.running_requests.held_by(worker_id)
+        leases = await self._state.running_requests.held_by(worker_id)
         released = await asyncio.gather(
             *(
                 self._release_one(worker_id, request_id, lease)
@@ -104,12 +100,12 @@ class LeaseRecovery:
         return sum(released)
 
     async def _release_one(self, worker_id: str, request_id: str, lease: str) -> bool:
-        known = await self._context.running_requests.lookup(request_id)
+        known = await self._state.running_requests.lookup(request_id)
         holds_lease = known is not None and known.worker_id == worker_id and not known.finished
-        if not holds_lease or self._context.job_table.get(request_id) is not None:
+        if not holds_lease or self._state.job_table.get(request_id) is not None:
             return False
         try:
-            await self._context.bus.jobs.release(lease)
+            await self._state.bus.jobs.release(lease)
         except BusUnavailableError:
             return False  # it lapses by itself
         return True

@@ -6,16 +6,14 @@ import logging
 from collections import Counter
 
 from millrace.registry.routing.router import ModelState
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
-from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
+from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ResourceRequest, ScheduledJob, Tenant
 from millrace.scheduler.jobs.terminal_status import too_slow
 from millrace.scheduler.placement import placement
-from millrace.scheduler.queues.arrivals import JobSize, size_of
 from millrace.scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
-from millrace.scheduler.queues.throughput import WINDOW_S, eta_s
+from millrace.scheduler.queues.measurements import WINDOW_S, JobSize, eta_s, size_of
+from millrace.scheduler.stages import end
+from millrace.scheduler.state import ModelQueue, SchedulerState
 from millrace.schemas.config import TierPolicy
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Queued
@@ -38,9 +36,9 @@ class QueueEstimate:
     services', which ``max_queued_jobs`` does not bound, and ``num_blocked`` wait for the limits of
     their tenants."""
 
-    def __init__(self, context: SchedulerContext, dispatcher: Dispatcher) -> None:
-        self._context = context
-        self._dispatcher = dispatcher
+    def __init__(self, state: SchedulerState, model_queue: ModelQueue) -> None:
+        self._state = state
+        self._model_queue = model_queue
         self.num_queued = 0
         self.num_published = 0
         self.num_blocked = 0
@@ -48,23 +46,23 @@ class QueueEstimate:
 
     async def run(self) -> None:
         """Look soon after a job has to wait. Runs until it is cancelled."""
-        has_waiting = self._dispatcher.has_waiting
+        has_waiting = self._model_queue.has_waiting
         while True:
             await has_waiting.wait()
             has_waiting.clear()
             self.look()
-            await self._context.clock.sleep(_LOOK_AGAIN_S)
+            await self._state.clock.sleep(_LOOK_AGAIN_S)
 
     def look(self) -> None:
         """Tell those who wait where they stand, and refuse what would come too late for its
         tier. Jobs that are held for their tenants' limits stand behind jobs that may be sent, and
         have no estimate. Jobs that services published are not refused for a long wait."""
-        per_s = self._dispatcher.throughput.per_s(self._context.clock.monotonic())
+        per_s = self._model_queue.throughput.per_s(self._state.clock.monotonic())
         is_known = per_s > 0 and self._is_settled()
         # Few ends in a while may be chance, so nobody is refused whom the workers' speed would do.
         best_per_s = max(per_s, self._possible_per_s())
         forecast = self._forecast()
-        for position, scheduled in enumerate(self._dispatcher.queue.in_order()):
+        for position, scheduled in enumerate(self._model_queue.queue.in_order()):
             wait_s, least_s = eta_s(position + 1, per_s), eta_s(position + 1, best_per_s)
             if forecast is not None:
                 wait_s = least_s = forecast.starts_s.get(scheduled, wait_s)
@@ -72,10 +70,10 @@ class QueueEstimate:
                 continue
             self._announce(scheduled, position, wait_s)
         num_before = Counter[str]()
-        for scheduled in self._context.lines.held():
-            if scheduled.job.model == self._dispatcher.model:
+        for scheduled in self._state.lines.held():
+            if scheduled.job.model == self._model_queue.model:
                 tenant = scheduled.job.tenant
-                position = len(self._dispatcher.queue) + num_before[tenant]
+                position = len(self._model_queue.queue) + num_before[tenant]
                 self._announce(scheduled, position, None)
                 num_before[tenant] += 1
 
@@ -85,15 +83,15 @@ class QueueEstimate:
         if scheduled.job.reply and (announced is None or position <= announced // 2 < announced):
             scheduled.client.announced_position = position
             frame = Queued(position=position, eta_s=wait_s)
-            self._context.tasks.spawn(
+            self._state.tasks.spawn(
                 self._publish_position(scheduled, frame), f"queued {scheduled.request_id}"
             )
 
     def _is_settled(self) -> bool:
         """Whether what ended lately was done by the workers that there are now: without one, or
         when one has just come, say after it died, it says nothing of what will be."""
-        now_s = self._context.clock.monotonic()
-        workers = list(self._context.fleet.of_model(self._dispatcher.model))
+        now_s = self._state.clock.monotonic()
+        workers = list(self._state.fleet.of_model(self._model_queue.model))
         return bool(workers) and all(now_s - worker.joined_s >= WINDOW_S for worker in workers)
 
     def _possible_per_s(self) -> float:
@@ -101,28 +99,28 @@ class QueueEstimate:
         slots full of what they run now."""
         return sum(
             worker.status.max_num_sequences / (worker.mean_output_tokens * worker.decode_step_s)
-            for worker in self._context.fleet.of_model(self._dispatcher.model)
+            for worker in self._state.fleet.of_model(self._model_queue.model)
             if worker.mean_output_tokens and worker.decode_step_s
         )
 
     def _refuse_if_too_slow(self, scheduled: ScheduledJob, wait_s: float) -> bool:
         policy = self._policy(scheduled.job.tier)
         bound_s = policy.ttft_bound_ms / 1e3
-        waited_s = (self._context.clock.now_ns() - scheduled.job.received_ns) / 1e9
+        waited_s = (self._state.clock.now_ns() - scheduled.job.received_ns) / 1e9
         is_bound = policy.shed and bound_s > 0 and scheduled.lease.tenant_queue.reserved
         if not is_bound or scheduled.ran_before or waited_s + wait_s <= bound_s:
             return False
-        self._dispatcher.runner.finish(scheduled, too_slow(waited_s + wait_s, bound_s))
+        end.finish(self._state, scheduled, too_slow(waited_s + wait_s, bound_s))
         return True
 
     def _policy(self, tier: Tier) -> TierPolicy:
-        policy: TierPolicy = getattr(self._context.config.tiers, tier.value)
+        policy: TierPolicy = getattr(self._state.config.tiers, tier.value)
         return policy
 
     async def _publish_position(self, scheduled: ScheduledJob, frame: Queued) -> None:
         job = scheduled.job
         try:
-            await self._context.bus.frames.publish(
+            await self._state.bus.frames.publish(
                 job.reply,
                 [(job.request_id, frame)],
                 batch=job.batch_frames,
@@ -134,9 +132,9 @@ class QueueEstimate:
     def oldest_waits_s(self) -> dict[Tier, float]:
         """How long the job of each tier that was received first has waited, of those that are here;
         0 where there is none."""
-        now_ns = self._context.clock.now_ns()
+        now_ns = self._state.clock.now_ns()
         received_ns = dict.fromkeys(Tier, now_ns)
-        for scheduled in self._dispatcher.queue:
+        for scheduled in self._model_queue.queue:
             tier = scheduled.job.tier
             received_ns[tier] = min(received_ns[tier], scheduled.job.received_ns)
         return {tier: (now_ns - since_ns) / 1e9 for tier, since_ns in received_ns.items()}
@@ -147,7 +145,7 @@ class QueueEstimate:
         """What a job of each tier would wait for its first token if it came now, from a tenant who
         has none waiting; and for tenants that have jobs waiting, if it is longer for them. Tiers
         are left out of which nobody can say."""
-        workers = list(self._context.fleet.of_model(self._dispatcher.model))
+        workers = list(self._state.fleet.of_model(self._model_queue.model))
         if not workers:
             return {}, {}
         forecast = self._forecast()
@@ -170,33 +168,33 @@ class QueueEstimate:
 
     def model_state(self, tier: Tier, tenant: str) -> ModelState:
         """How the model stands for a tenant, for whoever chooses one."""
-        fleet, model = self._context.fleet, self._dispatcher.model
+        fleet, model = self._state.fleet, self._model_queue.model
         tiers_ms, tenants_ms = self.ttfts_ms()
         return ModelState(
             num_workers=fleet.num_accepting(model),
             ttft_ms=tenants_ms.get(tier, {}).get(tenant, tiers_ms.get(tier)),
-            is_full=self.num_queued - self.num_published >= self._context.config.max_queued_jobs,
+            is_full=self.num_queued - self.num_published >= self._state.config.max_queued_jobs,
             context_window_tokens=placement.longest_tokens(fleet.of_model(model)),
         )
 
     def per_s(self) -> float:
         """Jobs a second that will be ended while there are as many as the workers can run; 0:
         nobody can say."""
-        per_s = self._dispatcher.throughput.per_s(self._context.clock.monotonic())
+        per_s = self._model_queue.throughput.per_s(self._state.clock.monotonic())
         return max(per_s, self._possible_per_s())
 
     def _wait_s(self, tier: Tier, forecast: Forecast | None) -> float | None:
         """Until a newcomer would be in a batch."""
         rank = TIER_RANKS[tier]
         num_before = sum(
-            self._dispatcher.queue.num_of(one) for one in Tier if TIER_RANKS[one] <= rank
+            self._model_queue.queue.num_of(one) for one in Tier if TIER_RANKS[one] <= rank
         )
         if self._num_free(rank) > num_before:
             return 0.0
         if forecast is not None:
             return forecast.tiers_s[tier]
-        per_s = self._dispatcher.throughput.per_s(self._context.clock.monotonic())
-        return eta_s(len(self._dispatcher.queue) + 1, per_s)
+        per_s = self._model_queue.throughput.per_s(self._state.clock.monotonic())
+        return eta_s(len(self._model_queue.queue) + 1, per_s)
 
     def _served_s(self, tier: Tier, workers: list[WorkerView], *, is_at_once: bool) -> float:
         """From then on, until its first token."""
@@ -210,35 +208,35 @@ class QueueEstimate:
 
     def _num_free(self, rank: int) -> int:
         """Slots that requests of a rank could have now."""
-        workers = self._context.fleet.of_model(self._dispatcher.model)
+        workers = self._state.fleet.of_model(self._model_queue.model)
         return sum(
             max(0, worker.status.max_num_sequences - worker.num_ahead(rank)) for worker in workers
         )
 
     def _forecast(self) -> Forecast | None:
         """None: nobody waits, or the workers have measured nothing so far."""
-        is_any_waiting = len(self._dispatcher.queue) or any(self.waiting.values())
+        is_any_waiting = len(self._model_queue.queue) or any(self.waiting.values())
         if not is_any_waiting and self._num_free(TIER_RANKS[Tier.BATCH]):
             return None
         workers = [
             worker
-            for worker in self._context.fleet.of_model(self._dispatcher.model)
+            for worker in self._state.fleet.of_model(self._model_queue.model)
             if worker.is_measured and not worker.status.draining
         ]
         if not workers:
             return None
         slots = Slots(
-            workers, self._context.clock.monotonic(), self._dispatcher.output_lengths.spread()
+            workers, self._state.clock.monotonic(), self._model_queue.output_lengths.spread()
         )
         forecaster = Forecaster(
-            self._dispatcher.queue, self._all_waiting(), self._context.config.tiers
+            self._model_queue.queue, self._all_waiting(), self._state.config.tiers
         )
         return forecaster.run(slots)
 
     def _all_waiting(self) -> dict[Tenant, Waiting]:
         """Whoever waits, or may come while they do."""
-        here = self._dispatcher.queue.by_tenant()
-        rates = self._dispatcher.arrivals.rates(self._context.clock.monotonic())
+        here = self._model_queue.queue.by_tenant()
+        rates = self._model_queue.arrivals.rates(self._state.clock.monotonic())
         found: dict[Tenant, Waiting] = {}
         for tenant in here.keys() | self.waiting.keys() | rates.keys():
             scheduled_jobs = here.get(tenant, [])
@@ -248,12 +246,12 @@ class QueueEstimate:
         return found
 
     def _typical_size(self, tenant: Tenant) -> JobSize:
-        known = self._dispatcher.arrivals.size_of(tenant)
+        known = self._model_queue.arrivals.size_of(tenant)
         if known is not None:
             return known
         prompt_tokens = _TYPICAL.num_context_tokens
-        expected = self._dispatcher.output_lengths.expected_output(tenant.name, _LONGEST_TOKENS)
-        weight = self._context.config.output_weight
+        expected = self._model_queue.output_lengths.expected_output(tenant.name, _LONGEST_TOKENS)
+        weight = self._state.config.output_weight
         return JobSize(prompt_tokens, expected, prompt_tokens + weight * expected)
 
 

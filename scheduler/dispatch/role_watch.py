@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
 
 from millrace.runtime.tasks import Tasks
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.placement.placement import work_ahead_s
 from millrace.scheduler.placement.role_balance import RoleBalancer, RoleChange, WorkerLoad
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import SetRole
 from millrace.schemas.errors import MillraceError
 
@@ -30,48 +28,47 @@ class RoleWatch:
     makes it, ``close`` ends it.
     """
 
-    def __init__(self, context: SchedulerContext, dispatchers: Mapping[str, Dispatcher]) -> None:
-        self._context = context
-        self._dispatchers = dispatchers
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._balancers: dict[str, RoleBalancer] = {}
         self.num_changes: Counter[tuple[str, str]] = Counter()
         self._tasks = Tasks()
 
     def start(self) -> None:
-        if self._context.config.switch_roles:
-            self._tasks.repeat(self.look, _LOOK_EVERY_S, self._context.clock, "balance roles")
+        if self._state.config.switch_roles:
+            self._tasks.repeat(self.look, _LOOK_EVERY_S, self._state.clock, "balance roles")
 
     async def close(self) -> None:
         await self._tasks.close()
 
     async def look(self) -> None:
         """Decide on the workers of every model."""
-        for model in self._balancers.keys() - self._dispatchers.keys():
+        for model in self._balancers.keys() - self._state.model_queues.keys():
             del self._balancers[model]
-        for model in list(self._dispatchers):
-            now_s = self._context.clock.monotonic()
+        for model in list(self._state.model_queues):
+            now_s = self._state.clock.monotonic()
             loads = [
                 _load_of(worker, now_s)
-                for worker in self._context.fleet.of_model(model)
+                for worker in self._state.fleet.of_model(model)
                 if not worker.status.draining and not worker.status.engine_down
             ]
             balancer = self._balancers.setdefault(model, RoleBalancer())
             changes = balancer.look(loads, now_s)
-            if changes and self._context.bus.connected:
+            if changes and self._state.bus.connected:
                 balancer.note_change(changes[0].role, now_s)
                 await self._change(model, changes)
 
     async def _change(self, model: str, changes: list[RoleChange]) -> None:
         try:
-            if await self._context.bus.workers.take_role_turn(model):
+            if await self._state.bus.workers.take_role_turn(model):
                 await asyncio.gather(*(self._change_one(model, change) for change in changes))
         except MillraceError as error:
             logger.info("roles cannot be changed now", extra={"reason": error.message})
 
     async def _change_one(self, model: str, change: RoleChange) -> None:
         command = SetRole(role=change.role, from_role=change.from_role)
-        timeout_s = self._context.config.dispatch_timeout_s
-        reply = await self._context.bus.control.command(change.worker_id, command, timeout_s)
+        timeout_s = self._state.config.dispatch_timeout_s
+        reply = await self._state.bus.control.command(change.worker_id, command, timeout_s)
         if reply is not None and reply.ok:
             self.num_changes[model, change.role.value] += 1
             logger.info(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.placement_round import Place
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.placement import placement
-from millrace.scheduler.placement.kv_sources import pull_token_s
+from millrace.scheduler.placement.placement import pull_token_s
+from millrace.scheduler.stages.place import Place
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import Warm
 from millrace.schemas.errors import BusUnavailableError, PayloadTooLargeError
 from millrace.schemas.transfer import KvSource
@@ -46,8 +46,8 @@ class Warming:
     what has been computed is pulled while the rest is.
     """
 
-    def __init__(self, context: SchedulerContext) -> None:
-        self._context = context
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
         self._pulls: dict[str, _Pull] = {}
         self._busy_until_s: dict[str, float] = {}
 
@@ -73,7 +73,7 @@ class Warming:
                 return place
             self._begin(scheduled, place)
             return None
-        now_s = self._context.clock.monotonic()
+        now_s = self._state.clock.monotonic()
         if not pull.is_over or self._busy_until_s.get(pull.worker_id, now_s) > now_s:
             return None
         if pull.is_ahead and _num_at(place) - pull.num_tokens >= _SHORT_TOKENS:
@@ -114,16 +114,16 @@ class Warming:
         worker.await_pull(place.num_pulled_tokens)
         assert place.kv_source is not None
         name = f"warm {worker.worker_id} for {request_id}"
-        self._context.tasks.spawn(self._run(pull, place.kv_source), name)
+        self._state.tasks.spawn(self._run(pull, place.kv_source), name)
 
     async def _run(self, pull: _Pull, source: KvSource) -> None:
         """Whatever goes wrong, the stream leaves then, and pulls or computes what it needs."""
-        control, job = self._context.bus.control, pull.scheduled.job
+        control, job = self._state.bus.control, pull.scheduled.job
         try:
             token_ids: tuple[int, ...] = ()
             if job.reply and not pull.is_ahead:  # else it begins again behind its prompt
                 point = await control.resume_point(
-                    job.reply, job.request_id, self._context.config.resume_timeout_s
+                    job.reply, job.request_id, self._state.config.resume_timeout_s
                 )
                 token_ids = () if point is None else point.token_ids
             warm = Warm(job=job, kv_source=source, token_ids=token_ids)

@@ -1,18 +1,116 @@
-"""One live worker as a scheduler sees it."""
+"""One live worker as a scheduler sees it: its load, its speed, its adapters."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from millrace.scheduler.fleet.adapter_slots import AdapterSlots
-from millrace.scheduler.fleet.step_times import StepTimes
-from millrace.scheduler.jobs.resource_request import TIER_RANKS, ResourceRequest
+from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ResourceRequest
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.jobs import Tier
+
+# What the load of an adapter takes where none was measured.
+_LOAD_S = 0.1
+
+
+class AdapterSlots:
+    """What the last heartbeat said, and the adapters of requests that were sent there since. By
+    version."""
+
+    def __init__(self) -> None:
+        self._num_slots = 0
+        self._load_s = _LOAD_S
+        self._num_running: dict[str, int] = {}
+        self._sent: Counter[str] = Counter()
+
+    def observe(self, status: WorkerStatus) -> None:
+        """Take in a later heartbeat."""
+        self._num_slots = status.max_adapters
+        self._load_s = status.adapter_load_ms / 1e3 or _LOAD_S
+        self._num_running = {one.version: one.num_running for one in status.adapters}
+
+    def send(self, version: str) -> None:
+        """A request of the adapter goes there."""
+        self._sent[version] += 1
+
+    def end(self, version: str) -> None:
+        """It has ended."""
+        self._sent[version] -= 1
+        if not self._sent[version]:
+            del self._sent[version]
+
+    def has(self, version: str) -> bool:
+        """Whether it has the adapter, or will for somebody else."""
+        return version in self._num_running or version in self._sent
+
+    def wait_s(self, version: str, request_s: float) -> float:
+        """How long a request waits for its adapter: not at all where it is there, else for the
+        load, and where requests hold every slot, for the end of one, which takes ``request_s``
+        together with as many as there are slots."""
+        if self.has(version):
+            return 0.0
+        held = {one for one, count in self._num_running.items() if count} | self._sent.keys()
+        if len(held) < self._num_slots:
+            return self._load_s
+        return self._load_s + request_s / max(self._num_slots, 1)
+
+
+# Weight that a heartbeat loses with each later one: about 20 are remembered.
+_DECAY = 0.95
+# Before batches of different sizes were seen, a full one is taken to cost this much more than a
+# small one, of what a step takes; never less than a little, never more than a lot.
+_ASSUMED_GROWTH, _LEAST_GROWTH, _MOST_GROWTH = 0.5, 0.1, 4.0
+# What is assumed counts like a variance of batch sizes of this.
+_ASSUMED_WEIGHT = 1.0
+
+
+class StepTimes:
+    """Seconds of a step by the size of its batch: a straight line through the last measurements."""
+
+    __slots__ = ("_xx", "_xy", "batch", "num_told", "per_sequence_s", "step_s")
+
+    def __init__(self) -> None:
+        self.num_told = 0.0
+        self.batch = 0.0
+        self.step_s = 0.0
+        self.per_sequence_s = 0.0
+        self._xx = 0.0
+        self._xy = 0.0
+
+    def observe(self, batch: int, step_s: float, num_slots: int) -> None:
+        """Steps took so long while ``batch`` of at most ``num_slots`` sequences ran."""
+        self.num_told = self.num_told * _DECAY + 1
+        weight = 1 / self.num_told
+        off_batch, off_s = batch - self.batch, step_s - self.step_s
+        self.batch += weight * off_batch
+        self.step_s += weight * off_s
+        # Moments about the mean, which fade as it does.
+        self._xx += weight * ((1 - weight) * off_batch * off_batch - self._xx)
+        self._xy += weight * ((1 - weight) * off_batch * off_s - self._xy)
+        unit_s = self.step_s / max(num_slots, 1)
+        assumed_s = _ASSUMED_GROWTH * unit_s
+        slope_s = (self._xy + _ASSUMED_WEIGHT * assumed_s) / (self._xx + _ASSUMED_WEIGHT)
+        self.per_sequence_s = min(max(slope_s, _LEAST_GROWTH * unit_s), _MOST_GROWTH * unit_s)
+
+    @property
+    def spread(self) -> float:
+        """How different the batches were that it has seen of late: their variance."""
+        return self._xx
+
+    def at_half(self, num_slots: int, per_sequence_s: float) -> float:
+        """A step with half of the slots taken, if a sequence adds so much."""
+        return self.step_s + per_sequence_s * (num_slots / 2 - self.batch)
+
+    def at(self, batch: float) -> float:
+        """What a step of so large a batch takes; 0 if nothing was measured so far."""
+        return max(
+            self.step_s + self.per_sequence_s * (batch - self.batch), self.step_s * _LEAST_GROWTH
+        )
+
 
 # A worker reports less than we think it holds while an answer or the notice of an end is on its
 # way; longer than this, a notice was lost.

@@ -1,2 +1,2 @@
-"""Jobs pulled from the bus, made ready, and given to the dispatcher of their model; and what the
-queue is watched for. The scheduler starts it; it may import every other room."""
+"""The queues as a whole: which models are served, how much waits, what is shed, which model a job
+without one gets. The scheduler starts it; it may import every other room."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,17 +11,17 @@ from msgspec.structs import replace
 
 from millrace.bus.job_queue import TenantQueue
 from millrace.runtime.clock import until_beat_s
-from millrace.runtime.tasks import Tasks, wait_or_sleep
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.dispatcher import Dispatcher
+from millrace.runtime.tasks import wait_or_sleep
 from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
 from millrace.scheduler.fleet.autoscaler import Autoscaler, Signals
-from millrace.scheduler.intake.puller import Puller
 from millrace.scheduler.intake.served_models import ServedModels
 from millrace.scheduler.jobs.scheduled_job import Phase, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_waiting_jobs, shed
 from millrace.scheduler.queues.fair_queue import weights_of
-from millrace.scheduler.queues.throughput import eta_s, retry_after_s
+from millrace.scheduler.queues.measurements import eta_s, retry_after_s
+from millrace.scheduler.stages import end
+from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.state import ModelQueue, SchedulerState
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import Job, Tier
@@ -48,38 +47,26 @@ _REST_S = 2.0
 
 class QueueWatch:
     """Looks every ``status_interval_s``, or at once while there is too much. While there is no job
-    at all it rests until ``wake``, for ``_REST_S`` at most. ``UnknownModelJobs`` gets what it
-    finds, too. ``answers`` owns the answers to shed jobs, which exist nowhere else."""
+    at all it rests until there are ``queue_news``, for ``_REST_S`` at most. ``UnknownModelJobs``
+    gets what it finds, too."""
 
-    def __init__(
-        self,
-        context: SchedulerContext,
-        models: ServedModels,
-        answers: Tasks,
-    ) -> None:
-        self._context = context
+    def __init__(self, state: SchedulerState, models: ServedModels) -> None:
+        self._state = state
         self._models = models
         self._pullers: Mapping[str, Puller] = models.pullers
-        self._dispatchers: Mapping[str, Dispatcher] = models.dispatchers
         self._queue_estimates: Mapping[str, QueueEstimate] = models.queue_estimates
-        self._answers = answers
         self._unknown_models = models.unknown_models
-        self._weights = weights_of(context.config.tiers)
-        self._wake = asyncio.Event()
+        self._weights = weights_of(state.config.tiers)
         self._is_empty = False
         self._autoscalers: dict[str, Autoscaler] = {}
-
-    def wake(self) -> None:
-        """There may be jobs again."""
-        self._wake.set()
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
         failing = False
         while True:
             is_too_much = False
-            self._wake.clear()
-            if self._context.bus.connected:
+            self._state.queue_news.clear()
+            if self._state.bus.connected:
                 try:
                     is_too_much = await self.look()
                     failing = False
@@ -89,12 +76,12 @@ class QueueWatch:
                             "the queue cannot be watched", extra={"reason": error.message}
                         )
                     failing = True
-            interval_s, clock = self._context.config.status_interval_s, self._context.clock
+            interval_s, clock = self._state.config.status_interval_s, self._state.clock
             if not self._is_empty or interval_s >= _REST_S:
                 await clock.sleep(0.0 if is_too_much else interval_s)
                 continue
             before_s = clock.monotonic()
-            await wait_or_sleep(self._wake, clock, until_beat_s(clock, _REST_S))
+            await wait_or_sleep(self._state.queue_news, clock, until_beat_s(clock, _REST_S))
             # However many jobs come, it looks no more often.
             await clock.sleep(max(0.0, before_s + interval_s - clock.monotonic()))
 
@@ -102,31 +89,31 @@ class QueueWatch:
         """Shed of what is over the bound, then say how the queue stands; whether there is more to
         shed. Raises BusUnavailableError."""
         totals: defaultdict[str, dict[TenantQueue, int]] = defaultdict(dict)
-        for tenant_queue, count in (await self._context.bus.jobs.tenant_queues()).items():
+        for tenant_queue, count in (await self._state.bus.jobs.tenant_queues()).items():
             totals[tenant_queue.model][tenant_queue] = count
         self._is_empty = not totals
         for model, puller in self._pullers.items():
             puller.counted(totals[model])
         is_too_much = False
         # Models come and go while we wait.
-        for model, dispatcher in list(self._dispatchers.items()):
-            if self._dispatchers.get(model) is dispatcher:
-                is_too_much |= await self._look_at(model, dispatcher, totals[model])
+        for model, model_queue in list(self._state.model_queues.items()):
+            if self._state.model_queues.get(model) is model_queue:
+                is_too_much |= await self._look_at(model, model_queue, totals[model])
         is_too_much |= await self._shed_over_limits()
         await self._forget_idle()
         await self._unknown_models.look(chain.from_iterable(totals.values()))
         return is_too_much
 
     async def _look_at(
-        self, model: str, dispatcher: Dispatcher, totals: Mapping[TenantQueue, int]
+        self, model: str, model_queue: ModelQueue, totals: Mapping[TenantQueue, int]
     ) -> bool:
-        context, bound = self._context, self._context.config.max_queued_jobs
+        state, bound = self._state, self._state.config.max_queued_jobs
         waiting: dict[TenantQueue, int] = {}
         num_published = 0
         num_elsewhere = 0  # under names that leave the model, or its version, open
         num_bounded = sum(count for one, count in totals.items() if one.reserved)
         for name, puller in self._pullers.items():
-            if self._models.waits_for(puller) is dispatcher:
+            if self._models.waits_for(puller) is model_queue:
                 of_name = puller.backlog.waiting()
                 waiting |= of_name
                 num_published += puller.backlog.num_published()
@@ -136,10 +123,10 @@ class QueueWatch:
         if self._models.has_versions(model):
             # Of the jobs under its name some are at the workers of other versions, and it has some
             # that came under other names.
-            num_here = sum(dispatcher.num_here(is_batch=is_batch) for is_batch in (False, True))
+            num_here = sum(model_queue.num_here(is_batch=is_batch) for is_batch in (False, True))
             num_queued = sum(waiting.values()) + num_here
         else:
-            num_held = context.fleet.num_held(model)
+            num_held = state.fleet.num_held(model)
             num_queued = max(0, sum(totals.values()) - num_held) + num_elsewhere
             # Other schedulers hold some that services published, which are not counted above.
             num_published = max(num_published, num_queued - num_bounded)
@@ -147,7 +134,7 @@ class QueueWatch:
         by_tenant: Counter[Tenant] = Counter()
         num_blocked = 0
         for tenant_queue, count in waiting.items():
-            if context.lines.is_blocked(tenant_queue):
+            if state.lines.is_blocked(tenant_queue):
                 num_blocked += count  # they come before no other tenant's jobs
             else:
                 by_tenant[Tenant.of(tenant_queue)] += count
@@ -169,23 +156,23 @@ class QueueWatch:
         queue_estimate.num_blocked = num_blocked
         num_sendable = max(0, num_queued - num_blocked)
         signals = Signals(
-            num_workers=context.fleet.num_accepting(model),
+            num_workers=state.fleet.num_accepting(model),
             num_queued=num_sendable,
-            num_held=context.fleet.num_held(model),
-            num_slots=context.fleet.num_slots(model),
-            kv_share=context.fleet.kv_share(model),
+            num_held=state.fleet.num_held(model),
+            num_slots=state.fleet.num_slots(model),
+            kv_share=state.fleet.kv_share(model),
             per_s=per_s,
             wait_s=eta_s(num_sendable, per_s),
             oldest_wait_s=oldest_wait_s,
         )
-        await context.bus.control.publish_queue_status(
+        await state.bus.control.publish_queue_status(
             QueueStatus(
                 model=model,
                 num_queued=num_queued,
                 bound=bound,
                 num_published=num_published,
                 retry_after_s=retry_after_s(num_bounded, bound, per_s),
-                num_workers=context.fleet.num_workers(model),
+                num_workers=state.fleet.num_workers(model),
                 eta_s=eta_s(num_queued, per_s),
                 ttft_ms=ttft_ms,
                 tenant_ttft_ms=tenant_ttft_ms,
@@ -194,16 +181,16 @@ class QueueWatch:
                     wait_s for tier, wait_s in waits_s.items() if tier is not Tier.BATCH
                 ),
                 desired_workers=self._desired_workers(model, signals),
-                sent_ns=context.clock.now_ns(),
+                sent_ns=state.clock.now_ns(),
             )
         )
         return num_shed > 0 and num_bounded > bound
 
     def _desired_workers(self, model: str, signals: Signals) -> int:
         """A version that is to get requests has a worker before they come."""
-        config = self._context.config.autoscale
+        config = self._state.config.autoscale
         autoscaler = self._autoscalers.setdefault(model, Autoscaler(config))
-        desired = autoscaler.desired(signals, self._context.clock.monotonic())
+        desired = autoscaler.desired(signals, self._state.clock.monotonic())
         least = 1 if config.max_workers and self._models.is_candidate(model) else 0
         return max(desired, least)
 
@@ -213,7 +200,7 @@ class QueueWatch:
         self, model: str, waiting: dict[TenantQueue, int], num_queued: int, per_s: float
     ) -> int:
         """Shed the newest of those who have the most for their tier's weight; how many."""
-        bound = self._context.config.max_queued_jobs
+        bound = self._state.config.max_queued_jobs
         num_to_shed = min(num_queued - bound + bound // _SHED_BELOW, _MAX_SHED_AT_ONCE)
         num_shed = 0
         while waiting and num_shed < num_to_shed:
@@ -234,26 +221,24 @@ class QueueWatch:
     async def _shed_newest(
         self, tenant_queue: TenantQueue, count: int, terminal_status: TerminalStatus
     ) -> int:
-        jobs = await self._context.bus.jobs.shed_newest(tenant_queue, count)
+        jobs = await self._state.bus.jobs.shed_newest(tenant_queue, count)
         for job in jobs:
             answering = self._answer_shed(job, tenant_queue, terminal_status)
-            self._answers.spawn(answering, f"shed {job.request_id}")
+            self._state.answers.spawn(answering, f"shed {job.request_id}")
         return len(jobs)
 
     async def _answer_shed(
         self, job: Job, tenant_queue: TenantQueue, terminal_status: TerminalStatus
     ) -> None:
-        if not tenant_queue.reserved and await self._context.is_foreign_reply(
-            job.tenant, job.reply
-        ):
+        if not tenant_queue.reserved and await self._state.is_foreign_reply(job.tenant, job.reply):
             job = replace(job, reply=job.tenant)
-        await self._context.finalizer.finish_shed(job, terminal_status)
+        await self._state.finalizer.finish_shed(job, terminal_status)
 
     async def _shed_over_limits(self) -> bool:
         """Shed the newest jobs of each tenant that has published more in a tier than may wait;
         whether there are more."""
-        context = self._context
-        if context.admission is None:
+        state = self._state
+        if state.admission is None:
             return False
         lines: defaultdict[Tenant, dict[TenantQueue, int]] = defaultdict(dict)
         for puller in self._pullers.values():
@@ -262,14 +247,14 @@ class QueueWatch:
                 lines[Tenant(tenant_queue.tier, name)][tenant_queue] = count
         if not lines:
             return False
-        bounds = await context.admission.max_waiting_jobs(
+        bounds = await state.admission.max_waiting_jobs(
             [(tenant.name, tenant.tier) for tenant in lines]
         )
         is_too_much = False
         for (tenant, counts), bound in zip(lines.items(), bounds, strict=True):
             if (
                 bound is not None
-                and sum(counts.values()) + len(context.lines.held_of(tenant)) > bound
+                and sum(counts.values()) + len(state.lines.held_of(tenant)) > bound
             ):
                 is_too_much |= await self._shed_line(tenant, list(counts), bound)
         return is_too_much
@@ -279,10 +264,10 @@ class QueueWatch:
     ) -> bool:
         """Shed of what waits over a tenant's bound, as the queue itself counts it: other schedulers
         may hold some of the jobs. Whether there is more."""
-        jobs, waiting = self._context.bus.jobs, dict[TenantQueue, int]()
+        jobs, waiting = self._state.bus.jobs, dict[TenantQueue, int]()
         for tenant_queue in tenant_queues:
             waiting[tenant_queue] = (await jobs.depth(tenant_queue)).num_queued
-        held = self._context.lines.held_of(tenant)
+        held = self._state.lines.held_of(tenant)
         num_over = sum(waiting.values()) + len(held) - bound
         terminal_status = over_waiting_jobs(tenant.name, tenant.tier, bound)
         num_to_shed = min(num_over, _MAX_SHED_AT_ONCE)
@@ -292,14 +277,14 @@ class QueueWatch:
             num_to_shed -= await self._shed_newest(longest, count, terminal_status)
         for scheduled in held[len(held) - max(num_to_shed, 0) :]:
             if scheduled.phase is Phase.HELD:
-                self._context.lines.end(scheduled, terminal_status)
+                end.finish(self._state, scheduled, terminal_status)
         return num_over > _MAX_SHED_AT_ONCE
 
     async def _forget_idle(self) -> None:
-        now_s = self._context.clock.monotonic()
+        now_s = self._state.clock.monotonic()
         for puller in list(self._pullers.values()):
             idle = puller.backlog.idle(now_s, _FORGET_AFTER_S)
             for tenant_queue in idle[:_MAX_FORGOTTEN_AT_ONCE]:
-                if await self._context.bus.jobs.forget_tenant_queue(tenant_queue):
+                if await self._state.bus.jobs.forget_tenant_queue(tenant_queue):
                     puller.backlog.forget(tenant_queue)
-                    self._context.lines.forget(tenant_queue)
+                    self._state.lines.forget(tenant_queue)

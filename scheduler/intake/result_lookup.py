@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.errors import (
     BusUnavailableError,
     ResultNotFoundError,
@@ -23,8 +23,8 @@ _MAX_AT_ONCE = 256
 class ResultLookup:
     """``pullers`` know by model how many jobs wait in the queue, where ids cannot be seen."""
 
-    def __init__(self, context: SchedulerContext, pullers: Mapping[str, Puller]) -> None:
-        self._context = context
+    def __init__(self, state: SchedulerState, pullers: Mapping[str, Puller]) -> None:
+        self._state = state
         self._pullers = pullers
         self._num_asked: Counter[str] = Counter()
 
@@ -51,8 +51,8 @@ class ResultLookup:
     async def _find(self, tenant: str, request_id: str) -> JobResult:
         # First where the request is, then the result: it may end between the two.
         is_here = self._is_here(tenant, request_id)
-        has_ended = await self._context.running_requests.has_ended(tenant, request_id)
-        result = await self._context.bus.results.fetch(tenant, request_id)
+        has_ended = await self._state.running_requests.has_ended(tenant, request_id)
+        result = await self._state.bus.results.fetch(tenant, request_id)
         if result is not None:
             return result
         if has_ended:
@@ -65,7 +65,7 @@ class ResultLookup:
         raise ResultNotFoundError(request_id)
 
     def _is_here(self, tenant: str, request_id: str) -> bool:
-        scheduled = self._context.job_table.get(request_id)
+        scheduled = self._state.job_table.get(request_id)
         return scheduled is not None and scheduled.job.tenant == tenant
 
     def _num_waiting(self, tenant: str) -> int:

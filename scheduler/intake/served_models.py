@@ -1,28 +1,25 @@
-"""The models that one scheduler serves: for each a dispatcher, a queue estimate and a puller. They
-come and go as the catalogue says."""
+"""The models that one scheduler serves: for each a queue, an estimate of its waits, and a puller.
+Models come and go as the catalogue says."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import ChainMap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from millrace.bus.fleet.directories import Directories
 from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Router
 from millrace.runtime.tasks import Tasks
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.dispatcher import Dispatcher
 from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
-from millrace.scheduler.intake.model_cache import ModelCache, Preparer
 from millrace.scheduler.intake.model_choice import ModelChooser
-from millrace.scheduler.intake.preparation import Preparation
-from millrace.scheduler.intake.puller import Puller
-from millrace.scheduler.intake.routing_puller import Chooser, RoutingPuller
 from millrace.scheduler.intake.unknown_models import UnknownModelJobs
 from millrace.scheduler.intake.version_choice import VersionChooser
+from millrace.scheduler.jobs.model_cache import Preparer
+from millrace.scheduler.stages import place
+from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.stages.routing import Chooser, RoutingPuller
+from millrace.scheduler.state import ModelQueue, SchedulerState
 from millrace.schemas.errors import ModelNotFoundError
 from millrace.schemas.jobs import Tier
 
@@ -42,51 +39,32 @@ class ServedModels:
     """Of the catalogue the models that the configuration names, with all versions of each, or all
     models if it names none.
 
-    ``dispatchers``, ``queue_estimates`` and ``pullers`` have those that are served now; pullers are
-    also by the names that leave the model, or its version, open. The jobs of a model that has gone
-    are ended as soon as they are seen; ``dispatcher_of`` knows where they are until then. Owns the
-    tasks that pull and estimate. Raises ModelNotFoundError if a model of the configuration is not
-    there.
+    ``queue_estimates`` and ``pullers`` have those that are served now; pullers are also by the
+    names that leave the model, or its version, open. The jobs of a model that has gone are ended as
+    soon as they are seen. Owns the tasks that pull and estimate. Raises ModelNotFoundError if a
+    model of the configuration is not there.
     """
 
-    def __init__(
-        self,
-        context: SchedulerContext,
-        model_cache: ModelCache,
-        catalogue: ModelCatalogue,
-        directories: Directories,
-    ) -> None:
+    def __init__(self, state: SchedulerState, catalogue: ModelCatalogue) -> None:
         self._versions = Versions(catalogue.names)
-        unknown = set(context.config.models) - set(catalogue.names)
+        unknown = set(state.config.models) - set(catalogue.names)
         if unknown:
             raise ModelNotFoundError(
                 f"scheduler.models names {', '.join(sorted(unknown))}, which the catalogue does "
                 f"not have. The models are: {', '.join(sorted(catalogue.names))}."
             )
-        self._context = context
-        self._model_cache = model_cache
-        self._rollouts = directories.rollouts
-        self._preparation = Preparation(context, model_cache, directories.adapters)
-        self.dispatchers: dict[str, Dispatcher] = {}
+        self._state = state
+        self._rollouts = state.directories.rollouts
+        self._model_queues = state.model_queues
         self.queue_estimates: dict[str, QueueEstimate] = {}
         self.pullers: dict[str, Puller] = {}
-        self.unknown_models = UnknownModelJobs(context, self._preparation, _all_names(catalogue))
-        self._gone: dict[str, Dispatcher] = {}
-        self._known = ChainMap(self.dispatchers, self._gone)
+        self.unknown_models = UnknownModelJobs(state, _all_names(catalogue))
         self._tasks: dict[str, Tasks] = {}  # by the name of a puller, or of a model
         self._is_running = False
         self._failure: asyncio.Future[None] | None = None
         for model in sorted(self._wanted(catalogue)):
             self._add(model)
         self._pull_all(catalogue.router)
-
-    def dispatcher_of(self, model: str) -> Dispatcher:
-        """That of a model whose jobs are here."""
-        return self._known[model]
-
-    def all_dispatchers(self) -> list[Dispatcher]:
-        """Also of models that have gone."""
-        return list(self._known.values())
 
     def model_state(self, model: str, tier: Tier, tenant: str) -> ModelState:
         """How a model stands for a tenant, of several versions the stable one; what is not served
@@ -113,32 +91,34 @@ class ServedModels:
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
         """Serve what the catalogue says from now on; ``changed`` are the names of models that are
         new in it, gone from it, or not as they were. The jobs of those that have gone are ended."""
-        self._model_cache.change(catalogue.load, changed)
+        self._state.model_cache.change(catalogue.load, changed)
         self.unknown_models.known_models = _all_names(catalogue)
         before, self._versions = self._versions, Versions(catalogue.names)
         # All are in place again before anything is waited for.
         closing = [
-            self._remove(model) for model in list(self.dispatchers) if model not in catalogue.names
+            self._remove(model)
+            for model in list(self._model_queues)
+            if model not in catalogue.names
         ]
-        for model in sorted(self._wanted(catalogue) - self.dispatchers.keys()):
+        for model in sorted(self._wanted(catalogue) - self._model_queues.keys()):
             self._add(model)
         outdated = [
             name
             for name in self.pullers
-            if name not in self.dispatchers or self._versions.of(name) != before.of(name)
+            if name not in self._model_queues or self._versions.of(name) != before.of(name)
         ]
         closing += map(self._detach, outdated)
         self._pull_all(catalogue.router)
         for tasks in closing:
             await tasks.close()
 
-    def waits_for(self, puller: Puller) -> Dispatcher:
-        """The dispatcher that jobs wait for which are in the queue under the name of a puller, as
+    def waits_for(self, puller: Puller) -> ModelQueue:
+        """The queue that jobs wait for which are in the queue under the name of a puller, as
         far as anybody knows: that of the stable version, where the name stands for several."""
         if puller.model in self._versions.models():
             stable = self._versions.stable(puller.model, self._rollouts.rollouts)
-            return self.dispatchers.get(stable, puller.dispatcher)
-        return puller.dispatcher
+            return self._model_queues.get(stable, puller.model_queue)
+        return puller.model_queue
 
     def has_versions(self, model: str) -> bool:
         """Whether a model is one version of several, so that jobs of it come under other names."""
@@ -151,49 +131,45 @@ class ServedModels:
 
     def _wanted(self, catalogue: ModelCatalogue) -> set[str]:
         """Who serves a version serves all of its model's: jobs come under the model's name."""
-        names = self._context.config.models or catalogue.names
+        names = self._state.config.models or catalogue.names
         family = self._versions.family
         return {one for name in names for one in family(name)} & set(catalogue.names)
 
     def _add(self, model: str) -> None:
-        self._gone.pop(model, None)
-        self._context.withdrawn_models.discard(model)
-        dispatcher = self.dispatchers[model] = Dispatcher(self._context, model)
-        self.queue_estimates[model] = QueueEstimate(self._context, dispatcher)
+        self.queue_estimates[model] = QueueEstimate(self._state, self._state.add_model(model))
 
     def _remove(self, model: str) -> Tasks:
         del self.queue_estimates[model]
-        dispatcher = self._gone[model] = self.dispatchers.pop(model)
-        self._context.withdrawn_models.add(model)
-        dispatcher.finish_unwanted()
+        self._state.remove_model(model)
+        place.finish_unwanted(self._state, self._state.gone_queues[model])
         return self._detach(model)
 
     def _pull_all(self, router: Router | None) -> None:
         """Have a puller by every name that jobs may have, where there is none."""
         versions = self._versions
-        chooser = VersionChooser(versions, self._rollouts, self._context.running_requests)
+        chooser = VersionChooser(versions, self._rollouts, self._state.running_requests)
         for model in versions.models():
-            served = [one for one in versions.of(model) if one in self.dispatchers]
+            served = [one for one in versions.of(model) if one in self._model_queues]
             for name in versions.names_of(model) if served else ():
                 if name not in self.pullers:
                     self._add_puller(self._routing_puller(name, chooser, served))
-        for name in self.dispatchers.keys() - self.pullers.keys():
-            self._add_puller(Puller(self._context, name, self._known, [name], self._preparation))
+        for name in self._model_queues.keys() - self.pullers.keys():
+            self._add_puller(Puller(self._state, name, [name]))
         self._route(router, chooser)
 
     def _route(self, router: Router | None, versions: VersionChooser) -> None:
         """Pull what leaves the model open, if any model that it may get is served here."""
         if router is None:
             return
-        chooser = ModelChooser(router, self.model_state, self._context.running_requests, versions)
+        chooser = ModelChooser(router, self.model_state, self._state.running_requests, versions)
         for name in chooser.names:
             every = chain.from_iterable(map(self._versions.family, chooser.models_of(name)))
-            models = [one for one in every if one in self.dispatchers]
+            models = [one for one in every if one in self._model_queues]
             if models:
                 self._add_puller(self._routing_puller(name, chooser, models))
 
     def _routing_puller(self, name: str, chooser: Chooser, models: Sequence[str]) -> Puller:
-        return RoutingPuller(self._context, name, self._known, self._preparation, chooser, models)
+        return RoutingPuller(self._state, name, models, chooser)
 
     def _add_puller(self, puller: Puller) -> None:
         self.pullers[puller.model] = puller

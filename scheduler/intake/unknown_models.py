@@ -1,14 +1,13 @@
-"""Answers jobs of models that nobody knows, which no puller would ever pull."""
+"""Answers jobs of models that are not in the catalogue, which no puller would ever pull."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
 from millrace.bus.job_queue import LeasedJob, TenantQueue
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.intake.preparation import Preparation
-from millrace.scheduler.jobs.scheduled_job import ScheduledJob
-from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob, TenantQueueCounts
+from millrace.scheduler.stages import prepare
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.errors import ModelNotFoundError
 
 _MAX_AT_ONCE = 64
@@ -17,19 +16,13 @@ _MAX_AT_ONCE = 64
 class UnknownModelJobs:
     """``known_models`` is the whole catalogue, which may change."""
 
-    def __init__(
-        self,
-        context: SchedulerContext,
-        preparation: Preparation,
-        known_models: Collection[str],
-    ) -> None:
-        self._context = context
-        self._preparation = preparation
+    def __init__(self, state: SchedulerState, known_models: Collection[str]) -> None:
+        self._state = state
         self.known_models = frozenset(known_models)
 
     async def look(self, tenant_queues: Iterable[TenantQueue]) -> None:
         """Refuse what waits in those of unknown models. Raises BusUnavailableError."""
-        jobs = self._context.bus.jobs
+        jobs = self._state.bus.jobs
         for tenant_queue in tenant_queues:
             if tenant_queue.model not in self.known_models:
                 for leased in await jobs.pull(tenant_queue, _MAX_AT_ONCE, 0.0):
@@ -41,5 +34,5 @@ class UnknownModelJobs:
         error = ModelNotFoundError(
             f"There is no model {leased.job.model!r} here. The models are: {known}."
         )
-        scheduled = ScheduledJob.of(leased, TenantQueueCounts(), self._context.clock.monotonic())
-        await self._preparation.refuse(scheduled, error)
+        scheduled = ScheduledJob.of(leased, TenantQueueCounts(), self._state.clock.monotonic())
+        await prepare.refuse(self._state, scheduled, error)

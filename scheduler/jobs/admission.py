@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from millrace.bus.redis_keys import job_reservation, spent_key, tenant_account
-from millrace.bus.tenancy.accounts import Account, AccountUsage, Demand, month_of, num_places
+from millrace.bus.tenancy.accounts import Demand, month_of, num_places
 from millrace.bus.tenancy.errors import LimitsUnreachableError, RateLimitError
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.registry.pricing import PriceBook, cost, prices_with
@@ -38,11 +38,18 @@ class NotYet(NamedTuple):
     ends_free_it: bool
 
 
-class OnPlaces(Protocol):
-    """Told how many more jobs of a tenant its limits admit now (None: any number), after one of
-    them was granted its place or not."""
+class Places(NamedTuple):
+    """How many more jobs of a tenant its limits admit now (None: any number), after one of them was
+    granted its place or not."""
 
-    def __call__(self, tenant: str, num_places: int | None, *, is_granted: bool) -> None: ...
+    num_places: int | None
+    is_granted: bool
+
+
+Learn = Callable[[str, Places], None]
+
+
+def _ignore(_tenant: str, _places: Places) -> None: ...
 
 
 class _Publisher(msgspec.Struct, frozen=True):
@@ -63,15 +70,16 @@ class JobAdmission:
         self, keeper: LimitKeeper, prices: Callable[[str], PriceBook], clock: Clock
     ) -> None:
         """``prices`` of a model that is loaded."""
-        self.on_places: OnPlaces | None = None
         self._keeper = keeper
         self._prices = prices
         self._clock = clock
 
-    async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | NotYet | None:
-        """None for a prepared job that may run; else how it ends, because it never fits or this
-        month's budget is used up, or when to ask again. One that was interrupted goes on whatever
-        its tenant has used since."""
+    async def admit(
+        self, scheduled: ScheduledJob, learn: Learn = _ignore
+    ) -> TerminalStatus | NotYet | None:
+        """Return None for a prepared job that may run; else how it ends, because it never fits or
+        this month's budget is used up, or when to ask again. A job that was interrupted goes on
+        whatever its tenant has used since. ``learn`` gets what the limits have left."""
         if scheduled.lease.tenant_queue.reserved or scheduled.reservation is not None:
             return None
         job = scheduled.job
@@ -82,36 +90,18 @@ class JobAdmission:
             spent_key=spent_key(tenant_account(job.tenant), month_of(now_ns)),
         )
         try:
-            is_local = await self._reserve(reservation_id, scheduled, now_ns)
+            is_local = await self._reserve(reservation_id, scheduled, now_ns, learn)
         except MillraceError as error:
             if scheduled.interrupted:
                 return None
             # Nothing was set aside.
             scheduled.reservation = None
-            return self._refusal(job, error)
+            return _refusal(job, error, learn)
         scheduled.is_reserved_here = is_local
         if scheduled.is_ended:
             self.release_local(scheduled)
             await self.release(scheduled)
         return None
-
-    def _refusal(self, job: Job, error: MillraceError) -> TerminalStatus | NotYet:
-        if isinstance(error, LimitsUnreachableError):
-            return NotYet(error.retry_after_s, ends_free_it=False)
-        if isinstance(error, ContextLengthError) and job.answer is not None:
-            error.param = "messages"  # the body of a chat has its prompt there
-        if not isinstance(error, RateLimitError):
-            return refused(error)
-        if not error.comes_back:
-            return over_limit(error)
-        self._tell(job.tenant, error.accounts[0], error.usages[0], is_granted=False)
-        return NotYet(error.retry_after_s or 0.0, error.limit in _FREED_BY_ENDS)
-
-    def _tell(
-        self, tenant: str, account: Account, usage: AccountUsage, *, is_granted: bool
-    ) -> None:
-        if self.on_places is not None:
-            self.on_places(tenant, num_places(account, usage), is_granted=is_granted)
 
     async def max_waiting_jobs(self, whose: Sequence[tuple[str, Tier]]) -> list[int | None]:
         """How many jobs that each tenant published in a tier may wait; None: no limit."""
@@ -129,7 +119,9 @@ class JobAdmission:
             scheduled.is_reserved_here = False
             self._keeper.settle_here(scheduled.reservation.reservation_id)
 
-    async def _reserve(self, reservation_id: str, scheduled: ScheduledJob, now_ns: int) -> bool:
+    async def _reserve(
+        self, reservation_id: str, scheduled: ScheduledJob, now_ns: int, learn: Learn
+    ) -> bool:
         """Whether it was set aside within this process, as Redis is unreachable."""
         job, adapter = scheduled.job, scheduled.adapter
         num_prompt_tokens = len(job.prompt_token_ids or ())
@@ -150,5 +142,20 @@ class JobAdmission:
             in_line=True,
         )
         granted = await self._keeper.reserve(_Publisher(job.tenant, job.tier), demand)
-        self._tell(job.tenant, granted.accounts[0], granted.usages[0], is_granted=True)
+        num_left = num_places(granted.accounts[0], granted.usages[0])
+        learn(job.tenant, Places(num_left, is_granted=True))
         return granted.degraded
+
+
+def _refusal(job: Job, error: MillraceError, learn: Learn) -> TerminalStatus | NotYet:
+    if isinstance(error, LimitsUnreachableError):
+        return NotYet(error.retry_after_s, ends_free_it=False)
+    if isinstance(error, ContextLengthError) and job.answer is not None:
+        error.param = "messages"  # the body of a chat has its prompt there
+    if not isinstance(error, RateLimitError):
+        return refused(error)
+    if not error.comes_back:
+        return over_limit(error)
+    num_left = num_places(error.accounts[0], error.usages[0])
+    learn(job.tenant, Places(num_left, is_granted=False))
+    return NotYet(error.retry_after_s or 0.0, error.limit in _FREED_BY_ENDS)

@@ -141,16 +141,16 @@ class Finalizer:
         if not scheduled.attempts:
             return record
         scheduled.attempts.close(now_ns)
-        lives, prices = scheduled.attempts.earlier(), self._prices(job.model)
-        device_us = sum(life.device_us for life in lives)
-        pulled_tokens, kv_source = sum_pulled(lives)
+        attempts, prices = scheduled.attempts.earlier(), self._prices(job.model)
+        device_us = sum(attempt.device_us for attempt in attempts)
+        pulled_tokens, kv_source = sum_pulled(attempts)
         return replace(
             record,
             prompt_tokens=0,
-            lives=lives,
+            attempts=attempts,
             device_us=device_us,
             device_cost=device_cost(prices, device_us),
-            energy_j=sum_energy(life.energy_j for life in lives),
+            energy_j=sum_energy(attempt.energy_j for attempt in attempts),
             price_version=prices.version,
             pulled_tokens=pulled_tokens,
             kv_source=kv_source,

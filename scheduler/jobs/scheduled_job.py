@@ -15,13 +15,68 @@ from millrace.bus.running_requests import JobClaim
 from millrace.scheduler.jobs.attempts import AttemptHistory
 from millrace.scheduler.jobs.poison_pills import PoisonSuspicion
 from millrace.scheduler.jobs.prompt_keys import NO_KEYS, PromptKeys
-from millrace.scheduler.jobs.resource_request import ResourceRequest
-from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
 from millrace.scheduler.jobs.tracing import JobTrace
 from millrace.schemas.control import EPOCHS_PER_DELIVERY, Reservation
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.transfer import KvSource
+
+# Blocks are asked for the tokens there are and this many to come, not for all that may come: most
+# completions end long before max_tokens, and a worker that runs out preempts.
+HEADROOM_TOKENS = 64
+
+# The most urgent tier has rank 0. Those of a higher rank make way.
+TIER_RANKS = {tier: rank for rank, tier in enumerate(Tier)}
+
+
+class ResourceRequest(NamedTuple):
+    """``num_context_tokens`` are to be prefilled (prompt and delivered tokens), at most
+    ``num_new_tokens`` follow; none if it is an embedding that is asked for. Work of lower tiers
+    than ``tier`` makes way for it. ``adapter`` is the version of the adapter that it has, empty for
+    none."""
+
+    num_context_tokens: int
+    num_new_tokens: int
+    tier: Tier = Tier.FREE
+    adapter: str = ""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.num_context_tokens + self.num_new_tokens
+
+    @property
+    def rank(self) -> int:
+        return TIER_RANKS[self.tier]
+
+    def num_blocks(self, block_size_tokens: int) -> int:
+        """KV blocks that it will soon hold."""
+        tokens = self.num_context_tokens + min(self.num_new_tokens, HEADROOM_TOKENS)
+        return -(-tokens // block_size_tokens)
+
+
+@dataclass(slots=True)
+class TenantQueueCounts:
+    """What this scheduler knows of a tenant queue of one model.
+
+    ``num_waiting`` jobs are thought to be in the queue for whoever pulls, of which
+    ``num_announced`` were announced since the last pull, less than none if a pull that waited was
+    faster than the announcement (``num_announced_before``: at the beginning of the pull under way).
+    ``num_here`` were pulled and not sent, ``num_ours`` pulled and not ended; ``num_others`` were
+    not found by the last pull, so other schedulers and their workers have them. ``total`` is what
+    was counted last, ``is_due``: a lease may have lapsed, so a pull is worth a try.
+    """
+
+    num_waiting: int = 0
+    num_announced: int = 0
+    num_announced_before: int = 0
+    num_here: int = 0
+    num_ours: int = 0
+    num_others: int = 0
+    total: int = 0
+    is_pulled: bool = False
+    pulled_s: float = 0.0
+    is_due: bool = False
+    idle_since_s: float | None = None
 
 
 class Phase(Enum):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from millrace.bus.job_queue import TenantQueue
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, wait_or_sleep
-from millrace.scheduler.jobs.admission import JobAdmission, NotYet
+from millrace.scheduler.jobs.admission import JobAdmission, NotYet, Places
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.tenants import LOCAL_TENANT
 
-# Called with None once a job is admitted, else with how it ends.
-Decided = Callable[[TerminalStatus | None], None]
+# Done with None once a job is admitted or over, else with how it ends.
+_Decision = asyncio.Future[TerminalStatus | None]
 
 _ANY = 1 << 30
 # What is pulled of a tenant whose limits this scheduler has not asked for yet: its first job asks.
@@ -32,14 +32,14 @@ _LONGEST_RETRY_S = 16.0
 class _Line:
     """One tenant's jobs. ``num_places`` were free when the limits were asked for last, and since
     then; ``held`` were pulled and not admitted; ``num_pulling`` and ``undecided`` are on their way
-    to that. ``models`` are those whose pulls wait for a place, the next one first. The limits are
+    to that. ``wakes`` wake the pullers that wait for a place, the next one first. The limits are
     asked for again at ``due_s``."""
 
     num_places: int = _FIRST_PLACES
     num_pulling: int = 0
     undecided: set[ScheduledJob] = field(default_factory=set)
-    held: dict[ScheduledJob, Decided] = field(default_factory=dict)
-    models: dict[str, None] = field(default_factory=dict)
+    held: dict[ScheduledJob, _Decision] = field(default_factory=dict)
+    wakes: dict[asyncio.Event, None] = field(default_factory=dict)
     due_s: float = math.inf
     retry_s: float = _RETRY_S
     is_asking: bool = False
@@ -65,13 +65,12 @@ class TenantLines:
     A line stands in the queue on the bus: while a tenant has no place, none of its published jobs
     is pulled, but for the first where a line does not move. The few that were pulled and found no
     place are held here, outside of the fair queue. Whatever ends frees a place at once (``freed``),
-    also what other schedulers sent or gateways admitted. ``on_places`` is called with the names of
-    models whose jobs may be pulled again, which take turns. Jobs of gateways never wait here, and
-    without an ``admission`` no job does.
+    also what other schedulers sent or gateways admitted. Pullers that found no place take turns:
+    each is woken when its jobs may be pulled again. Jobs of gateways never wait here, and without
+    an ``admission`` no job does.
     """
 
     def __init__(self, admission: JobAdmission | None, clock: Clock, tasks: Tasks) -> None:
-        self.on_places: Callable[[Sequence[str]], None] = lambda _models: None
         self._admission = admission
         self._clock = clock
         self._tasks = tasks
@@ -79,19 +78,18 @@ class TenantLines:
         self._held: dict[ScheduledJob, _Line] = {}
         self._due: list[tuple[float, str]] = []
         self._wake = asyncio.Event()
-        if admission is not None:
-            admission.on_places = self._learn
 
     # --- pulls ---
 
-    def num_wanted(self, tenant_queue: TenantQueue) -> int:
-        """How many jobs of a tenant queue may be pulled now."""
+    def num_wanted(self, tenant_queue: TenantQueue, wake: asyncio.Event) -> int:
+        """Return how many jobs of a tenant queue may be pulled now; if none, ``wake`` is set when
+        that changes."""
         if self._admission is None or tenant_queue.reserved:
             return _ANY
         line = self._of(tenant_queue.tenant or LOCAL_TENANT)
         num_wanted = line.num_wanted
         if not num_wanted:
-            line.models.setdefault(tenant_queue.model)
+            line.wakes.setdefault(wake)
         return num_wanted
 
     def pulling(self, tenant_queue: TenantQueue, num_jobs: int) -> None:
@@ -127,43 +125,42 @@ class TenantLines:
             line.undecided.remove(scheduled)
             self._tell(line)
 
-    async def admit(self, scheduled: ScheduledJob, decided: Decided) -> None:
-        """Call ``decided`` now, or hold the job until it is admitted, or has to end."""
+    async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | None:
+        """Return None for a job that may run, else how it ends. A job that finds no place is held,
+        and ``until_admitted`` says the rest."""
         if self._admission is None:
-            decided(None)
-            return
-        answer = await self._admission.admit(scheduled)
-        if scheduled.is_ended:
-            return
+            return None
+        answer = await self._admission.admit(scheduled, self._learn)
         if not isinstance(answer, NotYet):
-            decided(answer)
-            return
-        tenant = scheduled.job.tenant
-        line = self._of(tenant)
-        scheduled.enter(Phase.HELD)
-        line.held[scheduled] = decided
-        self._held[scheduled] = line
-        self._put_off(tenant, line, answer)
+            return answer
+        if not scheduled.is_ended:
+            tenant = scheduled.job.tenant
+            line = self._of(tenant)
+            scheduled.enter(Phase.HELD)
+            line.held[scheduled] = asyncio.get_running_loop().create_future()
+            self._held[scheduled] = line
+            self._put_off(tenant, line, answer)
+            self.decided(scheduled)
+        return None
+
+    async def until_admitted(self, scheduled: ScheduledJob) -> TerminalStatus | None:
+        """Wait until a held job is admitted, or over: None; or has to end: how."""
+        line = self._held.get(scheduled)
+        return None if line is None else await line.held[scheduled]
+
+    def close(self) -> None:
+        """Wait for no place any more: the held jobs are given back."""
+        for scheduled, line in self._held.items():
+            line.held[scheduled].cancel()
 
     def leave(self, scheduled: ScheduledJob) -> None:
         """A job that may be held here is over."""
         line = self._held.pop(scheduled, None)
         if line is not None:
-            del line.held[scheduled]
+            _decide(line.held.pop(scheduled), None)
             # The next one of the line may be over, too.
             line.num_places = max(line.num_places, 1)
             self._try(scheduled.job.tenant, line)
-
-    def finish_unwanted(self, why: Callable[[ScheduledJob], TerminalStatus | None]) -> None:
-        """End the held jobs that were cancelled, or whose deadline has passed."""
-        for scheduled in list(self._held):
-            terminal_status = why(scheduled)
-            if terminal_status is not None:
-                self.end(scheduled, terminal_status)
-
-    def end(self, scheduled: ScheduledJob, terminal_status: TerminalStatus) -> None:
-        """End a job that is held."""
-        self._held[scheduled].held[scheduled](terminal_status)
 
     def held(self) -> Iterable[ScheduledJob]:
         """The held jobs, in the order of their arrival here."""
@@ -182,7 +179,7 @@ class TenantLines:
         line = self._lines.get(tenant)
         if line is None or line.num_places >= _ANY:
             return
-        if line.models or line.num_places < _FIRST_PLACES:
+        if line.wakes or line.num_places < _FIRST_PLACES:
             line.num_places += 1
         line.has_news = True
         # If it is not settled yet, the place is there in a moment.
@@ -210,11 +207,11 @@ class TenantLines:
             line = self._lines[tenant] = _Line()
         return line
 
-    def _learn(self, tenant: str, num_places: int | None, *, is_granted: bool) -> None:
-        """What the limits have left."""
+    def _learn(self, tenant: str, places: Places) -> None:
+        """Note what the limits have left."""
         line = self._of(tenant)
-        line.num_places = _ANY if num_places is None else num_places
-        if is_granted:
+        line.num_places = _ANY if places.num_places is None else places.num_places
+        if places.is_granted:
             line.retry_s = _RETRY_S
         if not line.num_places:
             self._ask_at(tenant, line, line.retry_s)
@@ -241,9 +238,10 @@ class TenantLines:
             self._tasks.spawn(self._ask(tenant, line), f"admit jobs of {tenant}")
 
     def _tell(self, line: _Line) -> None:
-        if line.models and line.num_wanted:
-            models, line.models = line.models, {}
-            self.on_places(list(models))
+        if line.wakes and line.num_wanted:
+            wakes, line.wakes = line.wakes, {}
+            for wake in wakes:
+                wake.set()
 
     async def _ask(self, tenant: str, line: _Line) -> None:
         """Admit the held jobs one after the other, until one has to wait."""
@@ -251,16 +249,21 @@ class TenantLines:
         try:
             while (scheduled := line.next_held()) is not None:
                 line.has_news = False
-                answer = await self._admission.admit(scheduled)
+                answer = await self._admission.admit(scheduled, self._learn)
                 if isinstance(answer, NotYet):
                     if scheduled.is_ended or line.has_news:
                         continue
                     self._put_off(tenant, line, answer)
                     return
                 self._held.pop(scheduled, None)
-                decided = line.held.pop(scheduled, None)
-                if decided is not None:
-                    decided(answer)
+                decision = line.held.pop(scheduled, None)
+                if decision is not None:
+                    _decide(decision, answer)
         finally:
             line.is_asking = False
         self._tell(line)
+
+
+def _decide(decision: _Decision, answer: TerminalStatus | None) -> None:
+    if not decision.done():
+        decision.set_result(answer)

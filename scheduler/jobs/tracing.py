@@ -16,7 +16,7 @@ from millrace.runtime.tracing import (
     TraceContext,
     Tracing,
     Value,
-    life_span,
+    attempt_span,
     parse_traceparent,
     record_span,
 )
@@ -90,7 +90,7 @@ class JobTrace:
         """The worker is gone, so that the span of a run which began there is recorded here."""
         run = self._run
         if run is not None and began:
-            span = life_span(run.context, self._request_id, run.epoch)
+            span = attempt_span(run.context, self._request_id, run.epoch)
             sent_ns = run.events[0].at_ns
             self._record_run(f"{self._verb} {self._name}", run, span, run.context, sent_ns)
         self.finish_run(_WORKER_LOST)

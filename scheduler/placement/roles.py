@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.resource_request import ResourceRequest
-from millrace.scheduler.placement.kv_sources import PULL_OVERHEAD_S, pull_token_s
-from millrace.scheduler.placement.placement import prefill_token_s
+from millrace.scheduler.jobs.scheduled_job import ResourceRequest
+from millrace.scheduler.placement.placement import PULL_OVERHEAD_S, prefill_token_s, pull_token_s
 from millrace.schemas.engines import WorkerRole
 
 # What it costs a stream to go on elsewhere behind its first token, beside what is pulled: it is

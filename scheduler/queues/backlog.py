@@ -6,7 +6,7 @@ from collections.abc import Container, Iterator, Mapping
 from typing import NamedTuple
 
 from millrace.bus.job_queue import TenantQueue
-from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from millrace.scheduler.jobs.scheduled_job import TenantQueueCounts
 from millrace.schemas.jobs import Tier
 
 # All jobs of a tenant queue seem to be held: a lease may have lapsed, so it is tried now and then.

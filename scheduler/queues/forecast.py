@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
-from millrace.scheduler.queues.arrivals import JobSize, size_of
 from millrace.scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
+from millrace.scheduler.queues.measurements import JobSize, size_of
 from millrace.schemas.config import TierPolicies
 from millrace.schemas.jobs import Tier
 

@@ -40,7 +40,9 @@ then. `nil` is MessagePack's. A field without a default is in every record.
 """
 _NAMES = {str: "text", int: "integer", float: "float", bool: "boolean", type(None): "nil"}
 # What fields mean that no column is made of, by "Record.field".
-_WITHOUT_COLUMN: dict[str, str] = {}
+_WITHOUT_COLUMN: dict[str, str] = {
+    "RequestRecord.lives": "The former name of `attempts`, written and read in this version only",
+}
 _FUNCTION = re.compile(r"\w+\((\w+)\)")
 
 

@@ -124,8 +124,8 @@ def check(record: Record) -> None:
     fields = _FIELDS[type(record)]
     _check_counts(record, fields.counts)
     if isinstance(record, RequestRecord):
-        for attempt in record.lives:
-            _check_counts(attempt, _ATTEMPT_COUNTS, "lives.")
+        for attempt in record.attempts:
+            _check_counts(attempt, _ATTEMPT_COUNTS, "attempts.")
     for name in fields.measures:
         measure = getattr(record, name)
         if measure is not None and not -_MAX_MEASURE < measure < _MAX_MEASURE:
@@ -224,7 +224,7 @@ def _lives(record: RequestRecord) -> list[tuple[int, str, int | None, int | None
             attempt.ended_ns // 1000 or None,
             attempt.device_us,
         )
-        for attempt in record.lives
+        for attempt in record.attempts
     ]
 
 
@@ -232,7 +232,7 @@ def _pulls(record: RequestRecord) -> list[tuple[int, str, int]]:
     """Of each attempt that pulled anything, that which ended the request included."""
     pulls = [
         (attempt.epoch, attempt.kv_source, attempt.pulled_tokens)
-        for attempt in record.lives
+        for attempt in record.attempts
         if attempt.pulled_tokens
     ]
     num_own_tokens = record.pulled_tokens - sum(num_tokens for _, _, num_tokens in pulls)

@@ -24,10 +24,10 @@ from millrace.gateway.metrics import SERVER_FAULTS
 from millrace.gateway.models import Models
 from millrace.registry.served import ServedModel
 from millrace.runtime.metrics_server import Monitor
-from millrace.scheduler.dispatch.counts import DispatchResult, MovedBy, Rerun
 from millrace.scheduler.fleet.fleet import Departure
 from millrace.scheduler.jobs.terminal_status import FORESEEN_ENDS
 from millrace.scheduler.metrics import SchedulerMetrics
+from millrace.scheduler.state import DispatchResult, MovedBy, Rerun
 from millrace.schemas.config import ClickHouseConfig, Config
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError

@@ -64,7 +64,9 @@ def test_each_word_has_one_meaning_and_its_place_in_the_code() -> None:
     assert len(words) == len(set(words))
     for word, file, name in rows:
         code = (ROOT / file).read_text(encoding="utf-8")
-        assert re.search(rf"^(?:class )?{name}\b", code, re.MULTILINE), f"{word}: {name}"
+        assert re.search(rf"^(?:class |def |async def )?{name}\b", code, re.MULTILINE), (
+            f"{word}: {name}"
+        )
 
 
 @pytest.mark.parametrize(

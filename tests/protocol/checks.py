@@ -30,10 +30,10 @@ def check_now(system: System) -> None:
         failure = scheduler.process.failure
         assert failure is None, f"{scheduler.process.name} ended with {failure!r}"
         if scheduler.process.is_alive:
-            scheduler.scheduler.context.fleet.check_integrity()
-            scheduler.scheduler.context.prefixes.check_integrity()
-            for dispatcher in scheduler.scheduler.dispatchers.values():
-                dispatcher.queue.check_integrity()
+            scheduler.scheduler.state.fleet.check_integrity()
+            scheduler.scheduler.state.prefixes.check_integrity()
+            for model_queue in scheduler.scheduler.model_queues.values():
+                model_queue.queue.check_integrity()
     for worker in system.workers.values():
         if worker.process.is_alive:
             worker.engine.check_integrity()
@@ -130,18 +130,18 @@ def _left_behind(system: System) -> list[str]:
     for name, scheduler in system.schedulers.items():
         if not scheduler.process.is_alive:
             continue
-        context = scheduler.scheduler.context
+        context = scheduler.scheduler.state
         left += [
             f"{name} has {scheduled.request_id} {scheduled.phase.name}"
             for scheduled in context.job_table
         ]
         for view in context.fleet.of_model("demo"):
             left += [f"{name} thinks {view.worker_id} runs {runs}" for runs in view.runs]
-        for model, dispatcher in scheduler.scheduler.dispatchers.items():
-            left += [f"{name} queues {scheduled.request_id}" for scheduled in dispatcher.queue]
+        for model, model_queue in scheduler.scheduler.model_queues.items():
+            left += [f"{name} queues {scheduled.request_id}" for scheduled in model_queue.queue]
             for is_batch in (True, False):
-                if dispatcher.num_here(is_batch=is_batch):
-                    left.append(f"{name} prepares {dispatcher.num_here(is_batch=is_batch)}")
+                if model_queue.num_here(is_batch=is_batch):
+                    left.append(f"{name} prepares {model_queue.num_here(is_batch=is_batch)}")
             backlog = scheduler.scheduler.pullers[model].backlog
             left += [
                 f"{name} has a window of {line}"

@@ -6,8 +6,14 @@ import itertools
 
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.running_requests import JobClaim
-from millrace.scheduler.jobs.scheduled_job import Lease, Phase, ScheduledJob, Service, Timing
-from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
+from millrace.scheduler.jobs.scheduled_job import (
+    Lease,
+    Phase,
+    ScheduledJob,
+    Service,
+    TenantQueueCounts,
+    Timing,
+)
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.sampling import SamplingParams
 

@@ -11,7 +11,7 @@ from millrace.bus import nats
 from millrace.bus.nats.permissions import Part
 from millrace.runtime.faults.failures import MAX_FAILURES, PartFailedError
 from millrace.scheduler.__main__ import serve
-from millrace.scheduler.dispatch.health_monitor import HealthMonitor
+from millrace.scheduler.stages.watch import HealthMonitor
 from millrace.schemas.config import Config, NatsConfig, RedisConfig, SchedulerConfig
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.servers import free_port

@@ -22,7 +22,7 @@ async def test_the_queue_and_the_dispatches_are_counted(world: World) -> None:
             job(f"r{number}", received_ns=world.clock.now_ns(), tenant="secret")
         )
     await world.until(lambda: len(worker.running) == 2)
-    await world.until(lambda: len(world.schedulers[0].dispatchers["m"].queue) == 2)
+    await world.until(lambda: len(world.schedulers[0].model_queues["m"].queue) == 2)
     await world.pass_s(1.0)
     scraped = _scrape(world)
     assert scraped.value("millrace_scheduler_queued_jobs", model="m") == 3
@@ -90,7 +90,7 @@ async def test_the_fairness_gap_is_that_of_those_who_wait(world: World) -> None:
     assert _scrape(world).value(gap, model="m", tier="free") == 0
     for tenant in ("a", "b"):
         await world.client.jobs.publish(job(f"next of {tenant}", tenant=tenant))
-    queue = world.schedulers[0].dispatchers["m"].queue
+    queue = world.schedulers[0].model_queues["m"].queue
     await world.until(lambda: len(queue) == 2)
     counters = queue.counters(Tier.FREE)
     wanted = counters.counter("a") - counters.counter("b")

@@ -99,7 +99,7 @@ async def test_late_binding(bus: Bus, config: NatsConfig, scheduler: Scheduler) 
 
     await eventually(empty)
     assert [dispatch.job.request_id for dispatch in worker.history] == [f"r{n}" for n in range(6)]
-    await eventually(lambda: len(scheduler.context.job_table) == 0)
+    await eventually(lambda: len(scheduler.state.job_table) == 0)
     await close(worker)
 
 
@@ -224,7 +224,7 @@ async def test_a_restart_of_the_server_loses_nothing(
     server.kill()
     await asyncio.sleep(0)
     server.start()
-    await eventually(lambda: bus.connected and scheduler.context.bus.connected)
+    await eventually(lambda: bus.connected and scheduler.state.bus.connected)
     for number in range(4, 8):
         await bus.jobs.publish(job(f"r{number}", reply=""))
     await eventually(lambda: len(worker.running) == 8)
@@ -237,7 +237,7 @@ async def test_a_restart_of_the_server_loses_nothing(
     await eventually(all_answered, timeout_s=15.0)
     runs = [(dispatch.job.request_id, dispatch.epoch) for dispatch in worker.history]
     assert len(runs) == len(set(runs))
-    await eventually(lambda: len(scheduler.context.job_table) == 0)
+    await eventually(lambda: len(scheduler.state.job_table) == 0)
     await close(worker)
 
 

@@ -64,7 +64,7 @@ async def _live_through(draw: random.Random) -> None:
         f"r{number}" for number in range(published)
     }
     for scheduler in world.schedulers:
-        await world.until(lambda scheduler=scheduler: len(scheduler.context.job_table) == 0, 60.0)  # type: ignore[misc]
+        await world.until(lambda scheduler=scheduler: len(scheduler.state.job_table) == 0, 60.0)  # type: ignore[misc]
     await world.close()
 
 
@@ -104,4 +104,4 @@ def _check(world: World) -> None:
     embeddings = [d for w in world.workers for d in w.history if d.job.pooling is not None]
     assert not any(d.resume_token_ids for d in embeddings), "tokens of an embedding"
     for scheduler in world.schedulers:
-        scheduler.context.fleet.check_integrity()
+        scheduler.state.fleet.check_integrity()

@@ -23,8 +23,8 @@ from millrace.bus.transport import Message
 from millrace.registry.pricing import UNPRICED
 from millrace.registry.routing.router import Router
 from millrace.runtime.redis.link import RedisUnreachableError
-from millrace.scheduler.intake.model_cache import Preparer
 from millrace.scheduler.intake.served_models import ModelCatalogue
+from millrace.scheduler.jobs.model_cache import Preparer
 from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.config import NatsConfig, SchedulerConfig
 from millrace.schemas.control import QueueStatus
@@ -241,7 +241,7 @@ class World:
         )
         scheduler.orphans.grace_s = self._orphan_grace_s
         for model in self._models:
-            await scheduler.model_cache.warm(model)
+            await scheduler.state.model_cache.warm(model)
         stopping = asyncio.Event()
         self.schedulers.append(scheduler)
         self._running.append((stopping, asyncio.create_task(scheduler.run(stopping))))
@@ -258,7 +258,7 @@ class World:
         """Without a word to anybody."""
         scheduler = self.schedulers.pop(index)
         _, task = self._running.pop(index)
-        await scheduler.context.tasks.close()
+        await scheduler.state.tasks.close()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -154,7 +154,7 @@ REQUEST_ROWS = [
         epoch=2,
         status=Status.FAILED,
         error_code="worker_lost",
-        lives=(Attempt(epoch=1, worker_id="w-9", started_ns=1, ended_ns=2),),
+        attempts=(Attempt(epoch=1, worker_id="w-9", started_ns=1, ended_ns=2),),
         pulled_tokens=96,
         kv_source="w-9",
     ),

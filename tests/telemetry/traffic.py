@@ -137,7 +137,7 @@ def moved_request(done_ns: int) -> RequestRecord:
         ttft_ms=2_400.0,
         total_ms=4_000.0,
         epoch=66,
-        lives=(life,),
+        attempts=(life,),
         pulled_tokens=1_984,
         kv_source="worker-3-5f0c2e9b",
         device_us=840_000,

@@ -14,7 +14,7 @@ from millrace.bus.jobs.decoding import read_job
 from millrace.runtime.tracing import (
     Span,
     TraceContext,
-    life_span,
+    attempt_span,
     parse_traceparent,
     record_span,
     recorded_trace_id,
@@ -89,12 +89,12 @@ def test_names_lead_everybody_to_the_same_span() -> None:
     above = parse_traceparent(GOOD)
     assert above is not None
     elsewhere = above.anywhere()
-    assert life_span(above, "r1", 2) == life_span(elsewhere, "r1", 2)
+    assert attempt_span(above, "r1", 2) == attempt_span(elsewhere, "r1", 2)
     assert record_span(above, "r1") == record_span(elsewhere, "r1")
     several = {
-        life_span(above, "r1", 1),
-        life_span(above, "r1", 2),
-        life_span(above, "r2", 1),
+        attempt_span(above, "r1", 1),
+        attempt_span(above, "r1", 2),
+        attempt_span(above, "r2", 1),
         above,
     }
     assert len(several | {record_span(above, "r1")}) == 5

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from millrace.runtime.tracing import SpanKind, life_span, parse_traceparent, record_span
+from millrace.runtime.tracing import SpanKind, attempt_span, parse_traceparent, record_span
 from millrace.scheduler.jobs.finalizer import Finalizer
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.metrics import SchedulerMetrics
@@ -32,9 +32,9 @@ async def world() -> AsyncIterator[World]:
 def kept(world: World) -> KeptSpans:
     tracing, kept = kept_tracing()
     scheduler = world.schedulers[0]
-    context = scheduler.context
+    context = scheduler.state
     context.traces = JobTraces(tracing, world.clock)
-    prices = scheduler.model_cache.prices
+    prices = scheduler.state.model_cache.prices
     context.finalizer = Finalizer(
         context.bus, world.clock, world.running_requests, prices, context.traces
     )
@@ -81,7 +81,7 @@ async def test_a_lost_run_is_told_for_its_worker_and_the_next_has_a_link_to_it(
     assert list(again.links) == [lost.context]
     assert (lost.attributes["millrace.epoch"], again.attributes["millrace.epoch"]) == (1, 2)
     life = kept.one("generate m")
-    assert life.context == life_span(lost.context, "r1", 1)
+    assert life.context == attempt_span(lost.context, "r1", 1)
     assert life.parent_span_id == lost.context.span_id
     assert life.error == "worker_lost"
     waits = kept.all("queue m")

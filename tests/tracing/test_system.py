@@ -13,7 +13,7 @@ from nats import connect as connect_nats
 from millrace.bus import nats, subjects
 from millrace.bus.api import Bus
 from millrace.bus.job_queue import TenantQueue
-from millrace.runtime.tracing import life_span, parse_traceparent
+from millrace.runtime.tracing import attempt_span, parse_traceparent
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.sampling import SamplingParams
@@ -173,7 +173,7 @@ async def test_a_killed_worker_leaves_a_run_and_the_next_is_in_the_same_trace(
     above = parse_traceparent(f"00-{trace_id}-{lost.span_id}-01")
     assert above is not None
     request_id = former.attributes["millrace.request.id"]
-    assert former.span_id == f"{life_span(above, request_id, 1).span_id:016x}"
+    assert former.span_id == f"{attempt_span(above, request_id, 1).span_id:016x}"
 
 
 async def test_a_published_job_goes_on_in_its_trace_or_begins_one(

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
-from millrace.runtime.tracing import Span, life_span, parse_traceparent, record_span
+from millrace.runtime.tracing import Span, attempt_span, parse_traceparent, record_span
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt
@@ -49,7 +49,7 @@ def _life_of(span: Span) -> int:
 async def test_a_run_is_told_in_its_phases(b: Bench, kept: KeptSpans) -> None:
     begin_ns = b.clock.now_ns()
     earlier = Attempt(epoch=1, worker_id="other")
-    await b.dispatch(b.job(traceparent=SCHEDULER), epoch=2, lives=(earlier,))
+    await b.dispatch(b.job(traceparent=SCHEDULER), epoch=2, attempts=(earlier,))
     await b.settle(1.0)
     b.engine.emit("r1:2", [20])
     prefill = kept.one("prefill")
@@ -60,9 +60,9 @@ async def test_a_run_is_told_in_its_phases(b: Bench, kept: KeptSpans) -> None:
     life, decode, record = kept.one("generate demo"), kept.one("decode"), kept.one("publish record")
     above = parse_traceparent(SCHEDULER)
     assert above is not None
-    assert life.context == life_span(above, "r1", 2)
+    assert life.context == attempt_span(above, "r1", 2)
     assert life.parent_span_id == above.span_id
-    assert list(life.links) == [life_span(above, "r1", 1)]
+    assert list(life.links) == [attempt_span(above, "r1", 1)]
     assert record.context == record_span(above, "r1")
     assert {one.parent_span_id for one in (prefill, decode, record)} == {_life_of(life)}
     assert (life.start_ns, life.end_ns) == (begin_ns, begin_ns + 3 * _NS)

@@ -10,6 +10,7 @@ from millrace.bus.frames import FrameStreams
 from millrace.runtime.clock import Clock
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Frame
+from millrace.workers.host.generations.frames import pop_unflushed
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.state import Listener
 
@@ -48,7 +49,7 @@ class Flusher:
     def flush_now(self, generation: Generation, *after: Frame) -> None:
         """Send its unsent tokens at once, then the frames ``after`` them."""
         self._marked.pop(generation, None)
-        self.post(generation, [*generation.pop_unflushed(), *after])
+        self.post(generation, [*pop_unflushed(generation), *after])
 
     def post(self, generation: Generation, frames: Sequence[Frame]) -> None:
         """Send frames to all listeners of a generation at once."""
@@ -94,7 +95,7 @@ class Flusher:
             self._last_flush_s = self._clock.monotonic()
             marked, self._marked = self._marked, {}
             for generation in marked:
-                self.post(generation, generation.pop_unflushed())
+                self.post(generation, pop_unflushed(generation))
 
     async def _send_posted(self) -> None:
         while True:

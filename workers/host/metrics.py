@@ -198,8 +198,8 @@ class WorkerMetrics(Collector):
         )
         yield self._histogram(
             "millrace_request_queue_time_seconds",
-            "From the dispatch to a worker until the request was in its batch",
-            lambda one: one.worker.requests.times.queue_s,
+            "The engine wait: from the dispatch to a worker until the request was in its batch",
+            lambda one: one.worker.requests.times.engine_wait_s,
         )
         yield self._histogram(
             "millrace_request_prefill_time_seconds",

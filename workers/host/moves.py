@@ -81,7 +81,7 @@ class StreamMoves:
             self._note_prefilled(generation)
 
     def _note_prefilled(self, generation: Generation) -> None:
-        if generation.phase is Phase.DECODING and generation.beams is None:
+        if generation.phase is Phase.DECODING and generation.output.beams is None:
             self._prefilled.append(generation.request_id)
             self._has_pending.set()
 
@@ -109,9 +109,11 @@ class StreamMoves:
 
     def _note_pull(self, generation: Generation) -> None:
         timing = generation.timing
-        if generation.num_pulled_tokens:
+        if generation.accounting.num_pulled_tokens:
             waited_s = (timing.started_ns - timing.accepted_ns) / 1e9
-            self._recent_tokens = _KEPT_SHARE * self._recent_tokens + generation.num_pulled_tokens
+            self._recent_tokens = (
+                _KEPT_SHARE * self._recent_tokens + generation.accounting.num_pulled_tokens
+            )
             self._recent_s = _KEPT_SHARE * self._recent_s + max(waited_s, 0.0)
 
     # --- what is brought before it comes ---

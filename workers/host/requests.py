@@ -9,21 +9,26 @@ from millrace.bus.tenancy.settling import Settlements
 from millrace.engine.types import DeviceTime, EngineOutput
 from millrace.registry.tokenizers.output_text import TextStream
 from millrace.schemas.control import Cancel, CancelReason, Dispatch, Replay, WorkerReply
-from millrace.schemas.engines import PROMISES
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Frame
 from millrace.schemas.jobs import Tier
-from millrace.schemas.sampling import SamplingParams
 from millrace.workers.host.capacity import OK, Capacity, rejected, rejection_of_dispatch, stale
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.endings.device_times import DeviceTimes
 from millrace.workers.host.endings.finalizer import Finalizer
+from millrace.workers.host.engine_intake import EngineIntake, EngineKilledError
 from millrace.workers.host.flusher import Flusher
+from millrace.workers.host.generations.accounting import DeviceUse
 from millrace.workers.host.generations.beam_answers import BeamAnswers
 from millrace.workers.host.generations.chat_answer import ChatAnswer
-from millrace.workers.host.generations.device_use import DeviceUse
-from millrace.workers.host.generations.engine_requests import cache_salt_of, engine_request
 from millrace.workers.host.generations.finished import EpochFloors, FinishedGenerations
+from millrace.workers.host.generations.frames import (
+    closing_frames,
+    pre_token_frames,
+    started_frame,
+    token_frames,
+)
+from millrace.workers.host.generations.generated_output import GeneratedOutput
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.latencies import RequestTimes
 from millrace.workers.host.generations.outcomes import EXPIRED, GenerationOutcome, cancelled, failed
@@ -33,7 +38,6 @@ from millrace.workers.host.leases.index import Generations, IndexWriter
 from millrace.workers.host.leases.ownership import LeaseOwnership
 from millrace.workers.host.moves import StreamMoves
 from millrace.workers.host.reports.completion_events import CompletionEvents
-from millrace.workers.host.requeue import EngineKilledError, Requeue
 
 # How long a worker that shuts down waits for the last device times.
 _DEVICE_TIMES_TIMEOUT_S = 0.3
@@ -71,7 +75,6 @@ class Requests:
         self._completions = completions
         self._on_capacity = on_capacity
         self._traces = traces
-        self._promises = PROMISES[config.engine.kind]
         self._capacity = Capacity(config.engine.max_num_sequences + config.max_num_waiting)
         self._running: dict[str, Generation] = {}
         self._by_engine_id: dict[str, Generation] = {}
@@ -95,7 +98,7 @@ class Requests:
         )
         self._finished = FinishedGenerations(self._clock, config.replay_memory_s)
         self._floors = EpochFloors()
-        self._requeue = Requeue(self._admit)
+        self._intake = EngineIntake(context)
         self.moves = StreamMoves(context)
         self.times = RequestTimes()
 
@@ -160,9 +163,8 @@ class Requests:
         now_ns, now_s = self._clock.now_ns(), self._clock.monotonic()
         device_use = DeviceUse(self._context.energy, self._context.engine.num_devices)
         answer = ChatAnswer.of(job, self._model.tokenizer.tool_format)
-        generation = Generation(
-            dispatch, stream, now_ns, now_s, beams, answer, device_use=device_use
-        )
+        output = GeneratedOutput(dispatch.resume_token_ids, stream, beams, answer)
+        generation = Generation(dispatch, output, now_ns, now_s, device_use)
         if self._traces is not None:
             generation.trace = self._traces.start(dispatch)
         if not self._running:
@@ -182,7 +184,7 @@ class Requests:
         elif job.is_past_deadline(generation.timing.accepted_ns):
             self._end(generation, EXPIRED)
         else:
-            self._requeue.add(generation)
+            self._intake.add(generation)
             self._index.start(job.request_id, dispatch.epoch, dispatch.lease)
 
     def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
@@ -190,11 +192,11 @@ class Requests:
         generation.adopt(dispatch, self._context.worker_id, self._clock.monotonic())
         self._index.start(generation.request_id, dispatch.epoch, dispatch.lease)
         if generation.ended:
-            self._flusher.flush_now(generation, *generation.closing_frames())
+            self._flusher.flush_now(generation, *closing_frames(generation))
             self._finalizer.start(generation)
         else:
             if generation.timing.started_ns:
-                self._flusher.post(generation, [generation.started_frame(self._context.worker_id)])
+                self._flusher.post(generation, [started_frame(generation, self._context.worker_id)])
             self._flusher.flush_now(generation)
 
     def cancel(self, cancel: Cancel) -> WorkerReply:
@@ -223,10 +225,10 @@ class Requests:
         generation.delivery.add(listener)
         frames: list[Frame] = []
         if generation.timing.started_ns:
-            frames.append(generation.started_frame(self._context.worker_id))
-        frames += [*generation.pre_token_frames(), *generation.deltas(replay.from_index)]
+            frames.append(started_frame(generation, self._context.worker_id))
+        frames += [*pre_token_frames(generation), *token_frames(generation, replay.from_index)]
         if generation.ended:
-            frames += generation.closing_frames()
+            frames += closing_frames(generation)
         self._flusher.post_to(listener, replay.request_id, frames)
         return OK
 
@@ -262,11 +264,11 @@ class Requests:
         if has_advanced:
             self.moves.advanced(generation, began=before is Phase.QUEUED)
             if before is Phase.QUEUED:
-                self._flusher.post(generation, [generation.started_frame(self._context.worker_id)])
+                self._flusher.post(generation, [started_frame(generation, self._context.worker_id)])
         if outcome is None:
-            if not output.token_ids and (generation.beams is None or output.started):
+            if not output.token_ids and (generation.output.beams is None or output.started):
                 return
-            self._requeue.note_token(generation)
+            self._intake.note_token(generation)
             if has_advanced:
                 self._flusher.flush_now(generation)
             else:
@@ -288,22 +290,15 @@ class Requests:
         """All running requests go on in the next engine, except one that is to blame."""
         self.moves.on_engine_lost()
         self._device_times.note_engine_lost(self._running.values())
-        blamed = self._requeue.engine_lost(self._running.values())
+        blamed = self._intake.engine_lost(self._running.values())
         if blamed is not None:
             logger.error("a request killed two engines", extra={"request_id": blamed.request_id})
             error = EngineKilledError()
             self._end(blamed, failed(error.code, error.message))
 
     def on_engine_replaced(self) -> None:
-        self._requeue.engine_replaced()
+        self._intake.engine_replaced()
         self._on_capacity()
-
-    def _admit(self, generation: Generation) -> None:
-        is_sampled = SamplingParams.of(generation.job.sampling).temperature > 0
-        if generation.token_ids and is_sampled and not self._promises.continues_sampling:
-            generation.resampled = True
-        salt = cache_salt_of(generation.job, self._context.config.prefix_scope)
-        self._engine.add(engine_request(generation, self._model.eos_token_ids, salt))
 
     # --- ends ---
 
@@ -321,7 +316,7 @@ class Requests:
         self.times.add_end(generation.timing, outcome.status, generation.job.traceparent)
         self._drop(generation)
         self._finished.add(generation)
-        self._flusher.flush_now(generation, *generation.closing_frames())
+        self._flusher.flush_now(generation, *closing_frames(generation))
         self._finalizer.start(generation)
         self._on_capacity()
 
@@ -357,7 +352,7 @@ class Requests:
         self._by_engine_id.pop(generation.engine_id, None)
         if generation.trace is not None:
             generation.trace.finish(generation)
-        self._requeue.remove(generation)
+        self._intake.remove(generation)
 
     def expire_late(self) -> None:
         """End what has passed its deadline."""

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
-from millrace.scheduler.intake.puller import Puller
+from millrace.scheduler.stages.pull import Puller
 from millrace.schemas.control import Cancel
 from millrace.schemas.frames import Cancelled, Expired, Failed, Queued, Shed
 from millrace.schemas.jobs import JobResult, Tier
@@ -33,8 +33,8 @@ async def test_a_job_reaches_the_worker_with_its_lease(world: World) -> None:
     assert dispatch.lease.endswith(f".{published.stream_sequence}")
     await worker.finish("r1")
     await world.until(lambda: world.num_stored == 0)
-    await world.until(lambda: len(world.schedulers[0].context.job_table) == 0)
-    fleet = world.schedulers[0].context.fleet
+    await world.until(lambda: len(world.schedulers[0].state.job_table) == 0)
+    fleet = world.schedulers[0].state.fleet
     view = fleet.get(worker.worker_id)
     assert view is not None
     assert not view.runs
@@ -204,7 +204,7 @@ async def test_a_job_that_cannot_be_sent_is_answered_and_holds_no_room(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await world.add_worker(num_slots=1)
-    control = world.schedulers[0].context.bus.control
+    control = world.schedulers[0].state.bus.control
     command = control.command
 
     async def fail_once(*args: Any) -> Any:
@@ -225,7 +225,7 @@ async def test_a_job_that_cannot_be_sent_is_answered_and_holds_no_room(
 async def test_a_scheduler_that_cannot_pull_any_more_ends(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = world.schedulers[0].context.bus.jobs
+    jobs = world.schedulers[0].state.bus.jobs
     monkeypatch.setattr(jobs, "pull", AsyncMock(side_effect=LookupError))
     await world.add_worker()
     await world.client.jobs.publish(job("r1"))
@@ -369,7 +369,7 @@ async def test_stopping_or_failing_gives_back_what_waits(
     await world.until(lambda: bool(world.frames_of("r1")))
     if fails:
         broken = AsyncMock(side_effect=RuntimeError("unforeseen"))
-        monkeypatch.setattr(world.schedulers[0].context.bus.jobs, "pull", broken)
+        monkeypatch.setattr(world.schedulers[0].state.bus.jobs, "pull", broken)
         await world.client.jobs.publish(job("r2"))
         with pytest.raises(RuntimeError):
             await world.ended()

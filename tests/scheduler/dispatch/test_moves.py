@@ -45,7 +45,7 @@ async def test_a_drained_worker_is_the_source_of_all_that_its_streams_have(world
         assert source is not None
         assert (source.worker_id, source.endpoint) == (first.worker_id, first.transfer)
         assert source.num_tokens == len(PROMPT) + 3
-    assert world.schedulers[0].dispatchers["m"].runner.counts.moves == {"pulled": 2}
+    assert world.schedulers[0].model_queues["m"].counts.moves == {"pulled": 2}
 
 
 async def test_nothing_is_pulled_between_other_weights_layouts_or_by_who_cannot(
@@ -57,7 +57,7 @@ async def test_nothing_is_pulled_between_other_weights_layouts_or_by_who_cannot(
     await _drain(first)
     await world.pass_real(lambda: "r1" in second.running)
     assert second.running["r1"].kv_source is None
-    assert world.schedulers[0].dispatchers["m"].runner.counts.moves == {"computed": 1}
+    assert world.schedulers[0].model_queues["m"].counts.moves == {"computed": 1}
     second.hand_over_blocks()
     await second.announce()
     third = await serving(world, "c")
@@ -209,7 +209,7 @@ async def test_a_stream_that_ends_while_it_is_pulled_leaves_nothing_behind(world
     await world.pass_real(lambda: len(second.running) == 1)
     await world.pass_s(1.0)
     assert ended not in second.running
-    warming = world.schedulers[0].dispatchers["m"]._migration._warming
+    warming = world.schedulers[0].migration._warming
     assert not warming._pulls
 
 

@@ -89,7 +89,7 @@ async def test_a_free_job_without_room_holds_up_no_enterprise_job(world: World) 
         await worker.finish(name)
         await world.pass_s(0.5)
     assert sum(d.job.tier is Tier.FREE for d in worker.history) == 4, "none of them had room"
-    world.schedulers[0].dispatchers["m"].queue.check_integrity()
+    world.schedulers[0].model_queues["m"].queue.check_integrity()
 
 
 async def test_an_interrupted_stream_without_room_holds_up_no_enterprise_job(world: World) -> None:
@@ -102,7 +102,7 @@ async def test_an_interrupted_stream_without_room_holds_up_no_enterprise_job(wor
     await world.client.jobs.publish(job("r1", tenant="f"))
     await world.until(lambda: "r1" in worker.running)
     await other.kill()
-    await world.until(lambda: len(world.schedulers[0].dispatchers["m"].queue) == 1)
+    await world.until(lambda: len(world.schedulers[0].model_queues["m"].queue) == 1)
     await world.client.jobs.publish(job("urgent", tenant="e", tier=Tier.ENTERPRISE))
     await world.until(lambda: "urgent" in worker.running, within_s=1.0)
     assert "stream" not in worker.running

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import pytest
 
 from millrace.bus.running_requests import RunningRequest
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.stages import send
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import Cancel, CancelReason, ResumePoint
 from millrace.schemas.frames import Cancelled, Done, Failed
 from millrace.schemas.pooling import Pooling
@@ -106,16 +110,17 @@ async def test_a_job_cancelled_while_its_worker_died_ends_as_cancelled(world: Wo
     assert isinstance(world.terminal("r1"), Cancelled)
 
 
-async def test_a_cancel_that_overtook_the_dispatch_reaches_the_worker(world: World) -> None:
+async def test_a_cancel_that_overtook_the_dispatch_reaches_the_worker(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = await world.add_worker()
-    runner = world.schedulers[0].dispatchers["m"].runner
-    accepted = runner._accepted
+    accepted = send.accepted
 
-    def cancel_first(scheduled: object) -> None:
-        world.schedulers[0].context.cancels.add(Cancel(request_id="r1"), 0.0)
-        accepted(scheduled)  # type: ignore[arg-type]
+    def cancel_first(state: SchedulerState, scheduled: ScheduledJob) -> None:
+        state.cancels.add(Cancel(request_id="r1"), 0.0)
+        accepted(state, scheduled)
 
-    runner._accepted = cancel_first  # type: ignore[method-assign]
+    monkeypatch.setattr(send, "accepted", cancel_first)
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: [cancel.request_id for cancel in worker.cancels] == ["r1"])
 
@@ -125,7 +130,7 @@ async def test_no_answer_counts_as_a_run_that_may_have_begun(world: World) -> No
     deaf.mute = True
     await world.client.jobs.publish(job("r1"))
     await world.pass_real(
-        lambda: any(e.attempts.num_lost for e in world.schedulers[0].context.job_table)
+        lambda: any(e.attempts.num_lost for e in world.schedulers[0].state.job_table)
     )
     deaf.mute = False
     await world.pass_real(lambda: "r1" in deaf.running)
@@ -133,7 +138,7 @@ async def test_no_answer_counts_as_a_run_that_may_have_begun(world: World) -> No
 
 
 async def test_attempts_are_bounded(world: World) -> None:
-    world.schedulers[0].context.config = msgspec.structs.replace(CONFIG, max_attempts=3)
+    world.schedulers[0].state.config = msgspec.structs.replace(CONFIG, max_attempts=3)
     read: list[int] = []
     await world.client.control.serve_resume_points(
         "client", lambda _id: ResumePoint(token_ids=tuple(read))
@@ -193,7 +198,7 @@ async def test_jobs_that_live_through_deaths_are_not_blamed(world: World) -> Non
 
 
 async def test_giving_up_says_that_asking_again_may_help(world: World) -> None:
-    world.schedulers[0].context.config = msgspec.structs.replace(CONFIG, max_attempts=1)
+    world.schedulers[0].state.config = msgspec.structs.replace(CONFIG, max_attempts=1)
     worker = await world.add_worker("a")
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in worker.running)
@@ -274,7 +279,7 @@ async def test_a_lost_notice_leaks_nothing(world: World) -> None:
     await world.pass_s(1.0)
     await worker.finish_all()
     await world.until(lambda: set(worker.running) == {"r2", "r3"}, within_s=5.0)
-    job_table = world.schedulers[0].context.job_table
+    job_table = world.schedulers[0].state.job_table
     assert {scheduled.request_id for scheduled in job_table} == {"r2", "r3"}
 
 
@@ -286,7 +291,7 @@ async def test_an_answered_job_is_not_run_again_when_its_worker_dies(world: Worl
     await first.finish("r1")
     await first.kill()
     second = await world.add_worker("a")
-    await world.until(lambda: len(world.schedulers[0].context.job_table) == 0)
+    await world.until(lambda: len(world.schedulers[0].state.job_table) == 0)
     assert not second.history
 
 
@@ -299,7 +304,7 @@ async def test_an_outage_of_the_bus_kills_no_worker(world: World) -> None:
     await world.pass_s(4.0)
     world.broker.start()
     await world.pass_s(1.0)
-    assert world.schedulers[0].context.fleet.get(worker.worker_id) is not None
+    assert world.schedulers[0].state.fleet.get(worker.worker_id) is not None
     await worker.finish_all()
     await world.until(lambda: world.num_stored == 0)
     assert [dispatch.epoch for dispatch in worker.history] == [1, 1]
@@ -336,7 +341,7 @@ async def test_two_schedulers_and_a_dying_worker(world: World) -> None:
     assert len(runs) == len(set(runs)) == 8
     await second.finish_all()
     await world.until(lambda: world.num_stored == 0)
-    assert len(other.context.job_table) == 0
+    assert len(other.state.job_table) == 0
 
 
 async def test_stop_is_quick(world: World) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.scheduler.dispatch.health_monitor import HealthMonitor
 from millrace.scheduler.fleet.fleet import Departure
+from millrace.scheduler.stages.watch import HealthMonitor
 from tests.scheduler.world import CONFIG, World, job
 
 
@@ -13,11 +13,11 @@ async def test_a_worker_that_falls_silent_at_rest_is_noticed_soon_after_its_time
     worker = await world.add_worker()
     [scheduler] = world.schedulers
     await world.pass_s(5.0)
-    assert scheduler.context.fleet.num_workers("m") == 1
+    assert scheduler.state.fleet.num_workers("m") == 1
     await worker.kill()
     await world.pass_s(CONFIG.heartbeat_timeout_s - 0.6)
-    assert scheduler.context.fleet.num_workers("m") == 1
-    await world.until(lambda: scheduler.departures[Departure.SILENT] == 1, within_s=1.2)
+    assert scheduler.state.fleet.num_workers("m") == 1
+    await world.until(lambda: scheduler.state.departures[Departure.SILENT] == 1, within_s=1.2)
     await world.close()
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from millrace.bus.job_queue import LeasedJob
 from millrace.scheduler.fleet.fleet import Departure, Fleet
-from millrace.scheduler.jobs.cancel_memory import CancelMemory
-from millrace.scheduler.jobs.resource_request import ResourceRequest
-from millrace.scheduler.jobs.scheduled_job import ScheduledJob
-from millrace.scheduler.jobs.tenant_queue_counts import TenantQueueCounts
-from millrace.scheduler.queues.throughput import Throughput, eta_s, retry_after_s
+from millrace.scheduler.jobs.cancels import CancelMemory
+from millrace.scheduler.jobs.scheduled_job import ResourceRequest, ScheduledJob, TenantQueueCounts
+from millrace.scheduler.queues.measurements import Throughput, eta_s, retry_after_s
 from millrace.schemas.control import Cancel, CancelReason, WorkerStatus
 from tests.scheduler.statuses import NOW_NS, status, view_of
 from tests.scheduler.world import TENANT_QUEUE, job

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from millrace.scheduler.fleet.step_times import StepTimes
+from millrace.scheduler.fleet.worker_view import StepTimes
 
 
 def told(pairs: list[tuple[int, float]], num_slots: int = 64) -> StepTimes:

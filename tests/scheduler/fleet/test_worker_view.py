@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from millrace.scheduler.fleet.fleet import Fleet
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.resource_request import ResourceRequest
+from millrace.scheduler.jobs.scheduled_job import ResourceRequest
 from millrace.schemas.jobs import Tier
 from tests.scheduler.statuses import NOW_NS, status, view, view_of
 

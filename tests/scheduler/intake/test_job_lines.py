@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from millrace.registry.routing.router import Route, Router
 from millrace.runtime.tasks import Tasks
-from millrace.scheduler.jobs.admission import JobAdmission, NotYet, OnPlaces
+from millrace.scheduler.jobs.admission import JobAdmission, Learn, NotYet
+from millrace.scheduler.jobs.admission import Places as PlacesLeft
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus
@@ -63,7 +64,7 @@ async def test_jobs_over_the_concurrency_wait_and_all_are_done(two_at_once: Worl
         await world.until(lambda: bool(worker.running), within_s=0.5)
         await world.pass_s(0.1)
         assert num_running(worker, "acme") == min(2, 40 - num_done), "an end starts the next"
-        assert len(world.schedulers[0].context.job_table) <= 2 + 1, "the queue is in JetStream"
+        assert len(world.schedulers[0].state.job_table) <= 2 + 1, "the queue is in JetStream"
         await worker.finish(next(iter(worker.running)))
         num_done += 1
     await world.until(lambda: not world.num_stored)
@@ -79,7 +80,7 @@ async def test_a_line_takes_no_place_of_others(two_at_once: World) -> None:
     worker = await world.add_worker(num_slots=4)
     await publish(world, 30)
     await world.until(lambda: num_running(worker, "acme") == 2)
-    queue = world.schedulers[0].dispatchers["m"].queue
+    queue = world.schedulers[0].model_queues["m"].queue
     await world.pass_s(1.0)
     assert queue.num_here(Tier.FREE) == 0, "those held are not in the window"
     await world.client.jobs.publish(job("web", tenant="acme"), reserved=True)
@@ -104,14 +105,14 @@ async def test_held_jobs_end_when_they_are_cancelled_or_too_late(two_at_once: Wo
     deadline_ns = world.clock.now_ns() + 20 * _NS_PER_S
     await publish(world, 6, deadline_ns=deadline_ns)
     await world.until(lambda: len(worker.running) == 2)
-    await world.until(lambda: len(list(world.schedulers[0].context.lines.held())) == 1)
+    await world.until(lambda: len(list(world.schedulers[0].state.lines.held())) == 1)
     await world.client.control.cancel(Cancel(request_id="acme-2"))
     await world.until(lambda: world.terminal("acme-2") is not None, within_s=0.5)
     assert isinstance(world.terminal("acme-2"), Cancelled)
     await world.until(lambda: world.clock.now_ns() >= deadline_ns)
     await world.until(lambda: world.num_stored == 2, within_s=1.0)
     assert all(isinstance(world.terminal(f"acme-{number}"), Expired) for number in (3, 4, 5))
-    assert not list(world.schedulers[0].context.lines.held())
+    assert not list(world.schedulers[0].state.lines.held())
 
 
 async def test_models_take_turns_at_the_places_of_one_tenant() -> None:
@@ -251,18 +252,18 @@ class Places(JobAdmission):
 
     def __init__(self, num_places: int, clock: ManualClock) -> None:
         self.num_free = num_places
-        self.on_places: OnPlaces | None = None
         self.admitted: list[ScheduledJob] = []
         self._clock = clock
 
-    async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | NotYet | None:
+    async def admit(
+        self, scheduled: ScheduledJob, learn: Learn = lambda _tenant, _places: None
+    ) -> TerminalStatus | NotYet | None:
         await asyncio.sleep(0)
         is_granted = self.num_free > 0
         if is_granted:
             self.num_free -= 1
             self.admitted.append(scheduled)
-        assert self.on_places is not None
-        self.on_places(scheduled.job.tenant, self.num_free, is_granted=is_granted)
+        learn(scheduled.job.tenant, PlacesLeft(self.num_free, is_granted))
         return None if is_granted else NotYet(1.0, ends_free_it=True)
 
 
@@ -291,17 +292,27 @@ async def _live(steps: list[str], num_places: int, chance: random.Random) -> Non
         ends[scheduled] = []
         lines.undecided(scheduled)
 
-        def decided(terminal_status: TerminalStatus | None) -> None:
-            ends[scheduled].append(terminal_status)
-            if terminal_status is None:
-                scheduled.enter(Phase.WAITING)
-                active.append(scheduled)
-            else:
-                scheduled.enter(Phase.ENDED)
-                lines.leave(scheduled)
-
-        await lines.admit(scheduled, decided)
+        await lines.admit(scheduled)
         lines.decided(scheduled)
+        if scheduled.phase is Phase.HELD:
+            tasks.spawn(admitted(scheduled), "wait for a place")
+        else:
+            start(scheduled)
+
+    async def admitted(scheduled: ScheduledJob) -> None:
+        await lines.until_admitted(scheduled)
+        if scheduled.phase is Phase.HELD:
+            start(scheduled)
+
+    def start(scheduled: ScheduledJob) -> None:
+        ends[scheduled].append(None)
+        scheduled.enter(Phase.WAITING)
+        active.append(scheduled)
+
+    def cancel(scheduled: ScheduledJob) -> None:
+        ends[scheduled].append(EXPIRED)
+        scheduled.enter(Phase.ENDED)
+        lines.leave(scheduled)
 
     def end(*, is_heard: bool) -> None:
         if active:
@@ -318,7 +329,7 @@ async def _live(steps: list[str], num_places: int, chance: random.Random) -> Non
                 end(is_heard=step == "end")
             case "cancel":
                 if held := list(lines.held()):
-                    lines.end(chance.choice(held), EXPIRED)
+                    cancel(chance.choice(held))
             case _:
                 await clock.advance(chance.random() * 3)
         assert len(active) <= num_places

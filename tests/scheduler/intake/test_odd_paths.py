@@ -22,7 +22,7 @@ _WORDS = {"prompt": "hello", "prompt_token_ids": None}
 
 def redelivered(scheduler: Scheduler, request_id: str) -> LeasedJob:
     """A job that the scheduler has, as the queue would deliver it once more."""
-    scheduled = scheduler.context.job_table.get(request_id)
+    scheduled = scheduler.state.job_table.get(request_id)
     assert scheduled is not None
     return LeasedJob(
         job=scheduled.job,
@@ -36,7 +36,7 @@ def redelivered(scheduler: Scheduler, request_id: str) -> LeasedJob:
 async def test_a_pull_that_failed_says_nothing_of_the_queue(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = world.schedulers[0].context.bus.jobs
+    jobs = world.schedulers[0].state.bus.jobs
     pull, failures = jobs.pull, [BusUnavailableError("away")]
 
     async def failing(
@@ -66,7 +66,7 @@ async def test_a_line_that_others_let_go_of_is_pulled_without_delay(world: World
     for leased in others:
         await world.client.jobs.release(leased.lease)
     await world.until(lambda: len(worker.running) == 10, within_s=3.0)
-    scheduler.context.fleet.check_integrity()
+    scheduler.state.fleet.check_integrity()
 
 
 async def test_a_job_that_ends_as_it_is_delivered_again_is_over(world: World) -> None:
@@ -74,15 +74,15 @@ async def test_a_job_that_ends_as_it_is_delivered_again_is_over(world: World) ->
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in worker.running)
     scheduler = world.schedulers[0]
-    scheduled = scheduler.context.job_table.get("r1")
+    scheduled = scheduler.state.job_table.get("r1")
     assert scheduled is not None
     await world.until(lambda: scheduled.phase is Phase.RUNNING)
     scheduler.pullers["m"].accept(redelivered(scheduler, "r1"))
     await worker.finish("r1")
     await world.pass_s(0.5)
-    view = scheduler.context.fleet.get(worker.worker_id)
+    view = scheduler.state.fleet.get(worker.worker_id)
     assert view is not None
-    await world.until(lambda: not len(scheduler.context.job_table))
+    await world.until(lambda: not len(scheduler.state.job_table))
     assert not view.runs, "nobody keeps room for it"
 
 
@@ -92,7 +92,7 @@ async def test_a_job_whose_worker_goes_as_it_is_delivered_again_runs_once(world:
     await world.until(lambda: "r1" in first.running)
     second = await world.add_worker("b")
     scheduler = world.schedulers[0]
-    scheduled = scheduler.context.job_table.get("r1")
+    scheduled = scheduler.state.job_table.get("r1")
     assert scheduled is not None
     await world.until(lambda: scheduled.phase is Phase.RUNNING)
     scheduler.pullers["m"].accept(redelivered(scheduler, "r1"))
@@ -101,8 +101,8 @@ async def test_a_job_whose_worker_goes_as_it_is_delivered_again_runs_once(world:
     await world.until(lambda: "r1" in second.running)
     await world.pass_s(1.0)
     assert len(second.history) == 1
-    assert scheduler.dispatchers["m"].num_here(is_batch=False) == 0
-    scheduler.dispatchers["m"].queue.check_integrity()
+    assert scheduler.model_queues["m"].num_here(is_batch=False) == 0
+    scheduler.model_queues["m"].queue.check_integrity()
 
 
 async def test_schedulers_that_shed_at_the_same_time_shed_no_more_than_one_would(
@@ -126,7 +126,7 @@ async def test_schedulers_that_shed_at_the_same_time_shed_no_more_than_one_would
 
 async def test_a_flood_past_the_gateways_does_not_keep_their_door_shut(world: World) -> None:
     """What a service publishes by itself waits, and does not count against the queue's bound."""
-    world.schedulers[0].context.config = msgspec.structs.replace(CONFIG, max_queued_jobs=50)
+    world.schedulers[0].state.config = msgspec.structs.replace(CONFIG, max_queued_jobs=50)
     await world.add_worker(num_slots=1)
     for second in range(8):
         for number in range(30):
@@ -142,7 +142,7 @@ async def test_a_flood_past_the_gateways_does_not_keep_their_door_shut(world: Wo
 
 
 def slow_down_shedding(world: World, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = scheduler.context.bus.jobs
+    jobs = scheduler.state.bus.jobs
     shed_newest = jobs.shed_newest
 
     async def shed(tenant_queue: TenantQueue, count: int) -> list[Job]:
@@ -163,7 +163,7 @@ async def test_our_own_claim_of_an_epoch_does_not_take_a_job_away(world: World) 
     scheduler = world.schedulers[0]
     await world.pass_s(4.0)
     scheduler._on_cancel(Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2))
-    scheduled = scheduler.context.job_table.get("r1")
+    scheduled = scheduler.state.job_table.get("r1")
     assert scheduled is not None
     assert scheduled.phase is Phase.WAITING
     second.rejection = ""

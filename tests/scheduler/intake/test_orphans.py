@@ -49,7 +49,7 @@ async def test_a_waiting_job_ends_with_its_gateway(orphaning: World) -> None:
     for one in waiting.values():
         await world.client.jobs.publish(one, reserved=True)
     await world.client.jobs.publish(job("service"))
-    await world.until(lambda: len(world.schedulers[0].context.job_table) >= 3)
+    await world.until(lambda: len(world.schedulers[0].state.job_table) >= 3)
     await world.pass_s(2 * GRACE_S)
     assert world.terminal("orphan") is None
     await gateway.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.scheduler.intake.puller import Puller
-from millrace.scheduler.intake.queue_watch import QueueWatch
+from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.state import SchedulerState
 from tests.scheduler.world import CONFIG, World, job
 
 
@@ -49,7 +49,7 @@ async def test_a_job_that_was_not_announced_is_found_by_the_next_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Puller, "published", lambda *_: None)
-    monkeypatch.setattr(QueueWatch, "wake", lambda *_: None)
+    monkeypatch.setattr(SchedulerState, "count_queue_soon", lambda *_: None)
     world = World(CONFIG)
     await world.open()
     worker = await world.add_worker()

@@ -98,7 +98,7 @@ async def test_nor_in_a_job_that_is_shed(routed: World) -> None:
     world = routed
     world.reply_owners.tenants.add("acme")
     own, foreign = await listen(world, "local"), await listen(world, "acme")
-    admission = world.schedulers[0].context.admission
+    admission = world.schedulers[0].state.admission
     assert admission is not None
     admission.max_waiting_jobs = AsyncMock(return_value=[1])  # type: ignore[method-assign]
     await world.client.jobs.publish(job("r1", model="small"))

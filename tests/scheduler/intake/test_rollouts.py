@@ -275,7 +275,7 @@ async def test_a_scheduler_of_one_version_serves_all_of_its_model() -> None:
     world = World(msgspec.structs.replace(CONFIG, models=("m@v2",)), models=("m", "m@v2", "small"))
     await world.open()
     try:
-        assert set(world.schedulers[0].dispatchers) == {"m", "m@v2"}
+        assert set(world.schedulers[0].model_queues) == {"m", "m@v2"}
         old, new = await _workers(world)
         await _serve(world, 0, 4)
         assert (len(old.history), len(new.history)) == (4, 0)

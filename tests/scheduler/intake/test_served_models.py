@@ -26,7 +26,7 @@ async def world() -> AsyncIterator[World]:
 
 async def _follow(world: World, *names: str, router: Router | None = None) -> None:
     scheduler = world.schedulers[0]
-    changed = {*names} ^ {*scheduler.dispatchers}
+    changed = {*names} ^ {*scheduler.model_queues}
     await scheduler.follow(ModelCatalogue(names, load_fake, router), changed)
 
 
@@ -53,7 +53,7 @@ async def test_the_jobs_of_a_model_that_goes_are_ended_wherever_they_are(world: 
     await world.until(lambda: len(worker.running) == 1)
     (runs,) = worker.running
     await _follow(world, "m")
-    assert list(world.schedulers[0].dispatchers) == ["m"]
+    assert list(world.schedulers[0].model_queues) == ["m"]
     waiting = [f"r{number}" for number in range(20) if f"r{number}" != runs]
     await world.until(lambda: all(world.terminal(one) is not None for one in waiting))
     for request_id in waiting:
@@ -67,7 +67,7 @@ async def test_the_jobs_of_a_model_that_goes_are_ended_wherever_they_are(world: 
     await worker.finish(runs)
     await world.until(lambda: world.num_stored == 0)
     assert world.terminal(runs) is None  # its worker tells the end
-    await world.until(lambda: len(world.schedulers[0].context.job_table) == 0)
+    await world.until(lambda: len(world.schedulers[0].state.job_table) == 0)
     # The queue is watched as before.
     before = len(world.statuses)
     await world.until(lambda: len(world.statuses) > before)

@@ -14,6 +14,8 @@ from millrace.bus import subjects
 from millrace.bus.running_requests import RunningRequest
 from millrace.bus.transport import Message
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.stages import send
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import Cancel
 from millrace.schemas.errors import BusUnavailableError, ResultNotFoundError
 from millrace.schemas.frames import Cancelled, Done
@@ -140,18 +142,18 @@ async def test_a_service_cancels_its_job_that_a_scheduler_holds(world: World) ->
     assert isinstance(world.terminal("r1"), Cancelled)
 
 
-async def test_a_cancel_that_overtook_the_dispatch_is_repeated(world: World) -> None:
+async def test_a_cancel_that_overtook_the_dispatch_is_repeated(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = await world.add_worker()
-    runner = world.schedulers[0].dispatchers["m"].runner
-    accepted = runner._accepted
+    accepted = send.accepted
 
-    def cancel_first(scheduled: ScheduledJob) -> None:
-        cancels = world.schedulers[0].context.cancels
+    def cancel_first(state: SchedulerState, scheduled: ScheduledJob) -> None:
         tenant = "acme" if scheduled.request_id == "r2" else "shop"
-        cancels.add(Cancel(request_id=scheduled.request_id, tenant=tenant), 0.0)
-        accepted(scheduled)
+        state.cancels.add(Cancel(request_id=scheduled.request_id, tenant=tenant), 0.0)
+        accepted(state, scheduled)
 
-    runner._accepted = cancel_first  # type: ignore[method-assign]
+    monkeypatch.setattr(send, "accepted", cancel_first)
     for request_id in ("r1", "r2"):
         await world.client.jobs.publish(acme_job(request_id))
     await world.until(lambda: len(worker.running) == 2 and bool(worker.cancels))
@@ -212,7 +214,7 @@ async def test_a_tenant_that_asks_for_too_many_results_at_once_hinders_no_other(
     async def fetch(_tenant: str, _request_id: str) -> None:
         await may_answer.wait()
 
-    world.schedulers[0].context.bus.results.fetch = fetch  # type: ignore[method-assign,assignment]
+    world.schedulers[0].state.bus.results.fetch = fetch  # type: ignore[method-assign,assignment]
     find = world.schedulers[0]._results.find
     looking = [asyncio.create_task(find("shop", f"r{number}")) for number in range(256)]
     await asyncio.sleep(0)
@@ -247,5 +249,5 @@ async def test_an_expired_job_has_a_result_that_says_so(world: World) -> None:
 
 async def test_a_request_while_the_store_is_away_may_be_repeated(world: World) -> None:
     away = AsyncMock(side_effect=BusUnavailableError("The message bus cannot be reached."))
-    world.schedulers[0].context.bus.results.fetch = away  # type: ignore[method-assign]
+    world.schedulers[0].state.bus.results.fetch = away  # type: ignore[method-assign]
     assert await told(world, "acme", "r1") == ("bus_unavailable", True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from decimal import Decimal
-from functools import partial
 
 import msgspec
 import pytest
@@ -18,7 +17,7 @@ from millrace.gateway.tenancy.caller import Caller
 from millrace.registry.pricing import PriceBook
 from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.tasks import Tasks
-from millrace.scheduler.jobs.admission import JobAdmission, NotYet
+from millrace.scheduler.jobs.admission import JobAdmission, NotYet, Places
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import TerminalStatus
@@ -137,13 +136,12 @@ async def test_what_a_limit_still_admits_is_told(bench: LimitBench) -> None:
     admission = door_of(bench)
     told: list[tuple[str, int | None, bool]] = []
 
-    def on_places(tenant: str, num_places: int | None, *, is_granted: bool) -> None:
-        told.append((tenant, num_places, is_granted))
+    def learn(tenant: str, places: Places) -> None:
+        told.append((tenant, *places))
 
-    admission.on_places = on_places
     jobs = [scheduled_job("acme") for _ in range(3)]
     for job in (*jobs, scheduled_job("local")):
-        await admission.admit(job)
+        await admission.admit(job, learn)
     assert told == [
         ("acme", 1, True),
         ("acme", 0, True),
@@ -184,13 +182,17 @@ async def test_schedulers_share_the_places_of_a_tenant(bench: LimitBench) -> Non
     jobs = [scheduled_job("acme") for _ in range(6)]
     admitted: list[ScheduledJob] = []
 
-    def decided(job: ScheduledJob, terminal_status: TerminalStatus | None) -> None:
-        assert terminal_status is None
+    async def until_admitted(job: ScheduledJob, line: TenantLines) -> None:
+        assert await line.until_admitted(job) is None
         admitted.append(job)
 
     for number, job in enumerate(jobs):
         job.phase = Phase.PREPARING
-        await lines[number % 2].admit(job, partial(decided, job))
+        assert await lines[number % 2].admit(job) is None
+        if job.phase is Phase.HELD:
+            tasks.spawn(until_admitted(job, lines[number % 2]), "wait")
+        else:
+            admitted.append(job)
     assert admitted == jobs[:2]
     for number in range(2, 6):
         await settle(bench, admitted[number - 2], 10, 0)

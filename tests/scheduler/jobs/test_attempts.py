@@ -34,12 +34,12 @@ async def test_a_killed_worker_s_run_is_a_life_of_unknown_device_time(world: Wor
     await world.until(lambda: "r1" in first.running)
     sent_ns = first.running["r1"].sent_ns
     assert 0 < sent_ns <= world.clock.now_ns()
-    assert first.running["r1"].lives == ()
+    assert first.running["r1"].attempts == ()
     await first.kill()
     second = await world.add_worker("b")
     await world.until(lambda: "r1" in second.running, within_s=2.5)
     again = second.running["r1"]
-    (life,) = again.lives
+    (life,) = again.attempts
     assert (life.epoch, life.worker_id, life.started_ns) == (1, first.worker_id, sent_ns)
     assert sent_ns < life.ended_ns <= again.sent_ns
     assert life.device_us == 0
@@ -55,7 +55,7 @@ async def test_what_was_given_back_carries_its_device_time(world: World) -> None
     sent_ns = first.running["r1"].sent_ns
     await first.return_job("r1")
     await world.until(lambda: "r1" in second.running)
-    (life,) = second.running["r1"].lives
+    (life,) = second.running["r1"].attempts
     assert (life.epoch, life.worker_id, life.device_us) == (1, first.worker_id, 1_234)
     assert (life.started_ns, life.ended_ns > sent_ns) == (sent_ns + 1, True)
 
@@ -73,7 +73,7 @@ async def test_what_moves_waits_for_the_last_word_of_where_it_ran(
     first.draining = True
     await first.announce()
     await world.until(lambda: "r1" in second.running)
-    (life,) = second.running["r1"].lives
+    (life,) = second.running["r1"].attempts
     assert (life.worker_id, life.device_us) == (first.worker_id, 777)
 
 
@@ -86,7 +86,7 @@ async def test_a_worker_that_says_nothing_is_not_waited_for_long(world: World) -
     await world.pass_s(0.6)
     await first.announce()
     await world.pass_real(lambda: "r1" in second.running)
-    (life,) = second.running["r1"].lives
+    (life,) = second.running["r1"].attempts
     assert (life.worker_id, life.device_us) == (first.worker_id, 0)
 
 
@@ -105,7 +105,7 @@ async def test_a_job_that_no_worker_ends_has_its_lives_in_its_record() -> None:
     assert record.device_us == 2_000_000
     assert record.device_cost == Decimal(2)
     assert (record.price_version, record.cost) == ("v1", Decimal(0))
-    assert [life.device_us for life in record.lives] == [2_000_000]
+    assert [life.device_us for life in record.attempts] == [2_000_000]
     await world.close()
 
 
@@ -119,7 +119,7 @@ async def test_the_index_tells_of_runs_that_another_scheduler_sent(world: World)
     await world.add_scheduler()
     second = await world.add_worker("b")
     await world.until(lambda: "r1" in second.running, within_s=10.0)
-    assert [(life.epoch, life.worker_id) for life in second.running["r1"].lives] == [(1, "gone")]
+    assert [(life.epoch, life.worker_id) for life in second.running["r1"].attempts] == [(1, "gone")]
 
 
 # --- the book itself --------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.resource_request import ResourceRequest
+from millrace.scheduler.jobs.scheduled_job import ResourceRequest
 from millrace.scheduler.placement import placement
-from millrace.scheduler.placement.kv_sources import PULL_OVERHEAD_S, KvHolders, pull_token_s
+from millrace.scheduler.placement.placement import PULL_OVERHEAD_S, KvHolders, pull_token_s
 from millrace.schemas.transfer import TransferEndpoint
 from tests.scheduler.statuses import status, view
 

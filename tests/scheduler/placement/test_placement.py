@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.scheduler.fleet.fleet import Fleet
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.resource_request import ResourceRequest
+from millrace.scheduler.jobs.scheduled_job import ResourceRequest
 from millrace.scheduler.placement import placement
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.jobs import Tier

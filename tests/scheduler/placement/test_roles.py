@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.resource_request import ResourceRequest
+from millrace.scheduler.jobs.scheduled_job import ResourceRequest
 from millrace.scheduler.placement import roles
 from millrace.schemas.engines import WorkerRole
 from tests.scheduler.placement.test_kv_sources import serving

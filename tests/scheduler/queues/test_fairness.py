@@ -117,7 +117,7 @@ async def test_what_would_come_too_late_for_its_tier_is_refused() -> None:
 
 
 async def test_one_tenant_may_not_fill_the_queue(world: World) -> None:
-    world.schedulers[0].context.config = msgspec.structs.replace(CONFIG, max_queued_jobs=20)
+    world.schedulers[0].state.config = msgspec.structs.replace(CONFIG, max_queued_jobs=20)
     await world.add_worker(num_slots=1)
     for number in range(12):
         await world.client.jobs.publish(job(f"small-{number}", tenant="small"), reserved=True)
@@ -146,7 +146,7 @@ async def test_a_drained_worker_hands_its_streams_on(world: World) -> None:
     assert cancel.below_epoch == 2
     await second.finish(moved.job.request_id)
     await world.until(lambda: not first.running)
-    fleet = world.schedulers[0].context.fleet
+    fleet = world.schedulers[0].state.fleet
     view = fleet.get(first.worker_id)
     assert view is not None
     assert not view.runs
@@ -232,6 +232,6 @@ async def test_two_schedulers_share_the_work_and_lose_nothing(world: World) -> N
     ran = Counter(d.job.request_id for worker in workers for d in worker.history)
     assert set(ran) == set(names)
     for scheduler in world.schedulers:
-        await world.until(lambda scheduler=scheduler: not len(scheduler.context.job_table))  # type: ignore[misc]
-        scheduler.dispatchers["m"].queue.check_integrity()
-        scheduler.context.fleet.check_integrity()
+        await world.until(lambda scheduler=scheduler: not len(scheduler.state.job_table))  # type: ignore[misc]
+        scheduler.model_queues["m"].queue.check_integrity()
+        scheduler.state.fleet.check_integrity()

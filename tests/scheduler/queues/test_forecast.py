@@ -8,9 +8,9 @@ import pytest
 from benchmarks.scheduler.prediction import LOADS, Load, run_load
 from millrace.registry.routing.router import Route, Router
 from millrace.scheduler.jobs.scheduled_job import Tenant
-from millrace.scheduler.queues.arrivals import Arrivals, JobSize
 from millrace.scheduler.queues.fair_queue import FairQueue
 from millrace.scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
+from millrace.scheduler.queues.measurements import Arrivals, JobSize
 from millrace.schemas.config import SchedulerConfig, TierPolicies, TierPolicy
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.frames import Queued, Shed

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.scheduler.queues.output_lengths import OutputLengths
+from millrace.scheduler.queues.measurements import OutputLengths
 
 
 def test_nothing_known_is_the_prior_within_what_is_asked_for() -> None:

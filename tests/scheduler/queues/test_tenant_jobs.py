@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
-from millrace.scheduler.queues.tenant_jobs import MAX_OVERTAKING, TenantJobs
+from millrace.scheduler.queues.fair_queue import MAX_OVERTAKING, TenantJobs
 from tests.scheduler.scheduled_jobs import scheduled_job
 
 _NEW = st.tuples(st.integers(-2, 2), st.integers(0, 5))

@@ -112,7 +112,7 @@ async def test_jdbc_reads_tables_and_what_they_are(
     assert datetime.fromisoformat(answers["received"]) == _received(record)
     assert answers["tokens"] == str(record.prompt_tokens)
     assert answers["tenant"] == record.tenant
-    assert [life.worker_id in answers["workers"] for life in record.lives] == [True]
+    assert [life.worker_id in answers["workers"] for life in record.attempts] == [True]
     assert answers["pairs"] == "{a=b}"
     matching = [each for each in records if each.tenant == "acme" and each.cost >= 0.0001]
     assert answers["prepared"] == f"{len(matching)} it's \\ a\ttab?"
@@ -141,7 +141,7 @@ async def test_clickhouse_go_reads_with_and_without_compression(
     lines = await said(folder, command)
     record = moved(records)
     at = _received(record)
-    lives = [life.worker_id for life in record.lives]
+    lives = [life.worker_id for life in record.attempts]
     for method in methods:
         answers = [line.split(" ", 1)[1] for line in lines if line.startswith(f"{method} ")]
         assert answers[0] == "version=26.9 UTC"
@@ -178,7 +178,7 @@ async def test_node_reads_with_and_without_compression(
     row = {
         "request_id": MOVED_ID,
         "cost": f"{record.cost.normalize():f}",
-        "workers": [life.worker_id for life in record.lives],
+        "workers": [life.worker_id for life in record.attempts],
     }
     for response, coding in (("false", "undefined"), ("true", "gzip")):
         answers = [line.split(" ", 1)[1] for line in lines if line.startswith(f"{response} ")]

@@ -43,7 +43,7 @@ def _request(number: int, done_ns: int) -> RequestRecord:
         return record
     life = Attempt(epoch=1, worker_id="w-9", started_ns=done_ns - 10**9, ended_ns=done_ns)
     return msgspec.structs.replace(
-        record, status=Status.FAILED, error_code="engine_failed", lives=(life,)
+        record, status=Status.FAILED, error_code="engine_failed", attempts=(life,)
     )
 
 

@@ -112,7 +112,7 @@ async def fill(store: Store) -> None:
     moved = Attempt(
         epoch=1, worker_id="worker-2", started_ns=DONE_NS - _NS_PER_S, device_us=120_000
     )
-    requests[2] = msgspec.structs.replace(requests[2], epoch=2, lives=(moved,))
+    requests[2] = msgspec.structs.replace(requests[2], epoch=2, attempts=(moved,))
     kinds: tuple[list[Record], ...] = ([*requests], [*samples()])
     for token in ("once", "twice"):
         for records in kinds:

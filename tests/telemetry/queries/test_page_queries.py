@@ -36,7 +36,7 @@ def request(
     status: Status = Status.DONE,
     cost: str = "0.1",
     currency: str = "USD",
-    lives: tuple[Attempt, ...] = (),
+    attempts: tuple[Attempt, ...] = (),
     pulled_tokens: int = 0,
     kv_source: str = "",
 ) -> RequestRecord:
@@ -66,10 +66,10 @@ def request(
         first_token_ns=done_ns - 1_500_000_000,
         done_ns=done_ns,
         epoch=65,
-        num_preemptions=1 if lives else 0,
+        num_preemptions=1 if attempts else 0,
         device_us=500_000,
         device_cost=Decimal("0.02"),
-        lives=lives,
+        attempts=attempts,
         pulled_tokens=pulled_tokens,
         kv_source=kv_source,
     )
@@ -78,7 +78,7 @@ def request(
 MOVED = request(
     "moved",
     130,
-    lives=(
+    attempts=(
         Attempt(
             epoch=64,
             worker_id="w-0",

@@ -104,7 +104,7 @@ def _request(draw: random.Random, number: int) -> RequestRecord:
         first_token_ns=received_ns + int((queue_ms + prefill_ms) * 1e6) if ran else 0,
         done_ns=done_ns,
         epoch=2 if moved else 1,
-        lives=(Attempt(epoch=1, worker_id=f"{model}-99999999"),) if moved else (),
+        attempts=(Attempt(epoch=1, worker_id=f"{model}-99999999"),) if moved else (),
         resampled=moved and number % 2 == 0,
         called_tools=tuple(draw.choices(_TOOLS, k=number % 4)) if ran else (),
     )
@@ -262,7 +262,7 @@ def _idle() -> set[tuple[Any, ...]]:
 def _moves() -> set[tuple[Any, ...]]:
     found = set()
     for model, rows in _grouped(_RAN, lambda one: one.model_served).items():
-        moved = sum(bool(one.lives) for one in rows)
+        moved = sum(bool(one.attempts) for one in rows)
         resampled = sum(one.resampled for one in rows)
         found.add((model, moved, moved, resampled, moved / len(rows)))
     return found

@@ -64,7 +64,7 @@ def part(choice: int, round_: int = 0, **given: Any) -> RequestRecord:
     return replace(record, **given)
 
 
-THREE = [part(0), part(1, lives=(Attempt(epoch=1, worker_id="w-9"),)), part(2)]
+THREE = [part(0), part(1, attempts=(Attempt(epoch=1, worker_id="w-9"),)), part(2)]
 
 
 async def stored(store: Store, record: RequestRecord, sequence: int) -> list[int]:

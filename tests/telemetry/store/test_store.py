@@ -106,9 +106,12 @@ async def test_values_that_do_not_fit_are_refused_whole(store: Store) -> None:
         ({"device_cost": Decimal("Infinity")}, "device_cost"),
         ({"device_us": (1 << 53) + 1}, "device_us"),
         ({"done_ns": (1 << 32) * 10**9}, "done_ns"),
-        ({"lives": (Attempt(epoch=-1, worker_id="w"),)}, "lives.epoch"),
-        ({"lives": (Attempt(epoch=1, worker_id="w", ended_ns=1 << 63),)}, "lives.ended_ns"),
-        ({"lives": (Attempt(epoch=1, worker_id="w", pulled_tokens=-1),)}, "lives.pulled_tokens"),
+        ({"attempts": (Attempt(epoch=-1, worker_id="w"),)}, "attempts.epoch"),
+        ({"attempts": (Attempt(epoch=1, worker_id="w", ended_ns=1 << 63),)}, "attempts.ended_ns"),
+        (
+            {"attempts": (Attempt(epoch=1, worker_id="w", pulled_tokens=-1),)},
+            "attempts.pulled_tokens",
+        ),
         ({"pulled_tokens": 1 << 32}, "pulled_tokens"),
         ({"version": 70_000}, "version"),
         ({"request_id": ""}, "id"),
@@ -120,7 +123,7 @@ def test_a_bad_field_is_named(change: dict[str, object], field: str) -> None:
 
 
 async def test_the_largest_values_that_pass_can_be_stored(store: Store) -> None:
-    lives = (Attempt(epoch=(1 << 32) - 1, worker_id="w", started_ns=1, device_us=1 << 53),)
+    attempts = (Attempt(epoch=(1 << 32) - 1, worker_id="w", started_ns=1, device_us=1 << 53),)
     largest = msgspec.structs.replace(
         request_record(1),
         prompt_tokens=(1 << 32) - 1,
@@ -128,7 +131,7 @@ async def test_the_largest_values_that_pass_can_be_stored(store: Store) -> None:
         device_us=1 << 53,
         device_cost=Decimal("-999999999999999.9999999999999"),
         dispatched_ns=((1 << 32) - 1) * 10**9,
-        lives=lives,
+        attempts=attempts,
         ttft_ms=1e299,
     )
     check(largest)
@@ -138,16 +141,16 @@ async def test_the_largest_values_that_pass_can_be_stored(store: Store) -> None:
 
 
 async def test_a_row_says_what_each_attempt_pulled_and_from_whom(store: Store) -> None:
-    lives = (
+    attempts = (
         Attempt(epoch=1, worker_id="w-1"),
         Attempt(epoch=2, worker_id="w-2", pulled_tokens=480, kv_source="w-1"),
     )
     record = msgspec.structs.replace(
-        request_record(1), epoch=4, lives=lives, pulled_tokens=1_984, kv_source="w-2"
+        request_record(1), epoch=4, attempts=attempts, pulled_tokens=1_984, kv_source="w-2"
     )
     alone = request_record(2)
     ended = msgspec.structs.replace(
-        request_record(3), epoch=3, lives=lives, pulled_tokens=480, kv_source="w-1"
+        request_record(3), epoch=3, attempts=attempts, pulled_tokens=480, kv_source="w-1"
     )
     records = [record, alone, ended]
     await store.insert(REQUESTS, REQUESTS.to_columns(records, [1, 2, 3]), "pulls")

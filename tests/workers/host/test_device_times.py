@@ -44,23 +44,23 @@ async def test_a_last_output_says_what_it_took(demo: ServedModel) -> None:
         await b.dispatch(sent_ns=77)
         _end(b, 1_800_000.4)
         record = await _record(b)
-        assert (record.device_us, record.dispatched_ns, record.lives) == (1_800_000, 77, ())
+        assert (record.device_us, record.dispatched_ns, record.attempts) == (1_800_000, 77, ())
         assert record.device_cost == Decimal("0.000025"), "an hour costs 0.05"
 
 
 async def test_all_lives_together_are_the_request_s(demo: ServedModel) -> None:
     async with bench(demo) as b:
-        await b.dispatch(epoch=3, lives=(_KILLED, _BEFORE))
+        await b.dispatch(epoch=3, attempts=(_KILLED, _BEFORE))
         _end(b, 600.0, "r1:3")
         record = await _record(b)
-        assert record.lives == (_BEFORE, _KILLED)
+        assert record.attempts == (_BEFORE, _KILLED)
         assert record.device_us == 1_000
 
 
 async def test_all_devices_of_a_group_are_the_request_s(demo: ServedModel) -> None:
     """Those of an attempt elsewhere are in its time already."""
     async with bench(demo, num_devices=4) as b:
-        await b.dispatch(epoch=3, lives=(_BEFORE,))
+        await b.dispatch(epoch=3, attempts=(_BEFORE,))
         _end(b, 1_800_000.2, "r1:3")
         record = await _record(b)
         assert (record.num_devices, record.device_us) == (4, 4 * 1_800_000 + 1 + 400)
@@ -78,7 +78,7 @@ async def test_an_attempt_that_goes_on_has_taken_all_devices_of_its_group(
         await b.dispatch(lease="$ACK.demo.2.1", epoch=65, resume_token_ids=(30,))
         _end(b, 100.0, "r1:65")
         record = await _record(b)
-        assert [life.device_us for life in record.lives] == [300]
+        assert [life.device_us for life in record.attempts] == [300]
         assert record.device_us == 500
 
 
@@ -196,7 +196,7 @@ async def test_what_is_given_back_is_told_of_with_what_it_took(demo: ServedModel
 
 async def test_a_run_that_another_replaces_here_is_a_life_of_it(demo: ServedModel) -> None:
     async with bench(demo) as b:
-        await b.dispatch(lives=(Attempt(epoch=0, worker_id="gone", device_us=1),))
+        await b.dispatch(attempts=(Attempt(epoch=0, worker_id="gone", device_us=1),))
         started_ns = b.clock.now_ns()
         b.engine.emit("r1:1", [20, 21])
         b.engine.took_us["r1:1"] = 33.0
@@ -204,8 +204,8 @@ async def test_a_run_that_another_replaces_here_is_a_life_of_it(demo: ServedMode
         await b.dispatch(lease="$ACK.demo.2.1", epoch=65, resume_token_ids=(30,))
         _end(b, 7.0, "r1:65")
         record = await _record(b)
-        assert [(life.epoch, life.device_us) for life in record.lives] == [(0, 1), (1, 33)]
-        life = record.lives[1]
+        assert [(life.epoch, life.device_us) for life in record.attempts] == [(0, 1), (1, 33)]
+        life = record.attempts[1]
         assert life.worker_id == record.worker_id == b.worker.worker_id
         assert (life.started_ns, life.ended_ns) == (started_ns, started_ns + _S)
         assert record.device_us == 41
@@ -217,15 +217,15 @@ async def test_a_run_that_goes_on_under_another_epoch_is_no_life_of_itself(
     async with bench(demo) as b:
         await b.dispatch(epoch=3)
         b.engine.emit("r1:3", [20])
-        lives = (
+        attempts = (
             _BEFORE,
             Attempt(epoch=2, worker_id=b.worker.worker_id, device_us=5),
             Attempt(epoch=3, worker_id=b.worker.worker_id),
         )
-        await b.dispatch(epoch=65, lease="$ACK.demo.2.1", resume_token_ids=(20,), lives=lives)
+        await b.dispatch(epoch=65, lease="$ACK.demo.2.1", resume_token_ids=(20,), attempts=attempts)
         _end(b, 11.0, "r1:3")
         record = await _record(b)
-        assert [life.epoch for life in record.lives] == [1, 2]
+        assert [life.epoch for life in record.attempts] == [1, 2]
         assert record.device_us == 400 + 5 + 11
 
 

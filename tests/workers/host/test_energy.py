@@ -210,7 +210,7 @@ async def test_a_record_has_the_joules_of_all_its_attempts(
     before = Attempt(epoch=1, worker_id="gone", started_ns=5, device_us=7, energy_j=before_j)
     async with bench(demo, powercap_path=str(tmp_path)) as b:
         await b.worker.energy.read()
-        await b.dispatch(epoch=2, lives=(before,))
+        await b.dispatch(epoch=2, attempts=(before,))
         await b.settle(1.0)
         # No reading of the dispatch's is under way that would find these joules before the step.
         await b.worker.energy.read()

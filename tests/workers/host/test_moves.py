@@ -49,7 +49,7 @@ async def test_what_an_earlier_attempt_computed_is_not_charged_as_cached(
     async with bench(demo) as b:
         life = Attempt(epoch=0, worker_id="w-other", cached_tokens=earlier)
         job = b.job(prompt_token_ids=(5, 6, 7, 8))
-        assert (await b.dispatch(job, kv_source=SOURCE, lives=(life,))).ok
+        assert (await b.dispatch(job, kv_source=SOURCE, attempts=(life,))).ok
         b.engine.step(EngineOutput(request_id="r1:1", num_cached_tokens=3, num_pulled_tokens=2))
         b.engine.emit("r1:1", [20], FinishReason.LENGTH)
         await b.ended()
@@ -62,12 +62,16 @@ async def test_its_record_says_what_was_pulled_and_from_whom(demo: ServedModel) 
     began = EngineOutput(request_id="r1:1", num_cached_tokens=3, num_pulled_tokens=2)
     async with bench(demo) as b:
         job = b.job(prompt_token_ids=(5, 6, 7, 8))
-        assert (await b.dispatch(job, kv_source=SOURCE, lives=(earlier,))).ok
+        assert (await b.dispatch(job, kv_source=SOURCE, attempts=(earlier,))).ok
         b.engine.step(began)
         b.engine.emit("r1:1", [20], FinishReason.LENGTH)
         await b.ended()
         (record,) = await b.records()
-        assert (record.pulled_tokens, record.kv_source, record.lives) == (18, "w-other", (earlier,))
+        assert (record.pulled_tokens, record.kv_source, record.attempts) == (
+            18,
+            "w-other",
+            (earlier,),
+        )
 
 
 async def test_a_source_that_nothing_came_from_is_not_in_the_record(demo: ServedModel) -> None:

@@ -55,22 +55,22 @@ class DeviceTimes:
         for time in times:
             expected = self._expected.get(time.request_id)
             if expected is not None:
-                expected.generation.device_use.note(time.device_us)
+                expected.generation.accounting.device_use.note(time.device_us)
                 if time.over:
                     self._settle(time.request_id)
             elif time.request_id in running:
-                running[time.request_id].device_use.note(time.device_us)
+                running[time.request_id].accounting.device_use.note(time.device_us)
 
     def note_late(self, output: EngineOutput) -> None:
         """An output of a generation that was cancelled meanwhile."""
         expected = self._expected.get(output.request_id)
         if expected is not None:
-            expected.generation.device_use.note(output.device_us)
+            expected.generation.accounting.device_use.note(output.device_us)
 
     def note_engine_lost(self, running: Iterable[Generation]) -> None:
         """The engine has ended: device times of ``running`` and of expected reports are final."""
         for generation in running:
-            generation.device_use.note_engine_lost()
+            generation.accounting.device_use.note_engine_lost()
         for engine_id in list(self._expected):
             self._settle(engine_id)
 
@@ -84,11 +84,11 @@ class DeviceTimes:
 
     def carry_over(self, former: Generation, to: Generation, worker_id: str, at_ns: int) -> None:
         """An attempt continues another on this worker: give it that one's device time."""
-        to.lives = former.lives | to.lives
+        to.attempts = former.attempts | to.attempts
 
         def note() -> None:
             if former.timing.started_ns:
-                to.lives[former.epoch] = attempt_of(
+                to.attempts[former.epoch] = attempt_of(
                     former, worker_id, former.timing.done_ns or at_ns
                 )
 

@@ -26,7 +26,6 @@ from millrace.schemas.records import (
 from millrace.schemas.tools import ToolFormat
 from millrace.workers.host.generations.chat_answer import ChatAnswer
 from millrace.workers.host.generations.generation import Generation
-from millrace.workers.host.generations.pulls import pulled_from
 from millrace.workers.host.generations.state import since_ms
 
 _US_PER_MS = 1e3
@@ -51,14 +50,19 @@ def request_record(
     timing, ran = generation.timing, generation.ran
     assert outcome is not None
     received_ns = job.received_ns or timing.accepted_ns
-    num_own_tokens = len(generation.token_ids) - generation.num_resumed
-    lives = tuple(generation.lives[epoch] for epoch in sorted(generation.lives))
-    device_us = generation.device_use.total_us + sum(attempt.device_us for attempt in lives)
-    energy_j = sum_energy(
-        [generation.device_use.settle_energy(), *(attempt.energy_j for attempt in lives)]
+    num_own_tokens = len(generation.output.token_ids) - generation.output.num_resumed
+    earlier = tuple(attempt for _, attempt in sorted(generation.attempts.items()))
+    device_us = generation.accounting.device_use.total_us + sum(
+        attempt.device_us for attempt in earlier
     )
-    earlier_pulled_tokens, earlier_source = sum_pulled(lives)
-    own_source = pulled_from(generation.kv_source, generation.num_pulled_tokens)
+    energy_j = sum_energy(
+        [
+            generation.accounting.device_use.settle_energy(),
+            *(attempt.energy_j for attempt in earlier),
+        ]
+    )
+    earlier_pulled_tokens, earlier_source = sum_pulled(earlier)
+    own_source = generation.accounting.pulled_from(generation.kv_source)
     read = _read_answer(generation, tool_format)
     called = () if read is None else read.called_names
     reason = outcome.finish_reason
@@ -85,29 +89,29 @@ def request_record(
         received_ns=received_ns,
         started_ns=timing.started_ns,
         first_token_ns=timing.first_token_ns,
-        num_preemptions=generation.num_preemptions,
+        num_preemptions=generation.accounting.num_preemptions,
         dispatched_ns=timing.dispatched_ns,
         device_us=device_us,
         device_cost=device_cost(prices, device_us),
         energy_j=energy_j if timing.started_ns else None,
-        lives=lives,
+        attempts=earlier,
         cost_method=cost_method,
-        resampled=generation.resampled,
+        resampled=generation.accounting.resampled,
         proposed_tokens=usage.proposed_tokens,
         accepted_tokens=usage.accepted_tokens,
-        pulled_tokens=earlier_pulled_tokens + generation.num_pulled_tokens,
+        pulled_tokens=earlier_pulled_tokens + generation.accounting.num_pulled_tokens,
         kv_source=own_source or earlier_source,
-        num_devices=generation.device_use.num_devices,
+        num_devices=generation.accounting.device_use.num_devices,
     )
 
 
 def _read_answer(generation: Generation, tool_format: ToolFormat | None) -> ChatAnswer | None:
     """The answer as its reader tells it apart; None if nothing is told from its text."""
     job, outcome = generation.job, generation.outcome
-    if generation.answer is not None or outcome is None or not asked_of(job).reads_calls:
-        return generation.answer
+    if generation.output.answer is not None or outcome is None or not asked_of(job).reads_calls:
+        return generation.output.answer
     answer = ChatAnswer.read_by_gateway(job, tool_format)
-    answer.read([generation.text])
+    answer.read([generation.output.text])
     answer.finish(outcome.finish_reason, generation.stop_reason)
     return answer
 
@@ -119,10 +123,10 @@ def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt
         worker_id=worker_id,
         started_ns=generation.timing.started_ns,
         ended_ns=ended_ns,
-        device_us=generation.device_use.total_us,
-        energy_j=generation.device_use.settle_energy(),
-        pulled_tokens=generation.num_pulled_tokens,
-        kv_source=pulled_from(generation.kv_source, generation.num_pulled_tokens),
+        device_us=generation.accounting.device_use.total_us,
+        energy_j=generation.accounting.device_use.settle_energy(),
+        pulled_tokens=generation.accounting.num_pulled_tokens,
+        kv_source=generation.accounting.pulled_from(generation.kv_source),
     )
 
 
@@ -138,19 +142,19 @@ def job_result(generation: Generation) -> JobResult:
         outcome.error_message,
         generation.timing.done_ns,
     )
-    if generation.answer is not None:
-        texts = generation.answer.result_fields()
+    if generation.output.answer is not None:
+        texts = generation.output.answer.result_fields()
     else:
-        ends = tuple(accumulate(map(len, generation.pieces)))
-        texts = {"text": "".join(generation.pieces), "text_ends": ends}
+        ends = tuple(accumulate(map(len, generation.output.pieces)))
+        texts = {"text": "".join(generation.output.pieces), "text_ends": ends}
     return msgspec.structs.replace(
         result,
         **texts,
-        token_ids=tuple(generation.token_ids),
-        logprobs=() if generation.num_resumed else tuple(generation.logprobs),
-        prompt_logprobs=generation.prompt_logprobs,
-        embedding=generation.embedding,
-        beams=() if generation.beams is None else generation.beams.results(),
+        token_ids=tuple(generation.output.token_ids),
+        logprobs=() if generation.output.num_resumed else tuple(generation.output.logprobs),
+        prompt_logprobs=generation.output.prompt_logprobs,
+        embedding=generation.output.embedding,
+        beams=() if generation.output.beams is None else generation.output.beams.results(),
         finish_reason=generation.finish_reason,
         stop_reason=generation.stop_reason,
         usage=generation.usage(),

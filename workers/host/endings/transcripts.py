@@ -23,6 +23,6 @@ def transcript_of(generation: Generation, tokenizer: Tokenizer) -> TranscriptRec
         tenant=job.tenant,
         model=job.model,
         prompt=tokenizer.decode(generation.prompt_token_ids, skip_special_tokens=False),
-        completion=generation.text,
+        completion=generation.output.text,
         done_ns=generation.timing.done_ns,
     )

@@ -35,7 +35,7 @@ def engine_request(
 ) -> EngineRequest:
     """The rest of a generation, behind the tokens that it has."""
     job = generation.job
-    sampling, token_ids = SamplingParams.of(job.sampling), tuple(generation.token_ids)
+    sampling, token_ids = SamplingParams.of(job.sampling), tuple(generation.output.token_ids)
     if generation.known_outcome is not None:
         # Scoring a prompt makes one token behind it, which is dropped.
         token_ids = ()

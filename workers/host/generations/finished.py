@@ -79,12 +79,12 @@ def _size(generation: Generation) -> int:
     sampling = generation.job.sampling
     return (
         len(generation.prompt_token_ids)
-        + generation.num_completion_tokens
-        * (1 if generation.answer is None else 1 + _NUMBERS_PER_PART)
-        + len(generation.embedding) // 4
+        + generation.output.num_completion_tokens
+        * (1 if generation.output.answer is None else 1 + _NUMBERS_PER_PART)
+        + len(generation.output.embedding) // 4
         + _NUMBERS_PER_LOGPROB
         * (
-            len(generation.logprobs) * (1 + (sampling.logprobs or 0))
-            + len(generation.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
+            len(generation.output.logprobs) * (1 + (sampling.logprobs or 0))
+            + len(generation.output.prompt_logprobs) * (1 + (sampling.prompt_logprobs or 0))
         )
     )

@@ -1,26 +1,118 @@
-"""Frames out of what a generation holds."""
+"""Frames out of what a generation holds: its start, its tokens, its end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
 
+import msgspec
+
 from millrace.schemas.frames import (
     Cancelled,
     Delta,
+    Done,
+    Embedding,
     Expired,
     Failed,
+    Frame,
     PromptLogprobs,
+    Started,
     TerminalFrame,
     TokenLogprob,
 )
 from millrace.schemas.records import Status
+from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.outcomes import GenerationOutcome
 
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
+MAX_TOKENS_PER_DELTA = 1024
 
 
-def prompt_logprob_frames(
+def started_frame(generation: Generation, worker_id: str) -> Started:
+    return Started(
+        epoch=generation.epoch,
+        worker_id=worker_id,
+        num_prompt_tokens=len(generation.prompt_token_ids),
+        num_cached_tokens=generation.accounting.num_cached_tokens,
+    )
+
+
+def token_frames(generation: Generation, from_index: int) -> list[Frame]:
+    """The tokens from ``from_index`` on, in frames of bounded size."""
+    num_tokens = generation.num_certain_tokens
+    return [
+        _delta(generation, start, min(start + MAX_TOKENS_PER_DELTA, num_tokens))
+        for start in range(from_index, num_tokens, MAX_TOKENS_PER_DELTA)
+    ]
+
+
+def pre_token_frames(generation: Generation) -> list[Frame]:
+    """Frames before the tokens, or in their place, as far as they are computed."""
+    epoch, output = generation.epoch, generation.output
+    frames: list[Frame] = [*_prompt_logprob_frames(epoch, output.prompt_logprobs)]
+    if output.beams is not None:
+        frames += output.beams.frames(epoch)
+    if output.embedding:
+        frames.append(Embedding(epoch=epoch, values=output.embedding))
+    return frames
+
+
+def pop_unflushed(generation: Generation) -> list[Frame]:
+    """What the listeners have not been handed yet; it counts as handed then."""
+    delivery = generation.delivery
+    frames = token_frames(generation, delivery.num_flushed)
+    delivery.num_flushed = max(delivery.num_flushed, generation.num_certain_tokens)
+    if delivery.pre_token_flushed:
+        return frames
+    pre_token = pre_token_frames(generation)
+    delivery.pre_token_flushed = bool(pre_token or frames)
+    return pre_token + frames
+
+
+def closing_frames(generation: Generation) -> list[Frame]:
+    """Usage, if there is any, and the terminal frame."""
+    usage = generation.usage()
+    told = [] if usage is None else [msgspec.structs.replace(usage, epoch=generation.epoch)]
+    return [*told, _terminal_frame(generation)]
+
+
+def _delta(generation: Generation, start: int, end: int) -> Delta:
+    output, epoch = generation.output, generation.epoch
+    skip = output.num_resumed
+    logprobs = output.logprobs and output.logprobs[max(0, start - skip) : max(0, end - skip)]
+    tokens = output.token_ids[start:end]
+    if output.answer is None:
+        return _text_delta(epoch, start, tokens, output.pieces[start:end], logprobs)
+    return Delta(
+        epoch=epoch,
+        index=start,
+        token_ids=tuple(tokens),
+        logprobs=tuple(logprobs),
+        **output.answer.delta_fields(start, end),
+    )
+
+
+def _terminal_frame(generation: Generation) -> TerminalFrame:
+    outcome, output = generation.outcome, generation.output
+    assert outcome is not None
+    num_tokens = len(output.token_ids)
+    failure = _unanswered(outcome, generation.epoch, num_tokens)
+    if failure is not None:
+        return failure
+    assert generation.finish_reason is not None
+    return Done(
+        epoch=generation.epoch,
+        finish_reason=generation.finish_reason,
+        stop_reason=generation.stop_reason,
+        num_tokens=num_tokens,
+        num_prompt_logprobs=len(output.prompt_logprobs),
+        embedding_bytes=len(output.embedding),
+        beams=() if output.beams is None else output.beams.ends,
+        notices=generation.notices,
+    )
+
+
+def _prompt_logprob_frames(
     epoch: int, logprobs: tuple[TokenLogprob | None, ...]
 ) -> list[PromptLogprobs]:
     """One entry for each token of the prompt, in frames of bounded size."""
@@ -31,7 +123,7 @@ def prompt_logprob_frames(
     ]
 
 
-def delta(
+def _text_delta(
     epoch: int,
     index: int,
     token_ids: Sequence[int],
@@ -49,7 +141,7 @@ def delta(
     )
 
 
-def unanswered(outcome: GenerationOutcome, epoch: int, num_tokens: int) -> TerminalFrame | None:
+def _unanswered(outcome: GenerationOutcome, epoch: int, num_tokens: int) -> TerminalFrame | None:
     """The terminal frame of a generation that did not end well; None if it did."""
     match outcome.status:
         case Status.CANCELLED:

@@ -15,8 +15,8 @@ _NS_PER_S = 1e9
 class RequestTimes:
     """Of the attempts on one worker: a migrated request counts at each worker that ran it.
 
-    ``first_token_s`` and ``queue_s`` begin with the dispatch, ``prefill_s`` when the engine took
-    the request into its batch. ``gap_s`` are the times between tokens, and those that one step made
+    ``first_token_s`` and ``engine_wait_s`` begin with the dispatch, ``prefill_s`` when the engine
+    took the request into its batch. ``gap_s`` are the times between tokens, and those that one step made
     for a request share theirs. ``ended`` counts by how a request ended.
 
     Within a step tokens are counted by when their requests had got the one before, which is the
@@ -26,7 +26,7 @@ class RequestTimes:
     def __init__(self) -> None:
         self.first_token_s = Histogram(FIRST_TOKEN_S)
         self.gap_s = Histogram(PER_TOKEN_S)
-        self.queue_s = Histogram(DURATION_S)
+        self.engine_wait_s = Histogram(DURATION_S)
         self.prefill_s = Histogram(DURATION_S)
         self.decode_s = Histogram(DURATION_S)
         self.ended: Counter[Status] = Counter()
@@ -59,7 +59,7 @@ class RequestTimes:
             return
         seconds = (timing.started_ns - timing.accepted_ns) / _NS_PER_S
         trace_id = recorded_trace_id(traceparent)
-        self.queue_s.add(seconds, trace_id=trace_id)
+        self.engine_wait_s.add(seconds, trace_id=trace_id)
         if not timing.first_token_ns:
             return
         seconds = (timing.first_token_ns - timing.started_ns) / _NS_PER_S

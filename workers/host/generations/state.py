@@ -27,8 +27,8 @@ class Phase(IntEnum):
 
 @dataclass(slots=True)
 class Timing:
-    """UTC epoch in ns; 0 for what has not happened. ``dispatched_ns`` is when the scheduler first
-    sent it here."""
+    """UTC epoch in ns; 0 for what has not happened. ``dispatched_ns`` is when the scheduler sent
+    the request to this worker: a later delivery that this worker continues does not change it."""
 
     dispatched_ns: int
     accepted_ns: int

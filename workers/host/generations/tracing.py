@@ -9,7 +9,7 @@ from millrace.runtime.tracing import (
     SpanKind,
     Tracing,
     Value,
-    life_span,
+    attempt_span,
     parse_traceparent,
     record_span,
 )
@@ -34,8 +34,10 @@ class RunTrace:
         self._tracing = tracing
         self._clock = clock
         self._above = above
-        self._life = life_span(above, job.request_id, dispatch.epoch)
-        self._links = [life_span(above, job.request_id, one.epoch) for one in dispatch.lives[-1:]]
+        self._attempt = attempt_span(above, job.request_id, dispatch.epoch)
+        self._links = [
+            attempt_span(above, job.request_id, one.epoch) for one in dispatch.attempts[-1:]
+        ]
         self._events: list[SpanEvent] = []
         self._is_finished = False
         self._attributes: dict[str, Value] = {
@@ -74,8 +76,8 @@ class RunTrace:
             "gen_ai.usage.input_tokens": usage.prompt_tokens,
             "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
             "gen_ai.usage.output_tokens": usage.completion_tokens,
-            "millrace.resumed_tokens": generation.num_resumed,
-            "millrace.preemptions": generation.num_preemptions,
+            "millrace.resumed_tokens": generation.output.num_resumed,
+            "millrace.preemptions": generation.accounting.num_preemptions,
         }
         if generation.kv_source is not None:
             attributes |= _pull_attributes(generation, generation.kv_source)
@@ -91,7 +93,7 @@ class RunTrace:
         self._tracing.tell(
             Span(
                 f"{verb} {generation.job.model}",
-                self._life,
+                self._attempt,
                 self._above.span_id,
                 timing.accepted_ns,
                 end_ns,
@@ -108,8 +110,8 @@ class RunTrace:
         self._tracing.tell(
             Span(
                 "publish record",
-                record_span(self._life, generation.request_id),
-                self._life.span_id,
+                record_span(self._attempt, generation.request_id),
+                self._attempt.span_id,
                 generation.timing.done_ns,
                 self._clock.now_ns(),
                 SpanKind.PRODUCER,
@@ -122,15 +124,15 @@ class RunTrace:
         self._tracing.tell(
             Span(
                 "prefill",
-                self._life.anywhere(),
-                self._life.span_id,
+                self._attempt.anywhere(),
+                self._attempt.span_id,
                 generation.timing.started_ns,
                 end_ns,
                 attributes={
                     "millrace.request.id": generation.request_id,
                     "gen_ai.usage.input_tokens": len(generation.prompt_token_ids),
-                    "gen_ai.usage.cache_read.input_tokens": generation.num_cached_tokens,
-                    "millrace.resumed_tokens": generation.num_resumed,
+                    "gen_ai.usage.cache_read.input_tokens": generation.accounting.num_cached_tokens,
+                    "millrace.resumed_tokens": generation.output.num_resumed,
                 },
             )
         )
@@ -143,8 +145,8 @@ class RunTrace:
         self._tracing.tell(
             Span(
                 "kv pull",
-                self._life.anywhere(),
-                self._life.span_id,
+                self._attempt.anywhere(),
+                self._attempt.span_id,
                 generation.timing.accepted_ns,
                 generation.timing.pulled_ns,
                 attributes={
@@ -158,14 +160,14 @@ class RunTrace:
         self._tracing.tell(
             Span(
                 "decode",
-                self._life.anywhere(),
-                self._life.span_id,
+                self._attempt.anywhere(),
+                self._attempt.span_id,
                 generation.timing.first_token_ns,
                 generation.timing.last_token_ns,
                 attributes={
                     "millrace.request.id": generation.request_id,
-                    "gen_ai.usage.output_tokens": generation.num_completion_tokens
-                    - generation.num_resumed,
+                    "gen_ai.usage.output_tokens": generation.output.num_completion_tokens
+                    - generation.output.num_resumed,
                 },
             )
         )
@@ -174,7 +176,7 @@ class RunTrace:
 def _pull_attributes(generation: Generation, source: KvSource) -> dict[str, Value]:
     return {
         "millrace.kv.source": source.worker_id,
-        "millrace.kv.pulled_tokens": generation.num_pulled_tokens,
+        "millrace.kv.pulled_tokens": generation.accounting.num_pulled_tokens,
     }
 
 

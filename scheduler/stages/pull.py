@@ -1,21 +1,20 @@
-"""Pulls jobs when there is capacity for them or too few to choose from."""
+"""Pulls jobs when there is capacity for them, or when too few are here to choose from."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.bus.running_requests import JobClaim
 from millrace.runtime.tasks import Tasks
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.dispatcher import Dispatcher
-from millrace.scheduler.intake.preparation import Preparation
 from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
 from millrace.scheduler.queues.backlog import Backlog, Pullable
+from millrace.scheduler.stages import end, place, prepare, repeated
+from millrace.scheduler.state import ModelQueue, SchedulerState
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import Tier
 
@@ -43,29 +42,19 @@ class _Limits(NamedTuple):
 
 
 class Puller:
-    """Pulls from the tenant queues of one model, those who were served least first, for its
-    dispatcher, or for the first of several that its jobs may go to."""
+    """Pulls the jobs of one name from its tenant queues: those of the tenants that were served
+    least come first."""
 
-    def __init__(
-        self,
-        context: SchedulerContext,
-        model: str,
-        dispatchers: Mapping[str, Dispatcher],
-        models: Collection[str],
-        preparation: Preparation,
-    ) -> None:
-        """``dispatchers`` are all that there are, by model; ``models`` those that these jobs may go
-        to."""
+    def __init__(self, state: SchedulerState, model: str, models: Collection[str]) -> None:
+        """``models`` are the served models that the jobs of the name ``model`` may go to."""
         self.model = model
         self.backlog = Backlog()
-        self._context = context
-        self._by_model = dispatchers
-        self._dispatchers = [dispatchers[one] for one in models]
-        self._preparation = preparation
+        self._state = state
+        self._model_queues = [state.model_queues[one] for one in models]
         self._wake = asyncio.Event()
         self._is_counted = False
-        for dispatcher in self._dispatchers:
-            dispatcher.wakes.append(self._wake)
+        for model_queue in self._model_queues:
+            model_queue.wakes.append(self._wake)
         self._pulls = Tasks()
         self._waits = Tasks()
         self._num_asked = dict.fromkeys(Tier, 0)
@@ -73,25 +62,20 @@ class Puller:
         self._failure: BaseException | None = None
 
     @property
-    def dispatcher(self) -> Dispatcher:
-        """The one that its jobs wait for while they are in the queue: one that is served, if any
-        is."""
-        return next((one for one in self._dispatchers if one.is_served), self._dispatchers[0])
+    def model_queue(self) -> ModelQueue:
+        """The queue that jobs wait for while they are on the bus: of a served model, if any is."""
+        return next((one for one in self._model_queues if one.is_served), self._model_queues[0])
 
     def detach(self) -> None:
-        """Nothing wakes it any more."""
-        for dispatcher in self._dispatchers:
-            dispatcher.wakes.remove(self._wake)
+        """Be woken no more."""
+        for model_queue in self._model_queues:
+            model_queue.wakes.remove(self._wake)
 
     def published(self, tenant_queue: TenantQueue) -> None:
         """A job has come."""
         if self.backlog.published(tenant_queue):
             self._want(tenant_queue)
             self._wake.set()
-
-    def wake(self) -> None:
-        """More jobs may be pulled than a moment ago."""
-        self._wake.set()
 
     def recount(self) -> None:
         """Jobs that others had are in the queue again."""
@@ -102,7 +86,7 @@ class Puller:
 
     def counted(self, totals: dict[TenantQueue, int]) -> None:
         """What the queue has of each tenant queue."""
-        self.backlog.counted(totals, self._context.clock.monotonic())
+        self.backlog.counted(totals, self._state.clock.monotonic())
         self._is_counted = True
         for tenant_queue in self.backlog.tenant_queues():
             self._want(tenant_queue)
@@ -123,14 +107,14 @@ class Puller:
 
     def _pull_all(self) -> None:
         spare = _MAX_PULLS - len(self._pulls)
-        if spare <= 0 or not self._context.bus.connected or self._is_resting():
+        if spare <= 0 or not self._state.bus.connected or self._is_resting():
             return
-        if not any(dispatcher.is_served for dispatcher in self._dispatchers):
+        if not any(model_queue.is_served for model_queue in self._model_queues):
             return
-        least = 0 if self._is_counted else self._context.config.window_jobs // _REFILL_SHARE
+        least = 0 if self._is_counted else self._state.config.window_jobs // _REFILL_SHARE
         self._is_counted = False
         limits = {tier: self._limits(tier) for tier in Tier}
-        queue = self._dispatchers[0].queue
+        queue = self._model_queues[0].queue
         ranks = {
             tier: (*queue.rank_of(tier), queue.counters(tier))
             for tier in Tier
@@ -153,7 +137,7 @@ class Puller:
             if num_wanted > 0:
                 self._num_asked[tenant_queue.tier] += num_wanted
                 self.backlog.pulling(tenant_queue)
-                self._context.lines.pulling(tenant_queue, num_wanted)
+                self._state.lines.pulling(tenant_queue, num_wanted)
                 pull = self._pulls.spawn(
                     self._pull(tenant_queue, num_wanted), f"pull {tenant_queue}"
                 )
@@ -165,42 +149,40 @@ class Puller:
             self._wake.set()
 
     def _is_resting(self) -> bool:
-        return self._context.clock.monotonic() < self._resting_until_s
+        return self._state.clock.monotonic() < self._resting_until_s
 
     def _limits(self, tier: Tier) -> _Limits:
         is_batch = tier is Tier.BATCH
         num_asked = sum([n for of, n in self._num_asked.items() if (of is Tier.BATCH) is is_batch])
-        spare = max([one.spare_capacity(tier) for one in self._dispatchers])
+        spare = max([one.spare_capacity(tier) for one in self._model_queues])
         capacity = max(spare - num_asked, 0)
-        num_here = sum([one.queue.num_here(tier) for one in self._dispatchers])
-        window = self._context.config.window_jobs + capacity - num_here - self._num_asked[tier]
+        num_here = sum([one.queue.num_here(tier) for one in self._model_queues])
+        window = self._state.config.window_jobs + capacity - num_here - self._num_asked[tier]
         return _Limits(capacity, window)
 
     def _num_wanted(self, pullable: Pullable, limits: _Limits) -> int:
         """How many jobs of a tenant queue to pull now: as many as there is capacity for beside what
         is here already, and a few to choose from, as far as the limits of its tenant admit."""
-        per_tenant = self._context.config.window_jobs_per_tenant
+        per_tenant = self._state.config.window_jobs_per_tenant
         of_tenant = per_tenant + limits.capacity - pullable.num_here
         num_wanted = min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
         if num_wanted <= 0:
             return 0
-        return min(num_wanted, self._context.lines.num_wanted(pullable.tenant_queue))
+        return min(num_wanted, self._state.lines.num_wanted(pullable.tenant_queue, self._wake))
 
     async def _pull(self, tenant_queue: TenantQueue, num_wanted: int) -> None:
-        context = self._context
+        state = self._state
         pulled: list[LeasedJob] | None = None
         try:
-            pulled = await context.bus.jobs.pull(tenant_queue, num_wanted, 0.0)
+            pulled = await state.bus.jobs.pull(tenant_queue, num_wanted, 0.0)
         except BusUnavailableError as error:
             logger.warning("the queue cannot be read", extra={"reason": error.message})
-            self._resting_until_s = context.clock.monotonic() + _RETRY_S
+            self._resting_until_s = state.clock.monotonic() + _RETRY_S
         finally:
             self._num_asked[tenant_queue.tier] -= num_wanted
-            context.lines.pulling(tenant_queue, -num_wanted)
-            if pulled or (pulled is not None and context.bus.connected):
-                self.backlog.pulled(
-                    tenant_queue, num_wanted, len(pulled), context.clock.monotonic()
-                )
+            state.lines.pulling(tenant_queue, -num_wanted)
+            if pulled or (pulled is not None and state.bus.connected):
+                self.backlog.pulled(tenant_queue, num_wanted, len(pulled), state.clock.monotonic())
             else:
                 self.backlog.pull_failed(tenant_queue)
         self._accept_all(tenant_queue, pulled or [])
@@ -211,33 +193,32 @@ class Puller:
     def _may_wait(self, tenant_queue: TenantQueue) -> bool:
         """Nothing of the tenant queue is in the queue, and a job that came now would be sent at
         once."""
-        if self.backlog.num_waiting(tenant_queue) or not self._context.bus.connected:
+        if self.backlog.num_waiting(tenant_queue) or not self._state.bus.connected:
             return False
-        if not self._context.lines.num_wanted(tenant_queue):
+        if not self._state.lines.num_wanted(tenant_queue, self._wake):
             return False
         return self._limits(tenant_queue.tier).capacity > 0
 
     async def _wait_for_next(self, tenant_queue: TenantQueue) -> None:
         """Have a pull out when the next job is stored: it need not be announced and pulled then."""
-        context = self._context
-        had_job_s = context.clock.monotonic()
+        state = self._state
+        had_job_s = state.clock.monotonic()
         while (
-            self._may_wait(tenant_queue)
-            and context.clock.monotonic() - had_job_s < _WAIT_AFTER_JOB_S
+            self._may_wait(tenant_queue) and state.clock.monotonic() - had_job_s < _WAIT_AFTER_JOB_S
         ):
             self.backlog.pulling(tenant_queue)
             pulled: list[LeasedJob] | None = None
             try:
-                pulled = await context.bus.jobs.pull(tenant_queue, 1, _WAIT_S)
+                pulled = await state.bus.jobs.pull(tenant_queue, 1, _WAIT_S)
             except BusUnavailableError:
                 return  # a pull that somebody needs says so
             finally:
-                if pulled or (pulled is not None and context.bus.connected):
-                    self.backlog.waited(tenant_queue, len(pulled), context.clock.monotonic())
+                if pulled or (pulled is not None and state.bus.connected):
+                    self.backlog.waited(tenant_queue, len(pulled), state.clock.monotonic())
                 else:
                     self.backlog.pull_failed(tenant_queue)
             if pulled:
-                had_job_s = context.clock.monotonic()
+                had_job_s = state.clock.monotonic()
             self._accept_all(tenant_queue, pulled)
 
     def _accept_all(self, tenant_queue: TenantQueue, pulled: list[LeasedJob]) -> None:
@@ -252,39 +233,38 @@ class Puller:
         if tenant_queue.tenant is None:
             return
         has_more = any(
-            self.backlog.num_waiting(one) and not self._context.lines.is_blocked(one)
+            self.backlog.num_waiting(one) and not self._state.lines.is_blocked(one)
             for one in (tenant_queue, tenant_queue.twin)
         )
-        for dispatcher in self._dispatchers:
-            dispatcher.queue.want(Tenant.of(tenant_queue), has_more, self.model)
+        for model_queue in self._model_queues:
+            model_queue.queue.want(Tenant.of(tenant_queue), has_more, self.model)
 
     # --- what was pulled ---
 
     def accept(self, leased: LeasedJob) -> None:
         """Answer for a delivered job from now on."""
-        context = self._context
-        scheduled = context.job_table.get(leased.job.request_id)
+        state = self._state
+        scheduled = state.job_table.get(leased.job.request_id)
         if scheduled is None:
-            self._accept_new(leased)
+            prepare.start(state, self._scheduled_job(leased))
             return
-        dispatcher = self._by_model[scheduled.job.model]
         if scheduled.lease.stream_sequence != leased.stream_sequence:
             name = f"repeated {scheduled.request_id}"
-            context.tasks.spawn(self._accept_repeated(leased, scheduled), name)
+            state.tasks.spawn(self._accept_repeated(leased, scheduled), name)
             return
-        scheduled.renew_lease(leased, context.clock.monotonic())
+        scheduled.renew_lease(leased, state.clock.monotonic())
         if scheduled.phase is Phase.RUNNING:
-            dispatcher.continue_where_it_runs(scheduled, scheduled.worker_id)
+            place.continue_where_it_runs(state, scheduled, scheduled.worker_id)
 
     async def _accept_repeated(self, leased: LeasedJob, former: ScheduledJob) -> None:
-        """The id of a job that is here was published anew."""
-        context = self._context
+        """Answer a job that was published under the id of a job that is here."""
+        state = self._state
         try:
-            if not leased.tenant_queue.reserved and await context.bus.jobs.is_open(
+            if not leased.tenant_queue.reserved and await state.bus.jobs.is_open(
                 former.lease.stream_sequence
             ):
                 mine = JobClaim.of(leased.job, leased.stream_sequence)
-                self._preparation.repeated.answer(leased.job, leased.lease, mine, former.claim)
+                repeated.answer(state, leased.job, leased.lease, mine, former.claim)
                 return
         except BusUnavailableError as error:
             logger.warning(
@@ -292,12 +272,9 @@ class Puller:
                 extra={"reason": error.message},
             )
             return
-        self._by_model[former.job.model].runner.complete(former)
+        end.complete(state, former)
         self.accept(leased)
 
-    def _accept_new(self, leased: LeasedJob) -> None:
-        self._preparation.start(self._scheduled_job(leased), self._dispatchers[0])
-
     def _scheduled_job(self, leased: LeasedJob) -> ScheduledJob:
-        now_s = self._context.clock.monotonic()
+        now_s = self._state.clock.monotonic()
         return ScheduledJob.of(leased, self.backlog.of(leased.tenant_queue), now_s)

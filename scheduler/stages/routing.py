@@ -1,19 +1,18 @@
-"""Pulls jobs that leave the model open, and gives each to the dispatcher of the chosen one."""
+"""Pulls jobs that leave the model open, and chooses a model for each."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from millrace.bus.job_queue import LeasedJob
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.dispatch.dispatcher import Dispatcher
-from millrace.scheduler.intake.preparation import Preparation
-from millrace.scheduler.intake.puller import Puller
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.stages import prepare
+from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
 from millrace.schemas.jobs import Job
 
@@ -48,16 +47,14 @@ class RoutingPuller(Puller):
 
     def __init__(
         self,
-        context: SchedulerContext,
+        state: SchedulerState,
         name: str,
-        dispatchers: Mapping[str, Dispatcher],
-        preparation: Preparation,
-        chooser: Chooser,
         models: Sequence[str],
+        chooser: Chooser,
     ) -> None:
         """``models`` are those of the name that are served here, the one of that very name first,
         if there is one: it gets what leaves nothing open."""
-        super().__init__(context, name, dispatchers, models, preparation)
+        super().__init__(state, name, models)
         self._models = models
         self._chooser = chooser
         self._num_routing = 0
@@ -67,16 +64,16 @@ class RoutingPuller(Puller):
             super()._pull_all()
 
     def accept(self, leased: LeasedJob) -> None:
-        is_here = self._context.job_table.get(leased.job.request_id) is not None
+        is_here = self._state.job_table.get(leased.job.request_id) is not None
         if is_here or not self._chooser.leaves_open(leased):
             super().accept(leased)
         else:
             self._num_routing += 1
             scheduled = self._scheduled_job(leased)
-            self._context.lines.undecided(scheduled)
+            self._state.lines.undecided(scheduled)
             routing = self._route(leased, scheduled)
             name = f"route {leased.job.request_id}"
-            self._context.tasks.spawn(routing, name).add_done_callback(self._routed)
+            self._state.tasks.spawn(routing, name).add_done_callback(self._routed)
 
     def _routed(self, _routing: asyncio.Task[None]) -> None:
         self._num_routing -= 1
@@ -88,8 +85,8 @@ class RoutingPuller(Puller):
         try:
             await self._start(leased, scheduled)
         finally:
-            if self._context.job_table.get(scheduled.request_id) is not scheduled:
-                self._context.lines.decided(scheduled)
+            if self._state.job_table.get(scheduled.request_id) is not scheduled:
+                self._state.lines.decided(scheduled)
 
     async def _start(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
         try:
@@ -104,8 +101,8 @@ class RoutingPuller(Puller):
             message = f"The job could not be given a model: {type(error).__name__}."
             await self._refuse(scheduled, MillraceError(message))
             return
-        if self._context.job_table.get(scheduled.request_id) is None:
-            self._preparation.start(scheduled, self._by_model[scheduled.job.model])
+        if self._state.job_table.get(scheduled.request_id) is None:
+            prepare.start(self._state, scheduled)
         else:
             # It was delivered again while its model was looked up.
             super().accept(leased)
@@ -113,7 +110,7 @@ class RoutingPuller(Puller):
     async def _with_model(self, leased: LeasedJob) -> Job:
         asked = None
         if leased.job.body and self._chooser.reads_bodies:
-            asked = await self._preparation.read(leased.job)
+            asked = await self._state.model_cache.read(leased.job)
         job = await self._chooser.settle(self._chooser.choose(leased, asked))
         if job.model not in self._models:
             raise ModelNotFoundError(
@@ -123,6 +120,6 @@ class RoutingPuller(Puller):
 
     async def _refuse(self, scheduled: ScheduledJob, error: MillraceError) -> None:
         try:
-            await self._preparation.refuse(scheduled, error)
+            await prepare.refuse(self._state, scheduled, error)
         except BusUnavailableError as outage:
             logger.warning("a job will be refused later", extra={"reason": outage.message})

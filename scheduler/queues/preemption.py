@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from millrace.scheduler.dispatch.context import SchedulerContext
-from millrace.scheduler.jobs.resource_request import TIER_RANKS
-from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.runtime.clock import Clock
+from millrace.scheduler.fleet.fleet import Fleet
+from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ScheduledJob
 from millrace.scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights_of
+from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.jobs import Tier
 
 # Without measurements.
 _STEP_S = 0.02
-# Of a time in which nobody asked, so much counts: what runs now may not have run then.
+# Maximum idle time used for extrapolation: what runs now may not have run then.
 _LONGEST_S = 30.0
 # The shortest wait until it is looked again, and the longest, as more may run by then.
 _SOONEST_S, _LATEST_S = 0.002, 0.5
@@ -36,27 +36,24 @@ class PreemptionPolicy:
     wait for a turn of the lower which nobody can give it now. They go first as long as their
     tier was served no more, for its weight, than the lower one will have been after its next
     job, with what its jobs that run are served meanwhile: so in the long run no tier gets more
-    of the workers than its weight says while others wait. ``dispatch_ready`` is called when one
-    that was held back may go.
+    of the workers than its weight says while others wait. ``is_timed``: a round is due already
+    for jobs that were held back.
     """
 
     def __init__(
-        self,
-        context: SchedulerContext,
-        model: str,
-        queue: FairQueue,
-        dispatch_ready: Callable[[], None],
+        self, model: str, queue: FairQueue, config: SchedulerConfig, fleet: Fleet, clock: Clock
     ) -> None:
-        self._context = context
         self._model = model
         self._queue = queue
-        self._dispatch_ready = dispatch_ready
-        self._weights = weights_of(context.config.tiers)
-        self._running = {tier: _Running(context.clock.monotonic()) for tier in Tier}
+        self._fleet = fleet
+        self._clock = clock
+        self._output_weight = config.output_weight
+        self._weights = weights_of(config.tiers)
+        self._running = {tier: _Running(clock.monotonic()) for tier in Tier}
         self._looked_at: set[Tier] = set()
         self._held_up: list[ScheduledJob] = []
         self._soonest_s: float | None = None
-        self._is_timed = False
+        self.is_timed = False
 
     def has_turn(self, tier: Tier) -> None:
         """A job of it is about to be charged, for which it was sent by us or by others."""
@@ -67,7 +64,7 @@ class PreemptionPolicy:
                 self._forget(other)
 
     def _forget(self, tier: Tier) -> None:
-        self._running[tier] = _Running(self._context.clock.monotonic())
+        self._running[tier] = _Running(self._clock.monotonic())
 
     # --- one round of sending ---
 
@@ -111,32 +108,24 @@ class PreemptionPolicy:
         running = self._running[tier]
         if tier not in self._looked_at:
             self._looked_at.add(tier)
-            now_s = self._context.clock.monotonic()
+            now_s = self._clock.monotonic()
             running.per_s = self._served_per_s(tier)
             running.tokens += running.per_s * min(now_s - running.until_s, _LONGEST_S)
             running.until_s = now_s
         return running
 
     def _served_per_s(self, tier: Tier) -> float:
-        weight, rank = self._context.config.output_weight, TIER_RANKS[tier]
+        weight, rank = self._output_weight, TIER_RANKS[tier]
         return sum(
             weight * worker.num_running_of(rank) / (worker.decode_step_s or _STEP_S)
-            for worker in self._context.fleet.of_model(self._model)
+            for worker in self._fleet.of_model(self._model)
         )
 
-    def end_round(self) -> None:
-        """Have another round when somebody who was held back may go."""
+    def end_round(self) -> float | None:
+        """Return after how many seconds a job that was held back may go, if another round has to
+        be timed for it."""
         self._held_up.clear()
-        if self._soonest_s is not None and not self._is_timed:
-            self._is_timed = True
-            wait_s = min(max(self._soonest_s, _SOONEST_S), _LATEST_S)
-            self._context.tasks.spawn(
-                self._dispatch_ready_after(wait_s), f"send more of {self._model}"
-            )
-
-    async def _dispatch_ready_after(self, wait_s: float) -> None:
-        try:
-            await self._context.clock.sleep(wait_s)
-        finally:
-            self._is_timed = False
-        self._dispatch_ready()
+        if self._soonest_s is None or self.is_timed:
+            return None
+        self.is_timed = True
+        return min(max(self._soonest_s, _SOONEST_S), _LATEST_S)

@@ -1,11 +1,15 @@
-"""Hands requests to the engine: at once, or one at a time after the engine crashed."""
+"""Hands requests to the engine: at once, or one at a time after an engine crashed."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from millrace.schemas.engines import PROMISES
 from millrace.schemas.errors import MillraceError
+from millrace.schemas.sampling import SamplingParams
+from millrace.workers.host.context import WorkerContext
+from millrace.workers.host.generations.engine_requests import cache_salt_of, engine_request
 from millrace.workers.host.generations.generation import Generation
 
 logger = logging.getLogger(__name__)
@@ -22,18 +26,21 @@ class EngineKilledError(MillraceError, code="engine_killed"):
         )
 
 
-class Requeue:
-    """Hands running requests to the engine by ``admit``.
+class EngineIntake:
+    """The way of all requests into the engine.
 
-    Normally at once. But any request that an engine had when it crashed may have killed it, so the
-    next engine gets these one at a time, each until it has made a token, small ones first among
-    those of equal priority. New requests wait behind them. If the engine crashes again, the request
-    that it ran alone is to blame. So a request that kills engines ends with its second, and the
-    others of its batch go on.
+    Normally a request goes in at once. But any request that an engine had when it crashed may have
+    killed it, so the next engine gets these one at a time, each until it has made a token, small
+    ones first among those of equal priority. New requests wait behind them. If the engine crashes
+    again, the request that it ran alone is to blame. So a request that kills engines ends with its
+    second, and the others of its batch go on.
     """
 
-    def __init__(self, admit: Callable[[Generation], None]) -> None:
-        self._admit = admit
+    def __init__(self, context: WorkerContext) -> None:
+        self._engine = context.engine
+        self._eos_token_ids = context.model.eos_token_ids
+        self._prefix_scope = context.config.prefix_scope
+        self._promises = PROMISES[context.config.engine.kind]
         self._has_engine = True
         self._tested: Generation | None = None
         self._suspects: dict[Generation, None] = {}
@@ -92,3 +99,11 @@ class Requeue:
         newcomers, self._newcomers = self._newcomers, {}
         for generation in newcomers:
             self._admit(generation)
+
+    def _admit(self, generation: Generation) -> None:
+        is_sampled = SamplingParams.of(generation.job.sampling).temperature > 0
+        is_continued = bool(generation.output.token_ids)
+        if is_continued and is_sampled and not self._promises.continues_sampling:
+            generation.accounting.resampled = True
+        salt = cache_salt_of(generation.job, self._prefix_scope)
+        self._engine.add(engine_request(generation, self._eos_token_ids, salt))

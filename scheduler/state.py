@@ -1,0 +1,210 @@
+"""What the stages of one scheduler share: its jobs, its workers, and the queue of each model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from enum import StrEnum
+
+from millrace.bus.api import Bus
+from millrace.bus.fleet.directories import Directories
+from millrace.runtime.clock import Clock
+from millrace.runtime.histogram import FIRST_TOKEN_S, STEP_S, Histogram
+from millrace.runtime.tasks import Tasks
+from millrace.scheduler.fleet.fleet import Departure, Fleet
+from millrace.scheduler.jobs.admission import JobAdmission
+from millrace.scheduler.jobs.cancels import CancelMemory, KeptCancels
+from millrace.scheduler.jobs.finalizer import Finalizer
+from millrace.scheduler.jobs.model_cache import ModelCache
+from millrace.scheduler.jobs.running_requests import RunningRequests
+from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
+from millrace.scheduler.jobs.tenant_lines import TenantLines
+from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled, refused
+from millrace.scheduler.jobs.tracing import JobTraces
+from millrace.scheduler.placement.prefix_index import PrefixIndex
+from millrace.scheduler.queues.fair_queue import FairQueue
+from millrace.scheduler.queues.measurements import Arrivals, OutputLengths, Throughput
+from millrace.scheduler.queues.preemption import PreemptionPolicy
+from millrace.schemas.config import SchedulerConfig
+from millrace.schemas.control import CancelReason
+from millrace.schemas.errors import ModelNotFoundError
+from millrace.schemas.jobs import Tier
+
+
+class Rerun(StrEnum):
+    """Why a job that ran leaves its worker for another."""
+
+    MOVED = "moved"  # the worker drains, and another has capacity
+    LOST = "lost"  # the worker is gone without a word, or did not answer
+    RETURNED = "returned"  # the worker gave it back
+
+
+class DispatchResult(StrEnum):
+    """The result of a dispatch, by its metric label."""
+
+    ACCEPTED = "accepted"  # the worker holds the lease
+    REFUSED = "refused"  # nothing ran: another worker, or later
+    LOST = "lost"  # no answer: it may run there
+    ANSWERED = "answered"  # an earlier attempt had ended it already
+    SUPERSEDED = "overtaken"  # somebody else runs it at a higher epoch
+    POISON_PILL = "poisonous"  # workers die of it
+    UNSENT = "unsent"  # the message bus was away
+    MUST_END = "ends"  # it must not run: see the terminal status
+
+
+class MovedBy(StrEnum):
+    """How the next worker gets the context of a stream that was moved."""
+
+    PULLED = "pulled"
+    COMPUTED = "computed"
+
+
+class DispatchCounts:
+    """Counts of one model's dispatches and attempts, read at a scrape.
+
+    ``dispatches`` counts by result. ``dispatch_wait_s`` is the time from a request's receipt until
+    a worker first accepted it, ``dispatch_s`` the time that workers took to answer a dispatch.
+    ``moves`` counts the streams that were moved.
+    """
+
+    def __init__(self) -> None:
+        self.dispatches: Counter[DispatchResult] = Counter()
+        self.reruns: Counter[Rerun] = Counter()
+        self.moves: Counter[MovedBy] = Counter()
+        self.dispatch_wait_s = {tier: Histogram(FIRST_TOKEN_S) for tier in Tier}
+        self.dispatch_s = Histogram(STEP_S)
+
+
+class ModelQueue:
+    """The waiting jobs of one model, and what was measured of all its jobs.
+
+    ``wakes`` are the events of the pullers that pull for the model. ``has_waiting`` is set when a
+    job has to wait for a worker.
+    """
+
+    def __init__(self, model: str, config: SchedulerConfig, fleet: Fleet, clock: Clock) -> None:
+        self.model = model
+        self.queue = FairQueue(config)
+        self.preemption = PreemptionPolicy(model, self.queue, config, fleet, clock)
+        self.wakes: list[asyncio.Event] = []
+        self.has_waiting = asyncio.Event()
+        self.throughput = Throughput()
+        self.output_lengths = OutputLengths()
+        self.arrivals = Arrivals(clock.monotonic())
+        self.counts = DispatchCounts()
+        self.is_stopped = False
+        self._fleet = fleet
+
+    @property
+    def is_served(self) -> bool:
+        """Whether there are workers, and jobs may be sent to them."""
+        return not self.is_stopped and self._fleet.num_accepting(self.model) > 0
+
+    def num_here(self, *, is_batch: bool) -> int:
+        """Count the jobs that were pulled and not sent so far, of batches or of the others."""
+        return sum([self.queue.num_here(tier) for tier in Tier if (tier is Tier.BATCH) is is_batch])
+
+    def spare_capacity(self, tier: Tier) -> int:
+        """Return how many more jobs of a tier could be sent now behind the jobs that are here."""
+        if self.is_stopped:
+            return 0
+        capacity = self._fleet.capacity(self.model, tier) - self.num_here(is_batch=False)
+        return capacity - self.num_here(is_batch=True) if tier is Tier.BATCH else capacity
+
+    def wake_pulls(self) -> None:
+        """Have the pullers look again: something changed that may let a pull go on."""
+        for wake in self.wakes:
+            wake.set()
+
+
+class SchedulerState:
+    """The shared state of one scheduler.
+
+    ``model_queues`` has the models that are served now. ``gone_queues`` has models that left the
+    catalogue, until their jobs have ended. ``tasks`` owns the work on single jobs, ``answers`` the
+    messages that nothing else would send again. Without an ``admission`` every job is admitted.
+    ``queue_news`` is set when the queue should be counted soon.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: SchedulerConfig,
+        clock: Clock,
+        running_requests: RunningRequests,
+        model_cache: ModelCache,
+        directories: Directories,
+        traces: JobTraces | None,
+        admission: JobAdmission | None,
+    ) -> None:
+        self.bus = bus
+        self.config = config
+        self.clock = clock
+        self.running_requests = running_requests
+        self.model_cache = model_cache
+        self.directories = directories
+        self.traces = traces
+        self.admission = admission
+        self.finalizer = Finalizer(
+            bus, clock, running_requests, model_cache.prices, traces, admission
+        )
+        self.fleet = Fleet(config.heartbeat_timeout_s)
+        self.prefixes = PrefixIndex(config.max_prefix_keys)
+        self.cancels = CancelMemory(config.cancel_memory_s)
+        self.job_table = JobTable()
+        self.tasks = Tasks()
+        self.answers = Tasks()
+        self.kept_cancels = KeptCancels(running_requests, self.cancels, clock, self.tasks)
+        self.lines = TenantLines(admission, clock, self.tasks)
+        self.model_queues: dict[str, ModelQueue] = {}
+        self.gone_queues: dict[str, ModelQueue] = {}
+        self.departures: Counter[Departure] = Counter()
+        self.queue_news = asyncio.Event()
+        # The readers of each request that follow the answer of its first job.
+        self.followers: Counter[str] = Counter()
+
+    def count_queue_soon(self) -> None:
+        """Have the queue counted soon: there may be jobs again."""
+        self.queue_news.set()
+
+    def add_model(self, model: str) -> ModelQueue:
+        """Serve a model from now on."""
+        self.gone_queues.pop(model, None)
+        model_queue = ModelQueue(model, self.config, self.fleet, self.clock)
+        self.model_queues[model] = model_queue
+        return model_queue
+
+    def remove_model(self, model: str) -> None:
+        """Serve a model no more. Its jobs that are here are unwanted from now on."""
+        self.gone_queues[model] = self.model_queues.pop(model)
+
+    def queue_of(self, scheduled: ScheduledJob) -> ModelQueue:
+        """Return the queue of a job's model, which may have left the catalogue."""
+        model = scheduled.job.model
+        return self.model_queues.get(model) or self.gone_queues[model]
+
+    def all_queues(self) -> list[ModelQueue]:
+        """Return the queues of all models, also of those that have left the catalogue."""
+        return [*self.model_queues.values(), *self.gone_queues.values()]
+
+    async def is_foreign_reply(self, tenant: str, reply: str) -> bool:
+        """Whether a tenant's job names the listener of another tenant."""
+        return await self.directories.reply_owners.is_foreign(tenant, reply)
+
+    def cancel_reason(self, scheduled: ScheduledJob) -> CancelReason | None:
+        """Return why a job was cancelled; None if it was not."""
+        tenant, request_id = scheduled.job.tenant, scheduled.request_id
+        return self.cancels.reason(tenant, request_id, self.clock.monotonic())
+
+    def why_unwanted(self, scheduled: ScheduledJob) -> TerminalStatus | None:
+        """Return how a job ends that is cancelled, late, or of a model that is gone; else None."""
+        reason = self.cancel_reason(scheduled)
+        if reason is not None:
+            return cancelled(reason)
+        if scheduled.job.is_past_deadline(self.clock.now_ns()):
+            return EXPIRED
+        if scheduled.job.model in self.gone_queues:
+            return refused(
+                ModelNotFoundError(f"The model {scheduled.job.model!r} is served no more.")
+            )
+        return None

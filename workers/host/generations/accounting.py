@@ -1,0 +1,115 @@
+"""What a generation takes: tokens found in caches, computed and pulled, and time of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from millrace.engine.types import EngineOutput
+from millrace.schemas.records import Attempt
+from millrace.schemas.transfer import KvSource
+from millrace.workers.host.energy.meter import EnergyMeter, EnergyShare
+
+
+class DeviceUse:
+    """As reported by the engines: each counts from 0, and what one that died had not reported is
+    lost. Engines report the time of one device; all of a group are busy meanwhile, so that what was
+    taken is ``num_devices`` times as long."""
+
+    __slots__ = ("_former_us", "_meter", "_share", "_us", "num_devices")
+
+    def __init__(self, meter: EnergyMeter, num_devices: int = 1) -> None:
+        self.num_devices = num_devices
+        self._us = self._former_us = 0.0
+        self._meter = meter
+        self._share = EnergyShare()
+
+    def note(self, device_us: float) -> None:
+        """The engine reports its total so far."""
+        if device_us > self._us:
+            self._us = device_us
+            self._share.device_us = self._former_us + device_us
+            self._meter.note_device_time(self._share)
+
+    def note_engine_lost(self) -> None:
+        """The engine has ended."""
+        self._former_us += self._us
+        self._us = 0.0
+
+    @property
+    def total_us(self) -> int:
+        """Of all devices together."""
+        return round((self._former_us + self._us) * self.num_devices)
+
+    def settle_energy(self) -> float | None:
+        """The joules of that time, of a run that is over; None if they were not measured."""
+        return self._meter.settle(self._share)
+
+
+class Accounting:
+    """The amounts of one attempt.
+
+    ``num_found_tokens`` were in the engine's KV cache when it began, of the prompt and of resumed
+    tokens. The client pays ``num_cached_tokens`` of the prompt as cached. ``num_pulled_tokens``
+    came from another worker's KV cache. ``resampled``: an engine continued the attempt and draws
+    other tokens than its seed would have given. ``is_charged``: the scheduler was told what the
+    attempt used.
+    """
+
+    __slots__ = (
+        "device_use",
+        "is_charged",
+        "num_accepted_tokens",
+        "num_cached_tokens",
+        "num_found_tokens",
+        "num_preemptions",
+        "num_proposed_tokens",
+        "num_pulled_tokens",
+        "resampled",
+    )
+
+    def __init__(self, device_use: DeviceUse) -> None:
+        self.device_use = device_use
+        self.num_cached_tokens = self.num_found_tokens = self.num_pulled_tokens = 0
+        self.num_preemptions = 0
+        self.num_proposed_tokens = self.num_accepted_tokens = 0
+        self.resampled = False
+        self.is_charged = False
+
+    def begin(
+        self, output: EngineOutput, attempts: Mapping[int, Attempt], num_prompt_tokens: int
+    ) -> None:
+        """The engine has admitted the request; ``attempts`` are the earlier ones, by epoch."""
+        self.num_found_tokens = output.num_cached_tokens
+        self.num_pulled_tokens = output.num_pulled_tokens
+        num_free = num_free_tokens(output, attempts)
+        self.num_cached_tokens = min(num_free, num_prompt_tokens)
+
+    def find_more(self, output: EngineOutput, num_prompt_tokens: int) -> None:
+        """Some servers say at the end only what they found in their caches."""
+        self.num_found_tokens = output.num_cached_tokens
+        self.num_cached_tokens = min(output.num_cached_tokens, num_prompt_tokens)
+
+    def add(self, output: EngineOutput) -> None:
+        """Add the amounts of a step."""
+        self.resampled |= output.resampled
+        self.num_preemptions += output.num_preemptions
+        if output.num_proposed_tokens or output.num_accepted_tokens:
+            self.num_proposed_tokens += output.num_proposed_tokens
+            self.num_accepted_tokens += output.num_accepted_tokens
+        if output.device_us:
+            self.device_use.note(output.device_us)
+
+    def pulled_from(self, source: KvSource | None) -> str:
+        """The id of the worker that tokens were pulled from; empty if none were."""
+        return source.worker_id if source is not None and self.num_pulled_tokens else ""
+
+
+def num_free_tokens(output: EngineOutput, attempts: Mapping[int, Attempt]) -> int:
+    """Of the tokens that an engine found in its KV cache when it began, as ``output`` says, count
+    the tokens that the client does not pay as computed. What an earlier attempt (``attempts``, by
+    epoch) computed and this one has pulled was not found for free."""
+    num_cached = output.num_cached_tokens
+    if not attempts:
+        return num_cached
+    earlier = attempts[max(attempts)].cached_tokens
+    return max(num_cached - output.num_pulled_tokens, min(earlier, num_cached))
