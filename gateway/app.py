@@ -54,6 +54,7 @@ from millrace.gateway.transport.http import (
     ClientLeftError,
     Event,
     Receive,
+    RequestIds,
     Scope,
     Send,
     header_of,
@@ -61,10 +62,9 @@ from millrace.gateway.transport.http import (
     refuse_and_close,
     refuse_handshake,
     request_id_header,
+    with_id_also_as,
 )
-from millrace.gateway.transport.origins import OriginGuard
-from millrace.gateway.transport.proxies import ProxyReader
-from millrace.gateway.transport.request_ids import RequestIds, with_id_also_as
+from millrace.gateway.transport.origins import OriginGuard, ProxyReader
 from millrace.runtime.http.content_coding import with_decoded_body
 from millrace.schemas.errors import MillraceError, shown
 

@@ -36,14 +36,12 @@ from millrace.gateway.request.submitter import RequestSubmitter
 from millrace.gateway.request.tool_loop import ToolCallLoop
 from millrace.gateway.request.tracing import RequestTraces
 from millrace.gateway.sessions.sessions import Sessions
-from millrace.gateway.streams.deliveries import Deliveries
-from millrace.gateway.streams.delivery_statistics import DeliveryHistory, delivery_record
+from millrace.gateway.streams.deliveries import Deliveries, DeliveryHistory, delivery_record
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.gateway.streams.replays import RunningRequestIndex
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.streams.streams import StreamTable
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import AuthenticationError, Identity, revoked_key
+from millrace.gateway.tenancy.identity import AuthenticationError, Caller, Identity, revoked_key
 from millrace.gateway.tenancy.key_watch import KeyWatch
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.gateway.tools.catalogue import ToolCatalogue

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from starlette.requests import Request
 
 from millrace.gateway.core import Gateway
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import new_request_id, read_body
 
 

@@ -13,7 +13,7 @@ from millrace.gateway.rendering.rendering import Renderer
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.resuming import UnknownRequestError
 from millrace.gateway.responses.store import ResponseNotFoundError
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
 from millrace.gateway.transport.http import Headers, Receive, Scope, Send
 from millrace.schemas.records import ClientEnd

@@ -20,12 +20,12 @@ from millrace.gateway.errors import (
     refusal_of,
 )
 from millrace.gateway.rendering.rendering import Endpoint, Prepared
-from millrace.gateway.request.detached_client import DetachedClient
 from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.streams.stream import DetachedClient
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
 from millrace.gateway.transport.event_ids import EventId, parse_event_id
 from millrace.gateway.transport.http import (

@@ -12,10 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millrace.bus.tenancy.accounts import Account, AccountUsage
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import Identity, require_admin
-from millrace.gateway.tenancy.limit_headers import remaining
-from millrace.gateway.tenancy.limits import Limiter
+from millrace.gateway.tenancy.identity import Caller, Identity, require_admin
+from millrace.gateway.tenancy.limits import Limiter, remaining
 from millrace.gateway.transport.http import json_response
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier

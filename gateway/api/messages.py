@@ -16,7 +16,7 @@ from millrace.gateway.messages.renderer import MessageRenderer
 from millrace.gateway.rendering.rendering import Endpoint, Prepared, read_long
 from millrace.gateway.request.admission import tier_of
 from millrace.gateway.responses.window import num_input_tokens
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import json_response
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest

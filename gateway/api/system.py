@@ -18,7 +18,7 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.http import header_of, json_response
-from millrace.gateway.transport.proxies import is_forwarded
+from millrace.gateway.transport.origins import is_forwarded
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import chat_messages
 from millrace.registry.requests.offered.chat_tools import given_tools

@@ -18,8 +18,8 @@ from millrace.gateway.rendering.embedding_jobs import (
     user_of,
 )
 from millrace.gateway.rendering.embedding_vectors import VectorForm
-from millrace.gateway.streams.usage import total_usage
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.streams.stream import total_usage
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.chat.asked import Api

@@ -14,7 +14,7 @@ from millrace.gateway.request.intake_limits import LONG_BODY_BYTES
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.parts import Part, PartEvents
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool

@@ -11,8 +11,8 @@ from millrace.gateway.errors import DrainingError
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.intake_limits import IntakeLimits
 from millrace.gateway.streams.fleet_view import FleetView
-from millrace.gateway.streams.usage import total_usage
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.streams.stream import total_usage
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.gateway.transport.http import Headers
 from millrace.registry.pricing import cost

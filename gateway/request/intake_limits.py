@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from decimal import Decimal
 
 from millrace.bus.tenancy.errors import RateLimitError
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.schemas.errors import MillraceError

@@ -8,7 +8,6 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from millrace.gateway.request.admission import Admission
-from millrace.gateway.request.detached_client import NULL_CLIENT, DetachedClient
 from millrace.gateway.request.failure_log import FailureLog
 from millrace.gateway.request.job_maker import job_id
 from millrace.gateway.request.model_choice import route_headers
@@ -17,12 +16,17 @@ from millrace.gateway.request.response_reader import AcceptedRequest, ResponseRe
 from millrace.gateway.request.tracing import RequestTrace
 from millrace.gateway.sessions.sessions import Sessions
 from millrace.gateway.streams.choice import Choice
-from millrace.gateway.streams.delivery_statistics import DeliveryHistory
+from millrace.gateway.streams.deliveries import DeliveryHistory
 from millrace.gateway.streams.parts import Part
-from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.stream import (
+    NULL_CLIENT,
+    Client,
+    DetachedClient,
+    OpenStream,
+    TokenGaps,
+    usage_so_far,
+)
 from millrace.gateway.streams.streams import TAKEN_OVER, StreamTable
-from millrace.gateway.streams.token_gaps import TokenGaps
-from millrace.gateway.streams.usage import usage_so_far
 from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.runtime.clock import Clock
 from millrace.schemas.control import CancelReason

@@ -18,8 +18,7 @@ from millrace.gateway.request.response_reader import AcceptedRequest
 from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
 from millrace.gateway.request.tracing import RequestTrace
 from millrace.gateway.streams.stream import Client
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import Identity
+from millrace.gateway.tenancy.identity import Caller, Identity
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.chat.asked import Asked
 from millrace.schemas.config import GatewayConfig

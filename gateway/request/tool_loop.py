@@ -17,7 +17,7 @@ from millrace.gateway.request.job_maker import JobMaker, next_round
 from millrace.gateway.request.job_publisher import JobPublisher
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.choice import TOOL_CALLS, Choice
-from millrace.gateway.streams.delivery_statistics import continue_statistics
+from millrace.gateway.streams.deliveries import continue_statistics
 from millrace.gateway.streams.parts import StepPart
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.tools.runner import ToolResult, ToolRunner

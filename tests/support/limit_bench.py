@@ -8,8 +8,7 @@ from decimal import Decimal
 from typing import Any
 
 from millrace.bus.tenancy.tenants import TenantStore
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import Identity
+from millrace.gateway.tenancy.identity import Caller, Identity
 from millrace.gateway.tenancy.limits import Limiter, Reservation
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig

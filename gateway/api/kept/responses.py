@@ -43,7 +43,7 @@ from millrace.gateway.responses.store import (
     model_of,
 )
 from millrace.gateway.responses.window import fit_window, num_input_tokens
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import (
     Headers,
     Receive,

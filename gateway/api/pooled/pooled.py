@@ -20,8 +20,8 @@ from millrace.gateway.rendering.embedding_jobs import Input, jobs_of
 from millrace.gateway.rendering.rendering import read_long
 from millrace.gateway.request.job_maker import bare_job
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
-from millrace.gateway.streams.usage import total_usage
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.streams.stream import total_usage
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import (
     JSON,
     ClientLeftError,

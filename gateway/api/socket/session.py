@@ -17,8 +17,7 @@ from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
 from millrace.gateway.streams.stream import Client, OpenStream
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import AuthenticationError
+from millrace.gateway.tenancy.identity import AuthenticationError, Caller
 from millrace.gateway.transport.connection_writer import ConnectionWriter
 from millrace.gateway.transport.http import new_request_id
 from millrace.registry.requests.parsing import parse_generate

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import ClientConnection, connect
 
 from millrace.bus.job_queue import PublishedJob
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tenancy.limits import Reservation
 from millrace.gateway.tools.catalogue import ToolCatalogue, load_tools
 from millrace.schemas.config import GatewayConfig, RedisConfig

@@ -16,7 +16,7 @@ import pytest
 from millrace.bus.tenancy.errors import LimitsUnreachableError
 from millrace.gateway.api.pooled.pooled import MAX_JOBS_AT_ONCE
 from millrace.gateway.rendering.embedding_vectors import VectorForm
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tenancy.limits import Limiter, Reservation
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.embeddings import MAX_INPUTS
