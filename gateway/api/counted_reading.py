@@ -17,5 +17,5 @@ async def counted_body(gateway: Gateway, request: Request) -> AsyncIterator[tupl
     """Whose request it is, and its body; what is done within counts as a request of theirs."""
     caller = await gateway.identity.caller(request.scope)
     body = await read_body(request.scope, request.receive, gateway.config)
-    async with gateway.intake_limits.counts(caller, new_request_id("tok"), len(body)):
+    async with gateway.admission.counts(caller, new_request_id("tok"), len(body)):
         yield caller, body

@@ -8,9 +8,8 @@ import logging
 import re
 from collections.abc import Iterator
 
-from millrace.gateway.api.answers import Answers
+from millrace.gateway.api.answers import Answers, follow
 from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
-from millrace.gateway.api.following import follow
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import (
     InternalError,
@@ -114,7 +113,7 @@ class GenerationHandler:
             raise MethodNotAllowedError(endpoint.route, scope["method"], ["POST"])
         with _bugs_answered(request_id):
             caller = await gateway.identity.caller(scope)
-        async with gateway.intake_limits.refusals_count(caller, request_id):
+        async with gateway.admission.refusals_count(caller, request_id):
             return await self._answer_to(caller, scope, receive, send, request_id, trace, arrived_s)
 
     async def _answer_to(
@@ -130,7 +129,7 @@ class GenerationHandler:
         gateway, endpoint = self._gateway, self._endpoint
         with _bugs_answered(request_id):
             body = await read_body(scope, receive, gateway.config)
-            await gateway.intake_limits.admit(caller, request_id, len(body))
+            await gateway.admission.admit_body(caller, request_id, len(body))
             prepared = await endpoint.prepare(body, caller, gateway.prompts)
         key = _idempotency_key(scope)
         digest = digest_of(endpoint.route.encode(), body) if key else ""

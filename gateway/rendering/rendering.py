@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from millrace.gateway.errors import Refusal
-from millrace.gateway.request.intake_limits import LONG_BODY_BYTES
+from millrace.gateway.request.admission import LONG_BODY_BYTES
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.streams.parts import Part, PartEvents

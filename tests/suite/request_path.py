@@ -57,7 +57,7 @@ _NEVER_S = 3600.0
 _BACKGROUND = (
     "runtime/alerts/",
     "gateway/alerts.py",
-    "gateway/request/failure_log.py",
+    "gateway/request/refusals.py",
     "bus/store/conditions.py",
     "workers/host/leases/ownership.py",
 )

@@ -12,10 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from millrace.gateway.api.answers import SSE_HEADERS
+from millrace.gateway.api.answers import SSE_HEADERS, follow
 from millrace.gateway.api.client_connection import HttpClient
 from millrace.gateway.api.counted_reading import counted_body
-from millrace.gateway.api.following import follow
 from millrace.gateway.api.kept.background import BackgroundResponses, NotInBackgroundError
 from millrace.gateway.api.kept.items_page import check_items_query, check_query, items_page
 from millrace.gateway.core import Gateway

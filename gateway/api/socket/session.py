@@ -231,9 +231,9 @@ class SocketSession(Client):
         return self.caller
 
     async def _start(self, request: SocketRequest, start: _Start) -> None:
-        caller, intake_limits = self._known_caller(), self._gateway.intake_limits
+        caller, admission = self._known_caller(), self._gateway.admission
         try:
-            async with intake_limits.refusals_count(caller, request.request_id):
+            async with admission.refusals_count(caller, request.request_id):
                 response = await start(request)
         except MillraceError as error:
             refusal = refusal_of(error)
