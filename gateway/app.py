@@ -34,6 +34,7 @@ from millrace.gateway.api.socket.websocket import WebSocketHandler
 from millrace.gateway.api.system import Api
 from millrace.gateway.api.tools import ToolsApi
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import CHAT_COMPLETIONS, COMPLETIONS, Endpoint
 from millrace.gateway.errors import (
     MethodNotAllowedError,
     NotFoundError,
@@ -42,9 +43,6 @@ from millrace.gateway.errors import (
     refusal_of,
 )
 from millrace.gateway.openapi import document as openapi
-from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
-from millrace.gateway.rendering.rendering import Endpoint
-from millrace.gateway.rendering.text_completions import COMPLETIONS
 from millrace.gateway.tenancy.identity import token_of
 from millrace.gateway.transport.http import (
     CALLER,

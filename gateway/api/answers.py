@@ -10,8 +10,7 @@ from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
 from millrace.gateway.api.told_events import ToldEvents
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import GOING_AWAY_REFUSAL, Refusal
-from millrace.gateway.rendering.chunks import SSE_COMMENT, SSE_KEEP_ALIVE, encode
-from millrace.gateway.rendering.rendering import Renderer
+from millrace.gateway.rendering.rendering import SSE_COMMENT, SSE_KEEP_ALIVE, Renderer, encode
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.resuming import UnknownRequestError

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from millrace.gateway.api.answers import Answers, follow
 from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import Endpoint, Prepared
 from millrace.gateway.errors import (
     InternalError,
     MethodNotAllowedError,
@@ -18,7 +19,6 @@ from millrace.gateway.errors import (
     SlowRequestError,
     refusal_of,
 )
-from millrace.gateway.rendering.rendering import Endpoint, Prepared
 from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester

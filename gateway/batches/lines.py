@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from millrace.bus.stored_results import end_of, frames_of
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import Endpoint, Prepared
 from millrace.gateway.errors import Refusal, refusal_of_end
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.rendering import Endpoint, Prepared
 from millrace.gateway.request.job_maker import bare_job, prompt_token_ids
 from millrace.gateway.request.response_reader import AcceptedRequest, ResponseReader
 from millrace.gateway.streams.stream import NULL_CLIENT, OpenStream

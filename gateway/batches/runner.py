@@ -19,8 +19,8 @@ from millrace.gateway.batches.ordered_ids import created_ms
 from millrace.gateway.batches.run import BatchRun
 from millrace.gateway.batches.store import BatchStore
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import Endpoint
 from millrace.gateway.errors import NotFoundError
-from millrace.gateway.rendering.rendering import Endpoint
 from millrace.runtime.clock import until_beat_s
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from millrace.runtime.tasks import Tasks, wait_or_sleep

@@ -1,4 +1,4 @@
-"""From an embedding as a worker pools it to what a client asked for."""
+"""From numbers as a worker pools them to what a client asked for: vectors, scores, similarities."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+
+from millrace.gateway.models import ServedModelLike
+from millrace.registry.checkpoints.classifier import Activation
+from millrace.schemas.embeddings import EmbeddingRequest
+from millrace.schemas.errors import ParameterError
 
 _BYTES_PER_NUMBER = 4
 
@@ -39,6 +44,19 @@ class VectorForm(NamedTuple):
         return msgspec.Raw(f"[{','.join(f'{value:.9g}' for value in values)}]".encode())
 
 
+def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
+    """How the vectors are given out. Raises ParameterError."""
+    dimensions, size = asked.dimensions, model.embedding_size
+    if dimensions is not None and not 1 <= dimensions <= size:
+        raise ParameterError(
+            "dimensions", f"dimensions must be between 1 and {size}, got {dimensions}"
+        )
+    normalize = asked.normalize
+    if normalize is None:
+        normalize = model.embedding_defaults.normalize
+    return VectorForm(dimensions, normalize, asked.encoding_format == "base64")
+
+
 def _scaled(values: tuple[float, ...]) -> tuple[float, ...]:
     """To length 1; a vector of zeros has no direction and stays one of zeros."""
     length = math.hypot(*values) or 1.0
@@ -47,3 +65,56 @@ def _scaled(values: tuple[float, ...]) -> tuple[float, ...]:
 
 def _quoted(values: bytes) -> msgspec.Raw:
     return msgspec.Raw(b'"' + base64.b64encode(values) + b'"')
+
+
+def numbers_of(pooled: bytes) -> tuple[float, ...]:
+    """From little-endian float32."""
+    return struct.unpack(f"<{len(pooled) // _BYTES_PER_NUMBER}f", pooled)
+
+
+def activated(logits: Sequence[float], activation: Activation) -> list[float]:
+    """What an activation makes of the numbers of all labels."""
+    match activation:
+        case Activation.NONE:
+            return list(logits)
+        case Activation.SIGMOID:
+            return [_sigmoid(value) for value in logits]
+        case Activation.SOFTMAX:
+            most = max(logits)
+            powers = [math.exp(value - most) for value in logits]
+            total = math.fsum(powers)
+            return [power / total for power in powers]
+
+
+def _sigmoid(value: float) -> float:
+    # The power is of a negative number, so it does not overflow.
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    power = math.exp(value)
+    return power / (1 + power)
+
+
+class Vector(NamedTuple):
+    """An embedding and its length."""
+
+    values: tuple[float, ...]
+    length: float
+
+    @classmethod
+    def of(cls, pooled: bytes) -> Vector:
+        """From little-endian float32."""
+        values = struct.unpack(f"<{len(pooled) // _BYTES_PER_NUMBER}f", pooled)
+        return cls(values, math.hypot(*values))
+
+
+def cosine(one: Vector, other: Vector) -> float:
+    """Of the angle between two vectors, between -1 and 1; 0 if one of them is all zeros.
+
+    By the law of cosines, since distances and lengths are computed without a loop in Python.
+    """
+    if not (one.length and other.length):
+        return 0.0
+    distance = math.dist(one.values, other.values)
+    product = one.length * other.length
+    found = (one.length**2 + other.length**2 - distance**2) / (2 * product)
+    return max(-1.0, min(1.0, found))

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
 from millrace.gateway.responses.thoughts import opened
 from millrace.schemas.chat.unreadable import UnreadPart
 from millrace.schemas.errors import ParameterError
+from millrace.schemas.responses.call_items import (
+    AdditionalToolsItem,
+    ApplyPatchCallItem,
+    ApplyPatchCallOutputItem,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
+    LocalShellCallItem,
+    LocalShellCallOutputItem,
+    ShellCallItem,
+    ShellCallOutputItem,
+    ToolSearchCallItem,
+    ToolSearchOutputItem,
+)
 from millrace.schemas.responses.items import (
     Content,
     EchoedRefusal,
@@ -25,6 +40,24 @@ from millrace.schemas.responses.items import (
     ReasoningItem,
     ReasoningText,
 )
+
+_ID_PREFIXES: Mapping[type[Item], str] = {
+    MessageItem: "msg",
+    ReasoningItem: "rs",
+    FunctionCallItem: "fc",
+    FunctionCallOutputItem: "fco",
+    CustomToolCallItem: "ctc",
+    CustomToolCallOutputItem: "ctco",
+    LocalShellCallItem: "lsh",
+    LocalShellCallOutputItem: "lsho",
+    ShellCallItem: "sh",
+    ShellCallOutputItem: "sho",
+    ApplyPatchCallItem: "apc",
+    ApplyPatchCallOutputItem: "apco",
+    ToolSearchCallItem: "tsc",
+    ToolSearchOutputItem: "tso",
+    AdditionalToolsItem: "at",
+}
 
 
 def said(text: str) -> MessageItem:
@@ -81,3 +114,16 @@ def _piece(part: InputText | EchoedText | EchoedRefusal | UnreadPart) -> Content
     if isinstance(part, EchoedRefusal):
         return OutputText(part.refusal)
     return OutputText(part.text, logprobs=part.logprobs) if isinstance(part, EchoedText) else part
+
+
+def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[Item, ...]:
+    """``items`` with an id each that no other one, or one of ``earlier``, has."""
+    taken = {item.id for item in earlier}
+    result: list[Item] = []
+    for number, item in enumerate(items):
+        if not item.id or item.id in taken:
+            new_id = f"{_ID_PREFIXES[type(item)]}_{stem}_in{number}"
+            item = msgspec.structs.replace(item, id=new_id)
+        taken.add(item.id)
+        result.append(item)
+    return tuple(result)

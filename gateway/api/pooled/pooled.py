@@ -14,10 +14,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import read_long
 from millrace.gateway.errors import refusal_of, refusal_of_end
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.embedding_jobs import Input, jobs_of
-from millrace.gateway.rendering.rendering import read_long
+from millrace.gateway.request.embedding_jobs import Input, jobs_of
 from millrace.gateway.request.job_maker import bare_job
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
 from millrace.gateway.streams.stream import total_usage

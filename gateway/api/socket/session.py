@@ -12,7 +12,7 @@ import msgspec
 from millrace.gateway.api.socket.messages import SocketRequest
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import Refusal, refusal_of
-from millrace.gateway.rendering.chunks import encode
+from millrace.gateway.rendering.rendering import encode
 from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester

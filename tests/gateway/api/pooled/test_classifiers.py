@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.gateway.models import Models
-from millrace.gateway.rendering.activation import activated
+from millrace.gateway.rendering.embedding_vectors import activated
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.pooling import Pooling

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.gateway.rendering.similarity import Vector, cosine
+from millrace.gateway.rendering.embedding_vectors import Vector, cosine
 from millrace.schemas.frames import Failed
 from millrace.schemas.pooling import Pooling
 from tests.support.echo_worker import EMBEDDING_SIZE
