@@ -17,7 +17,7 @@ from millrace.gateway.request.resuming import UnknownRequestError
 from millrace.gateway.responses.store import ResponseNotFoundError
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.tenancy.identity import Caller
-from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
+from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter
 from millrace.gateway.transport.event_ids import EventId
 from millrace.gateway.transport.http import (
     JSON,
@@ -53,7 +53,7 @@ class EventPump:
         gateway: Gateway,
         response: ResponseStream,
         client: HttpClient,
-        writer: ResponseWriter,
+        writer: HttpWriter,
         renderer: Renderer,
         had: EventId | None = None,
     ) -> None:
@@ -169,7 +169,7 @@ class Answers:
         self,
         response: ResponseStream,
         client: HttpClient,
-        writer: ResponseWriter,
+        writer: HttpWriter,
         send: Send,
         renderer: Renderer,
     ) -> int:
@@ -202,7 +202,7 @@ class Answers:
         self,
         response: ResponseStream,
         client: HttpClient,
-        writer: ResponseWriter,
+        writer: HttpWriter,
         send: Send,
         renderer: Renderer,
         had: EventId | None = None,
@@ -232,7 +232,7 @@ class Answers:
         self,
         response: ResponseStream,
         client: HttpClient,
-        writer: ResponseWriter,
+        writer: HttpWriter,
         send: Send,
         renderer: Renderer,
         headers: Headers,
@@ -251,7 +251,7 @@ class Answers:
         self,
         response: ResponseStream,
         client: HttpClient,
-        writer: ResponseWriter,
+        writer: HttpWriter,
         send: Send,
         renderer: Renderer,
         pump: EventPump,
@@ -296,7 +296,7 @@ class Answers:
                 return []
 
 
-async def _start(writer: ResponseWriter, send: Send, headers: Headers, first: bytes) -> None:
+async def _start(writer: HttpWriter, send: Send, headers: Headers, first: bytes) -> None:
     """The head of a stream, and the events before any part."""
     writer.hold()
     start = {"status": 200, "headers": [*SSE_HEADERS, *headers]}
@@ -322,7 +322,7 @@ async def follow(
     """
     extensions = scope["extensions"]
     client = HttpClient(gateway.config.client_buffer_bytes, extensions[ABORT_EXTENSION])
-    writer: ResponseWriter = extensions[WRITER_EXTENSION]
+    writer: HttpWriter = extensions[WRITER_EXTENSION]
     watch = asyncio.create_task(client.watch(receive))
     try:
         try:

@@ -25,7 +25,7 @@ from millrace.gateway.request.submitter import Requester
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
 from millrace.gateway.streams.stream import DetachedClient
 from millrace.gateway.tenancy.identity import Caller
-from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
+from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter
 from millrace.gateway.transport.event_ids import EventId, parse_event_id
 from millrace.gateway.transport.http import (
     ACCEPTED,
@@ -148,7 +148,7 @@ class GenerationHandler:
             scope["extensions"][ABORT_EXTENSION],
             takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
         )
-        writer: ResponseWriter = scope["extensions"][WRITER_EXTENSION]
+        writer: HttpWriter = scope["extensions"][WRITER_EXTENSION]
         requester = Requester(caller, client, trace=trace, arrived_s=arrived_s, asked=asked)
         watch = asyncio.create_task(client.watch(receive))
         try:
@@ -232,7 +232,7 @@ class GenerationHandler:
         prepared: Prepared,
         response: ResponseStream,
         client: HttpClient,
-        writer: ResponseWriter,
+        writer: HttpWriter,
         send: Send,
         had: EventId | None,
     ) -> int:

@@ -14,7 +14,7 @@ from millrace.gateway.streams.parts import Part
 from millrace.gateway.streams.stream import OpenStream, TokenGaps, total_usage
 from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.registry.requests.unheld_calls import is_unheld
+from millrace.registry.requests.ready_jobs import is_unheld
 from millrace.schemas.frames import Done, TerminalFrame, TokenLogprob, Usage
 from millrace.schemas.notices import Notices, bounded
 from millrace.schemas.sampling import SamplingOptions

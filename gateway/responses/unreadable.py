@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from millrace.registry.requests.unreadable import left_out_at
+from millrace.registry.requests.message_fields import left_out_at
 from millrace.schemas.chat.unreadable import UnreadPart
 from millrace.schemas.notices import Notice
 from millrace.schemas.responses.call_items import (

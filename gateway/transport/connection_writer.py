@@ -32,15 +32,6 @@ class ConnectionWriter(Protocol):
         """Never waits; what is written while it is not writable piles up in memory."""
 
 
-class ResponseWriter(ConnectionWriter, Protocol):
-    """One of a response over HTTP. What is written between ``hold`` and ``release`` leaves in one
-    piece; who holds must release, whatever happens."""
-
-    def hold(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
 def text_frames(payloads: list[bytes]) -> bytes:
     """Each payload, in UTF-8, as an unmasked WebSocket message."""
     pieces: list[bytes] = []
@@ -128,7 +119,9 @@ class ResponseTransport:
 
 
 class HttpWriter:
-    """A response whose head was sent by ``send``, without a length, and whose end will be.
+    """A response whose head was sent by ``send``, without a length, and whose end will be. What is
+    written between ``hold`` and ``release`` leaves in one piece: call ``release``, whatever
+    happens.
 
     Writers know the transport, which forgets its protocol when it closes: so nothing of a
     connection that is gone waits for the garbage collector.

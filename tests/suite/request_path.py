@@ -57,7 +57,7 @@ _NEVER_S = 3600.0
 _BACKGROUND = (
     "runtime/alerts/",
     "gateway/alerts.py",
-    "gateway/request/refusals.py",
+    "gateway/request/failure_log.py",
     "bus/store/conditions.py",
     "workers/host/leases/ownership.py",
 )
@@ -165,7 +165,11 @@ async def _system(model: ServedModel) -> AsyncIterator[str]:
     engine = EngineKeeper(await _start_engine(model), restart, clock)
     # Timers that run only while there is a request are no part of its way.
     config = WorkerConfig(
-        name="worker", model=MODEL, sample_interval_s=_NEVER_S, lease_extend_s=_NEVER_S
+        name="worker",
+        model=MODEL,
+        sample_interval_s=_NEVER_S,
+        lease_extend_s=_NEVER_S,
+        prefix_whole_s=_NEVER_S,
     )
     worker = Worker(MemoryBus(broker), config, model, engine, clock, index)
     working = asyncio.create_task(worker.run(stopping))
@@ -217,7 +221,8 @@ def functions_of_a_request() -> set[Function]:
         model = ServedModel.load(catalogue, entry.name)
         recorder.install()
         try:
-            return asyncio.run(_record(recorder, model))
+            with mock.patch.object(loop, "_INTEGRITY_INTERVAL_S", _NEVER_S):
+                return asyncio.run(_record(recorder, model))
         finally:
             recorder.remove()
 
