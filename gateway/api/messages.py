@@ -12,8 +12,7 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.endpoints import Endpoint, Prepared, read_long
 from millrace.gateway.errors import Refusal
 from millrace.gateway.messages.input import generation_request_of
-from millrace.gateway.messages.refusals import in_messages_shape
-from millrace.gateway.messages.renderer import MessageRenderer
+from millrace.gateway.messages.renderer import MessageRenderer, in_messages_shape
 from millrace.gateway.request.admission import tier_of
 from millrace.gateway.responses.window import num_input_tokens
 from millrace.gateway.tenancy.identity import Caller

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from millrace.bus import redis_keys
 from millrace.bus.store.journal import JournalConflictError
 from millrace.gateway.batches.embeddings import EmbeddingBatchEndpoint
+from millrace.gateway.batches.files import created_ms
 from millrace.gateway.batches.lines import BatchEndpoint, GenerationBatchEndpoint
-from millrace.gateway.batches.ordered_ids import created_ms
 from millrace.gateway.batches.run import BatchRun
 from millrace.gateway.batches.store import BatchStore
 from millrace.gateway.core import Gateway

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from millrace.gateway.errors import Refusal
-from millrace.gateway.rendering.logprobs import logprob_infos, prompt_tokens
 from millrace.gateway.rendering.rendering import (
     SseHead,
     encode,
@@ -13,7 +12,7 @@ from millrace.gateway.rendering.rendering import (
     sse_failure,
     usage_info,
 )
-from millrace.gateway.rendering.token_ids import ToldTokens
+from millrace.gateway.rendering.tokens import ToldTokens, logprob_infos, prompt_tokens
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import (
     CallArguments,

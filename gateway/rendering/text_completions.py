@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import msgspec
 
 from millrace.gateway.errors import Refusal
-from millrace.gateway.rendering.logprobs import completion_logprobs, prompt_tokens
 from millrace.gateway.rendering.rendering import (
     SseHead,
     encode,
@@ -15,8 +14,12 @@ from millrace.gateway.rendering.rendering import (
     sse_failure,
     usage_info,
 )
-from millrace.gateway.rendering.text_offsets import TextOffsets
-from millrace.gateway.rendering.token_ids import ToldTokens
+from millrace.gateway.rendering.tokens import (
+    TextOffsets,
+    ToldTokens,
+    completion_logprobs,
+    prompt_tokens,
+)
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents, TextPart
 from millrace.registry.tokenizers.silent_tokens import silent_tokens

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from millrace.gateway.responses.history import messages_of
-from millrace.gateway.responses.normalised import normalised, said
+from millrace.gateway.responses.normalised import left_out_of, normalised, said, with_sentences
 from millrace.gateway.responses.thoughts import THOUGHTS, opened
 from millrace.gateway.responses.tools import offered_of_responses
-from millrace.gateway.responses.unreadable import left_out_of, with_sentences
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.message_fields import in_words, respelled, words_in_words

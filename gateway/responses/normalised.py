@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from millrace.gateway.responses.thoughts import opened
+from millrace.registry.requests.message_fields import left_out_at
 from millrace.schemas.chat.unreadable import UnreadPart
 from millrace.schemas.errors import ParameterError
+from millrace.schemas.notices import Notice
 from millrace.schemas.responses.call_items import (
     AdditionalToolsItem,
     ApplyPatchCallItem,
@@ -17,6 +19,8 @@ from millrace.schemas.responses.call_items import (
     CustomToolCallOutputItem,
     LocalShellCallItem,
     LocalShellCallOutputItem,
+    OtherItem,
+    OutputPiece,
     ShellCallItem,
     ShellCallOutputItem,
     ToolSearchCallItem,
@@ -58,6 +62,26 @@ _ID_PREFIXES: Mapping[type[Item], str] = {
     ToolSearchOutputItem: "tso",
     AdditionalToolsItem: "at",
 }
+
+
+def left_out_of(item: object, where: str) -> list[Notice]:
+    """Name each part of an item that the model does not read."""
+    return [
+        left_out_at(f"{where}.{field}[{i}]", part.kind)
+        for field in ("output", "content")
+        for i, part in enumerate(getattr(item, field, None) or ())
+        if isinstance(part, UnreadPart)
+    ]
+
+
+def with_sentences(item: OtherItem) -> OtherItem:
+    """The item as it is kept: with sentences in place of what the model does not read."""
+    if not isinstance(item, CustomToolCallOutputItem) or isinstance(item.output, str):
+        return item
+    pieces = tuple(
+        OutputPiece(piece.text) if isinstance(piece, UnreadPart) else piece for piece in item.output
+    )
+    return msgspec.structs.replace(item, output=pieces)
 
 
 def said(text: str) -> MessageItem:

@@ -10,7 +10,7 @@ import msgspec
 
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import DrainingError
-from millrace.gateway.rendering.logprobs import logprob_infos
+from millrace.gateway.rendering.tokens import logprob_infos
 from millrace.gateway.request.idempotency import Idempotency
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.response_stream import ResponseStream

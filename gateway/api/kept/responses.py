@@ -19,8 +19,8 @@ from millrace.gateway.api.kept.background import BackgroundResponses, NotInBackg
 from millrace.gateway.api.kept.items_page import check_items_query, check_query, items_page
 from millrace.gateway.core import Gateway
 from millrace.gateway.endpoints import Endpoint, Prepared, read_long
-from millrace.gateway.rendering.logprobs import logprob_infos
 from millrace.gateway.rendering.rendering import Renderer
+from millrace.gateway.rendering.tokens import logprob_infos
 from millrace.gateway.request.admission import tier_of
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationStore
