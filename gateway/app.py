@@ -34,6 +34,7 @@ from millrace.gateway.api.socket.websocket import WebSocketHandler
 from millrace.gateway.api.system import Api
 from millrace.gateway.api.tools import ToolsApi
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import CHAT_COMPLETIONS, COMPLETIONS, Endpoint
 from millrace.gateway.errors import (
     MethodNotAllowedError,
     NotFoundError,
@@ -42,9 +43,6 @@ from millrace.gateway.errors import (
     refusal_of,
 )
 from millrace.gateway.openapi import document as openapi
-from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
-from millrace.gateway.rendering.rendering import Endpoint
-from millrace.gateway.rendering.text_completions import COMPLETIONS
 from millrace.gateway.tenancy.identity import token_of
 from millrace.gateway.transport.http import (
     CALLER,
@@ -54,6 +52,7 @@ from millrace.gateway.transport.http import (
     ClientLeftError,
     Event,
     Receive,
+    RequestIds,
     Scope,
     Send,
     header_of,
@@ -61,10 +60,9 @@ from millrace.gateway.transport.http import (
     refuse_and_close,
     refuse_handshake,
     request_id_header,
+    with_id_also_as,
 )
-from millrace.gateway.transport.origins import OriginGuard
-from millrace.gateway.transport.proxies import ProxyReader
-from millrace.gateway.transport.request_ids import RequestIds, with_id_also_as
+from millrace.gateway.transport.origins import OriginGuard, ProxyReader
 from millrace.runtime.http.content_coding import with_decoded_body
 from millrace.schemas.errors import MillraceError, shown
 

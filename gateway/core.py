@@ -23,27 +23,22 @@ from millrace.gateway.request.admission import Admission
 from millrace.gateway.request.failure_log import FailureLog
 from millrace.gateway.request.idempotency import Idempotency
 from millrace.gateway.request.index import RequestIndex
-from millrace.gateway.request.intake_limits import IntakeLimits
 from millrace.gateway.request.job_maker import JobMaker
-from millrace.gateway.request.job_publisher import JobPublisher
 from millrace.gateway.request.job_runner import JobRunner
 from millrace.gateway.request.model_choice import ModelChoice
-from millrace.gateway.request.open_responses import OpenResponses
 from millrace.gateway.request.refusals import Refusals
-from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
+from millrace.gateway.request.response_stream import OpenResponses, ResponseContext, ResponseStream
 from millrace.gateway.request.resuming import Resuming
 from millrace.gateway.request.submitter import RequestSubmitter
 from millrace.gateway.request.tool_loop import ToolCallLoop
 from millrace.gateway.request.tracing import RequestTraces
 from millrace.gateway.sessions.sessions import Sessions
-from millrace.gateway.streams.deliveries import Deliveries
-from millrace.gateway.streams.delivery_statistics import DeliveryHistory, delivery_record
+from millrace.gateway.streams.deliveries import Deliveries, DeliveryHistory, delivery_record
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.gateway.streams.replays import RunningRequestIndex
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.streams.streams import StreamTable
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import AuthenticationError, Identity, revoked_key
+from millrace.gateway.tenancy.identity import AuthenticationError, Caller, Identity, revoked_key
 from millrace.gateway.tenancy.key_watch import KeyWatch
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.gateway.tools.catalogue import ToolCatalogue
@@ -140,13 +135,12 @@ class Gateway:
         self.limiter = Limiter(redis, settings, clock)
         self.tools = ToolRunner(tools or ToolCatalogue(), settings, clock)
         self.prompts = PromptPool()
-        self.intake_limits = IntakeLimits(self.limiter, self.prompts)
         self.admission = Admission(
             bus,
             self.fleet,
             self.stores,
             self.limiter,
-            self.intake_limits,
+            self.prompts,
             settings.request_timeout_s,
         )
         self.maker = JobMaker(
@@ -176,9 +170,8 @@ class Gateway:
         )
         self.choice = ModelChoice(models, self.fleet, self.sessions)
         index = RequestIndex(redis, settings.idempotency_ttl_s)
-        publisher = JobPublisher(bus, self.streams, clock)
-        tool_loop = ToolCallLoop(bus, settings, clock, index, self.maker, publisher, self.tools)
-        self.responses: OpenResponses[ResponseStream] = OpenResponses()
+        tool_loop = ToolCallLoop(bus, settings, clock, index, self.maker, self.tools)
+        self.responses = OpenResponses()
         self.response_context = ResponseContext(
             self.streams,
             self.responses,
@@ -198,7 +191,7 @@ class Gateway:
             self.identity,
             index,
             self.maker,
-            publisher,
+            bus,
             self.response_context,
         )
         self.resuming = Resuming(bus, settings, index, models, self.identity, self.response_context)

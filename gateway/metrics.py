@@ -13,9 +13,8 @@ from prometheus_client.registry import Collector
 
 from millrace.gateway.streams.deliveries import Deliveries
 from millrace.gateway.streams.fleet_view import FleetView
-from millrace.gateway.streams.stream import OpenStream, status_of
+from millrace.gateway.streams.stream import OpenStream, TokenGaps, status_of
 from millrace.gateway.streams.streams import StreamTable
-from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S
 from millrace.runtime.metrics_server import new_registry

@@ -22,10 +22,9 @@ from millrace.gateway.batches.runner import BatchRunner
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import Refusal
 from millrace.gateway.transport.certificate import Certificate, certificate_of
-from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, text_frames
+from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter, text_frames
 from millrace.gateway.transport.handshakes import HandshakeProtocol, Note
 from millrace.gateway.transport.http import JSON, Headers, new_request_id, request_id_header
-from millrace.gateway.transport.http_writer import HttpWriter
 from millrace.runtime.faults.failures import keep_running
 from millrace.runtime.http.head import HttpFault
 from millrace.runtime.http.protocol import HttpProtocol

@@ -1,15 +1,36 @@
-"""What the end of a job leaves behind, whoever ends it: its record and its stored result."""
+"""Jobs that end without a worker: record, result, the frame for their owner, dead letters."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import msgspec
+
+from millrace.bus import codec, subjects
+from millrace.bus.api import Outbox, Results
+from millrace.bus.frames import FrameStreams
+from millrace.bus.job_queue import IsForeignReply
+from millrace.bus.jobs import decoding
 from millrace.bus.jobs.decoding import Owner
+from millrace.runtime.clock import Clock
+from millrace.runtime.json.tolerant import without_mark
 from millrace.runtime.tracing import recorded_trace_id
-from millrace.schemas.jobs import Job, JobResult, RequestPart, asked_of
+from millrace.schemas.control import EPOCHS_PER_DELIVERY
+from millrace.schemas.errors import MalformedMessageError
+from millrace.schemas.frames import Failed
+from millrace.schemas.jobs import DeadJob, Job, JobResult, RequestPart, asked_of
 from millrace.schemas.records import MAX_RECORD_TIME_NS, RequestRecord, Status
+from millrace.schemas.tenants import may_reply_to
 
 _NS_PER_MS = 1e6
 # A job that is refused may ask for more.
 _MOST_TOKENS = (1 << 32) - 1
+
+
+_ID_IS_FREE = "Its request_id is free: a corrected job may have it."
+logger = logging.getLogger(__name__)
 
 
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
@@ -70,3 +91,121 @@ def result_of(
         error_param=error_param,
         done_ns=done_ns,
     )
+
+
+async def is_foreign_by_name(tenant: str, reply: str) -> bool:
+    """Whether a listener is another tenant's, as far as its name says."""
+    return not may_reply_to(tenant, reply)
+
+
+class Refusals:
+    """Tells the owner of a dead-lettered job: a terminal frame, the result if asked for, a record.
+
+    ``is_foreign_reply`` says which listeners are another tenant's."""
+
+    def __init__(
+        self, frames: FrameStreams, results: Results, outbox: Outbox, clock: Clock
+    ) -> None:
+        self._frames = frames
+        self._results = results
+        self._outbox = outbox
+        self._clock = clock
+        self.is_foreign_reply: IsForeignReply = is_foreign_by_name
+
+    async def refuse_unreadable(
+        self,
+        subject: str,
+        payload: bytes,
+        content_type: str | None,
+        error: MalformedMessageError,
+    ) -> None:
+        """For a message that is not a job: its publisher is told, as far as it can be read."""
+        owner = decoding.read_owner(subject, payload, content_type)
+        is_reserved = subjects.is_reserved(subject)
+        if not is_reserved and await self.is_foreign_reply(owner.tenant, owner.reply):
+            owner = msgspec.structs.replace(owner, reply=owner.tenant)
+        message = error.message
+        if error.code == MalformedMessageError.code:
+            message = f"The message is not a job: {message.removesuffix('.')}."
+        if owner.has_valid_id and error.param != "request_id":
+            message = f"{message} {_ID_IS_FREE}"
+        await self._tell(owner, error.code, message, epoch=0, param=error.param)
+
+    async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
+        """For a job that must not run: its record is stored, then its owner is told."""
+        epoch = (num_deliveries - 1) * EPOCHS_PER_DELIVERY
+        record = record_of(job, Status.FAILED, code, epoch, self._clock.now_ns())
+        await self._outbox.publish(record)
+        await self._tell(decoding.owner_of(job), code, message, epoch)
+
+    async def _tell(
+        self, owner: decoding.Owner, code: str, message: str, epoch: int, param: str = ""
+    ) -> None:
+        if owner.store_result and owner.request_id:
+            now_ns = self._clock.now_ns()
+            result = result_of(owner, Status.FAILED, code, message, now_ns, param)
+            await self._results.store(result)
+        if owner.reply:
+            frame = Failed(code=code, message=message, epoch=epoch, param=param)
+            await self._frames.publish(
+                owner.reply, [(owner.request_id, frame)], as_json=owner.frames_as_json
+            )
+
+
+class QueuedMessage(NamedTuple):
+    """A message as the queue has it, job or not; ``sequence`` is its place there."""
+
+    subject: str
+    payload: bytes
+    content_type: str | None
+    sequence: int
+    num_deliveries: int = 0
+
+
+class JobDeadLetters:
+    """``store`` keeps a dead letter, given with its job's place in the queue: once. To take the
+    message out of the queue is left to the caller, after that."""
+
+    def __init__(
+        self, store: Callable[[DeadJob, int], Awaitable[None]], refusals: Refusals, clock: Clock
+    ) -> None:
+        self._store = store
+        self._refusals = refusals
+        self._clock = clock
+
+    async def refuse_unreadable(self, message: QueuedMessage, error: MalformedMessageError) -> None:
+        """For a message that is not a job, whose publisher is told as far as it can be made out."""
+        await self.keep_unreadable(message, error)
+        await self._refusals.refuse_unreadable(
+            message.subject, message.payload, message.content_type, error
+        )
+
+    async def keep_unreadable(self, message: QueuedMessage, error: MalformedMessageError) -> None:
+        """The same, but nobody is told."""
+        owner = decoding.read_owner(message.subject, message.payload, message.content_type)
+        await self._keep(message, decoding.MALFORMED, error.message, owner.request_id)
+
+    async def refuse_worn_out(self, message: QueuedMessage, job: Job) -> None:
+        """For a job that was delivered too often."""
+        reason, num_deliveries = decoding.TOO_MANY_DELIVERIES, message.num_deliveries
+        why = f"The job was delivered {num_deliveries - 1} times without an answer."
+        await self._keep(message, reason, why, job.request_id)
+        await self._refusals.refuse(job, reason, why, num_deliveries)
+
+    async def _keep(self, message: QueuedMessage, reason: str, why: str, request_id: str) -> None:
+        logger.warning(
+            "a job goes to the dead letters",
+            extra={"reason": reason, "subject": message.subject, "sequence": message.sequence},
+        )
+        dead = DeadJob(
+            reason=reason,
+            message=why,
+            subject=message.subject,
+            payload=message.payload,
+            content_type=codec.stated_or_seen(without_mark(message.payload), message.content_type)
+            or codec.MSGPACK,
+            request_id=request_id,
+            num_deliveries=message.num_deliveries,
+            died_ns=self._clock.now_ns(),
+        )
+        await self._store(dead, message.sequence)

@@ -12,8 +12,8 @@ from millrace.bus.control import Control
 from millrace.bus.fleet.directory import WorkerDirectory
 from millrace.bus.frames import FrameStreams
 from millrace.bus.job_queue import JobQueue
+from millrace.bus.jobs.ends import Refusals
 from millrace.bus.jobs.notices import watch_results
-from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.memory.broker import MemoryBroker, Subscriber
 from millrace.bus.memory.jobs import MemoryJobQueue
 from millrace.bus.storage import Storage

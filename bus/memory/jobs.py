@@ -7,10 +7,9 @@ from collections.abc import Callable
 from millrace.bus import codec, subjects
 from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
-from millrace.bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
+from millrace.bus.jobs.ends import JobDeadLetters, QueuedMessage, Refusals
 from millrace.bus.jobs.notices import watch_stored_jobs
 from millrace.bus.jobs.published import encode_job
-from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.memory.broker import MemoryBroker
 from millrace.bus.memory.queue import StoredJob, sequence_of
 from millrace.bus.storage import NATS

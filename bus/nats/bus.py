@@ -11,7 +11,7 @@ from millrace.bus.control import Control
 from millrace.bus.fleet.directory import WorkerDirectory
 from millrace.bus.frames import FrameStreams
 from millrace.bus.job_queue import JobQueue
-from millrace.bus.jobs.refusals import Refusals
+from millrace.bus.jobs.ends import Refusals
 from millrace.bus.nats.connection import Connection
 from millrace.bus.nats.jobs import NatsJobQueue
 from millrace.bus.nats.journal import NatsJournal

@@ -13,10 +13,9 @@ from millrace.bus import codec, subjects
 from millrace.bus.codec import CONTENT_TYPE
 from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
-from millrace.bus.jobs.dead_letters import JobDeadLetters, QueuedMessage
+from millrace.bus.jobs.ends import JobDeadLetters, QueuedMessage, Refusals
 from millrace.bus.jobs.notices import watch_stored_jobs
 from millrace.bus.jobs.published import encode_job
-from millrace.bus.jobs.refusals import Refusals
 from millrace.bus.nats import jetstream, shedding, topology
 from millrace.bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
 from millrace.bus.nats.dropped_jobs import DroppedJobs

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from starlette.requests import Request
 
 from millrace.gateway.api.paging import limit_of
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.schemas.anthropic.models import ModelInfo, ModelPage
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.models.cards import ModelCard

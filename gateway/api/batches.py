@@ -9,8 +9,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millrace.gateway.api.paging import list_response, page_of
-from millrace.gateway.batches.files import Files
-from millrace.gateway.batches.ordered_ids import new_ordered_id
+from millrace.gateway.batches.files import Files, new_ordered_id
 from millrace.gateway.batches.store import BatchRecord, BatchStore
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import NotFoundError

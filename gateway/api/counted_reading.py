@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from starlette.requests import Request
 
 from millrace.gateway.core import Gateway
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import new_request_id, read_body
 
 
@@ -17,5 +17,5 @@ async def counted_body(gateway: Gateway, request: Request) -> AsyncIterator[tupl
     """Whose request it is, and its body; what is done within counts as a request of theirs."""
     caller = await gateway.identity.caller(request.scope)
     body = await read_body(request.scope, request.receive, gateway.config)
-    async with gateway.intake_limits.counts(caller, new_request_id("tok"), len(body)):
+    async with gateway.admission.counts(caller, new_request_id("tok"), len(body)):
         yield caller, body

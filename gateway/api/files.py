@@ -12,12 +12,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from millrace.gateway.api.paging import list_response, page_of
-from millrace.gateway.batches.files import Files
-from millrace.gateway.batches.ordered_ids import new_ordered_id
+from millrace.gateway.batches.files import Files, new_ordered_id
 from millrace.gateway.batches.store import BatchStore
 from millrace.gateway.core import Gateway
-from millrace.gateway.transport.body_deadline import BodyDeadline
-from millrace.gateway.transport.http import ClientLeftError, content_length, json_response
+from millrace.gateway.transport.http import (
+    BodyDeadline,
+    ClientLeftError,
+    content_length,
+    json_response,
+)
 from millrace.schemas.batches.files import FileDeleted, FileList, FileObject, FilePurpose
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError

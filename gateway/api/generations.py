@@ -8,10 +8,10 @@ import logging
 import re
 from collections.abc import Iterator
 
-from millrace.gateway.api.answers import Answers
+from millrace.gateway.api.answers import Answers, follow
 from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
-from millrace.gateway.api.following import follow
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import Endpoint, Prepared
 from millrace.gateway.errors import (
     InternalError,
     MethodNotAllowedError,
@@ -19,14 +19,13 @@ from millrace.gateway.errors import (
     SlowRequestError,
     refusal_of,
 )
-from millrace.gateway.rendering.rendering import Endpoint, Prepared
-from millrace.gateway.request.detached_client import DetachedClient
 from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ResponseWriter
+from millrace.gateway.streams.stream import DetachedClient
+from millrace.gateway.tenancy.identity import Caller
+from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter
 from millrace.gateway.transport.event_ids import EventId, parse_event_id
 from millrace.gateway.transport.http import (
     ACCEPTED,
@@ -114,7 +113,7 @@ class GenerationHandler:
             raise MethodNotAllowedError(endpoint.route, scope["method"], ["POST"])
         with _bugs_answered(request_id):
             caller = await gateway.identity.caller(scope)
-        async with gateway.intake_limits.refusals_count(caller, request_id):
+        async with gateway.admission.refusals_count(caller, request_id):
             return await self._answer_to(caller, scope, receive, send, request_id, trace, arrived_s)
 
     async def _answer_to(
@@ -130,7 +129,7 @@ class GenerationHandler:
         gateway, endpoint = self._gateway, self._endpoint
         with _bugs_answered(request_id):
             body = await read_body(scope, receive, gateway.config)
-            await gateway.intake_limits.admit(caller, request_id, len(body))
+            await gateway.admission.admit_body(caller, request_id, len(body))
             prepared = await endpoint.prepare(body, caller, gateway.prompts)
         key = _idempotency_key(scope)
         digest = digest_of(endpoint.route.encode(), body) if key else ""
@@ -149,7 +148,7 @@ class GenerationHandler:
             scope["extensions"][ABORT_EXTENSION],
             takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
         )
-        writer: ResponseWriter = scope["extensions"][WRITER_EXTENSION]
+        writer: HttpWriter = scope["extensions"][WRITER_EXTENSION]
         requester = Requester(caller, client, trace=trace, arrived_s=arrived_s, asked=asked)
         watch = asyncio.create_task(client.watch(receive))
         try:
@@ -233,7 +232,7 @@ class GenerationHandler:
         prepared: Prepared,
         response: ResponseStream,
         client: HttpClient,
-        writer: ResponseWriter,
+        writer: HttpWriter,
         send: Send,
         had: EventId | None,
     ) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
@@ -12,9 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millrace.bus.tenancy.accounts import Account, AccountUsage, remaining
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import Identity, require_admin
-from millrace.gateway.tenancy.limits import Limiter
+from millrace.gateway.core import Gateway
+from millrace.gateway.tenancy.identity import Caller, require_admin
 from millrace.gateway.transport.http import json_response
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier
@@ -42,18 +41,10 @@ class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["limits"] = "limits"
 
 
-class _Gateway(Protocol):
-    @property
-    def identity(self) -> Identity: ...
-
-    @property
-    def limiter(self) -> Limiter: ...
-
-
 class LimitsApi:
     """Starlette endpoints over one gateway."""
 
-    def __init__(self, gateway: _Gateway) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
     def routes(self) -> list[Route]:

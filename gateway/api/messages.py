@@ -9,14 +9,13 @@ from starlette.routing import Route
 
 from millrace.gateway.api.counted_reading import counted_body
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import Endpoint, Prepared, read_long
 from millrace.gateway.errors import Refusal
 from millrace.gateway.messages.input import generation_request_of
-from millrace.gateway.messages.refusals import in_messages_shape
-from millrace.gateway.messages.renderer import MessageRenderer
-from millrace.gateway.rendering.rendering import Endpoint, Prepared, read_long
+from millrace.gateway.messages.renderer import MessageRenderer, in_messages_shape
 from millrace.gateway.request.admission import tier_of
 from millrace.gateway.responses.window import num_input_tokens
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import json_response
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest

@@ -18,12 +18,11 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.gateway.transport.http import header_of, json_response
-from millrace.gateway.transport.proxies import is_forwarded
+from millrace.gateway.transport.origins import is_forwarded
 from millrace.registry.requests.decoding import decode
-from millrace.registry.requests.message_fields import chat_messages
+from millrace.registry.requests.message_fields import chat_messages, left_out_of
 from millrace.registry.requests.offered.chat_tools import given_tools
 from millrace.registry.requests.offered.offered_tools import AskedChoice, offered_tools
-from millrace.registry.requests.unreadable import left_out_of
 from millrace.registry.tokenizers.prompt_pool import num_characters_with
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.metrics_server import bears_token, build_version, exposition

@@ -10,16 +10,15 @@ from msgspec.structs import replace
 
 from millrace.gateway.batches.lines import BatchEndpoint, BatchOrder, LineAttempt
 from millrace.gateway.core import Gateway
-from millrace.gateway.rendering.embedding_jobs import (
+from millrace.gateway.rendering.embedding_vectors import VectorForm, form_of
+from millrace.gateway.request.embedding_jobs import (
     embedding_pooling,
-    form_of,
     jobs_of,
     truncated_inputs,
     user_of,
 )
-from millrace.gateway.rendering.embedding_vectors import VectorForm
-from millrace.gateway.streams.usage import total_usage
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.streams.stream import total_usage
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.chat.asked import Api

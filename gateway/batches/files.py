@@ -1,14 +1,28 @@
-"""The files that batches read and write."""
+"""The files that batches read and write, and ids that sort by time."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator
 
 from millrace.bus.store.objects import Objects, StoredObject
 from millrace.gateway.errors import NotFoundError
 from millrace.schemas.batches.files import FileObject, FilePurpose
 
+_NS_PER_MS = 1_000_000
+
+
 _NS_PER_S = 1_000_000_000
+
+
+def new_ordered_id(prefix: str, now_ns: int) -> str:
+    """An id that sorts by time: ``prefix``, milliseconds and 48 random bits."""
+    return f"{prefix}{now_ns // _NS_PER_MS:012x}{secrets.token_hex(6)}"
+
+
+def created_ms(ordered_id: str) -> int:
+    """When an id was drawn. Raises ValueError for one that was not."""
+    return int(ordered_id[-24:-12], 16)
 
 
 class Files:

@@ -11,14 +11,13 @@ from msgspec.structs import replace
 
 from millrace.bus.stored_results import end_of, frames_of
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import Endpoint, Prepared
 from millrace.gateway.errors import Refusal, refusal_of_end
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.rendering import Endpoint, Prepared
-from millrace.gateway.request.detached_client import NULL_CLIENT
 from millrace.gateway.request.job_maker import bare_job, prompt_token_ids
 from millrace.gateway.request.response_reader import AcceptedRequest, ResponseReader
-from millrace.gateway.streams.stream import OpenStream
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.streams.stream import NULL_CLIENT, OpenStream
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.chat.asked import Api
 from millrace.schemas.errors import MillraceError, ParameterError

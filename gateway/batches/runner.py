@@ -14,13 +14,13 @@ from typing import NamedTuple
 from millrace.bus import redis_keys
 from millrace.bus.store.journal import JournalConflictError
 from millrace.gateway.batches.embeddings import EmbeddingBatchEndpoint
+from millrace.gateway.batches.files import created_ms
 from millrace.gateway.batches.lines import BatchEndpoint, GenerationBatchEndpoint
-from millrace.gateway.batches.ordered_ids import created_ms
 from millrace.gateway.batches.run import BatchRun
 from millrace.gateway.batches.store import BatchStore
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import Endpoint
 from millrace.gateway.errors import NotFoundError
-from millrace.gateway.rendering.rendering import Endpoint
 from millrace.runtime.clock import until_beat_s
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
 from millrace.runtime.tasks import Tasks, wait_or_sleep

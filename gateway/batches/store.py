@@ -9,7 +9,7 @@ import msgspec
 from millrace.bus import subjects
 from millrace.bus.store.journal import Journal, JournalConflictError
 from millrace.gateway.errors import NotFoundError
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.schemas.batches.batches import Batch, BatchStatus
 from millrace.schemas.errors import MillraceError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from millrace.registry.requests.unreadable import left_out_at
+from millrace.registry.requests.message_fields import left_out_at
 from millrace.schemas.anthropic.blocks import (
     BrowserStateBlock,
     DocumentBlock,

@@ -9,7 +9,6 @@ import msgspec
 
 from millrace.gateway.errors import Refusal
 from millrace.gateway.messages.blocks import ContentBlocks
-from millrace.gateway.messages.refusals import error_of
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import (
     CallArguments,
@@ -18,22 +17,79 @@ from millrace.gateway.streams.parts import (
     ReasoningPart,
     TextPart,
 )
+from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.schemas.anthropic.answers import (
     ContentBlockDelta,
     MessageAnswer,
     MessageEnd,
     MessageEnding,
     MessageEvent,
+    MessagesError,
+    MessagesErrorInfo,
     MessageStart,
     MessageStop,
     MessagesUsage,
     StopReason,
     ThinkingTokensDetails,
 )
+from millrace.schemas.context_length import in_anthropic_words
+from millrace.schemas.errors import ContextLengthError
 from millrace.schemas.frames import FinishReason, Usage
 from millrace.schemas.notices import field_of
 
+_TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 _encode = msgspec.json.encode
+_NOTHING = Usage()
+_WITH_DELTA = (TextPart, ReasoningPart, CallArguments)
+
+
+class MessagesRefusal(Refusal, frozen=True, kw_only=True):
+    """A refusal whose body has Anthropic's shape."""
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(error_of(self))
+
+
+def error_of(refusal: Refusal) -> MessagesError:
+    """What is told of a refusal, in a body or an event."""
+    kind = "invalid_request_error" if refusal.status < 500 else "api_error"
+    info = MessagesErrorInfo(
+        type=_TYPES.get(refusal.status, kind),
+        message=_message(refusal),
+        code=refusal.code,
+        param=refusal.param,
+    )
+    return MessagesError(error=info)
+
+
+def _message(refusal: Refusal) -> str:
+    """The sentence, in Anthropic's words where clients look for them."""
+    if refusal.code == AuthenticationError.code:
+        return f"invalid x-api-key: {refusal.message}"
+    if refusal.code == ContextLengthError.code:
+        return in_anthropic_words(refusal.message)
+    return refusal.message
+
+
+def in_messages_shape(refusal: Refusal) -> Refusal:
+    """The same refusal, told in Anthropic's shape."""
+    return MessagesRefusal(**msgspec.structs.asdict(refusal))
+
+
 _HEADS = {
     kind: f"event: {kind.__struct_config__.tag}\ndata: ".encode() for kind in get_args(MessageEvent)
 }
@@ -42,8 +98,6 @@ _PLAIN = (
     + b'{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":',
     b"}}\n\n",
 )
-_NOTHING = Usage()
-_WITH_DELTA = (TextPart, ReasoningPart, CallArguments)
 
 
 class MessageRenderer:

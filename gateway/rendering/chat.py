@@ -5,10 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from millrace.gateway.errors import Refusal
-from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
-from millrace.gateway.rendering.logprobs import logprob_infos, prompt_tokens
-from millrace.gateway.rendering.rendering import BodyEndpoint
-from millrace.gateway.rendering.token_ids import ToldTokens
+from millrace.gateway.rendering.rendering import (
+    SseHead,
+    encode,
+    end_fields,
+    sse_failure,
+    usage_info,
+)
+from millrace.gateway.rendering.tokens import ToldTokens, logprob_infos, prompt_tokens
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import (
     CallArguments,
@@ -20,9 +24,7 @@ from millrace.gateway.streams.parts import (
     StepPart,
     TextPart,
 )
-from millrace.registry.requests.parsing import parse_chat
 from millrace.registry.tool_formats.freeform import input_of
-from millrace.schemas.chat.asked import Api
 from millrace.schemas.chat.completions import (
     AssistantMessage,
     ChatChoice,
@@ -203,8 +205,3 @@ class ChatRenderer:
 
 def _step_info(part: StepPart) -> ToolStepInfo:
     return ToolStepInfo(**part.told())
-
-
-CHAT_COMPLETIONS = BodyEndpoint(
-    "/v1/chat/completions", "chatcmpl", Api.CHAT, ChatCompletionRequest, parse_chat, ChatRenderer
-)

@@ -1,4 +1,4 @@
-"""From an embedding as a worker pools it to what a client asked for."""
+"""From numbers as a worker pools them to what a client asked for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
+
+from millrace.gateway.models import ServedModelLike
+from millrace.schemas.embeddings import EmbeddingRequest
+from millrace.schemas.errors import ParameterError
 
 _BYTES_PER_NUMBER = 4
 
@@ -39,6 +43,19 @@ class VectorForm(NamedTuple):
         return msgspec.Raw(f"[{','.join(f'{value:.9g}' for value in values)}]".encode())
 
 
+def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
+    """How the vectors are given out. Raises ParameterError."""
+    dimensions, size = asked.dimensions, model.embedding_size
+    if dimensions is not None and not 1 <= dimensions <= size:
+        raise ParameterError(
+            "dimensions", f"dimensions must be between 1 and {size}, got {dimensions}"
+        )
+    normalize = asked.normalize
+    if normalize is None:
+        normalize = model.embedding_defaults.normalize
+    return VectorForm(dimensions, normalize, asked.encoding_format == "base64")
+
+
 def _scaled(values: tuple[float, ...]) -> tuple[float, ...]:
     """To length 1; a vector of zeros has no direction and stays one of zeros."""
     length = math.hypot(*values) or 1.0
@@ -47,3 +64,8 @@ def _scaled(values: tuple[float, ...]) -> tuple[float, ...]:
 
 def _quoted(values: bytes) -> msgspec.Raw:
     return msgspec.Raw(b'"' + base64.b64encode(values) + b'"')
+
+
+def numbers_of(pooled: bytes) -> tuple[float, ...]:
+    """From little-endian float32."""
+    return struct.unpack(f"<{len(pooled) // _BYTES_PER_NUMBER}f", pooled)

@@ -1,26 +1,30 @@
-"""How an endpoint that answers with generations takes its body and shapes its answer."""
+"""The bytes of an answer, and what answers of OpenAI's endpoints share: events, usage, heads."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from millrace.gateway.errors import Refusal
-from millrace.gateway.request.intake_limits import LONG_BODY_BYTES
 from millrace.gateway.request.response_reader import ResponseReader
-from millrace.gateway.request.response_stream import ResponseStream
-from millrace.gateway.streams.parts import Part, PartEvents
-from millrace.gateway.tenancy.caller import Caller
-from millrace.registry.requests.decoding import decode
-from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.registry.tokenizers.prompt_pool import PromptPool
-from millrace.schemas.chat.asked import Api
+from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents
+from millrace.schemas.frames import Usage
+from millrace.schemas.notices import NOTICE_NAME
+from millrace.schemas.openai import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    StreamOptions,
+    UsageInfo,
+)
 
-_ReadT = TypeVar("_ReadT")
+encode = msgspec.json.encode
+SSE_DONE = b"data: [DONE]\n\n"
+# A line for who reads ids: openai-py takes an empty line behind an id for an event without data.
+SSE_COMMENT = b": keep-alive\n"
+# For who cuts at empty lines, and would pass over what stands in one piece with a comment.
+SSE_KEEP_ALIVE = SSE_COMMENT + b"\n"
 
 
 class Renderer(Protocol):
@@ -59,78 +63,91 @@ class Renderer(Protocol):
         ``whole`` are sent."""
 
 
-class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was understood. ``render`` is called once the answer is accepted. With ``begin``
-    it is made in the background: that is called before, and gives the body that says so."""
-
-    request: GenerationRequest
-    stream: bool
-    render: Callable[[ResponseReader], Renderer]
-    begin: Callable[[ResponseStream], Awaitable[bytes]] | None = None
-
-
-class Endpoint(ABC):
-    """One path of the token path: ``POST route``. ``id_header`` is what its clients call
-    ``x-request-id``, if they have another name for it."""
-
-    route: str
-    id_prefix: str
-    api: Api
-    id_header: bytes = b""
-
-    @abstractmethod
-    async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
-        """Raises MillraceError for a body that cannot be honoured; a long one is read by
-        ``prompts``."""
-
-    def shaped(self, refusal: Refusal) -> Refusal:
-        """A refusal as clients of this endpoint, and of the paths below its own, read it."""
-        return refusal
+def usage_info(usage: Usage) -> UsageInfo:
+    """Usage as OpenAI's clients read it."""
+    return UsageInfo(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            reasoning_tokens=usage.reasoning_tokens,
+            accepted_prediction_tokens=usage.accepted_tokens,
+            rejected_prediction_tokens=usage.proposed_tokens - usage.accepted_tokens,
+        )
+        if usage.reasoning_tokens or usage.proposed_tokens
+        else UNSET,
+    )
 
 
-async def read_long(
-    prompts: PromptPool, caller: Caller, body: bytes, read: Callable[[bytes], _ReadT]
-) -> _ReadT:
-    """What ``read`` makes of a body; by ``prompts`` if that takes long."""
-    num_bytes = len(body) if len(body) > LONG_BODY_BYTES else 0
-    return await prompts.run(caller.tenant, num_bytes, partial(read, body))
+def end_fields(end: ChoiceEnd) -> bytes:
+    """The value of ``finish_reason`` in a choice's last chunk, and the field behind it."""
+    return encode(end.reason) + b',"stop_reason":' + encode(end.stop_reason)
 
 
-class _Request(Protocol):
-    @property
-    def stream(self) -> bool | None: ...
+def sse_data(payload: bytes) -> bytes:
+    """One server-sent event."""
+    return b"data: " + payload + b"\n\n"
 
 
-_RequestT = TypeVar("_RequestT", bound=_Request)
+def sse_failure(refusal: Refusal) -> bytes:
+    """The end of a stream that failed on the way."""
+    return sse_data(refusal.body) + SSE_DONE
 
 
-class BodyEndpoint(Endpoint, Generic[_RequestT]):
-    """An endpoint whose responses depend on nothing but the body: ``parse`` makes a request of it,
-    and ``renderer`` shapes the response."""
+class SseHead:
+    """The beginning and the end that all chunks of one answer have."""
 
-    def __init__(
-        self,
-        route: str,
-        id_prefix: str,
-        api: Api,
-        request_type: type[_RequestT],
-        parse: Callable[[_RequestT], GenerationRequest],
-        renderer: Callable[[ResponseReader, _RequestT], Renderer],
-    ) -> None:
-        self.route = route
-        self.id_prefix = id_prefix
-        self.api = api
-        self._decoder = msgspec.json.Decoder(request_type)
-        self._parse = parse
-        self._renderer = renderer
+    def __init__(self, kind: str, response: ResponseReader, options: StreamOptions | None) -> None:
+        self._response = response
+        self._with_usage = bool(options is not None and options.include_usage)
+        # Whether the end of a chunk is not that of any other: it says what was used by then.
+        self.is_continuous = bool(options is not None and options.continuous_usage_stats)
+        head = {
+            "id": response.request_id,
+            "object": kind,
+            "created": response.created_s,
+            "model": response.request.model,
+        }
+        self._head = encode(head)[:-1]
+        self._before = b"data: " + self._head + b',"choices":[{"index":'
+        self._after = b'}],"usage":null}\n\n' if self._with_usage else b"}]}\n\n"
 
-    async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
-        return await read_long(prompts, caller, body, self._read)
+    def before(self, choice: int) -> bytes:
+        """Up to and with the index of the choice; what else it has follows after a comma."""
+        return self._before + str(choice).encode()
 
-    def _read(self, body: bytes) -> Prepared:
-        request = decode(self._decoder, body)
+    def after(self, choice: int) -> bytes:
+        """The end of a chunk that has something of that choice."""
+        if not self.is_continuous:
+            return self._after
+        usage = self._response.choices[choice].usage_so_far
+        return b'}],"usage":' + encode(usage and usage_info(usage)) + b"}\n\n"
 
-        def render(response: ResponseReader) -> Renderer:
-            return self._renderer(response, request)
+    def end(self, choice: int) -> bytes:
+        """The end of the last chunk of that choice, with what the answer leaves out."""
+        after, notices = self.after(choice), self._notices()
+        return b"}]" + notices + after.removeprefix(b"}]") if notices else after
 
-        return Prepared(request=self._parse(request), stream=bool(request.stream), render=render)
+    def after_first(self, name: str, value: object) -> bytes:
+        """The end of a chunk of the first choice that also has a field beside its choices."""
+        field = f'}}],"{name}":'.encode() + encode(value)
+        return field + self.after(0).removeprefix(b"}]")
+
+    def without_choices(self, name: str, value: object) -> bytes:
+        """An event with a field beside an empty list of choices."""
+        field = f',"choices":[],"{name}":'.encode()
+        return sse_data(self._head + field + encode(value) + b"}")
+
+    def _notices(self) -> bytes:
+        """A comma and the field of the notices so far; empty without any."""
+        notices = self._response.notices
+        return b"," + encode({NOTICE_NAME: notices})[1:-1] if notices else b""
+
+    def last(self) -> bytes:
+        """The end of an answer that ended well, behind its usage if that was asked for."""
+        if not self._with_usage:
+            return SSE_DONE
+        usage = encode(usage_info(self._response.usage))
+        fields = b',"choices":[],"usage":' + usage + self._notices()
+        return sse_data(self._head + fields + b"}") + SSE_DONE

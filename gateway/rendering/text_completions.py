@@ -7,16 +7,22 @@ from collections.abc import Sequence
 import msgspec
 
 from millrace.gateway.errors import Refusal
-from millrace.gateway.rendering.chunks import SseHead, encode, end_fields, sse_failure, usage_info
-from millrace.gateway.rendering.logprobs import completion_logprobs, prompt_tokens
-from millrace.gateway.rendering.rendering import BodyEndpoint
-from millrace.gateway.rendering.text_offsets import TextOffsets
-from millrace.gateway.rendering.token_ids import ToldTokens
+from millrace.gateway.rendering.rendering import (
+    SseHead,
+    encode,
+    end_fields,
+    sse_failure,
+    usage_info,
+)
+from millrace.gateway.rendering.tokens import (
+    TextOffsets,
+    ToldTokens,
+    completion_logprobs,
+    prompt_tokens,
+)
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents, TextPart
-from millrace.registry.requests.parsing import parse_completion
 from millrace.registry.tokenizers.silent_tokens import silent_tokens
-from millrace.schemas.chat.asked import Api
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.notices import field_of
 from millrace.schemas.openai import (
@@ -206,16 +212,6 @@ class CompletionRenderer:
         )
         offsets.push_all(response.choices[index].token_ids(0, first_index))
         return offsets
-
-
-COMPLETIONS = BodyEndpoint(
-    "/v1/completions",
-    "cmpl",
-    Api.COMPLETIONS,
-    CompletionRequest,
-    parse_completion,
-    CompletionRenderer,
-)
 
 
 def _joined(one: CompletionLogprobs, other: CompletionLogprobs) -> CompletionLogprobs:

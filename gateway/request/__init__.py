@@ -1,6 +1,6 @@
-"""From a parsed request to its response: ``parsing``, ``submitter``, ``job_maker``, ``admission``,
-``job_publisher``; then ``response_reader`` reads the streams, ``response_stream`` minds the client
-and ``tool_loop`` runs tools.
+"""From a parsed request to its response: ``submitter`` is the way, with ``job_maker``,
+``admission`` and ``model_choice``; then ``response_reader`` reads the streams, ``response_stream``
+minds the client and ``tool_loop`` runs tools.
 
 ``resuming`` and ``idempotency`` lead to a response that runs already. Called by the endpoints and
 by batches; imports ``sessions``, ``streams`` and what is below.

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from decimal import Decimal
 
 from millrace.bus.api import Bus
 from millrace.bus.store.watch import StoreWatch
 from millrace.bus.tenancy.accounts import Demand
+from millrace.bus.tenancy.errors import RateLimitError
 from millrace.gateway.errors import DrainingError
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.request.intake_limits import IntakeLimits
 from millrace.gateway.streams.fleet_view import FleetView
-from millrace.gateway.streams.usage import total_usage
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.limit_headers import rate_headers
-from millrace.gateway.tenancy.limits import Limiter
+from millrace.gateway.streams.stream import total_usage
+from millrace.gateway.tenancy.identity import Caller
+from millrace.gateway.tenancy.limits import Limiter, rate_headers
 from millrace.gateway.transport.http import Headers
 from millrace.registry.pricing import cost
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.schemas.errors import BusUnavailableError, ParameterError
+from millrace.registry.tokenizers.prompt_pool import PromptPool
+from millrace.schemas.errors import BusUnavailableError, MillraceError, ParameterError
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import Job, Tier
+
+# A longer body costs enough to be counted before it is read as a request.
+LONG_BODY_BYTES = 64 * 1024
+
+_LAPSES_AFTER_S = 120.0
+_NO_TOKENS = Usage()
+_NOTHING = Decimal(0)
+
 
 _URGENCY = {Tier.BATCH: 0, Tier.FREE: 1, Tier.PRO: 2, Tier.ENTERPRISE: 3}
 
@@ -32,6 +41,10 @@ class Admission:
     What is reserved is given back once: by ``settle`` when its jobs have ended, or by ``release``
     if they were not queued. Gateways that go on with one another's responses reserve under the same
     id, which takes nothing more. While ``draining`` no new request is accepted.
+
+    A request that is refused for what it says counts as a request of its caller's (``entry``). A
+    long body takes its entry before it is read, so that a caller over the limit costs no work. The
+    entry is given back when the jobs take what they need, so the request counts once.
     """
 
     def __init__(
@@ -40,7 +53,7 @@ class Admission:
         fleet: FleetView,
         stores: StoreWatch,
         limiter: Limiter,
-        intake_limits: IntakeLimits,
+        prompts: PromptPool,
         request_timeout_s: float,
     ) -> None:
         self.draining = False
@@ -48,7 +61,8 @@ class Admission:
         self._fleet = fleet
         self._stores = stores
         self._limiter = limiter
-        self._intake_limits = intake_limits
+        self._prompts = prompts
+        self._entries: set[str] = set()
         self._request_timeout_s = request_timeout_s
 
     def check_open(self) -> None:
@@ -76,7 +90,7 @@ class Admission:
         Raises what ``Limiter.reserve`` does."""
         num_prompt = sum(job.num_paid_prompt_tokens for job in jobs)
         num_completion = sum(job.max_completion_tokens for job in jobs)
-        await self._intake_limits.give_back(reservation_id)
+        await self._give_back(reservation_id)
         demand = Demand(
             request_id=reservation_id,
             tier=jobs[0].tier,
@@ -107,6 +121,56 @@ class Admission:
         price = sum((_price(model, usage) for usage in known), Decimal(0))
         self._limiter.settle_soon(reservation_id, total_usage(known), price, model.prices.currency)
 
+    # --- requests that come to nothing ---
+
+    @asynccontextmanager
+    async def refusals_count(self, caller: Caller, request_id: str) -> AsyncIterator[None]:
+        """What is refused within counts as a request."""
+        try:
+            yield
+        except MillraceError as error:
+            if not _is_of_the_request(error):
+                raise
+            if request_id not in self._entries:
+                await self._take_entry(caller, request_id)
+            self._entries.discard(request_id)
+            self._limiter.settle_soon(_entry_id(request_id), _NO_TOKENS, _NOTHING)
+            raise
+        finally:
+            await self._give_back(request_id)
+
+    @asynccontextmanager
+    async def counts(self, caller: Caller, request_id: str, num_bytes: int) -> AsyncIterator[None]:
+        """What is done within counts as a request, however it ends."""
+        self._prompts.check_room(caller.tenant, num_bytes)
+        await self._take_entry(caller, request_id)
+        self._entries.discard(request_id)
+        try:
+            yield
+        finally:
+            self._limiter.settle_soon(_entry_id(request_id), _NO_TOKENS, _NOTHING)
+
+    async def admit_body(self, caller: Caller, request_id: str, num_bytes: int) -> None:
+        """Let a body be read as a request. Raises TooManyLongPromptsError, or what
+        ``Limiter.reserve`` does, for a long one that is not to be read now."""
+        if num_bytes <= LONG_BODY_BYTES:
+            return
+        self._prompts.check_room(caller.tenant, num_bytes)
+        await self._take_entry(caller, request_id)
+
+    async def _give_back(self, request_id: str) -> None:
+        """Something else counts this request, or it is nobody's fault that it came to nothing."""
+        if request_id in self._entries:
+            self._entries.discard(request_id)
+            await self._limiter.settle(_entry_id(request_id), None, None)
+
+    async def _take_entry(self, caller: Caller, request_id: str) -> None:
+        demand = Demand(
+            request_id=_entry_id(request_id), tier=caller.tier, deadline_s=_LAPSES_AFTER_S
+        )
+        await self._limiter.reserve(caller, demand)
+        self._entries.add(request_id)
+
 
 def tier_of(request: GenerationRequest, caller: Caller) -> Tier:
     """The tier of a request: the caller's own, or a less urgent one that it names."""
@@ -128,3 +192,14 @@ def _longest_tokens(job: Job) -> int:
 
 def _price(model: ServedModelLike, usage: Usage) -> Decimal:
     return cost(model.prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+
+
+def _entry_id(request_id: str) -> str:
+    """The id of the entry, which is a reservation beside the request's own."""
+    return f"{request_id}.entry"
+
+
+def _is_of_the_request(error: MillraceError) -> bool:
+    """Whether it is refused for what it says; a limit's own refusal takes nothing more, and what
+    is broken or unreachable here is not the caller's fault."""
+    return error.http_status < 500 and not error.retryable and not isinstance(error, RateLimitError)

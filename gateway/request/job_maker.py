@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from millrace.bus.tenancy.errors import TierContextError
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.index import PromptTokenIds, RequestState
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.message_fields import in_words, respelled

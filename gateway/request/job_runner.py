@@ -12,10 +12,10 @@ from millrace.gateway.errors import DrainingError, refusal_of_end
 from millrace.gateway.models import Models
 from millrace.gateway.request.admission import Admission
 from millrace.gateway.request.job_maker import JobMaker, bare_job
-from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.request.submitter import publish_jobs
+from millrace.gateway.streams.stream import Client, OpenStream, TokenGaps
 from millrace.gateway.streams.streams import StreamTable
-from millrace.gateway.streams.token_gaps import TokenGaps
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.ready_jobs import with_prompt
 from millrace.runtime.clock import Clock
@@ -133,10 +133,5 @@ class JobRunner:
         self._admission.check_open()
         self._admission.check_queue(job.model)
         stream = self._streams.open(job, client, self._clock.monotonic())
-        try:
-            published = await self._bus.jobs.publish(job, reserved=True)
-        except BaseException:
-            self._streams.discard(stream)
-            raise
-        self._streams.accept(stream, published.stream_sequence)
+        await publish_jobs(self._bus, self._streams, [job], [stream])
         return stream

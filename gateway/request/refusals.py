@@ -12,7 +12,7 @@ from millrace.bus.api import Outbox
 from millrace.gateway.errors import Refusal
 from millrace.gateway.metrics import Metrics
 from millrace.gateway.request.failure_log import FailureLog
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.errors import MillraceError

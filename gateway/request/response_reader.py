@@ -11,12 +11,10 @@ from millrace.gateway.request.index import PromptTokenIds, RequestState
 from millrace.gateway.streams.beam_choice import BeamChoice
 from millrace.gateway.streams.choice import Choice, ToldTools
 from millrace.gateway.streams.parts import Part
-from millrace.gateway.streams.stream import OpenStream
-from millrace.gateway.streams.token_gaps import TokenGaps
-from millrace.gateway.streams.usage import total_usage
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.streams.stream import OpenStream, TokenGaps, total_usage
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.registry.requests.unheld_calls import is_unheld
+from millrace.registry.requests.ready_jobs import is_unheld
 from millrace.schemas.frames import Done, TerminalFrame, TokenLogprob, Usage
 from millrace.schemas.notices import Notices, bounded
 from millrace.schemas.sampling import SamplingOptions

@@ -8,23 +8,28 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from millrace.gateway.request.admission import Admission
-from millrace.gateway.request.detached_client import NULL_CLIENT, DetachedClient
 from millrace.gateway.request.failure_log import FailureLog
+from millrace.gateway.request.index import RequestState
 from millrace.gateway.request.job_maker import job_id
 from millrace.gateway.request.model_choice import route_headers
-from millrace.gateway.request.open_responses import OpenResponses
 from millrace.gateway.request.response_reader import AcceptedRequest, ResponseReader
 from millrace.gateway.request.tracing import RequestTrace
 from millrace.gateway.sessions.sessions import Sessions
 from millrace.gateway.streams.choice import Choice
-from millrace.gateway.streams.delivery_statistics import DeliveryHistory
+from millrace.gateway.streams.deliveries import DeliveryHistory
 from millrace.gateway.streams.parts import Part
-from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.stream import (
+    NULL_CLIENT,
+    Client,
+    DetachedClient,
+    OpenStream,
+    TokenGaps,
+    usage_so_far,
+)
 from millrace.gateway.streams.streams import TAKEN_OVER, StreamTable
-from millrace.gateway.streams.token_gaps import TokenGaps
-from millrace.gateway.streams.usage import usage_so_far
 from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.runtime.clock import Clock
+from millrace.runtime.tasks import Tasks
 from millrace.schemas.control import CancelReason
 from millrace.schemas.frames import Cancelled, Failed, TerminalFrame, Usage
 from millrace.schemas.notices import NOTICE_HEADER, header_value
@@ -37,7 +42,7 @@ class ResponseContext:
     and starts its next round; it never raises."""
 
     streams: StreamTable
-    responses: OpenResponses[ResponseStream]
+    responses: OpenResponses
     admission: Admission
     history: DeliveryHistory
     sessions: Sessions
@@ -361,3 +366,36 @@ class ResponseStream(ResponseReader):
         # Frames may have come before the queue's answer did, and the client may be gone since.
         stream.change_client(former.client)
         self._unlink(former)
+
+
+class OpenResponses:
+    """Owns the responses whose end was not delivered yet, the ``copies`` that other clients read,
+    and the background ``tasks`` that run for them."""
+
+    def __init__(self) -> None:
+        self._responses: dict[str, tuple[ResponseStream, RequestState | None]] = {}
+        self.copies: set[ResponseStream] = set()
+        self.tasks = Tasks()
+
+    def get(self, request_id: str) -> ResponseStream | None:
+        """The response itself, not a copy."""
+        known = self._responses.get(request_id)
+        return None if known is None else known[0]
+
+    def state_of(self, request_id: str) -> RequestState | None:
+        """What another gateway has to know of such a response, once it is accepted."""
+        known = self._responses.get(request_id)
+        return None if known is None else known[1]
+
+    def all(self) -> list[ResponseStream]:
+        return [*(response for response, _ in self._responses.values()), *self.copies]
+
+    def add(self, response: ResponseStream, state: RequestState | None) -> None:
+        """``state`` is None until others may go on with it."""
+        self._responses[response.request_id] = (response, state)
+
+    def remove(self, response: ResponseStream) -> None:
+        """It is over, or another connection has it."""
+        self.copies.discard(response)
+        if self.get(response.request_id) is response:
+            del self._responses[response.request_id]

@@ -13,10 +13,9 @@ from millrace.gateway.request.index import RequestIndex, RequestState
 from millrace.gateway.request.job_maker import job_id, job_of
 from millrace.gateway.request.response_reader import AcceptedRequest
 from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
-from millrace.gateway.streams.delivery_statistics import continue_statistics, statistics_of
+from millrace.gateway.streams.deliveries import continue_statistics, statistics_of
 from millrace.gateway.streams.stream import Client
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import Identity
+from millrace.gateway.tenancy.identity import Caller, Identity
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.control import DeliveryStatistics, HandedOver
 from millrace.schemas.errors import MillraceError, ParameterError

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from millrace.bus.api import Bus
 from millrace.gateway.models import Models, ServedModelLike
 from millrace.gateway.request.admission import tier_of
 from millrace.gateway.request.index import RequestIndex, RequestState
 from millrace.gateway.request.job_maker import JobMaker, job_of, prompt_token_ids
-from millrace.gateway.request.job_publisher import JobPublisher
 from millrace.gateway.request.model_choice import ModelChoice
 from millrace.gateway.request.response_reader import AcceptedRequest
 from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
 from millrace.gateway.request.tracing import RequestTrace
-from millrace.gateway.streams.stream import Client
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import Identity
+from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.streams import StreamTable
+from millrace.gateway.tenancy.identity import Caller, Identity
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.chat.asked import Asked
 from millrace.schemas.config import GatewayConfig
-from millrace.schemas.jobs import Source
+from millrace.schemas.jobs import Job, Source
+from millrace.schemas.records import ClientEnd
 from millrace.schemas.sessions import SessionInfo
 
 _NS_PER_S = 1_000_000_000
@@ -56,7 +58,7 @@ class RequestSubmitter:
         identity: Identity,
         index: RequestIndex,
         maker: JobMaker,
-        publisher: JobPublisher,
+        bus: Bus,
         context: ResponseContext,
     ) -> None:
         self._config = config
@@ -65,7 +67,7 @@ class RequestSubmitter:
         self._identity = identity
         self._index = index
         self._maker = maker
-        self._publisher = publisher
+        self._bus = bus
         self._context = context
 
     async def submit(
@@ -75,17 +77,19 @@ class RequestSubmitter:
         request_id: str,
         idempotency_key: str = "",
     ) -> ResponseStream:
-        """Choose the model, fit the session, tokenise, reserve, check the queue and publish; the
-        response is accepted on return. A client that left in the meantime is for the caller to
-        notice. Raises MillraceError: nothing was stored then."""
+        """Choose the model, fit the session, build the jobs, admit them, open their streams and
+        publish them; the response is accepted on return. A client that left in the meantime is for
+        the caller to notice. Raises MillraceError: nothing was stored then."""
         context, caller, trace = self._context, requester.caller, requester.trace
         context.admission.check_open()
         received_ns, received_s = context.clock.now_ns(), context.clock.monotonic()
+        # Choose the model.
         request = await self._choice.resolve(request, caller.tenant, tier_of(request, caller))
         model = await self._models.get(request.model, adapter=request.adapter)
         if trace is not None:
             trace.note_request(request)
         async with self._in_session(request, caller, model, request_id) as (session, request):
+            # Build the jobs.
             state = self._state(
                 request, requester, request_id, received_ns, session, idempotency_key
             )
@@ -99,9 +103,11 @@ class RequestSubmitter:
             state = replace(state, reasoning=jobs[0].sampling.reasoning, prompt_token_ids=told_ids)
             if trace is not None:
                 jobs = [trace.add_context(job) for job in jobs]
+            # Admit them.
             context.admission.check_queue(jobs[0].model)
             context.admission.check_open()
             headers = await context.admission.reserve(caller, request_id, model, jobs)
+            # Open their streams.
             accepted = AcceptedRequest.of(state, request, caller, model)
             response = ResponseStream(context, accepted, headers=headers, owner=requester.owner)
             if trace is not None:
@@ -115,10 +121,10 @@ class RequestSubmitter:
                 if requester.arrived_s is not None:
                     stream.delivery.intake_s = received_s - requester.arrived_s
                 response.add_choices(stream)
-            # Nobody can attach to what may yet be refused.
+            # Publish them. Nobody can attach to what may yet be refused.
             context.responses.add(response, None)
             try:
-                await self._publisher.publish(response, request_id, jobs, streams)
+                await publish_for(self._bus, response, request_id, jobs, streams)
                 if context.responses.get(request_id) is response:
                     context.responses.add(response, state)
                     await self._index.put(state)
@@ -189,3 +195,63 @@ def _without_prompt(request: GenerationRequest) -> GenerationRequest:
         other_prompts=("",) * len(request.other_prompts),
         sampling=sampling,
     )
+
+
+async def publish_for(
+    bus: Bus,
+    response: ResponseStream,
+    reservation_id: str,
+    jobs: Sequence[Job],
+    streams: Sequence[OpenStream],
+    first_reply: str = "",
+) -> None:
+    """Publish the jobs of a response, for which room is reserved under ``reservation_id``: it is
+    given back if ``publish_jobs`` raises."""
+    context, error = response.context, ""
+    since_ns = context.clock.now_ns()
+    try:
+        await publish_jobs(bus, context.streams, jobs, streams, first_reply)
+    except BaseException as failure:
+        error = type(failure).__name__
+        response.release(reservation_id)
+        raise
+    finally:
+        if response.trace is not None:
+            response.trace.record_publish(jobs, since_ns, error)
+
+
+async def publish_jobs(
+    bus: Bus,
+    table: StreamTable,
+    jobs: Sequence[Job],
+    streams: Sequence[OpenStream],
+    first_reply: str = "",
+) -> None:
+    """Publish jobs whose streams are open: all of them or none. Returns when the queue has stored
+    them.
+
+    Frames of a job that the queue had already may go to ``first_reply``. Raises the error of a job
+    that cannot be stored, once the jobs that were stored are cancelled.
+    """
+    try:
+        stored = await asyncio.gather(
+            *(bus.jobs.publish(job, reserved=True) for job in jobs), return_exceptions=True
+        )
+    except BaseException:
+        for stream in streams:
+            table.discard(stream)
+        raise
+    failed = next((one for one in stored if isinstance(one, BaseException)), None)
+    for stream, published in zip(streams, stored, strict=True):
+        if isinstance(published, BaseException):
+            table.discard(stream)
+            continue
+        if published.duplicate:
+            if first_reply:
+                stream.job = replace(stream.job, reply=first_reply)
+            table.follow(stream)
+        table.accept(stream, published.stream_sequence)
+        if failed is not None:
+            table.abort(stream, ClientEnd.REFUSED)
+    if failed is not None:
+        raise failed

@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from millrace.bus.api import Bus
 from millrace.gateway.request.index import RequestIndex
 from millrace.gateway.request.job_maker import JobMaker, next_round
-from millrace.gateway.request.job_publisher import JobPublisher
 from millrace.gateway.request.response_stream import ResponseStream
+from millrace.gateway.request.submitter import publish_for
 from millrace.gateway.streams.choice import TOOL_CALLS, Choice
-from millrace.gateway.streams.delivery_statistics import continue_statistics
+from millrace.gateway.streams.deliveries import continue_statistics
 from millrace.gateway.streams.parts import StepPart
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.tools.runner import ToolResult, ToolRunner
@@ -56,7 +56,6 @@ class ToolCallLoop:
         clock: Clock,
         index: RequestIndex,
         maker: JobMaker,
-        publisher: JobPublisher,
         tools: ToolRunner,
     ) -> None:
         self._bus = bus
@@ -64,7 +63,6 @@ class ToolCallLoop:
         self._clock = clock
         self._index = index
         self._maker = maker
-        self._publisher = publisher
         self._tools = tools
 
     async def run(self, response: ResponseStream, choice: Choice) -> None:
@@ -188,8 +186,8 @@ class ToolCallLoop:
         if before is not None:
             continue_statistics(stream, before, self._clock)
         # Whoever had the response before may have been first with this round.
-        await self._publisher.publish(
-            response, job.request_id, [job], [stream], first_reply=former.job.reply
+        await publish_for(
+            self._bus, response, job.request_id, [job], [stream], first_reply=former.job.reply
         )
         return stream
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from millrace.gateway.responses.history import messages_of
-from millrace.gateway.responses.normalised import normalised, said
-from millrace.gateway.responses.thoughts import opened
+from millrace.gateway.responses.normalised import left_out_of, normalised, said, with_sentences
+from millrace.gateway.responses.thoughts import THOUGHTS, opened
 from millrace.gateway.responses.tools import offered_of_responses
-from millrace.gateway.responses.unreadable import left_out_of, with_sentences
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.message_fields import in_words, respelled, words_in_words
@@ -28,21 +27,9 @@ from millrace.schemas.openai import (
 )
 from millrace.schemas.responses.call_items import (
     AdditionalToolsItem,
-    ApplyPatchCallItem,
-    ApplyPatchCallOutputItem,
-    CustomToolCallItem,
-    CustomToolCallOutputItem,
-    LocalShellCallItem,
-    LocalShellCallOutputItem,
     OtherItem,
-    ShellCallItem,
-    ShellCallOutputItem,
-    ToolSearchCallItem,
-    ToolSearchOutputItem,
 )
 from millrace.schemas.responses.items import (
-    FunctionCallItem,
-    FunctionCallOutputItem,
     GivenAgentMessage,
     GivenCall,
     GivenCallOutput,
@@ -50,15 +37,12 @@ from millrace.schemas.responses.items import (
     GivenReasoning,
     Item,
     ItemReference,
-    MessageItem,
-    ReasoningItem,
     ResponsesRequest,
     RewrittenItem,
     SchemaFormat,
 )
 
 LOGPROBS = "message.output_text.logprobs"
-THOUGHTS = "reasoning.encrypted_content"
 # These ask for fields of other servers' tools; they change nothing here.
 _OF_OTHERS = (
     *("web_search_call.action.sources", "web_search_call.results", "file_search_call.results"),
@@ -94,23 +78,6 @@ _RESPELLED = {
 }
 
 
-_ID_PREFIXES: Mapping[type[Item], str] = {
-    MessageItem: "msg",
-    ReasoningItem: "rs",
-    FunctionCallItem: "fc",
-    FunctionCallOutputItem: "fco",
-    CustomToolCallItem: "ctc",
-    CustomToolCallOutputItem: "ctco",
-    LocalShellCallItem: "lsh",
-    LocalShellCallOutputItem: "lsho",
-    ShellCallItem: "sh",
-    ShellCallOutputItem: "sho",
-    ApplyPatchCallItem: "apc",
-    ApplyPatchCallOutputItem: "apco",
-    ToolSearchCallItem: "tsc",
-    ToolSearchOutputItem: "tso",
-    AdditionalToolsItem: "at",
-}
 # Items of other servers' answers without text that a model here can read.
 _LEFT_OUT = frozenset(
     {
@@ -210,19 +177,6 @@ def given_items(given: str | Sequence[msgspec.Raw], field: str = "input") -> Giv
     if not items:
         raise ParameterError(field, f"{field} has no item that a model here can read.")
     return GivenItems(tuple(items), tuple(notices), tuple(paths))
-
-
-def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[Item, ...]:
-    """``items`` with an id each that no other one, or one of ``earlier``, has."""
-    taken = {item.id for item in earlier}
-    result: list[Item] = []
-    for number, item in enumerate(items):
-        if not item.id or item.id in taken:
-            new_id = f"{_ID_PREFIXES[type(item)]}_{stem}_in{number}"
-            item = msgspec.structs.replace(item, id=new_id)
-        taken.add(item.id)
-        result.append(item)
-    return tuple(result)
 
 
 def generation_request_of(

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
 from millrace.gateway.responses.thoughts import opened
+from millrace.registry.requests.message_fields import left_out_at
 from millrace.schemas.chat.unreadable import UnreadPart
 from millrace.schemas.errors import ParameterError
+from millrace.schemas.notices import Notice
+from millrace.schemas.responses.call_items import (
+    AdditionalToolsItem,
+    ApplyPatchCallItem,
+    ApplyPatchCallOutputItem,
+    CustomToolCallItem,
+    CustomToolCallOutputItem,
+    LocalShellCallItem,
+    LocalShellCallOutputItem,
+    OtherItem,
+    OutputPiece,
+    ShellCallItem,
+    ShellCallOutputItem,
+    ToolSearchCallItem,
+    ToolSearchOutputItem,
+)
 from millrace.schemas.responses.items import (
     Content,
     EchoedRefusal,
@@ -25,6 +44,44 @@ from millrace.schemas.responses.items import (
     ReasoningItem,
     ReasoningText,
 )
+
+_ID_PREFIXES: Mapping[type[Item], str] = {
+    MessageItem: "msg",
+    ReasoningItem: "rs",
+    FunctionCallItem: "fc",
+    FunctionCallOutputItem: "fco",
+    CustomToolCallItem: "ctc",
+    CustomToolCallOutputItem: "ctco",
+    LocalShellCallItem: "lsh",
+    LocalShellCallOutputItem: "lsho",
+    ShellCallItem: "sh",
+    ShellCallOutputItem: "sho",
+    ApplyPatchCallItem: "apc",
+    ApplyPatchCallOutputItem: "apco",
+    ToolSearchCallItem: "tsc",
+    ToolSearchOutputItem: "tso",
+    AdditionalToolsItem: "at",
+}
+
+
+def left_out_of(item: object, where: str) -> list[Notice]:
+    """Name each part of an item that the model does not read."""
+    return [
+        left_out_at(f"{where}.{field}[{i}]", part.kind)
+        for field in ("output", "content")
+        for i, part in enumerate(getattr(item, field, None) or ())
+        if isinstance(part, UnreadPart)
+    ]
+
+
+def with_sentences(item: OtherItem) -> OtherItem:
+    """The item as it is kept: with sentences in place of what the model does not read."""
+    if not isinstance(item, CustomToolCallOutputItem) or isinstance(item.output, str):
+        return item
+    pieces = tuple(
+        OutputPiece(piece.text) if isinstance(piece, UnreadPart) else piece for piece in item.output
+    )
+    return msgspec.structs.replace(item, output=pieces)
 
 
 def said(text: str) -> MessageItem:
@@ -81,3 +138,16 @@ def _piece(part: InputText | EchoedText | EchoedRefusal | UnreadPart) -> Content
     if isinstance(part, EchoedRefusal):
         return OutputText(part.refusal)
     return OutputText(part.text, logprobs=part.logprobs) if isinstance(part, EchoedText) else part
+
+
+def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[Item, ...]:
+    """``items`` with an id each that no other one, or one of ``earlier``, has."""
+    taken = {item.id for item in earlier}
+    result: list[Item] = []
+    for number, item in enumerate(items):
+        if not item.id or item.id in taken:
+            new_id = f"{_ID_PREFIXES[type(item)]}_{stem}_in{number}"
+            item = msgspec.structs.replace(item, id=new_id)
+        taken.add(item.id)
+        result.append(item)
+    return tuple(result)

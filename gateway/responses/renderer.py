@@ -12,9 +12,10 @@ from millrace.gateway.errors import Refusal
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from millrace.gateway.responses.cursor import events_after
-from millrace.gateway.responses.input import THOUGHTS, named
 from millrace.gateway.responses.items import Describe, OutputItems
+from millrace.gateway.responses.normalised import named
 from millrace.gateway.responses.store import ResponseStore
+from millrace.gateway.responses.thoughts import THOUGHTS
 from millrace.gateway.responses.tools import call_kinds
 from millrace.gateway.streams.parts import (
     CallArguments,

@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import binascii
 
+# What a request includes to get them.
+THOUGHTS = "reasoning.encrypted_content"
 _MARK = "millrace1."
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.sessions.context_window import Counted, count_for, fit, window_of
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.schemas.config import GatewayConfig

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage

@@ -22,7 +22,7 @@ from millrace.gateway.sessions.context_window import (
 )
 from millrace.gateway.sessions.store import COMMIT_TIMEOUT_S, Session, SessionStore, Turn
 from millrace.gateway.sessions.summaries import Generate, Summaries
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
 from millrace.runtime.clock import Clock

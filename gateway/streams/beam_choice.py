@@ -6,8 +6,7 @@ from msgspec.structs import replace
 
 from millrace.gateway.streams.choice import Choice, ToldTools
 from millrace.gateway.streams.parts import Part
-from millrace.gateway.streams.stream import OpenStream
-from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.gateway.streams.stream import OpenStream, TokenGaps
 from millrace.schemas.frames import Done, Usage
 from millrace.schemas.tools import ToolFormat
 

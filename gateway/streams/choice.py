@@ -17,9 +17,7 @@ from millrace.gateway.streams.parts import (
     ReasoningPart,
     TextPart,
 )
-from millrace.gateway.streams.stream import OpenStream
-from millrace.gateway.streams.token_gaps import TokenGaps
-from millrace.gateway.streams.usage import total_usage, usage_so_far
+from millrace.gateway.streams.stream import OpenStream, TokenGaps, total_usage, usage_so_far
 from millrace.registry.reasoning import ReasoningParser
 from millrace.registry.tool_formats import (
     ArgumentsPiece,

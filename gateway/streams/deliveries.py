@@ -1,24 +1,144 @@
-"""Delivery records on their way to the outbox, off the path of the streams."""
+"""What clients saw: a record of each delivery, and what it continues from other connections."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+from collections import OrderedDict
+from collections.abc import Mapping
 
 from millrace.bus.api import Outbox
+from millrace.gateway.streams.stream import OpenStream, status_of
 from millrace.runtime.clock import Clock
 from millrace.runtime.retry import doubling_delays, is_retryable, retry
 from millrace.runtime.tasks import Tasks
+from millrace.schemas.control import DeliveryStatistics
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.records import DeliveryRecord
 
-_log = logging.getLogger(__name__)
+_MS_PER_S = 1e3
+_NS_PER_S = 1e9
+_MAX_KEPT = 4_096
 
+
+_log = logging.getLogger(__name__)
 _MAX_WAITING = 10_000
 _NUM_SENDERS = 8
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 4.0
+
+
+def statistics_of(stream: OpenStream, clock: Clock) -> DeliveryStatistics:
+    """What the client saw so far."""
+    now_s, now_ns = clock.monotonic(), clock.now_ns()
+
+    def epoch_ns(at_s: float | None) -> int:
+        return 0 if at_s is None else now_ns - round((now_s - at_s) * _NS_PER_S)
+
+    delivery, reader = stream.delivery, stream.reader
+    return DeliveryStatistics(
+        received_ns=epoch_ns(delivery.received_s),
+        first_token_ns=epoch_ns(delivery.first_token_s),
+        last_token_ns=epoch_ns(delivery.last_token_s),
+        num_replays=delivery.num_replays,
+        num_epochs=reader.num_epochs,
+        epoch=reader.counted_epoch,
+        num_resumes=delivery.num_resumes,
+        num_stalls=delivery.num_stalls,
+        stalled_ms=delivery.stalled_s * _MS_PER_S,
+        longest_gap_ms=delivery.longest_gap_s * _MS_PER_S,
+        intake_ms=delivery.intake_s * _MS_PER_S,
+    )
+
+
+def continue_statistics(stream: OpenStream, seen: DeliveryStatistics, clock: Clock) -> None:
+    """Count on from what the client, which has just come back, saw before. Of tokens that it has
+    though nobody knows since when, the gap begins with its return."""
+    now_s, now_ns = clock.monotonic(), clock.now_ns()
+
+    def monotonic_s(at_ns: int) -> float | None:
+        # Two machines' clocks differ: nothing was before it could be.
+        return None if not at_ns else now_s - max(0, now_ns - at_ns) / _NS_PER_S
+
+    delivery = stream.delivery
+    received_s = monotonic_s(seen.received_ns)
+    delivery.received_s = now_s if received_s is None else received_s
+    delivery.intake_s = seen.intake_ms / _MS_PER_S
+    delivery.first_token_s = monotonic_s(seen.first_token_ns)
+    delivery.last_token_s = monotonic_s(seen.last_token_ns)
+    if delivery.last_token_s is None and stream.from_index:
+        delivery.last_token_s = now_s
+    delivery.num_replays = seen.num_replays
+    stream.reader.count_epochs_on(seen.num_epochs, seen.epoch)
+    delivery.num_resumes = seen.num_resumes + 1
+    delivery.count_gaps_on(
+        seen.num_stalls, seen.stalled_ms / _MS_PER_S, seen.longest_gap_ms / _MS_PER_S
+    )
+
+
+def delivery_record(stream: OpenStream, gateway_id: str, clock: Clock) -> DeliveryRecord:
+    """The record of a stream that has ended, or whose client has left it. ``first_byte_ms`` is 0
+    without a first token, and if nobody knows any more when that was."""
+    now_s, delivery = clock.monotonic(), stream.delivery
+    first_s, received_s = delivery.first_token_s, delivery.received_s
+    return DeliveryRecord(
+        request_id=stream.request_id,
+        gateway_id=gateway_id,
+        tenant=stream.job.tenant,
+        source=stream.job.source,
+        model=stream.job.model,
+        first_byte_ms=0.0 if first_s is None else (first_s - received_s) * _MS_PER_S,
+        total_ms=(now_s - received_s) * _MS_PER_S,
+        tokens_delivered=stream.num_seen,
+        num_replays=delivery.num_replays,
+        num_epochs=stream.reader.num_epochs,
+        num_resumes=delivery.num_resumes,
+        num_stalls=delivery.num_stalls,
+        stalled_ms=delivery.stalled_s * _MS_PER_S,
+        longest_gap_ms=delivery.longest_gap_s * _MS_PER_S,
+        intake_ms=delivery.intake_s * _MS_PER_S,
+        outcome=stream.outcome or status_of(stream).value,
+        done_ns=clock.now_ns(),
+    )
+
+
+class DeliveryHistory:
+    """What was seen of answers that may still be gone on with, by their jobs: rounds that are over,
+    and ends that nobody has taken. It forgets what is older than ``keep_s``, and the oldest of too
+    many.
+    """
+
+    def __init__(self, clock: Clock, keep_s: float) -> None:
+        self._clock = clock
+        self._keep_s = keep_s
+        self._kept: OrderedDict[str, tuple[float, dict[str, DeliveryStatistics]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, request_id: str, seen: Mapping[str, DeliveryStatistics]) -> None:
+        """Add to what is known of an answer."""
+        if not seen:
+            return
+        known = self.of(request_id)
+        self._kept[request_id] = (self._clock.monotonic(), {**known, **seen})
+        self._kept.move_to_end(request_id)
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+
+    def keep_stream(self, request_id: str, stream: OpenStream) -> None:
+        """Add one stream of an answer."""
+        self.keep(request_id, {stream.request_id: statistics_of(stream, self._clock)})
+
+    def of(self, request_id: str) -> dict[str, DeliveryStatistics]:
+        """What is known of an answer."""
+        kept_s, seen = self._kept.get(request_id, (0.0, {}))
+        return seen if self._clock.monotonic() - kept_s <= self._keep_s else {}
+
+    def forget(self, request_id: str) -> None:
+        """Nobody goes on with it: its client has the end, or another gateway has it."""
+        self._kept.pop(request_id, None)
 
 
 class Deliveries:

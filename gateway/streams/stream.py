@@ -1,15 +1,128 @@
-"""One open stream: the reader of a request's frames, and the client that they are for."""
+"""One open stream: the reader of a request's frames, its client, and what that client saw."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from millrace.bus.frame_reader import Outcome, Progress, StreamReader
-from millrace.gateway.streams.state import Cancellation, DeliveryFigures, Phase, ReplayState
-from millrace.gateway.streams.token_gaps import TokenGaps
-from millrace.schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed
+from millrace.runtime.histogram import PER_TOKEN_S, Histogram
+from millrace.schemas.control import CancelReason
+from millrace.schemas.frames import Cancelled, Delta, Done, Expired, Frame, Shed, Usage
 from millrace.schemas.jobs import Job
-from millrace.schemas.records import ClientEnd, Status
+from millrace.schemas.records import STALL_MS, ClientEnd, Status
+
+_STALL_S = STALL_MS / 1e3
+_UNDER_STALL_S = math.nextafter(_STALL_S, 0.0)
+
+
+class Phase(IntEnum):
+    """Who is at the far end. DETACHED may be skipped; none is entered again, as whoever comes back
+    gets a stream of its own."""
+
+    ATTACHED = 0  # a client takes what comes
+    DETACHED = 1  # nobody is connected, and somebody may go on with it
+    ABORTED = 2  # the client wants nothing more, and only the end is awaited
+
+
+class Cancellation(NamedTuple):
+    """It was asked for; whoever runs the job is not waited for after ``give_up_s`` (monotonic)."""
+
+    reason: CancelReason
+    give_up_s: float
+
+
+@dataclass(slots=True)
+class ReplayState:
+    """``is_needed`` once frames may have been missed. Of a stream that ``is_foreign`` they go to
+    another gateway that lives, so that each news of it has to be asked for. No question is put
+    while one ``is_asked``, nor before ``not_before_s`` (monotonic). ``num_fruitless`` workers in a
+    row said that they send what is missing from ``from_index`` on, which the client still lacks;
+    the first of them at ``fruitless_since_s``. ``over_since_s`` is when
+    the request was found to be over while its end is missing here; None: not found to be over."""
+
+    is_needed: bool = False
+    is_foreign: bool = False
+    is_asked: bool = False
+    not_before_s: float = 0.0
+    from_index: int = -1
+    num_fruitless: int = 0
+    fruitless_since_s: float = 0.0
+    over_since_s: float | None = None
+
+    def note_answer(self, next_index: int, now_s: float) -> None:
+        """A worker sends what is missing from ``next_index`` on."""
+        self.over_since_s = None
+        if next_index == self.from_index:
+            self.num_fruitless += 1
+            return
+        self.from_index = next_index
+        self.num_fruitless, self.fruitless_since_s = 0, now_s
+
+
+@dataclass(slots=True)
+class DeliveryFigures:
+    """What the client saw over all connections that it had, in the terms of ``DeliveryRecord``:
+    from ``received_s`` (monotonic), which may be before this gateway was asked, to
+    ``last_token_s``, and for ``intake_s`` before that. ``num_delivered`` are only the tokens that
+    were given out here."""
+
+    received_s: float
+    intake_s: float = 0.0
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_delivered: int = 0
+    num_replays: int = 0
+    num_resumes: int = 0
+    num_stalls: int = 0
+    stalled_s: float = 0.0
+    longest_gap_s: float = 0.0
+    unnoted_gap_s: float = 0.0
+
+    def note_gap(self, gap_s: float) -> None:
+        """Take in a gap between two deliveries. One of up to ``unnoted_gap_s`` changes nothing,
+        which spares most tokens the call."""
+        is_stall = gap_s >= _STALL_S
+        self.count_gaps_on(
+            self.num_stalls + is_stall,
+            self.stalled_s + (gap_s if is_stall else 0.0),
+            max(self.longest_gap_s, gap_s),
+        )
+
+    def count_gaps_on(self, num_stalls: int, stalled_s: float, longest_gap_s: float) -> None:
+        """So much there was until now."""
+        self.num_stalls = num_stalls
+        self.stalled_s = stalled_s
+        self.longest_gap_s = longest_gap_s
+        self.unnoted_gap_s = min(longest_gap_s, _UNDER_STALL_S)
+
+
+class TokenGaps(Collector):
+    """Time between tokens as clients get them. Tokens that arrive together share their gap."""
+
+    def __init__(self) -> None:
+        self._tally = Histogram(PER_TOKEN_S)
+
+    def add(self, gap_s: float, num_tokens: int) -> None:
+        """``num_tokens`` arrived ``gap_s`` after the ones before them."""
+        self._tally.add(gap_s / num_tokens, num_tokens)
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(
+            "millrace_inter_token_latency_seconds",
+            "Time between tokens as clients get them",
+        )
+        self._tally.add_to(family)
+        yield family
+
 
 # An attribute of an enum takes longer to look up, and each frame does so.
 _ATTACHED, _, _ABORTED = Phase
@@ -218,3 +331,49 @@ def status_of(stream: OpenStream) -> Status:
             return Status.SHED
         case _:
             return Status.FAILED
+
+
+_COUNTS = [name for name in Usage.__struct_fields__ if name.endswith("_tokens")]
+
+
+def usage_so_far(stream: OpenStream) -> Usage | None:
+    """The known usage of a stream's job; None: none is known. A prompt that another
+    choice pays for counts no tokens."""
+    reader = stream.reader
+    if reader.usage is not None:
+        return reader.usage
+    if reader.started is None:
+        return None
+    is_paid = not stream.job.shares_prompt
+    return Usage(
+        prompt_tokens=reader.started.num_prompt_tokens * is_paid,
+        cached_tokens=reader.started.num_cached_tokens * is_paid,
+        completion_tokens=reader.next_index,
+    )
+
+
+def total_usage(usages: Iterable[Usage | None]) -> Usage:
+    """The sum of each count; None counts nothing."""
+    total = dict.fromkeys(_COUNTS, 0)
+    for usage in filter(None, usages):
+        for name in _COUNTS:
+            total[name] += getattr(usage, name)
+    return Usage(**total)
+
+
+class DetachedClient(Client):
+    """Reads in the place of a client that is gone, so that the end is noticed."""
+
+    def __init__(self, on_wake: Callable[[], None]) -> None:
+        super().__init__(limit_bytes=2**62)
+        self._on_wake = on_wake
+
+    def wake(self, _stream: OpenStream) -> None:
+        self._on_wake()
+
+    def drop(self, reason: str) -> None:
+        """There is no connection to close."""
+
+
+# Of streams that have ended, and of those that are read without being woken.
+NULL_CLIENT = DetachedClient(lambda: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from msgspec.structs import replace
@@ -12,11 +12,9 @@ from msgspec.structs import replace
 from millrace.bus.api import Bus
 from millrace.bus.frame_reader import Outcome
 from millrace.bus.transport import Subscription
-from millrace.gateway.streams.copies import StreamCopies
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.gateway.streams.replays import Replays, RunningRequestIndex
-from millrace.gateway.streams.state import Cancellation, Phase
-from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.stream import Cancellation, Client, OpenStream, Phase
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import GatewayConfig
@@ -27,15 +25,46 @@ from millrace.schemas.jobs import Job
 from millrace.schemas.records import ClientEnd
 
 _log = logging.getLogger(__name__)
-
 _SWEEP_S = 0.25
 # How long nothing is heard of a stream that waits before somebody asks whether it still does.
 _LOOK_UP_S = 10.0
 _CANCEL_INTERVAL_S = 1.0
 _CANCEL_BOUND_S = 15.0
 _LAST_CANCELS_S = 0.5
-
 TAKEN_OVER = Failed(code="taken_over", message="Another connection goes on with this request.")
+
+
+class StreamCopies:
+    """By the ids of their jobs. A copy is here as long as its client may take something."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, list[OpenStream]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def __iter__(self) -> Iterator[OpenStream]:
+        for copies in self._copies.values():
+            yield from copies
+
+    def of(self, request_id: str) -> Sequence[OpenStream]:
+        """A snapshot: feeding one may remove it."""
+        # Most gateways have none at most times, and this is asked for each frame.
+        return list(self._copies.get(request_id, ())) if self._copies else ()
+
+    def add(self, stream: OpenStream) -> None:
+        stream.is_copy = True
+        self._copies.setdefault(stream.request_id, []).append(stream)
+
+    def remove(self, stream: OpenStream) -> bool:
+        """Whether it was here."""
+        copies = self._copies.get(stream.request_id, [])
+        if stream not in copies:
+            return False
+        copies.remove(stream)
+        if not copies:
+            del self._copies[stream.request_id]
+        return True
 
 
 class _NotYet:

@@ -1,4 +1,4 @@
-"""Who calls: from a header or a first message to a ``Caller``."""
+"""Who makes a request, by its API key, and what the key allows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import msgspec
 from redis.exceptions import ResponseError
 
 from millrace.bus.tenancy.tenants import TenantStore, digest_of, parse_token
-from millrace.gateway.tenancy.caller import LOCAL, Caller
 from millrace.gateway.transport.http import CALLER, Scope
-from millrace.gateway.transport.proxies import is_forwarded
+from millrace.gateway.transport.origins import is_forwarded
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError
+from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import (
     KEY_PREFIX,
+    LOCAL_TENANT,
     KeyRecord,
     TenantRecord,
     effective_tier,
@@ -36,6 +37,24 @@ _MAX_KNOWN = 10_000
 _NOTE_USE_S = 60.0
 _LAST_NOTES_S = 0.5
 _RETRY_AFTER_S = 2.0
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant and the key that it came with (empty: none, which is for loopback only).
+
+    ``tier`` is the most urgent one that its requests may have; ``context_tokens`` bounds prompt
+    and completion of a request together (None: the model's window does). An admin may see other
+    tenants' figures.
+    """
+
+    tenant: str = LOCAL_TENANT
+    tier: Tier = Tier.ENTERPRISE
+    key_id: str = ""
+    context_tokens: int | None = None
+    is_admin: bool = False
+
+
+LOCAL = Caller(is_admin=True)
 
 
 class AuthenticationError(MillraceError, code="invalid_api_key", http_status=401):

@@ -11,6 +11,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from uvicorn.protocols.http.flow_control import FlowControl
+
 WRITER_EXTENSION = "millrace.wire"
 
 logger = logging.getLogger(__name__)
@@ -28,15 +30,6 @@ class ConnectionWriter(Protocol):
 
     def write(self, payloads: list[bytes]) -> None:
         """Never waits; what is written while it is not writable piles up in memory."""
-
-
-class ResponseWriter(ConnectionWriter, Protocol):
-    """One of a response over HTTP. What is written between ``hold`` and ``release`` leaves in one
-    piece; who holds must release, whatever happens."""
-
-    def hold(self) -> None: ...
-
-    def release(self) -> None: ...
 
 
 def text_frames(payloads: list[bytes]) -> bytes:
@@ -89,3 +82,69 @@ class WriteCoalescer:
                 # One client's trouble must not keep the others from being written to.
                 logger.exception("a client could not be written to")
                 client.drop("failed")
+
+
+class ResponseTransport:
+    """A connection's transport as one response writes to it. Each write is a call of the kernel,
+    which costs more than most of what a request does here: what is written between ``hold`` and
+    ``release`` leaves by one."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._held: list[bytes] | None = None
+
+    def hold(self) -> None:
+        """Keep what is written until ``release``."""
+        if self._held is None:
+            self._held = []
+
+    def release(self) -> None:
+        """Write what was kept, and what comes from now on at once."""
+        held, self._held = self._held, None
+        if held:
+            self._transport.write(b"".join(held))
+
+    def write(self, data: bytes) -> None:
+        if self._held is None:
+            self._transport.write(data)
+        else:
+            self._held.append(data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self.release()
+        self._transport.close()
+
+
+class HttpWriter:
+    """A response whose head was sent by ``send``, without a length, and whose end will be. What is
+    written between ``hold`` and ``release`` leaves in one piece: call ``release``, whatever
+    happens.
+
+    Writers know the transport, which forgets its protocol when it closes: so nothing of a
+    connection that is gone waits for the garbage collector.
+    """
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl, version: str) -> None:
+        """``version`` of HTTP: a client of 1.0 knows no chunks."""
+        self._has_chunks = version != "1.0"
+        self.transport = ResponseTransport(transport)
+        self._connection = transport
+        self._flow = flow
+        self.on_writable: Callable[[], None] | None = None
+
+    @property
+    def is_writable(self) -> bool:
+        return not (self._flow.write_paused or self._connection.is_closing())
+
+    def write(self, payloads: list[bytes]) -> None:
+        self.transport.write(chunk(payloads) if self._has_chunks else b"".join(payloads))
+
+    def hold(self) -> None:
+        """Have what is written, by ``send`` too, leave in one piece with ``release``."""
+        self.transport.hold()
+
+    def release(self) -> None:
+        self.transport.release()

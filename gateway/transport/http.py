@@ -1,9 +1,10 @@
-"""Bare ASGI for JSON endpoints on the token path: bodies in with bounds, answers out."""
+"""Bare ASGI for JSON endpoints on the token path: bodies in within bounds, answers out."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
@@ -11,8 +12,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from millrace.gateway.errors import MediaTypeError, Refusal
-from millrace.gateway.transport.body_deadline import BodyDeadline
+from millrace.gateway.errors import MediaTypeError, Refusal, SlowRequestError
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 from millrace.schemas.notices import NOTICE_NAME, Notices, header_value
@@ -23,7 +23,6 @@ Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-
 # Where a request's scope has whose it is, once that is known, and whether it is a job by now.
 CALLER = "millrace.caller"
 ACCEPTED = "millrace.accepted"
@@ -36,6 +35,31 @@ _HANDSHAKE_RESPONSE = "websocket.http.response"  # the name of an extension of A
 _TAKEN_AS_JSON = frozenset({"", "application/x-www-form-urlencoded"})
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 1024 * 1024
+_NAME = b"x-request-id"
+_OWN_NAME = b"x-millrace-request-id"
+_FORM = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class BodyDeadline:
+    """``body_timeout_s`` from its head on, and longer by what its bytes take at
+    ``body_bytes_per_s``; at most ``body_timeout_s`` of silence. Times are of one monotonic clock.
+    """
+
+    def __init__(self, config: GatewayConfig, begun_s: float) -> None:
+        self._timeout_s = config.body_timeout_s
+        self._bytes_per_s = config.body_bytes_per_s
+        self._begun_s = begun_s
+
+    def at_s(self, num_bytes: int, now_s: float) -> float:
+        """When more must have come than ``num_bytes``."""
+        whole_s = self._begun_s + self._timeout_s + num_bytes / self._bytes_per_s
+        return min(whole_s, now_s + self._timeout_s)
+
+    def error(self, num_bytes: int) -> SlowRequestError:
+        return SlowRequestError(
+            f"The body came too slowly: {num_bytes} bytes of it. It may take {self._timeout_s:g} s "
+            f"and a second more for each {self._bytes_per_s} bytes."
+        )
 
 
 class ClientLeftError(Exception):
@@ -177,3 +201,43 @@ async def wait_for_disconnect(receive: Receive) -> None:
     """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class RequestIds:
+    """Answers with a client's ``X-Request-Id`` of 1 to 128 visible ASCII characters, and with our
+    own id beside it: a client may use one id twice, and everything here is keyed by ours. Without
+    such an id, ours is ``X-Request-Id``."""
+
+    def __init__(self, app: AsgiApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = header_of(scope, _NAME) if scope["type"] == "http" else None
+        if given is None or not _FORM.fullmatch(given):
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_id(event: Event) -> None:
+            if event["type"] == "http.response.start":
+                event = {**event, "headers": _headers_with(given, event["headers"])}
+            await send(event)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def with_id_also_as(name: bytes, send: Send) -> Send:
+    """Our own id in a header of that name, too."""
+
+    async def send_with_name(event: Event) -> None:
+        if event["type"] == "http.response.start":
+            also = [(name, value) for known, value in event["headers"] if known == _NAME]
+            event = {**event, "headers": [*event["headers"], *also]}
+        await send(event)
+
+    return send_with_name
+
+
+def _headers_with(given: str, headers: Headers) -> Headers:
+    """Those of an answer, where ours is under its other name and the client's in its place."""
+    renamed = [(_OWN_NAME if name.lower() == _NAME else name, value) for name, value in headers]
+    return [*renamed, request_id_header(given)]

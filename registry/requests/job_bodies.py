@@ -19,11 +19,11 @@ from millrace.registry.requests.parsing import parse_chat, parse_completion
 from millrace.registry.requests.ready_jobs import (
     PreparingModel,
     check_template,
+    is_unheld,
     prepared,
     with_prompt,
     with_tools,
 )
-from millrace.registry.requests.unheld_calls import is_unheld
 from millrace.runtime.json.tolerant import (
     check_plain,
     tolerated,

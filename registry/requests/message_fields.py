@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
-from millrace.registry.requests.unreadable import text_of_parts
 from millrace.registry.tool_formats.freeform import arguments_of_input
 from millrace.schemas.chat.messages import (
     DeveloperMessage,
@@ -21,9 +20,11 @@ from millrace.schemas.chat.messages import (
     ToolPart,
     UserMessage,
 )
+from millrace.schemas.chat.unreadable import sentence_for
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, check_priority
 from millrace.schemas.jobs import check_metadata as check_job_metadata
+from millrace.schemas.notices import Notice, NoticeCode, Notices, notice
 from millrace.schemas.openai import GenerationFields
 from millrace.schemas.tools import ToolCall
 
@@ -35,6 +36,38 @@ NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "function_call": (None,),
 }
+
+
+def left_out_at(where: str, kind: str) -> Notice:
+    """Return the notice of content of the type ``kind`` at ``where``."""
+    return notice(NoticeCode.CONTENT_LEFT_OUT, where, kind)
+
+
+def text_of_parts(parts: Sequence[ToolPart | EchoedPart]) -> str:
+    """Return the text of a message's parts. Sentences in place of others are on lines of their
+    own."""
+    texts = [part.words if part.is_text else sentence_for(part.type) for part in parts]
+    is_text = all(part.is_text for part in parts)
+    return ("" if is_text else "\n").join(filter(None, texts))
+
+
+def left_out_of(messages: Iterable[Message]) -> Notices:
+    """Return a notice for each part of the messages that the model does not read."""
+    notices: list[Notice] = []
+    for i, message in enumerate(messages):
+        if not isinstance(message, ToolMessage | EchoedMessage):
+            continue
+        parts: Sequence[ToolPart | EchoedPart] = (
+            message.content if isinstance(message.content, tuple) else ()
+        )
+        notices += (
+            left_out_at(f"messages[{i}].content[{j}]", part.type)
+            for j, part in enumerate(parts)
+            if not part.is_text
+        )
+    return tuple(notices)
+
+
 _NEUTRAL_IN_EMPTY_ANSWER = {name: NEUTRAL_IN_MESSAGE[name] for name in ("audio", "function_call")}
 
 

@@ -14,6 +14,7 @@ from millrace.registry.requests.message_fields import (
     chat_messages,
     check_metadata,
     keeps_stop_string,
+    left_out_of,
     priority_of,
     refuse_unhonoured,
     respelled,
@@ -21,7 +22,6 @@ from millrace.registry.requests.message_fields import (
 from millrace.registry.requests.offered.chat_tools import offered_of_chat
 from millrace.registry.requests.offered.offered_tools import OfferedTools
 from millrace.registry.requests.socket_fields import check_socket_fields
-from millrace.registry.requests.unreadable import left_out_of
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier

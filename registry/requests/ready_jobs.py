@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.message_fields import in_words, respelled
-from millrace.registry.requests.unheld_calls import is_unheld, unheld_calls
 from millrace.registry.tool_formats import Dropped, call_grammar
-from millrace.schemas.engines import EngineKind
+from millrace.schemas.engines import EngineKind, can_hold_calls
 from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import Job
 from millrace.schemas.notices import Notice, NoticeCode, Notices, bounded, notice
@@ -25,6 +24,28 @@ from millrace.schemas.tools import ToolDefinition, ToolFormat, ToolMode
 PROMPT = "prompt"
 # The field that refusals of an answer's schema name, whatever field the caller wrote it in.
 _RESPONSE_FORMAT = "response_format"
+
+
+def is_unheld(request: GenerationRequest, kind: EngineKind) -> bool:
+    """Whether calls of ``request`` are free, as an engine of this kind cannot hold them."""
+    is_free = request.tool_choice.mode is ToolMode.AUTO and request.sampling.grammar is None
+    return is_free and not can_hold_calls(kind)
+
+
+def unheld_calls(
+    sampling: SamplingOptions, tool_format: ToolFormat, request: GenerationRequest, kind: EngineKind
+) -> tuple[SamplingOptions, Notices]:
+    """Return the sampling options without a grammar, and notices of what no grammar holds. One
+    call ends the completion if calls are not parallel."""
+    if not request.parallel_tool_calls:
+        sampling = replace(sampling, one_call=tool_format)
+    why = f"the {kind} engine of this model takes no grammar of calls"
+    notices: list[Notice] = []
+    if any(tool.strict for tool in request.tools):
+        notices.append(notice(NoticeCode.STRICT_NOT_ENFORCED, "tools", why))
+    if any(request.freeform_tools.values()):
+        notices.append(notice(NoticeCode.GRAMMAR_NOT_KEPT, "tools", why))
+    return sampling, tuple(notices)
 
 
 class PreparingModel(Protocol):

@@ -12,8 +12,7 @@ import pytest
 import redis
 
 from millrace.cli.main import main
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import AuthenticationError, Identity
+from millrace.gateway.tenancy.identity import AuthenticationError, Caller, Identity
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig

@@ -6,7 +6,7 @@ import httpx
 import msgspec
 import pytest
 
-from millrace.gateway.tenancy.caller import LOCAL
+from millrace.gateway.tenancy.identity import LOCAL
 from tests.support.running_gateway import RunningGateway
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from millrace.gateway.streams.stream import Client, OpenStream
-from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.gateway.streams.stream import Client, OpenStream, TokenGaps
 from millrace.schemas.frames import Cancelled, Done, Expired, Failed, TerminalFrame
 from millrace.schemas.jobs import Job
 

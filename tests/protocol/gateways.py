@@ -8,9 +8,8 @@ from collections.abc import Callable
 from millrace.bus.api import Bus
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.gateway.streams.replays import RunningRequestIndex
-from millrace.gateway.streams.stream import Client, OpenStream
+from millrace.gateway.streams.stream import Client, OpenStream, TokenGaps
 from millrace.gateway.streams.streams import StreamTable
-from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.runtime.clock import Clock
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.control import Cancel, HandedOver

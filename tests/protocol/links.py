@@ -18,7 +18,7 @@ from millrace.bus.job_queue import (
     QueueDepth,
     TenantQueue,
 )
-from millrace.bus.jobs.refusals import Refusals
+from millrace.bus.jobs.ends import Refusals
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.memory.jobs import MemoryJobQueue
 from millrace.bus.running_requests import JobClaim, RunningRequest

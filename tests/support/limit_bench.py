@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 
 from millrace.bus.tenancy.accounts import Demand
 from millrace.bus.tenancy.tenants import TenantStore
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import Identity
-from millrace.gateway.tenancy.limit_headers import rate_headers
-from millrace.gateway.tenancy.limits import Limiter
+from millrace.gateway.tenancy.identity import Caller, Identity
+from millrace.gateway.tenancy.limits import Limiter, rate_headers
 from millrace.gateway.transport.http import Headers
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig

@@ -10,8 +10,7 @@ import msgspec
 
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import DrainingError
-from millrace.gateway.rendering.logprobs import logprob_infos
-from millrace.gateway.request.detached_client import DetachedClient
+from millrace.gateway.rendering.tokens import logprob_infos
 from millrace.gateway.request.idempotency import Idempotency
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.response_stream import ResponseStream
@@ -25,8 +24,8 @@ from millrace.gateway.responses.store import (
     is_over,
 )
 from millrace.gateway.streams.parts import Part
-from millrace.gateway.streams.stream import Client, OpenStream
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.streams.stream import Client, DetachedClient, OpenStream
+from millrace.gateway.tenancy.identity import Caller
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError, ModelNotFoundError
 from millrace.schemas.responses.items import ResponseAnswer

@@ -10,7 +10,7 @@ from starlette.routing import Route
 from millrace.gateway.api.paging import limit_of, list_response
 from millrace.gateway.core import Gateway
 from millrace.gateway.sessions.chats import ChatNotFoundError, ChatStore
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import json_response, read_body
 from millrace.registry.requests.decoding import decode
 from millrace.schemas.chat.chats import MAX_TITLE_CHARACTERS, ChatDeleted, ChatList, ChatUpdate

@@ -12,15 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from millrace.gateway.api.answers import SSE_HEADERS
+from millrace.gateway.api.answers import SSE_HEADERS, follow
 from millrace.gateway.api.client_connection import HttpClient
 from millrace.gateway.api.counted_reading import counted_body
-from millrace.gateway.api.following import follow
 from millrace.gateway.api.kept.background import BackgroundResponses, NotInBackgroundError
 from millrace.gateway.api.kept.items_page import check_items_query, check_query, items_page
 from millrace.gateway.core import Gateway
-from millrace.gateway.rendering.logprobs import logprob_infos
-from millrace.gateway.rendering.rendering import Endpoint, Prepared, Renderer, read_long
+from millrace.gateway.endpoints import Endpoint, Prepared, read_long
+from millrace.gateway.rendering.rendering import Renderer
+from millrace.gateway.rendering.tokens import logprob_infos
 from millrace.gateway.request.admission import tier_of
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationStore
@@ -43,7 +43,7 @@ from millrace.gateway.responses.store import (
     model_of,
 )
 from millrace.gateway.responses.window import fit_window, num_input_tokens
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import (
     Headers,
     Receive,

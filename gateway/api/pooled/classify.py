@@ -15,8 +15,8 @@ from millrace.gateway.api.pooled.pooled import (
 )
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.activation import numbers_of
-from millrace.gateway.rendering.embedding_jobs import classifier_of, inputs_of, user_of
+from millrace.gateway.rendering.embedding_vectors import numbers_of
+from millrace.gateway.request.embedding_jobs import classifier_of, inputs_of, user_of
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead, activated
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of

@@ -17,15 +17,13 @@ from millrace.gateway.api.pooled.pooled import (
 )
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.activation import numbers_of
-from millrace.gateway.rendering.embedding_jobs import (
+from millrace.gateway.rendering.embedding_vectors import VectorForm, form_of, numbers_of
+from millrace.gateway.request.embedding_jobs import (
     classifier_of,
     embedding_pooling,
-    form_of,
     truncated_inputs,
     user_of,
 )
-from millrace.gateway.rendering.embedding_vectors import VectorForm
 from millrace.registry.checkpoints.classifier import activated
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of

@@ -14,14 +14,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millrace.gateway.core import Gateway
+from millrace.gateway.endpoints import read_long
 from millrace.gateway.errors import refusal_of, refusal_of_end
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.embedding_jobs import Input, jobs_of
-from millrace.gateway.rendering.rendering import read_long
+from millrace.gateway.request.embedding_jobs import Input, jobs_of
 from millrace.gateway.request.job_maker import bare_job
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
-from millrace.gateway.streams.usage import total_usage
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.streams.stream import total_usage
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import (
     JSON,
     ClientLeftError,
@@ -156,7 +156,7 @@ class PooledEndpoint:
         is not done."""
         caller = await self._gateway.identity.caller(request.scope)
         request_id = new_request_id(self._id_prefix)
-        async with self._gateway.intake_limits.refusals_count(caller, request_id):
+        async with self._gateway.admission.refusals_count(caller, request_id):
             return await self._answer_to(request, caller, request_id, trace)
 
     async def _answer_to(
@@ -164,7 +164,7 @@ class PooledEndpoint:
     ) -> Response:
         gateway = self._gateway
         body = await read_body(request.scope, request.receive, gateway.config)
-        await gateway.intake_limits.admit(caller, request_id, len(body))
+        await gateway.admission.admit_body(caller, request_id, len(body))
         asked = await read_long(gateway.prompts, caller, body, self._read)
         name = asked.model
         if name is None:

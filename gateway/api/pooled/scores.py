@@ -22,9 +22,15 @@ from millrace.gateway.api.pooled.pooled import (
 from millrace.gateway.api.pooled.text_ranks import has_texts, rank_texts
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.activation import numbers_of
-from millrace.gateway.rendering.embedding_jobs import Input, embedding_pooling, inputs_in, user_of
-from millrace.gateway.rendering.text_cuts import Overflow, truncation
+from millrace.gateway.rendering.embedding_vectors import numbers_of
+from millrace.gateway.request.embedding_jobs import (
+    Input,
+    Overflow,
+    embedding_pooling,
+    inputs_in,
+    truncation,
+    user_of,
+)
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead, activated
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import metadata_of, priority_of

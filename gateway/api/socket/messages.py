@@ -6,8 +6,8 @@ from typing import Any
 
 from millrace.bus.frame_reader import Progress
 from millrace.gateway.errors import Refusal
-from millrace.gateway.rendering.chunks import encode, usage_info
-from millrace.gateway.rendering.logprobs import logprob_infos
+from millrace.gateway.rendering.rendering import encode, usage_info
+from millrace.gateway.rendering.tokens import logprob_infos
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.tracing import RequestTrace
 from millrace.gateway.streams.parts import (

@@ -12,13 +12,12 @@ import msgspec
 from millrace.gateway.api.socket.messages import SocketRequest
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import Refusal, refusal_of
-from millrace.gateway.rendering.chunks import encode
+from millrace.gateway.rendering.rendering import encode
 from millrace.gateway.request.index import digest_of
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
 from millrace.gateway.streams.stream import Client, OpenStream
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import AuthenticationError
+from millrace.gateway.tenancy.identity import AuthenticationError, Caller
 from millrace.gateway.transport.connection_writer import ConnectionWriter
 from millrace.gateway.transport.http import new_request_id
 from millrace.registry.requests.parsing import parse_generate
@@ -232,9 +231,9 @@ class SocketSession(Client):
         return self.caller
 
     async def _start(self, request: SocketRequest, start: _Start) -> None:
-        caller, intake_limits = self._known_caller(), self._gateway.intake_limits
+        caller, admission = self._known_caller(), self._gateway.admission
         try:
-            async with intake_limits.refusals_count(caller, request.request_id):
+            async with admission.refusals_count(caller, request.request_id):
                 response = await start(request)
         except MillraceError as error:
             refusal = refusal_of(error)

@@ -12,8 +12,7 @@ from millrace.gateway.api.socket.session import KEY_REVOKED, SocketSession
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import Refusal, refusal_of
 from millrace.gateway.request.tracing import TRACEPARENT
-from millrace.gateway.tenancy.caller import Caller
-from millrace.gateway.tenancy.identity import token_of
+from millrace.gateway.tenancy.identity import Caller, token_of
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, ConnectionWriter
 from millrace.gateway.transport.http import (
     CALLER,
@@ -23,7 +22,7 @@ from millrace.gateway.transport.http import (
     header_of,
     refuse_handshake,
 )
-from millrace.gateway.transport.proxies import is_forwarded
+from millrace.gateway.transport.origins import is_forwarded
 from millrace.registry.requests.decoding import decode
 from millrace.schemas.errors import InvalidJsonError, MillraceError, ParameterError
 from millrace.schemas.websocket import (

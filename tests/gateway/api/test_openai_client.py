@@ -9,7 +9,7 @@ import msgspec
 import openai
 import pytest
 
-from millrace.gateway.api import event_pump
+from millrace.gateway.api import answers
 from millrace.gateway.api.client_connection import HttpClient
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.control import QueueStatus
@@ -48,7 +48,7 @@ async def test_silence_within_a_stream_is_broken(
             texts.append(content or "")
 
     monkeypatch.setattr(HttpClient, "wait_up_to", wait_up_to)
-    monkeypatch.setattr(event_pump, "_KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(answers, "_KEEP_ALIVE_S", 0.01)
     front.worker.script = lambda _job: [f"{number} " for number in range(100)]
     front.worker.gate.clear()
     reading = asyncio.create_task(read())

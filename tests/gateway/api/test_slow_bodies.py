@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
-from millrace.gateway.transport.body_deadline import BodyDeadline
+from millrace.gateway.transport.http import BodyDeadline
 from millrace.schemas.config import GatewayConfig
 from tests.gateway.api.test_hostile_clients import Raw, sent
 from tests.support.running_gateway import RunningGateway, running_gateway

@@ -163,9 +163,7 @@ async def test_what_calls_are_not_held_to_is_said(front: BatchGateway, worker: B
 async def test_strict_calls_that_nothing_holds_are_checked_behind(
     front: BatchGateway, worker: BatchWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "millrace.registry.requests.unheld_calls.can_hold_calls", lambda _kind: False
-    )
+    monkeypatch.setattr("millrace.registry.requests.ready_jobs.can_hold_calls", lambda _kind: False)
     call = '<tool_call>\n{"name": "clock", "arguments": {"zone": 7}}\n</tool_call>'
     parameters = {"properties": {"zone": {"type": "string"}}}
     function = {"name": "clock", "parameters": parameters, "strict": True}

@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from millrace.bus.memory import MemoryBus
 from millrace.gateway.__main__ import models_of
 from millrace.gateway.batches.lines import GenerationBatchEndpoint, LineAttempt
-from millrace.gateway.rendering.chat import CHAT_COMPLETIONS
+from millrace.gateway.endpoints import CHAT_COMPLETIONS
 from millrace.registry.catalogue import BUILT_IN, load_catalogue
 from millrace.schemas.config import (
     Config,

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from millrace.gateway.rendering.chunks import usage_info
-from millrace.gateway.streams.usage import total_usage
+from millrace.gateway.rendering.rendering import usage_info
+from millrace.gateway.streams.stream import total_usage
 from millrace.schemas.frames import Usage
 from tests.support.running_gateway import MODEL, RunningGateway
 

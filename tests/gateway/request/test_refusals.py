@@ -23,7 +23,7 @@ from millrace.gateway.metrics import Metrics
 from millrace.gateway.request import failure_log
 from millrace.gateway.request.failure_log import FailureLog
 from millrace.gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.runtime.metrics_server import render
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.gateway.rendering.text_offsets import TextOffsets
+from millrace.gateway.rendering.tokens import TextOffsets
 from tests.registry.test_detokenizer import KINDS, TEXTS, made
 
 

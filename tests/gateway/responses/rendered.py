@@ -17,7 +17,7 @@ from millrace.gateway.responses.input import (
 )
 from millrace.gateway.responses.renderer import ResponseRenderer
 from millrace.gateway.streams.parts import Part
-from millrace.gateway.tenancy.caller import LOCAL
+from millrace.gateway.tenancy.identity import LOCAL
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.frames import TokenLogprob, Usage

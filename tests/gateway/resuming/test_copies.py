@@ -12,7 +12,7 @@ import pytest
 
 from millrace.bus.control import Control
 from millrace.gateway.request import tool_loop
-from millrace.gateway.streams.state import Phase
+from millrace.gateway.streams.stream import Phase
 from millrace.gateway.tools.catalogue import load_tools
 from millrace.schemas.config import RedisConfig
 from tests.gateway.resuming.clients import (

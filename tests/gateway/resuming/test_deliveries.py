@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from millrace.bus import codec
-from millrace.gateway.streams.state import Phase
+from millrace.gateway.streams.stream import Phase
 from millrace.runtime.metrics_server import render
 from millrace.schemas.records import DeliveryRecord
 from tests.gateway.resuming.clients import (

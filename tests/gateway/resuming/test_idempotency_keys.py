@@ -10,7 +10,7 @@ import pytest
 
 from millrace.bus.job_queue import PublishedJob
 from millrace.gateway.request.response_stream import ResponseStream
-from millrace.gateway.streams.state import Phase
+from millrace.gateway.streams.stream import Phase
 from millrace.runtime.metrics_server import render
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import Job

@@ -20,7 +20,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from millrace.bus.job_queue import PublishedJob
 from millrace.bus.tenancy.accounts import Demand
 from millrace.bus.tenancy.keeper import Granted
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tools.catalogue import ToolCatalogue, load_tools
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.errors import BusUnavailableError

@@ -9,8 +9,7 @@ from redis.asyncio import Redis
 from millrace.gateway.models import Models
 from millrace.gateway.sessions.sessions import FittedSession, Sessions
 from millrace.gateway.sessions.summaries import Generate
-from millrace.gateway.tenancy.caller import LOCAL, Caller
-from millrace.gateway.tenancy.identity import Identity
+from millrace.gateway.tenancy.identity import LOCAL, Caller, Identity
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.served import ServedModel
 from millrace.registry.tokenizers.prompt_pool import PromptPool

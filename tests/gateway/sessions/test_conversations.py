@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from millrace.bus.redis_keys import session_key, session_turn_key
 from millrace.gateway.sessions.sessions import SessionNotFoundError
 from millrace.gateway.sessions.store import SessionTooLargeError, SessionUnreadableError
-from millrace.gateway.tenancy.caller import LOCAL, Caller
+from millrace.gateway.tenancy.identity import LOCAL, Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import ParameterError

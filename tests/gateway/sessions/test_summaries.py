@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from millrace.bus.redis_keys import session_summary_key
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.errors import BusUnavailableError, MillraceError, ParameterError
 from millrace.schemas.jobs import Tier

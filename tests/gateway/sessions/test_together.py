@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from millrace.gateway.models import Models
 from millrace.gateway.sessions.sessions import SessionNotFoundError, Sessions
-from millrace.gateway.tenancy.caller import LOCAL
+from millrace.gateway.tenancy.identity import LOCAL
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.served import ServedModel
 from millrace.registry.tokenizers.prompt_pool import PromptPool

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.gateway.streams.delivery_statistics import (
+from millrace.gateway.streams.deliveries import (
     DeliveryHistory,
     continue_statistics,
     delivery_record,
     statistics_of,
 )
-from millrace.gateway.streams.stream import Client, OpenStream
-from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.gateway.streams.stream import Client, OpenStream, TokenGaps
 from millrace.schemas.control import DeliveryStatistics
 from millrace.schemas.frames import Done, FinishReason, Started, Usage
 from millrace.schemas.jobs import Job

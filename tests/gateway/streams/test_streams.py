@@ -10,10 +10,8 @@ from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import RunningRequest
 from millrace.gateway.streams.fleet_view import FleetView
-from millrace.gateway.streams.state import Phase
-from millrace.gateway.streams.stream import Client, OpenStream, status_of
+from millrace.gateway.streams.stream import Client, OpenStream, Phase, TokenGaps, status_of
 from millrace.gateway.streams.streams import StreamTable
-from millrace.gateway.streams.token_gaps import TokenGaps
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.control import (
     Cancel,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.gateway.request.detached_client import NULL_CLIENT
 from millrace.gateway.streams.choice import Choice, ToldTools
-from millrace.gateway.streams.stream import OpenStream
-from millrace.gateway.streams.token_gaps import TokenGaps
+from millrace.gateway.streams.stream import NULL_CLIENT, OpenStream, TokenGaps
 from millrace.registry.tool_formats.written import calls_as_text
 from millrace.schemas.chat.asked import Asked
 from millrace.schemas.chat.reasoning import ReasoningFormat

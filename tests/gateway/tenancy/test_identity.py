@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from millrace.bus.tenancy.tenants import TenantStore, digest_of, parse_token
-from millrace.gateway.tenancy.caller import LOCAL, Caller
 from millrace.gateway.tenancy.identity import (
+    LOCAL,
     AuthenticationError,
+    Caller,
     Identity,
     InsufficientPermissionsError,
     KeysUnreachableError,

@@ -17,8 +17,7 @@ from millrace.bus.tenancy.errors import (
     TooManyTokensError,
 )
 from millrace.gateway.errors import refusal_of
-from millrace.gateway.tenancy.caller import LOCAL
-from millrace.gateway.tenancy.identity import AuthenticationError
+from millrace.gateway.tenancy.identity import LOCAL, AuthenticationError
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import LimitOverrides, TenantRecord

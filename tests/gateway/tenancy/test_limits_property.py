@@ -17,7 +17,7 @@ from msgspec import UNSET
 from millrace.bus.tenancy.accounts import Demand
 from millrace.bus.tenancy.errors import RateLimitError
 from millrace.bus.tenancy.tenants import TenantStore
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.schemas.config import GatewayConfig, RedisConfig

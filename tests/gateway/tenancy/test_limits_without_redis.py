@@ -13,7 +13,7 @@ from millrace.bus.tenancy.errors import (
     LimitsUnreachableError,
     TierContextError,
 )
-from millrace.gateway.tenancy.caller import LOCAL, Caller
+from millrace.gateway.tenancy.identity import LOCAL, Caller
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import RedisConfig

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from millrace.gateway.transport.http_writer import HttpWriter
+from millrace.gateway.transport.connection_writer import HttpWriter
 
 
 class _Transport:

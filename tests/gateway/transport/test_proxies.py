@@ -13,7 +13,7 @@ from websockets.exceptions import InvalidStatus
 
 from millrace.bus.tenancy.tenants import TenantStore
 from millrace.gateway.transport.http import Event, Receive, Scope, Send
-from millrace.gateway.transport.proxies import ProxyReader, is_forwarded
+from millrace.gateway.transport.origins import ProxyReader, is_forwarded
 from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import GatewayConfig, RedisConfig

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from millrace.bus.tenancy.errors import RateLimitError
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.bus.tenancy.settling import Settlement, Settlements
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.pricing import PriceBook
 from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.tasks import Tasks

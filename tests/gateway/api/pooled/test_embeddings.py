@@ -18,7 +18,7 @@ from millrace.bus.tenancy.errors import LimitsUnreachableError
 from millrace.bus.tenancy.keeper import Granted
 from millrace.gateway.api.pooled.pooled import MAX_JOBS_AT_ONCE
 from millrace.gateway.rendering.embedding_vectors import VectorForm
-from millrace.gateway.tenancy.caller import Caller
+from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.embeddings import MAX_INPUTS

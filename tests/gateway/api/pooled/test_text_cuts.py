@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from millrace.gateway.rendering.text_cuts import first_tokens
+from millrace.gateway.request.embedding_jobs import first_tokens
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from tests.support.engine.tokenizers_made import byte_level, metaspace, write_tokenizer
 

@@ -1,25 +1,63 @@
-"""From a request for embeddings to its jobs, one for each input."""
+"""From a request for embeddings, labels or scores to its jobs, one for each input."""
 
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import NamedTuple, cast
 
 import msgspec
 
-from millrace.gateway.models import ServedModelLike
-from millrace.gateway.rendering.embedding_vectors import VectorForm
-from millrace.gateway.rendering.text_cuts import Overflow, first_tokens, truncation
+from millrace.gateway.models import ServedModelLike, TokenizerLike
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.tokenizers.prompt_pool import PromptPool
-from millrace.schemas.embeddings import MAX_INPUTS, EmbeddingRequest
+from millrace.schemas.embeddings import MAX_INPUTS, EmbeddingRequest, Truncate
 from millrace.schemas.errors import ContextLengthError, ParameterError
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, Job, RequestPart
 from millrace.schemas.notices import NoticeCode, notice
 from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
 _PAIR_FIELD = "text_pair"
+
+
+class Overflow(Enum):
+    """How an input that is longer than the model's context window is treated."""
+
+    REFUSED = auto()
+    CUT = auto()  # at its end, as its client asks
+    CUT_WITH_NOTICE = auto()
+
+
+def truncation(truncate: Truncate | None, num_kept: int | None) -> tuple[Overflow, int | None]:
+    """Return how longer inputs are treated, and ``truncate_prompt_tokens`` for their jobs. Raises
+    ParameterError if two fields contradict each other."""
+    if truncate in (None, False, "NONE"):
+        return Overflow.REFUSED, num_kept
+    if num_kept is not None:
+        raise ParameterError("truncate", "Give one of truncate and truncate_prompt_tokens.")
+    if truncate == "START":
+        return Overflow.REFUSED, -1
+    return Overflow.CUT, None
+
+
+def first_tokens(tokenizer: TokenizerLike, text: str, num_tokens: int) -> str:
+    """The beginning of ``text`` that has at most ``num_tokens`` tokens."""
+    token_ids = tokenizer.encode(text, False)
+    if len(token_ids) <= num_tokens:
+        return text
+    kept = b"".join(map(tokenizer.token_bytes, token_ids[:num_tokens])).decode(errors="ignore")
+    # Some tokenizers put a space before a text.
+    for cut in (kept, kept.removeprefix(" ")):
+        if cut and text.startswith(cut) and len(tokenizer.encode(cut, False)) <= num_tokens:
+            return cut
+
+    def length(end: int) -> int:
+        return len(tokenizer.encode(text[:end], False))
+
+    # Others change the text, so that their tokens do not say where it ends.
+    return text[: bisect_right(range(len(text)), num_tokens, key=length) - 1]
 
 
 class Input(NamedTuple):
@@ -106,19 +144,6 @@ def classifier_of(model: ServedModelLike) -> ClassifierHead:
     if model.classifier is None:
         raise ParameterError("model", "This model has no classification head: it makes no labels.")
     return model.classifier
-
-
-def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
-    """How the vectors are given out. Raises ParameterError."""
-    dimensions, size = asked.dimensions, model.embedding_size
-    if dimensions is not None and not 1 <= dimensions <= size:
-        raise ParameterError(
-            "dimensions", f"dimensions must be between 1 and {size}, got {dimensions}"
-        )
-    normalize = asked.normalize
-    if normalize is None:
-        normalize = model.embedding_defaults.normalize
-    return VectorForm(dimensions, normalize, asked.encoding_format == "base64")
 
 
 def user_of(given: str | None) -> str:

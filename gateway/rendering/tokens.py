@@ -1,21 +1,108 @@
-"""Log-probabilities as OpenAI's two endpoints show them."""
+"""What clients are told of tokens: ids, log-probabilities, and where their texts begin."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from millrace.bus.stored_results import UNKNOWN_TOKEN_ID
 from millrace.gateway.models import TokenizerLike
 from millrace.gateway.request.response_reader import ResponseReader
+from millrace.gateway.streams.parts import Part, ReasoningPart, TextPart
+from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import (
     CompletionLogprobs,
     LogprobInfo,
     PromptTokenInfo,
     PromptTokens,
+    TokenIds,
     TopLogprob,
 )
+
+# Enough of a prompt to know how the next word begins.
+_PROMPT_TAIL_CHARACTERS = 8
+
+
+class ToldTokens:
+    """Those of one answer, as its parts come."""
+
+    def __init__(self, response: ResponseReader) -> None:
+        self._response = response
+        self._token_ids: list[list[int]] = [[] for _ in response.choices]
+
+    def add(self, part: Part) -> None:
+        """Right after the part was read."""
+        if isinstance(part, TextPart | ReasoningPart):
+            self._token_ids[part.choice] += self._ids(part)
+
+    def of_part(self, part: TextPart | ReasoningPart) -> TokenIds:
+        """Those that a part tells of, right after it was read."""
+        return _known(self._ids(part))
+
+    def of_choice(self, choice: int) -> TokenIds:
+        """All that were added."""
+        return _known(self._token_ids[choice])
+
+    def _ids(self, part: TextPart | ReasoningPart) -> tuple[int, ...]:
+        choice = self._response.choices[part.choice]
+        return choice.token_ids(part.first_index, part.num_tokens)
+
+
+def _known(token_ids: Iterable[int]) -> TokenIds:
+    """None for those of a result that was too large to be kept with its ids."""
+    ids = tuple(token_ids)
+    return None if UNKNOWN_TOKEN_ID in ids else ids
+
+
+class TextOffsets:
+    """Counts the characters of a text, token by token, from ``start`` on.
+
+    All tokens of one character begin where the character does. Tokens without text (special tokens
+    and tokens in ``silent``) begin where the next text does.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        prompt: str | Sequence[int] = "",
+        *,
+        start: int = 0,
+        skip_special_tokens: bool = True,
+        silent: frozenset[int] = frozenset(),
+    ) -> None:
+        if isinstance(prompt, str):
+            tail = prompt[-_PROMPT_TAIL_CHARACTERS:]
+            prompt = tokenizer.encode(tail, add_special_tokens=False) if tail else ()
+        self._tokenizer = tokenizer
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt, skip_special_tokens=skip_special_tokens
+        )
+        self._silent = silent
+        self._length = start
+
+    def push(self, token_id: int) -> int:
+        """Return where the token begins, in characters."""
+        detokenizer = self._detokenizer
+        if token_id in self._silent:
+            return self._length
+        if detokenizer.is_within_character and not _continues(self._tokenizer, token_id):
+            # Bytes that no later one completes show before this token.
+            self._length += len(detokenizer.flush())
+        offset = self._length
+        self._length += len(detokenizer.push(token_id))
+        return offset
+
+    def push_all(self, token_ids: Iterable[int]) -> tuple[int, ...]:
+        """Return where each token begins."""
+        return tuple(map(self.push, token_ids))
+
+
+def _continues(tokenizer: TokenizerLike, token_id: int) -> bool:
+    """Whether a token may go on with a character; one without bytes leaves it as it is."""
+    raw = tokenizer.token_bytes(token_id)
+    return not raw or token_id in tokenizer.special_token_ids or 0x80 <= raw[0] < 0xC0
 
 
 def logprob_infos(
