@@ -6,10 +6,10 @@ import struct
 from collections.abc import Sequence
 
 from millrace.engine.types import EngineOutput
+from millrace.registry.tokenizers.output_text import TextStream
 from millrace.schemas.frames import TokenLogprob
 from millrace.workers.host.generations.beam_answers import BeamAnswers
 from millrace.workers.host.generations.chat_answer import ChatAnswer
-from millrace.workers.host.generations.output_text import TextStream
 
 
 class GeneratedOutput:
