@@ -28,12 +28,13 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.ceilings import Ceilings, lines
+from benchmarks.engine.ceilings import lines, measured
 from benchmarks.peers.alone import MILLRACE_ENGINE, TRANSFORMERS, LoadFigures
 from benchmarks.peers.loads import LOADS, MissingTokensError
 from benchmarks.peers.report import MILLRACE, Report, table
 from benchmarks.peers.servers import measure_server, millrace, vllm
 from benchmarks.support.command import command_parser
+from benchmarks.support.processes import in_new_process
 
 _RESULT = Path(__file__).parents[1] / "results" / "peers.json"
 _VLLM = "vllm"
@@ -49,8 +50,7 @@ class _Runs:
         self._folder = folder
         self._vocab_size = int(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
         self.loads = [load for load in LOADS if arguments.load in load.name]
-        ceilings = _child("benchmarks.ceilings", "--model", str(checkpoint), "--json")
-        self.report = Report(ceilings=msgspec.json.decode(ceilings, type=Ceilings))
+        self.report = Report(ceilings=in_new_process(measured, checkpoint))
 
     def run(self, system: str) -> None:
         """Measure a system; what goes wrong with it is reported and ends it alone."""

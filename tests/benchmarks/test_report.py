@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from benchmarks.ceilings import Ceilings, lines
+from benchmarks.engine.ceilings import Ceilings, lines
 from benchmarks.peers.alone import MILLRACE_ENGINE
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.report import MILLRACE, Report, table
