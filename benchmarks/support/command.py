@@ -89,7 +89,8 @@ def _add_option(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
     elif origin is Literal:
         more = {"choices": kinds}
     elif origin is Sequence:
-        more["nargs"] = "+"
+        choices = get_args(kinds[0])
+        more = {"nargs": "+", **({"choices": choices} if choices else more)}
     flag = f"--{parameter.name.replace('_', '-')}"
     is_required = default is Parameter.empty
     parser.add_argument(
