@@ -62,7 +62,7 @@ imports: setup
 check: lint types imports test
 
 bench: setup  ## what the whole path costs beside the engine alone
-	$(BIN)/python -m benchmarks.walk $(ARGS)
+	$(BIN)/python -m benchmarks.system --only walk $(ARGS)
 
 engines: setup  ## llama.cpp's server, built from source into .engines
 	deploy/engines/install-llamacpp $(BIN)/python

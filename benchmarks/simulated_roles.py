@@ -23,12 +23,11 @@ import logging
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told, run_command
 from benchmarks.support.derived_h200 import (
     BLOCK_TOKENS,
     NUM_SLOTS,
@@ -56,7 +55,6 @@ from millrace.simulation.traces.synthesise import Kind, Recipe, TenantShare, syn
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate
 
-_RESULT = Path(__file__).parent / "results" / "simulated_roles.json"
 _NUM_WORKERS = 128
 _SEED = 1
 
@@ -234,7 +232,7 @@ def trace_of(
     )
 
 
-def run(case: Case) -> Row:
+def run_case(case: Case) -> Row:
     """In a process that has nothing else to do."""
     logging.disable(logging.CRITICAL)  # what the scheduler says of refusals is in the figures
     gc.set_threshold(50_000, 50, 100)
@@ -291,39 +289,36 @@ def _line(row: Row) -> str:
     )
 
 
-def main() -> int:
-    """Print a line for each fleet and rate."""
-    parser = command_parser("simulated_roles", __doc__)
-    parser.add_argument("--only", choices=[load.name for load in LOADS])
-    parser.add_argument("--rates", help="requests per second instead of each load's own")
-    parser.add_argument("--fleets", help="those with such names alone, joined by semicolons")
-    parser.add_argument("--window", type=float, help="seconds instead of each load's own")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (default: 1)")
-    parser.add_argument("--smoke", action="store_true", help="16 workers, one rate, a moment")
-    parser.add_argument("--save", action="store_true", help=f"write {_RESULT}")
-    arguments = parser.parse_args()
-    loads = [load for load in LOADS if arguments.only in (None, load.name)]
+def run(
+    only: Literal["chat", "long"] | None = None,
+    rates: str | None = None,
+    fleets: str | None = None,
+    window: float | None = None,
+    jobs: int = 1,
+    smoke: bool = False,
+) -> Told:
+    """``rates`` (with commas) and ``window`` replace a load's own; ``fleets`` are names with
+    semicolons; ``jobs`` are processes."""
+    loads = [load for load in LOADS if only in (None, load.name)]
     print(json.dumps(msgspec.to_builtins(_device())), flush=True)
     cases = [
-        Case(load, fleet, rate_per_s, arguments.window or load.window_s, _NUM_WORKERS)
+        Case(load, fleet, rate_per_s, window or load.window_s, _NUM_WORKERS)
         for load in loads
-        for rate_per_s in _rates(load, arguments.rates)
-        for fleet in _fleets(arguments.fleets)
+        for rate_per_s in _rates(load, rates)
+        for fleet in _fleets(fleets)
     ]
-    if arguments.smoke:
+    if smoke:
         cases = [
             Case(load, fleet, load.rates_per_s[0] / 4, 1.0, 16, warm_up_s=1.0)
             for load in loads
-            for fleet in _fleets(arguments.fleets)
+            for fleet in _fleets(fleets)
         ]
     rows: list[Row] = []
-    with ProcessPoolExecutor(arguments.jobs) as processes:
-        for row in processes.map(run, cases):
+    with ProcessPoolExecutor(jobs) as processes:
+        for row in processes.map(run_case, cases):
             rows.append(row)
             print(_line(row), flush=True)
-    results = Results(device=_device(), loads=tuple(loads), rows=tuple(rows))
-    write_json(_RESULT if arguments.save else None, results)
-    return 0
+    return Told(Results(device=_device(), loads=tuple(loads), rows=tuple(rows)))
 
 
 def _fleets(given: str | None) -> list[Fleet]:
@@ -342,4 +337,4 @@ def _rates(load: Load, given: str | None) -> tuple[float, ...]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command("simulated_roles", run, __doc__))

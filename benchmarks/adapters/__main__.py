@@ -14,22 +14,21 @@ The model is a Llama of 100M parameters with random weights, in bfloat16:
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 
-from benchmarks.adapters.engine import EngineFigures
+from benchmarks.adapters.engine import EngineFigures, measure
 from benchmarks.adapters.placement import HitRates, hit_rates
-from benchmarks.checkpoints import LLAMA_100M, write_llama
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told, run_command
 from benchmarks.support.machine_rates import cpu_name
+from benchmarks.support.processes import in_new_process
 
-_RESULT = Path(__file__).parents[1] / "results" / "adapters.json"
-_PARTS = ("engine", "placement")
+_Part = Literal["engine", "placement"]
 _SKEWS = (0.6, 0.8, 1.0, 1.2)
 
 
@@ -39,18 +38,6 @@ class Result(msgspec.Struct, kw_only=True):
     cpu: str
     engine: EngineFigures | None = None
     placement: list[HitRates] = []
-
-
-def _measure_engine(runs: int) -> EngineFigures:
-    """In a process of its own, which has all threads."""
-    with tempfile.TemporaryDirectory() as folder:
-        shape = LLAMA_100M._replace(context_window_tokens=1024)
-        model = write_llama(Path(folder) / "llama-100m", shape)
-        command = [sys.executable, "-m", "benchmarks.adapters.engine", "--model", str(model)]
-        finished = subprocess.run(
-            [*command, "--runs", str(runs)], check=True, stdout=subprocess.PIPE
-        )
-    return msgspec.json.decode(finished.stdout, type=EngineFigures)
 
 
 def _lines(result: Result) -> list[str]:
@@ -84,23 +71,17 @@ def _lines(result: Result) -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if everything was measured."""
-    parser = command_parser("adapters", __doc__)
-    parser.add_argument("--only", nargs="+", choices=_PARTS, help="only these parts")
-    parser.add_argument("--runs", type=int, default=3, help="rounds; the medians count")
-    parser.add_argument("--save", action="store_true", help=f"write results/{_RESULT.name}")
-    parsed = parser.parse_args(arguments)
+def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
+    """The medians of the ``runs`` rounds count."""
     result = Result(cpu=cpu_name())
-    parts = parsed.only or _PARTS
-    if "engine" in parts:
-        result.engine = _measure_engine(parsed.runs)
-    if "placement" in parts:
+    if "engine" in only:
+        with tempfile.TemporaryDirectory() as folder:
+            result.engine = in_new_process(measure, Path(folder), runs)
+    if "placement" in only:
         result.placement = [hit_rates(skew) for skew in _SKEWS]
     print("\n".join(_lines(result)))
-    write_json(_RESULT if parsed.save else None, result)
-    return 0
+    return Told(result)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("adapters", run, __doc__))

@@ -1,14 +1,8 @@
-"""The engine with adapters, in a process that has all memory and threads.
-
-    python -m benchmarks.adapters.engine --model PATH [--runs N]
-
-Prints one JSON object.
-"""
+"""The engine with adapters, in a process that has all memory and threads."""
 
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +10,9 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.adapters.folders import PROJECTIONS, write_adapter
-from benchmarks.checkpoints import LLAMA_100M
+from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.peers.loads import Load, distinct
 from benchmarks.support.closed_loop import greedy_request, run_closed_loop
-from benchmarks.support.command import command_parser
 from benchmarks.support.figures import Figures, figures_of, medians, percentile
 from benchmarks.support.s3_server import s3_server, upload
 from millrace.engine.step.engine import Engine
@@ -147,31 +140,22 @@ class _Beside:
                     last_s[output.request_id] = now_s
 
 
-def main() -> None:
-    parser = command_parser("adapters.engine", __doc__)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--runs", type=int, default=3)
-    arguments = parser.parse_args()
+def measure(folder: Path, runs: int) -> EngineFigures:
+    """Measure in a new process, with what is made for it in ``folder``."""
     config = EngineConfig(dtype="bfloat16", device="cpu", max_num_sequences=32)
     configure_threads(config, shared=False)
-    engine = Engine.load(arguments.model, config)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        kinds: dict[str, list[AdapterRef]] = {_BASE: []}
-        sizes = {}
-        for kind, targets in PROJECTIONS.items():
-            kinds[kind] = [
-                write_adapter(folder / f"{kind}{number}", LLAMA_100M, targets, _RANK, number)
-                for number in range(_NUM_ADAPTERS)
-            ]
-            sizes[kind] = sum(f.stat().st_size for f in Path(kinds[kind][0].source).iterdir())
-        figures = _measure_loads(engine, kinds, arguments.runs)
-        os.environ["MILLRACE_ARTIFACTS__PATH"] = str(folder / "artifacts")
-        with s3_server() as bucket:
-            cold = _measure_cold(engine, folder, bucket)
-    result = EngineFigures(figures=figures, adapter_bytes=sizes, cold=cold)
-    print(msgspec.json.encode(result).decode())
-
-
-if __name__ == "__main__":
-    main()
+    shape = LLAMA_100M._replace(context_window_tokens=1024)
+    engine = Engine.load(write_llama(folder / "llama-100m", shape), config)
+    kinds: dict[str, list[AdapterRef]] = {_BASE: []}
+    sizes = {}
+    for kind, targets in PROJECTIONS.items():
+        kinds[kind] = [
+            write_adapter(folder / f"{kind}{number}", LLAMA_100M, targets, _RANK, number)
+            for number in range(_NUM_ADAPTERS)
+        ]
+        sizes[kind] = sum(f.stat().st_size for f in Path(kinds[kind][0].source).iterdir())
+    figures = _measure_loads(engine, kinds, runs)
+    os.environ["MILLRACE_ARTIFACTS__PATH"] = str(folder / "artifacts")
+    with s3_server() as bucket:
+        cold = _measure_cold(engine, folder, bucket)
+    return EngineFigures(figures=figures, adapter_bytes=sizes, cold=cold)

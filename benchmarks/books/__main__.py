@@ -27,7 +27,8 @@ import yaml
 from aiokafka import AIOKafkaConsumer
 
 from benchmarks.books.load import BooksClient, Tenant, Told
-from benchmarks.support.command import command_parser
+from benchmarks.support.command import Told as Outcome
+from benchmarks.support.command import run_command
 from millrace.bus import codec, subjects
 from millrace.registry.pricing import PriceBook, cost
 from millrace.schemas.records import RequestRecord
@@ -69,15 +70,11 @@ class Figures(msgspec.Struct, frozen=True):
     cost: Decimal
 
 
-def main() -> int:
-    """0 if no figure differs."""
-    parser = command_parser("books", __doc__)
-    parser.add_argument("--rounds", type=int, default=4, help="of each way to ask")
-    parser.add_argument("--no-kills", action="store_true", help="leave all parts alive")
-    given = parser.parse_args()
+def run(rounds: int = 4, no_kills: bool = False) -> Outcome:
+    """Each way to ask is taken ``rounds`` times; ``no_kills`` leaves all parts alive."""
     with tempfile.TemporaryDirectory(prefix="millrace-books-") as folder:
-        kills = () if given.no_kills else _KILLED
-        return asyncio.run(keep_books(Path(folder), given.rounds, kills))
+        kills = () if no_kills else _KILLED
+        return Outcome(None, not asyncio.run(keep_books(Path(folder), rounds, kills)))
 
 
 async def keep_books(folder: Path, rounds: int, kills: Sequence[str]) -> int:
@@ -301,4 +298,4 @@ async def _by_page(system: System, tenant: Tenant) -> Figures:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command("books", run, __doc__))

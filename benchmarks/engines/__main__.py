@@ -13,13 +13,12 @@ for llama.cpp.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -28,7 +27,7 @@ from benchmarks.engines.killed import KilledFigures, measure_kill
 from benchmarks.engines.servers import serving
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.servers import measure_server
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told, run_command
 from benchmarks.support.figures import Figures, medians
 from benchmarks.support.gguf_files import write_gguf
 from benchmarks.support.machine_rates import cpu_name
@@ -37,8 +36,6 @@ from millrace.schemas.engines import EngineKind
 from tests.support.servers import free_port
 from tests.support.system import System
 
-_RESULTS = Path(__file__).parents[1] / "results" / "engines"
-_KINDS = (EngineKind.VLLM, EngineKind.LLAMACPP)
 # A window that every slot of llama.cpp has the memory for.
 _SHAPE = LlamaShape(context_window_tokens=1_024)
 _LOADS = tuple(load for load in LOADS if not load.num_shared_tokens)
@@ -66,24 +63,24 @@ class Result(msgspec.Struct, kw_only=True):
     killed: KilledFigures | None = None
 
 
-def _measure_both(arguments: argparse.Namespace, model: Path, vocab_size: int) -> list[LoadResult]:
+def _measure_both(engine: EngineKind, runs: int, model: Path, vocab_size: int) -> list[LoadResult]:
     """In turns, so that a slow minute of the machine is in both."""
     rounds: dict[str, tuple[list[Figures], list[Figures]]] = {
         load.name: ([], []) for load in _LOADS
     }
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        url = stack.enter_context(serving(arguments.engine, model, Path(folder)))
+        url = stack.enter_context(serving(engine, model, Path(folder)))
         system = System(
             Path(folder) / "data",
             (
                 *("--port", str(free_port()), "--model", str(model)),
-                *("--engine", arguments.engine, "--engine-url", url),
+                *("--engine", engine, "--engine-url", url),
             ),
         ).start()
         stack.callback(system.stop)
         # One server answers them all: what it has in its cache must not be asked for again.
         first_runs = count(step=2)
-        for _ in range(arguments.runs):
+        for _ in range(runs):
             for load in _LOADS:
                 direct, behind = rounds[load.name]
                 direct.append(measure_server(url, load, 1, vocab_size, next(first_runs)))
@@ -115,30 +112,27 @@ def _print(result: Result) -> None:
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if everything was measured."""
-    parser = command_parser("engines", __doc__)
-    parser.add_argument("--engine", choices=[kind.value for kind in _KINDS], required=True)
-    parser.add_argument("--model", type=Path, help="instead of one that is made for the run")
-    parser.add_argument("--runs", type=int, default=3, help="rounds; the medians count")
-    parser.add_argument("--only", choices=("loads", "kill"), help="only this part")
-    parser.add_argument("--save", action="store_true", help="write results/engines/ENGINE.json")
-    parsed = parser.parse_args(arguments)
-    result = Result(engine=EngineKind(parsed.engine), cpu=cpu_name())
+def run(
+    engine: Literal["vllm", "llamacpp"],
+    model: Path | None = None,
+    runs: int = 3,
+    only: Literal["loads", "kill"] | None = None,
+) -> Told:
+    """``model`` replaces one that is made for the run; the medians of the ``runs`` count."""
+    result = Result(engine=EngineKind(engine), cpu=cpu_name())
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_llama(Path(folder) / "llama-100m", _SHAPE)
-        model = parsed.model or checkpoint
-        if result.engine is EngineKind.LLAMACPP and parsed.model is None:
-            model = write_gguf(Path(folder) / "llama-100m.gguf", checkpoint)
-        if parsed.only != "kill":
+        path = model or checkpoint
+        if result.engine is EngineKind.LLAMACPP and model is None:
+            path = write_gguf(Path(folder) / "llama-100m.gguf", checkpoint)
+        if only != "kill":
             vocab_size = read_model_config(checkpoint).vocab_size
-            result.loads = _measure_both(parsed, model, vocab_size)
-        if parsed.only != "loads":
-            result.killed = measure_kill(result.engine, model, Path(folder) / "killed")
+            result.loads = _measure_both(result.engine, runs, path, vocab_size)
+        if only != "loads":
+            result.killed = measure_kill(result.engine, path, Path(folder) / "killed")
     _print(result)
-    write_json(_RESULTS / f"{result.engine}.json" if parsed.save else None, result)
-    return 0
+    return Told(result, file=f"engines/{result.engine}.json")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("engines", run, __doc__))

@@ -19,18 +19,17 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import httpx
 import msgspec
 
 from benchmarks.hosts.system import HOSTS, MODEL, NUM_HOSTS, HostedSystem, gateway_url
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told, run_command
 from tests.support.links.network import Network, NoNetworkError
 
-RESULTS = Path("benchmarks/results/scheduler/hosts.json")
 _READY_WITHIN_S = 60.0
 _STRIKE_AFTER_S = 4.0
 
@@ -89,43 +88,55 @@ class RoundResult(msgspec.Struct, frozen=True):
     wrongs: tuple[str, ...]
 
 
-def main() -> int:
-    """0 if every stream of every round was whole; how long silences were decides nothing."""
-    parser = command_parser("hosts", __doc__)
-    names = tuple(event.name for event in EVENTS)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="EVENT")
-    parser.add_argument("--rounds", type=int, default=1, help="of each event")
-    parser.add_argument("--for-s", type=float, default=10.0, help="how long an event lasts")
-    parser.add_argument("--streams", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=250, help="of each answer")
-    parser.add_argument("--round-limit-s", type=float, default=120.0)
-    parser.add_argument("--logs", type=Path, help="a folder that keeps the logs of all parts")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FILE")
-    arguments = parser.parse_args()
+_NAMES = tuple(event.name for event in EVENTS)
+
+
+def run(
+    only: Sequence[str] = _NAMES,
+    rounds: int = 1,
+    for_s: float = 10.0,
+    streams: int = 30,
+    tokens: int = 250,
+    round_limit_s: float = 120.0,
+    logs: Path | None = None,
+) -> Told:
+    """Each event of ``only`` lasts ``for_s``; ``logs`` is a folder that keeps the parts' logs."""
+    if unknown := set(only) - set(_NAMES):
+        sys.exit(f"hosts: no such event: {', '.join(sorted(unknown))}")
+    plan = Plan(only, rounds, for_s, streams, tokens, round_limit_s)
     try:
         with Network(NUM_HOSTS) as network, tempfile.TemporaryDirectory() as folder:
-            logs = arguments.logs or Path(folder)
-            logs.mkdir(parents=True, exist_ok=True)
-            results = asyncio.run(_run(HostedSystem(network, logs), vars(arguments)))
+            kept = logs or Path(folder)
+            kept.mkdir(parents=True, exist_ok=True)
+            results = asyncio.run(_run(HostedSystem(network, kept), plan))
     except NoNetworkError as error:
-        sys.stderr.write(f"hosts: no network can be made here: {error}\n")
-        return 2
-    write_json(arguments.output, results)
-    return int(any(result.wrongs for result in results))
+        sys.exit(f"hosts: no network can be made here: {error}")
+    return Told(results, not any(result.wrongs for result in results), "scheduler/hosts.json")
 
 
-async def _run(system: HostedSystem, options: dict[str, Any]) -> list[RoundResult]:
+class Plan(NamedTuple):
+    """``rounds`` of each event of ``only``, which last ``for_s``."""
+
+    only: Sequence[str]
+    rounds: int
+    for_s: float
+    streams: int
+    tokens: int
+    round_limit_s: float
+
+
+async def _run(system: HostedSystem, plan: Plan) -> list[RoundResult]:
     system.start_servers()
     await system.start_parts()
     results = []
-    async with httpx.AsyncClient(timeout=options["round_limit_s"], trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=plan.round_limit_s, trust_env=False) as http:
         for host in HOSTS:
             await _ready(http, host)
         for event in EVENTS:
-            if event.name not in options["only"]:
+            if event.name not in plan.only:
                 continue
-            for _ in range(options["rounds"]):
-                result = await _round(system, http, event, options)
+            for _ in range(plan.rounds):
+                result = await _round(system, http, event, plan)
                 results.append(result)
                 print(
                     f"{event.name} for {result.for_s:g} s: {result.num_streams} streams, first "
@@ -151,11 +162,11 @@ async def _ready(http: httpx.AsyncClient, host: int) -> None:
 
 
 async def _round(
-    system: HostedSystem, http: httpx.AsyncClient, event: Event, options: dict[str, Any]
+    system: HostedSystem, http: httpx.AsyncClient, event: Event, plan: Plan
 ) -> RoundResult:
-    tokens, for_s = options["tokens"], options["for_s"]
+    tokens, for_s = plan.tokens, plan.for_s
     streams = [
-        Stream(HOSTS[number % len(HOSTS)], uuid.uuid4().hex) for number in range(options["streams"])
+        Stream(HOSTS[number % len(HOSTS)], uuid.uuid4().hex) for number in range(plan.streams)
     ]
     reading = [asyncio.create_task(_read(http, stream, tokens)) for stream in streams]
     await asyncio.sleep(_STRIKE_AFTER_S)
@@ -164,7 +175,7 @@ async def _round(
         await asyncio.sleep(for_s)
     finally:
         event.mend(system.network)
-    _, late = await asyncio.wait(reading, timeout=options["round_limit_s"])
+    _, late = await asyncio.wait(reading, timeout=plan.round_limit_s)
     for task in late:
         task.cancel()
     wrongs = [
@@ -229,4 +240,4 @@ async def _read(http: httpx.AsyncClient, stream: Stream, tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("hosts", run, __doc__))

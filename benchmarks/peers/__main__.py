@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -26,14 +25,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
-from benchmarks.ceilings import Ceilings, lines
-from benchmarks.peers.alone import MILLRACE_ENGINE, TRANSFORMERS, LoadFigures
+from benchmarks.engine.ceilings import lines, measured
+from benchmarks.peers.alone import MILLRACE_ENGINE, TRANSFORMERS, measure_alone
 from benchmarks.peers.loads import LOADS, MissingTokensError
 from benchmarks.peers.report import MILLRACE, Report, table
 from benchmarks.peers.servers import measure_server, millrace, vllm
 from benchmarks.support.command import command_parser
+from benchmarks.support.model import write_100m
+from benchmarks.support.processes import in_new_process
 
 _RESULT = Path(__file__).parents[1] / "results" / "peers.json"
 _VLLM = "vllm"
@@ -49,15 +48,14 @@ class _Runs:
         self._folder = folder
         self._vocab_size = int(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
         self.loads = [load for load in LOADS if arguments.load in load.name]
-        ceilings = _child("benchmarks.ceilings", "--model", str(checkpoint), "--json")
-        self.report = Report(ceilings=msgspec.json.decode(ceilings, type=Ceilings))
+        self.report = Report(ceilings=in_new_process(measured, checkpoint))
 
     def run(self, system: str) -> None:
         """Measure a system; what goes wrong with it is reported and ends it alone."""
         print(f"measuring {system}", file=sys.stderr, flush=True)
         try:
             self._starts()[system]()
-        except (MissingTokensError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
+        except (MissingTokensError, OSError, RuntimeError) as error:
             self.report.failures[system] = str(error)
 
     def systems(self) -> list[str]:
@@ -93,22 +91,11 @@ class _Runs:
                 self.report.add(load.name, system, figures)
 
     def _alone(self, system: str) -> None:
-        output = _child(
-            *("benchmarks.peers.alone", system, "--model", str(self._checkpoint)),
-            *("--loads", msgspec.json.encode(self.loads).decode()),
-            *("--runs", str(self._arguments.runs)),
+        found = in_new_process(
+            measure_alone, system, self._checkpoint, self.loads, self._arguments.runs
         )
-        for line in output.splitlines():
-            measured = msgspec.json.decode(line, type=LoadFigures)
-            self.report.add(measured.load, system, measured.figures)
-
-
-def _child(module: str, *arguments: str) -> bytes:
-    """What a module of ours prints, run in a process of its own: it has all memory and threads."""
-    finished = subprocess.run(
-        [sys.executable, "-m", module, *arguments], check=True, stdout=subprocess.PIPE
-    )
-    return finished.stdout
+        for load, figures in found.items():
+            self.report.add(load, system, figures)
 
 
 def _name_and_url(text: str) -> tuple[str, str]:
@@ -141,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        runs = _Runs(parsed, parsed.checkpoint or _made(folder), folder)
+        runs = _Runs(
+            parsed, parsed.checkpoint or in_new_process(write_100m, folder / "llama-100m"), folder
+        )
         chosen = parsed.only or runs.systems()
         if unknown := set(chosen) - set(runs.systems()):
             parser.error(f"no such system here: {', '.join(sorted(unknown))}")
@@ -156,12 +145,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if parsed.save:
         _RESULT.write_bytes(report.to_json())
     return 1 if report.failures else 0
-
-
-def _made(folder: Path) -> Path:
-    checkpoint = folder / "llama-100m"
-    _child("benchmarks.checkpoints", str(checkpoint))
-    return checkpoint
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from benchmarks.ceilings import Ceilings
+from benchmarks.engine.ceilings import Ceilings
 from benchmarks.peers.alone import MILLRACE_ENGINE
 from benchmarks.peers.loads import Load
 from benchmarks.support.figures import Figures

@@ -16,32 +16,36 @@ runs after a warm-up:
 
 from __future__ import annotations
 
-import argparse
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 import msgspec
 
 from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.engines.servers import serving
 from benchmarks.peers.servers import measure_server
-from benchmarks.quantization.alone import AloneFigures
+from benchmarks.quantization.engine import (
+    AloneFigures,
+    LogitFigures,
+    QualityFigures,
+    measure_alone,
+    measure_logits,
+    measure_quality,
+)
 from benchmarks.quantization.kinds import KINDS, LOADS, PEER_FORMATS, WIDE
-from benchmarks.quantization.logits import LogitFigures
-from benchmarks.quantization.quality import QualityFigures
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told, run_command
 from benchmarks.support.figures import Figures, medians
 from benchmarks.support.gguf_files import write_gguf
 from benchmarks.support.machine_rates import cpu_name, machine_rates
+from benchmarks.support.processes import in_new_process
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.engines import EngineKind
 from tests.support.system import System
 
-_RESULT = Path(__file__).parents[1] / "results" / "quantization.json"
-_PARTS = ("served", "engine", "quality", "logits")
+_Part = Literal["served", "engine", "quality", "logits"]
 
 
 class ServedResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,34 +96,22 @@ def _served(kind: str, checkpoint: Path, folder: Path, runs: int) -> list[Served
     ]
 
 
-def _child(module: str, *arguments: str) -> bytes:
-    """What a module of ours prints, run in a process of its own: it has all memory and threads."""
-    finished = subprocess.run(
-        [sys.executable, "-m", module, *arguments], check=True, stdout=subprocess.PIPE
-    )
-    return finished.stdout
-
-
-def _measure(parsed: argparse.Namespace, folder: Path) -> Result:
+def _measure(parts: Sequence[str], runs: int, folder: Path) -> Result:
     result = Result(cpu=cpu_name(), read_bytes_per_s=machine_rates().read_bytes_per_s)
     checkpoint = write_llama(folder / "llama-100m", LLAMA_100M._replace(context_window_tokens=1024))
-    for part in parsed.only or _PARTS:
+    for part in parts:
         print(f"measuring {part}", file=sys.stderr, flush=True)
         if part == "served":
             for kind in PEER_FORMATS:
-                result.served += _served(kind, checkpoint, folder, parsed.runs)
+                result.served += _served(kind, checkpoint, folder, runs)
             continue
         for kind in KINDS:
-            model = ("--model", str(checkpoint))
             if part == "engine":
-                printed = _child("benchmarks.quantization.alone", kind, *model)
-                result.engine[kind] = msgspec.json.decode(printed, type=AloneFigures)
+                result.engine[kind] = in_new_process(measure_alone, kind, checkpoint)
             elif part == "quality":
-                printed = _child("benchmarks.quantization.quality", kind)
-                result.quality[kind] = msgspec.json.decode(printed, type=QualityFigures)
+                result.quality[kind] = in_new_process(measure_quality, kind)
             else:
-                printed = _child("benchmarks.quantization.logits", kind, *model)
-                result.logits[kind] = msgspec.json.decode(printed, type=LogitFigures)
+                result.logits[kind] = in_new_process(measure_logits, kind, checkpoint)
     return result
 
 
@@ -157,19 +149,13 @@ def _lines(result: Result) -> list[str]:
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if everything was measured."""
-    parser = command_parser("quantization", __doc__)
-    parser.add_argument("--only", nargs="+", choices=_PARTS, help="only these parts")
-    parser.add_argument("--runs", type=int, default=3, help="rounds; the medians count")
-    parser.add_argument("--save", action="store_true", help=f"write results/{_RESULT.name}")
-    parsed = parser.parse_args(arguments)
+def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
+    """The medians of the ``runs`` rounds count."""
     with tempfile.TemporaryDirectory() as folder:
-        result = _measure(parsed, Path(folder))
+        result = _measure(only, runs, Path(folder))
     print("\n".join(_lines(result)))
-    write_json(_RESULT if parsed.save else None, result)
-    return 0
+    return Told(result)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command("quantization", run, __doc__))

@@ -25,7 +25,7 @@ import psutil
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LlamaShape, write_llama
 from benchmarks.soak.checks import problems, twins
 from benchmarks.soak.requests import LONGEST_TOKENS, Drawer, Expected
-from benchmarks.support.command import command_parser
+from benchmarks.support.command import Told, run_command
 
 SHAPE = LlamaShape(
     hidden_size=64,
@@ -150,30 +150,24 @@ def findings(requests: Sequence[Expected], ran: GenerateRun) -> list[str]:
     return found
 
 
-def main() -> int:
-    """0 if all was as it had to be."""
-    parser = command_parser("soak", __doc__)
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=900.0)
-    arguments = parser.parse_args()
-    requests = draw(arguments.requests, arguments.seed)
-    blocks = num_blocks(requests)
+def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> Told:
+    """The run ends after ``limit_s`` at the latest."""
+    drawn = draw(requests, seed)
+    blocks = num_blocks(drawn)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            ran = run(Path(folder), requests, blocks, arguments.limit_s)
+            ran = run(Path(folder), drawn, blocks, limit_s)
         except SoakError as error:
-            print(error)
-            return 1
-    found = findings(requests, ran)
+            sys.exit(str(error))
+    found = findings(drawn, ran)
     grown = growth(ran.rss_bytes)
     if grown > MAX_GROWTH:
         found.append(f"memory grew by {grown:.1%} after the warm-up")
-    _report(requests, ran, blocks, grown)
+    _report(drawn, ran, blocks, grown)
     for line in found[:_MAX_SHOWN]:
         print(f"WRONG: {line}")
     print(f"{len(found)} things are wrong" if found else "all as it had to be")
-    return 1 if found else 0
+    return Told(found, not found)
 
 
 def draw(count: int, seed: int) -> list[Expected]:
@@ -207,4 +201,4 @@ def _report(requests: Sequence[Expected], ran: GenerateRun, blocks: int, grown: 
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command("soak", soak, __doc__))

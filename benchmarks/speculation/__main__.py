@@ -17,6 +17,7 @@ of the former goes on at some token on another engine, as after a kill.
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -30,12 +31,11 @@ from benchmarks.speculation.copier import write_copier
 from benchmarks.speculation.copier_head import write_copier_head
 from benchmarks.speculation.equality import Equality, compare
 from benchmarks.speculation.loads import LOADS, Load, Model, Proposer
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told, run_command
 from millrace.engine.step.engine import Engine
 from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
 
-_RESULTS = Path(__file__).parents[1] / "results" / "speculation.json"
 _NUM_WARM_UP = 2
 # A twentieth of the target, with the same vocabulary.
 _DRAFT_SHAPE = LLAMA_100M._replace(
@@ -81,14 +81,8 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     equality: Equality
 
 
-def main() -> None:
-    """Print a line per load, then how many requests differ."""
-    parser = command_parser("speculation", __doc__)
-    parser.add_argument("--runs", type=int, default=6)
-    parser.add_argument("--requests", type=int, default=2_000)
-    parser.add_argument("--only", default="", help="measure loads with this in their name alone")
-    parser.add_argument("--save", action="store_true", help=f"write {_RESULTS}")
-    arguments = parser.parse_args()
+def run(runs: int = 6, requests: int = 2_000, only: str = "") -> Told:
+    """Print a line per load with ``only`` in its name, then how many of ``requests`` differ."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {
             Model.COPIER: write_copier(Path(folder) / "copier"),
@@ -105,20 +99,17 @@ def main() -> None:
         }
         print(f"{torch.get_num_threads()} threads; tokens/s without and with, ratio, CPU's ratio")
         loads = [
-            _measure(
-                load, paths[load.model], speculations[load.proposer], load.times * arguments.runs
-            )
+            _measure(load, paths[load.model], speculations[load.proposer], load.times * runs)
             for load in LOADS
-            if arguments.only in load.name
+            if only in load.name
         ]
-        equality = compare(paths[Model.COPIER], arguments.requests)
+        equality = compare(paths[Model.COPIER], requests)
     print(
         f"{equality.num_requests} requests, {equality.num_moved} of them moved: "
         f"{equality.num_different} differ; {equality.accepted} of {equality.proposed} proposed "
         "tokens came"
     )
-    results = Results(num_threads=torch.get_num_threads(), loads=loads, equality=equality)
-    write_json(_RESULTS if arguments.save else None, results)
+    return Told(Results(num_threads=torch.get_num_threads(), loads=loads, equality=equality))
 
 
 def _measure(load: Load, path: Path, speculation: str | None, num_runs: int) -> Measured:
@@ -187,4 +178,4 @@ def _run(engines: list[Engine], load: Load, run: int) -> list[Rate]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command("speculation", run, __doc__))

@@ -83,13 +83,16 @@ def _add_option(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
     """Add the option that a parameter with a default is."""
     kind, default = parameter.annotation, parameter.default
     origin, kinds = get_origin(kind), get_args(kind)
+    if kinds and get_origin(kinds[0]) is Literal and origin is not Sequence:
+        origin, kinds = Literal, get_args(kinds[0])  # or None
     more: dict[str, Any] = {"type": kinds[0] if kinds else kind}
     if kind is bool:
         more = {"action": "store_true"}
     elif origin is Literal:
         more = {"choices": kinds}
     elif origin is Sequence:
-        more["nargs"] = "+"
+        choices = get_args(kinds[0])
+        more = {"nargs": "+", **({"choices": choices} if choices else more)}
     flag = f"--{parameter.name.replace('_', '-')}"
     is_required = default is Parameter.empty
     parser.add_argument(

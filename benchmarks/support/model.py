@@ -19,3 +19,10 @@ def measured_model(model: Path | None, threads: int) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory() as folder:
         yield model or write_llama(Path(folder))
+
+
+def write_100m(path: Path) -> Path:
+    """Write the 100M Llama; this imports torch, so call it in a new process where that matters."""
+    from benchmarks.checkpoints import write_llama
+
+    return write_llama(path)

@@ -7,15 +7,18 @@ import multiprocessing
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import psutil
 
 from millrace.cli.local.supervisor import begin_child
 
+ResultT = TypeVar("ResultT")
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -29,6 +32,12 @@ def spawned(target: Callable[..., None], *args: object) -> Iterator[BaseProcess]
     finally:
         process.kill()
         process.join()
+
+
+def in_new_process(function: Callable[..., ResultT], *args: object) -> ResultT:
+    """Call a function of a module in a new process, which has all memory and threads for itself."""
+    with ProcessPoolExecutor(1, mp_context=SPAWN) as processes:
+        return processes.submit(function, *args).result()
 
 
 @contextlib.contextmanager

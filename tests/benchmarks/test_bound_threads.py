@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.bound_threads import Starts
+from benchmarks.engine.threads import Starts
 
 
 def test_slow_is_twice_the_best_of_all_starts() -> None:

@@ -9,8 +9,8 @@ import sys
 import psutil
 import pytest
 
-from benchmarks.idle import idle_of
 from benchmarks.support.processes import Reading, read, role_of
+from benchmarks.system.idle import idle_of
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import re
 import msgspec
 import pytest
 
-from benchmarks.parallel_steps.__main__ import RESULT, Results, results, tables
-from benchmarks.parallel_steps.formulas import (
+from benchmarks.parallel.formulas import (
     GROUPS,
     LLAMA_70B,
     LLAMA_405B,
@@ -19,6 +18,8 @@ from benchmarks.parallel_steps.formulas import (
     largest,
     step_of,
 )
+from benchmarks.support.command import RESULTS
+from benchmarks.parallel.steps import FILE, Results, results, tables
 from tests.support.repository import ROOT
 
 PAGE = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
@@ -104,14 +105,14 @@ def test_the_page_has_the_tables_that_the_command_prints(found: Results) -> None
     made = list(tables(found))
     for title, lines in made:
         whole = f"{title}:\n\n" + "\n".join(lines) + "\n"
-        assert whole in PAGE, "run: python -m benchmarks.parallel_steps --save"
+        assert whole in PAGE, "run: python -m benchmarks.parallel --only steps --save"
     section = PAGE.split("### The steps")[1]
     shown = re.findall(r"^\|.*$", section, re.MULTILINE)
     assert shown == [line for _, lines in made for line in lines]
 
 
 def test_what_is_saved_is_what_is_computed(found: Results) -> None:
-    saved = msgspec.json.decode(RESULT.read_bytes(), type=Results)
+    saved = msgspec.json.decode((RESULTS / FILE).read_bytes(), type=Results)
     assert saved == found
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from benchmarks.ceilings import Ceilings, lines
+from benchmarks.engine.ceilings import Ceilings, lines
 from benchmarks.peers.alone import MILLRACE_ENGINE
 from benchmarks.peers.loads import LOADS
 from benchmarks.peers.report import MILLRACE, Report, table
-from benchmarks.start import import_times_ms
 from benchmarks.support.figures import Figures
+from benchmarks.system.start import import_times_ms
 
 CEILINGS = Ceilings(
     num_threads=2,

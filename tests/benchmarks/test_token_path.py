@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.support.processes import Reading
-from benchmarks.token_path import shares
+from benchmarks.system.token_path import shares
 
 
 def test_processes_of_a_role_are_summed_and_the_busiest_comes_first() -> None:

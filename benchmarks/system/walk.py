@@ -1,6 +1,6 @@
 """What the whole path costs beside the engine alone.
 
-    python -m benchmarks.walk
+    python -m benchmarks.system --only walk
 
 Starts ``millrace up`` with the demo model, sends closed loops of 1, 8 and 32 streaming clients
 through gateway, queue, scheduler, worker and back, and runs the same prompts by ``millrace
@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told
 from benchmarks.support.sse_load import LoadResult, run_load
 from millrace.engine.threads.choice import default_num_threads, usable_cores
 from tests.support.system import System
@@ -113,18 +113,14 @@ def _measure(folder: Path, clients: int, max_tokens: int, rounds: int) -> dict[s
     }
 
 
-def main() -> None:
-    parser = command_parser("walk", __doc__)
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements; the median counts")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    arguments = parser.parse_args()
+def run(max_tokens: int = 128, rounds: int = 3) -> Told:
+    """An answer has ``max_tokens``; the median of the ``rounds`` counts."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for clients in CLIENTS:
-            rows.append(_measure(Path(name), clients, arguments.max_tokens, arguments.rounds))
+            rows.append(_measure(Path(name), clients, max_tokens, rounds))
             print(_line(rows[-1]), flush=True)
-    write_json(arguments.json, rows)
+    return Told(rows, file="walk.json")
 
 
 def _line(row: dict[str, float]) -> str:
@@ -137,7 +133,3 @@ def _line(row: dict[str, float]) -> str:
         f"engine alone p50 {row['engine_ttft_p50_ms']:.1f} ms, "
         f"added {row['added_ttft_p50_ms']:.1f} ms"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What this machine could do at best: the rates that bound an engine on its CPU.
 
-    python -m benchmarks.ceilings [--model PATH] [--threads N]
+    python -m benchmarks.engine --only ceilings [--model PATH] [--threads N]
 
 Reads from memory, multiplies matrices, and runs nothing but the linear maps of a decode step, by
 the path that the engine takes. Without a model, the 100M Llama of the comparisons is used.
@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.support.command import command_parser
+from benchmarks.support.command import Told
 from benchmarks.support.machine_rates import machine_rates
-from benchmarks.support.model import add_model_arguments, measured_model
+from benchmarks.support.model import measured_model
+from millrace.engine.threads.choice import configure_threads
+from millrace.schemas.config import EngineConfig
 
 if TYPE_CHECKING:
     from millrace.engine.models.decoder import DecoderWeights
@@ -45,6 +47,12 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     batch_1_tokens_per_s: float
     gemm_only_ms: dict[int, float]
+
+
+def measured(path: Path, threads: int = 0) -> Ceilings:
+    """Measure in a process that has not imported torch; 0 ``threads`` are all cores."""
+    configure_threads(EngineConfig(num_threads=threads), shared=False)
+    return measure(path)
 
 
 def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
@@ -160,18 +168,8 @@ def _least_s(work: Callable[[], object]) -> float:
     return min(timeit.repeat(work, number=1, repeat=_REPEATS))
 
 
-def main() -> None:
-    parser = command_parser("ceilings", __doc__)
-    add_model_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    arguments = parser.parse_args()
-    with measured_model(arguments) as model:
-        ceilings = measure(model)
-    if arguments.json:
-        print(msgspec.json.encode(ceilings).decode())
-    else:
-        print("\n".join(lines(ceilings)))
-
-
-if __name__ == "__main__":
-    main()
+def run(model: Path | None = None, threads: int = 0) -> Told:
+    with measured_model(model, threads) as path:
+        ceilings = measure(path)
+    print("\n".join(lines(ceilings)))
+    return Told(ceilings)

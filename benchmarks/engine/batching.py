@@ -1,6 +1,6 @@
 """What continuous batching, a paged cache and chunked prefill bring, beside doing without.
 
-    python -m benchmarks.batching [--batching continuous|static] [--kv paged|contiguous]
+    python -m benchmarks.engine --only batching memory chunking
 
 The baselines live here alone. Static batching runs a batch until its longest answer ends, the
 others padded along; the gain over it should be near the longest of a batch over the mean length.
@@ -11,20 +11,18 @@ enters, whole and in chunks.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from benchmarks.support.closed_loop import greedy_request, run_closed_loop
-from benchmarks.support.command import command_parser
 from benchmarks.support.figures import RequestTimes, percentile
-from benchmarks.support.model import add_model_arguments, measured_model
+from benchmarks.support.model import measured_model
 from benchmarks.support.prompts import Prompt, distinct_prompts, gain_of_continuous, skewed_lengths
 from millrace.schemas.config import EngineConfig
 
@@ -60,17 +58,23 @@ _CHUNKINGS = (
 )
 
 
+class Load(NamedTuple):
+    """So many answers, the longest of so many tokens."""
+
+    requests: int
+    longest: int
+
+
 class _Bench:
     """The model, and loads of it with skewed lengths."""
 
-    def __init__(self, path: Path, arguments: argparse.Namespace) -> None:
+    def __init__(self, path: Path, load: Load) -> None:
         from millrace.registry.checkpoints.checkpoint import read_model_config
 
         self._path = path
         self._vocab_size = read_model_config(path).vocab_size
-        self._arguments = arguments
-        self.longest = arguments.longest
-        self.lengths = skewed_lengths(arguments.requests, self.longest, seed=1)
+        self.longest = load.longest
+        self.lengths = skewed_lengths(load.requests, self.longest, seed=1)
 
     def engine(self, **settings: int | float | bool) -> Engine:
         """One without a prefix cache, as prompts come again in each round."""
@@ -82,16 +86,15 @@ class _Bench:
     def prompts(self, count: int, num_tokens: int = _PROMPT_TOKENS) -> list[Prompt]:
         return distinct_prompts(count, num_tokens, self._vocab_size, seed=1)
 
-    def batching(self, choices: Sequence[str]) -> None:
+    def batching(self, slots: int, rounds: int) -> None:
         """Tokens/s that users get, with as many slots and memory for all."""
-        slots = self._arguments.slots
         engine = self.engine(max_num_sequences=slots)
         # Short, as prompts cost both the same.
         prompts = self.prompts(len(self.lengths), _SHORT_PROMPT_TOKENS)
         run_closed_loop(engine, prompts[:slots], [8] * min(slots, len(prompts)), slots)
-        rates: dict[str, list[float]] = {choice: [] for choice in choices}
-        for _ in range(self._arguments.rounds):
-            for choice in choices:
+        rates: dict[str, list[float]] = {choice: [] for choice in _BATCHING}
+        for _ in range(rounds):
+            for choice in _BATCHING:
                 begin_s = time.perf_counter()
                 if choice == "static":
                     _run_static(engine, prompts, self.lengths, slots)
@@ -106,22 +109,20 @@ class _Bench:
         )
         for choice, rate in medians.items():
             print(f"  {choice:10}  {rate:7.1f} tokens/s")
-        if len(medians) == len(_BATCHING):
-            gain = medians["continuous"] / medians["static"]
-            ideal = gain_of_continuous(self.lengths, slots)
-            print(f"  gain {gain:.2f}x; longest of a batch over mean length {ideal:.2f}x")
+        gain = medians["continuous"] / medians["static"]
+        ideal = gain_of_continuous(self.lengths, slots)
+        print(f"  gain {gain:.2f}x; longest of a batch over mean length {ideal:.2f}x")
 
-    def kv(self, choices: Sequence[str]) -> None:
+    def memory(self, num_reserved: int) -> None:
         """Sequences that run together in the same memory, and what that brings."""
         reserved_tokens = _PROMPT_TOKENS + self.longest
-        num_reserved = self._arguments.reservations
         blocks = num_reserved * -(-reserved_tokens // _BLOCK_TOKENS)
         prompts = self.prompts(len(self.lengths))
         print(
             f"cache of {blocks * _BLOCK_TOKENS} tokens, {num_reserved} times the longest sequence"
         )
         fits: dict[str, float] = {}
-        for choice in choices:
+        for choice in _KV:
             limit = num_reserved if choice == "contiguous" else len(prompts)
             engine = self.engine(num_blocks=blocks, max_num_sequences=limit)
             running: list[int] = []
@@ -139,12 +140,10 @@ class _Bench:
                 f"  {choice:10}  {fits[choice]:5.1f} sequences fit while others wait, "
                 f"{rate:7.1f} tokens/s, {engine.stats().num_preemptions} preemptions"
             )
-        if len(fits) == len(_KV):
-            print(f"  paged fits {fits['paged'] / fits['contiguous']:.2f}x as many")
+        print(f"  paged fits {fits['paged'] / fits['contiguous']:.2f}x as many")
 
-    def chunking(self) -> None:
+    def chunking(self, num_tokens: int) -> None:
         """The gaps in running streams while a long prompt enters."""
-        num_tokens = self._arguments.long_prompt
         whole = Chunking(num_tokens + _RUNNING_STREAMS)
         print(f"{_RUNNING_STREAMS} running streams while a prompt of {num_tokens} tokens enters")
         for chunking in (whole, *_CHUNKINGS):
@@ -211,28 +210,32 @@ def _note_running(running: list[int], engine: Engine) -> None:
         running.append(stats.num_running)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_parser("batching", __doc__)
-    add_model_arguments(parser)
-    parser.add_argument("--batching", choices=_BATCHING, help="only this one")
-    parser.add_argument("--kv", choices=_KV, help="only this one")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=384, help="tokens of the longest answer")
-    parser.add_argument("--slots", type=int, default=16, help="sequences of a batch")
-    parser.add_argument("--reservations", type=int, default=8, help="that the small cache holds")
-    parser.add_argument("--long-prompt", type=int, default=8192, help="tokens that enter")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements; the median counts")
-    parsed = parser.parse_args(arguments)
-    everything = parsed.batching is None and parsed.kv is None
-    with measured_model(parsed) as model:
-        bench = _Bench(model, parsed)
-        if everything or parsed.batching:
-            bench.batching([parsed.batching] if parsed.batching else _BATCHING)
-        if everything or parsed.kv:
-            bench.kv([parsed.kv] if parsed.kv else _KV)
-        if everything:
-            bench.chunking()
+def batching(
+    requests: int = 64,
+    longest: int = 384,
+    slots: int = 16,
+    rounds: int = 3,
+    model: Path | None = None,
+    threads: int = 0,
+) -> None:
+    """A batch has so many ``slots``; the median of the ``rounds`` counts."""
+    with measured_model(model, threads) as path:
+        _Bench(path, Load(requests, longest)).batching(slots, rounds)
 
 
-if __name__ == "__main__":
-    main()
+def memory(
+    requests: int = 64,
+    longest: int = 384,
+    reservations: int = 8,
+    model: Path | None = None,
+    threads: int = 0,
+) -> None:
+    """The cache holds so many ``reservations`` of the longest answer."""
+    with measured_model(model, threads) as path:
+        _Bench(path, Load(requests, longest)).memory(reservations)
+
+
+def chunking(long_prompt: int = 8192, model: Path | None = None, threads: int = 0) -> None:
+    """A prompt of so many tokens enters."""
+    with measured_model(model, threads) as path:
+        _Bench(path, Load(1, 1)).chunking(long_prompt)

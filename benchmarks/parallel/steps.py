@@ -1,6 +1,6 @@
 """What a step of a model takes over several H200: by formulas, from what one device reached.
 
-    python -m benchmarks.parallel_steps [--save]
+    python -m benchmarks.parallel --only steps [--save]
 
 No group of GPUs was run: everything here is derived. The tables are those of docs/parallelism.md,
 which has the formulas. A Llama 3.1 70B is computed by 4 devices of one host, a 405B by 8 of each of
@@ -10,11 +10,10 @@ two hosts, one behind the other. The last table has the same steps by ``millrace
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
-from benchmarks.parallel_steps.formulas import (
+from benchmarks.parallel.formulas import (
     GROUPS,
     H200,
     NUM_CANDIDATES,
@@ -27,10 +26,10 @@ from benchmarks.parallel_steps.formulas import (
     largest,
     step_of,
 )
-from benchmarks.parallel_steps.simulated import MOST_SLOTS, Simulated, simulated
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.parallel.simulated import MOST_SLOTS, Simulated, simulated
+from benchmarks.support.command import Told
 
-RESULT = Path(__file__).parent.parent / "results" / "parallel_steps.json"
+FILE = "parallel_steps.json"
 _BATCHES = (1, 8, 32, 64, 128, 256)
 _SIMULATED_BATCHES = (1, 64, 256)
 _CONTEXTS = (1_024, 4_096)
@@ -144,17 +143,9 @@ def _simulated_table(found: Sequence[Simulated]) -> list[str]:
     return _table(names, rows)
 
 
-def main() -> int:
+def run() -> Told:
     """Print the tables, as Markdown."""
-    parser = command_parser("parallel_steps", __doc__)
-    parser.add_argument("--save", action="store_true", help=f"write {RESULT}")
-    arguments = parser.parse_args()
     found = results()
     for title, lines in tables(found):
         print(f"{title}:\n\n" + "\n".join(lines) + "\n")
-    write_json(RESULT if arguments.save else None, found)
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return Told(found, file=FILE)

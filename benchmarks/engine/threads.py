@@ -1,6 +1,6 @@
 """What binding the engine's threads to cores is worth: starts with threads bound, and free.
 
-    python -m benchmarks.bound_threads [--starts 8] [--beside 12] [--json FILE]
+    python -m benchmarks.engine --only threads [--starts 8] [--beside 12] [--json FILE]
 
 Each start is a process of its own that computes a decode step of one stream in two layers of a
 100M Llama, as the engine does beside other processes (threads that sleep while they wait), first
@@ -12,20 +12,19 @@ core.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 
-from benchmarks.support.command import command_parser, write_json
-from benchmarks.support.processes import busy_processes
+from benchmarks.support.command import Told
+from benchmarks.support.model import write_100m
+from benchmarks.support.processes import busy_processes, in_new_process
 from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
 
@@ -78,15 +77,8 @@ def _step_ms(checkpoint: Path, num_threads: int) -> float:
 
 def _start(checkpoint: Path, num_threads: int, **changes: str) -> float:
     own = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    command = [sys.executable, "-m", "benchmarks.bound_threads", "--step-of", str(checkpoint)]
-    done = subprocess.run(
-        [*command, "--threads", str(num_threads)],
-        env=own | changes,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return float(done.stdout)
+    with patch.dict(os.environ, own | changes, clear=True):
+        return in_new_process(_step_ms, checkpoint, num_threads)
 
 
 def measure(checkpoint: Path, num_starts: int, num_beside: int) -> Starts:
@@ -109,30 +101,11 @@ def _print(starts: Starts) -> None:
     print(f"  {'one thread':12} {starts.one_thread[0]:.2f} ms")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("bound_threads", __doc__)
-    parser.add_argument("--starts", type=int, default=8, help="of each kind")
-    parser.add_argument("--beside", type=int, default=12, help="processes of the lowest priority")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--step-of", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)
-    return parser
-
-
-def main() -> None:
-    arguments = _parser().parse_args()
-    if arguments.step_of is not None:
-        print(_step_ms(arguments.step_of, arguments.threads))
-        return
+def run(starts: int = 8, beside: int = 12) -> Told:
+    """So many ``starts`` of each kind, ``beside`` so many processes of the lowest priority."""
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(folder) / "llama-100m"
-        command = [sys.executable, "-m", "benchmarks.checkpoints", str(checkpoint)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        measured = [measure(checkpoint, arguments.starts, n) for n in (0, arguments.beside)]
-    for starts in measured:
-        _print(starts)
-    write_json(arguments.json, measured)
-
-
-if __name__ == "__main__":
-    main()
+        checkpoint = in_new_process(write_100m, Path(folder) / "llama-100m")
+        measured = [measure(checkpoint, starts, n) for n in (0, beside)]
+    for one in measured:
+        _print(one)
+    return Told(measured)

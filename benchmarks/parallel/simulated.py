@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from benchmarks.parallel_steps.formulas import (
+from benchmarks.parallel.formulas import (
     H200,
     NUMBER_BYTES,
     Device,

@@ -1,6 +1,6 @@
 """Milliseconds to choose a batch's next tokens, beside what reading their logits once takes.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.sampling [--batches 1,32,256] [--vocabs 8192,128256]
+    OMP_NUM_THREADS=1 python -m benchmarks.engine --only sampling [--batches 1 32] [--vocabs 8192]
         [--flat]
 
 Tokens' chances fall by Zipf's law (about 60 of them are in a nucleus of 0.9). ``--flat`` takes
@@ -13,15 +13,15 @@ from __future__ import annotations
 import random
 import statistics
 import time
-import timeit
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.support.command import command_parser
+from benchmarks.support.machine_rates import machine_rates
 from millrace.engine.kernels.random_stream import stream_key
 from millrace.engine.sampling.sampler import Sampler
-from millrace.engine.step.sequence import Sequence
+from millrace.engine.step.sequence import Sequence as EngineSequence
 from millrace.engine.types import EngineRequest
 from millrace.schemas.sampling import SamplingParams
 
@@ -38,30 +38,24 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 _PROMPT_TOKENS = 512
 _SECONDS_EACH = 0.5
-_READ_VALUES = 1 << 26
 
 
-def main() -> None:
+def run(
+    batches: Sequence[int] = (1, 32, 256),
+    vocabs: Sequence[int] = (8_192, 128_256),
+    flat: bool = False,
+) -> None:
     """Print one line per batch size and vocabulary."""
-    parser = command_parser("sampling", __doc__)
-    parser.add_argument("--batches", type=_sizes, default=[1, 32, 256])
-    parser.add_argument("--vocabs", type=_sizes, default=[8_192, 128_256])
-    parser.add_argument("--flat", action="store_true")
-    arguments = parser.parse_args()
-    bytes_per_s = _read_bandwidth()
+    bytes_per_s = machine_rates().read_bytes_per_s
     print(f"{torch.get_num_threads()} threads; memory is read at {bytes_per_s / 1e9:.1f} GB/s")
     print(f"{'rows':>4} {'vocab':>7} {'read':>9}" + "".join(f"{n:>13}" for n in _OPTIONS))
-    for vocab_size in arguments.vocabs:
-        for batch in arguments.batches:
-            logits = _logits(batch, vocab_size, flat=arguments.flat)
+    for vocab_size in vocabs:
+        for batch in batches:
+            logits = _logits(batch, vocab_size, flat=flat)
             read_ms = logits.numel() * logits.itemsize / bytes_per_s * 1e3
             times = [_sampling_ms(logits, options) for options in _OPTIONS.values()]
             shown = "".join(f"{ms:>10.2f} ms" for ms in times)
             print(f"{batch:>4} {vocab_size:>7} {read_ms:>6.2f} ms{shown}", flush=True)
-
-
-def _sizes(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def _logits(batch: int, vocab_size: int, *, flat: bool) -> torch.Tensor:
@@ -78,7 +72,7 @@ def _sampling_ms(logits: torch.Tensor, options: dict[str, Any]) -> float:
     sampler = Sampler(vocab_size, logits.device)
     generator = random.Random(1)
     sequences = [
-        Sequence(
+        EngineSequence(
             EngineRequest(
                 request_id=str(seed),
                 prompt_token_ids=tuple(generator.choices(range(vocab_size), k=_PROMPT_TOKENS)),
@@ -102,13 +96,3 @@ def _sampling_ms(logits: torch.Tensor, options: dict[str, Any]) -> float:
             assert isinstance(outcome, int)
             sequence.token_ids.append(outcome)
     return statistics.median(times[1:])
-
-
-def _read_bandwidth() -> float:
-    """Bytes per second of a sum over more than the cache holds."""
-    values = torch.ones(_READ_VALUES)
-    return values.numel() * values.itemsize / min(timeit.repeat(values.sum, number=1, repeat=5))
-
-
-if __name__ == "__main__":
-    main()

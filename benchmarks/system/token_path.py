@@ -1,6 +1,6 @@
 """What a token costs each process on its way, from the engine to a client's socket.
 
-    python -m benchmarks.token_path [--streams 1 8 32] [--requests 4] [--model FOLDER] [--json FILE]
+    python -m benchmarks.system --only token_path [--streams 1 8 32] [--requests 4] [--json FILE]
 
 ``millrace up`` serves a Llama of 100M parameters with random weights over HTTP; each load is
 ``--requests`` requests a stream, 128 tokens in and 64 out, after a warm-up. Printed by process: CPU
@@ -11,14 +11,12 @@ tokens per second if all CPU time went to the engine.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,10 @@ import psutil
 
 from benchmarks.peers.loads import Load, distinct
 from benchmarks.peers.servers import completions
-from benchmarks.support.command import command_parser, write_json
-from benchmarks.support.processes import Reading, read
+from benchmarks.support.command import Told
+from benchmarks.support.figures import table
+from benchmarks.support.model import write_100m
+from benchmarks.support.processes import Reading, in_new_process, read
 from benchmarks.support.sse_load import COMPLETIONS, run_load
 from tests.support.system import System
 
@@ -108,46 +108,32 @@ def _print(cost: Cost) -> None:
         f"\n{cost.streams} streams: {cost.tokens_per_s:.1f} tokens/s, "
         f"{cost.busy_cores:.2f} of {cores} cores busy"
     )
-    print(f"{'process':24} {'CPU us/token':>13} {'switches/token':>15} {'% of a core':>12}")
-    for share in cost.shares:
-        print(
-            f"{share.role:24} {share.cpu_us_per_token:13.1f} {share.switches_per_token:15.2f} "
-            f"{share.core_percent:12.1f}"
+    cells = [
+        (
+            *(share.role, f"{share.cpu_us_per_token:.1f}"),
+            *(f"{share.switches_per_token:.2f}", f"{share.core_percent:.1f}"),
         )
+        for share in cost.shares
+    ]
+    print(table(("process", "CPU us/token", "switches/token", "% of a core"), cells))
     engine_us = sum(s.cpu_us_per_token for s in cost.shares if s.role == _ENGINE)
     print(f"all CPU time for the engine alone would be {cores * 1e6 / engine_us:.1f} tokens/s")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser("token_path", __doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--requests", type=int, default=4, help="requests of each stream")
-    parser.add_argument("--model", type=Path, help="a checkpoint instead of one made for the run")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    return parser
-
-
-def main() -> None:
-    arguments = _parser().parse_args()
+def run(streams: Sequence[int] = (1, 8, 32), requests: int = 4, model: Path | None = None) -> Told:
+    """Each stream has so many ``requests``; ``model`` is a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
-        checkpoint = arguments.model or Path(name) / "llama-100m"
-        if arguments.model is None:
-            command = [sys.executable, "-m", "benchmarks.checkpoints", str(checkpoint)]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        checkpoint = model or in_new_process(write_100m, Path(name) / "llama-100m")
         vocab_size = int(json.loads((checkpoint / "config.json").read_text())["vocab_size"])
         options = ("--port", _PORT, "--model", str(checkpoint))
         system = System(Path(name) / "data", options).start()
         try:
             costs = [
-                _measured(system, checkpoint.name, distinct(n, n * arguments.requests), vocab_size)
-                for n in arguments.streams
+                _measured(system, checkpoint.name, distinct(n, n * requests), vocab_size)
+                for n in streams
             ]
         finally:
             system.stop()
     for cost in costs:
         _print(cost)
-    write_json(arguments.json, {"loads": costs})
-
-
-if __name__ == "__main__":
-    main()
+    return Told({"loads": costs})

@@ -1,23 +1,23 @@
 """Milliseconds per step of the engine alone, beside the memory bandwidth that bounds it.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.engine_step [--model PATH] [--dtype auto] ...
+    OMP_NUM_THREADS=1 python -m benchmarks.engine --only step [--model PATH] [--dtype auto] ...
 
 Without a model, random weights in the shape of the demo model are used.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
 import timeit
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.checkpoints import LlamaShape, write_llama
-from benchmarks.support.command import command_parser
+from benchmarks.support.closed_loop import greedy_request
 from millrace.engine.models.loader import choose_dtype, num_parameters
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineRequest
@@ -26,29 +26,42 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import SamplingParams
 
 _COPY_BYTES = 1 << 26
+_SHAPE = LlamaShape(
+    hidden_size=256,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=4,
+    intermediate_size=256 * 11 // 4,
+    vocab_size=4096,
+    context_window_tokens=2048,
+    tied=True,
+)
 
 
-def main() -> None:
+class Load(NamedTuple):
+    """Prompts of so many tokens, and so many steps of each batch."""
+
+    prompt_tokens: int
+    steps: int
+    temperature: float
+
+
+def run(
+    model: Path | None = None,
+    dtype: str = "auto",
+    prompt_tokens: int = 64,
+    steps: int = 64,
+    temperature: float = 0.0,
+) -> None:
     """Print one line per batch size, and prefill."""
-    parser = command_parser("engine_step", __doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint folder")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=4096)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        path = arguments.model or _random_checkpoint(Path(folder), arguments)
-        _measure(path, arguments)
+        path = model or write_llama(Path(folder), _SHAPE)
+        _measure(path, dtype, Load(prompt_tokens, steps, temperature))
 
 
-def _measure(path: Path, arguments: argparse.Namespace) -> None:
+def _measure(path: Path, dtype_name: str, load: Load) -> None:
     config = read_model_config(path)
-    dtype = choose_dtype(config, arguments.dtype, torch.device("cpu"))
+    dtype = choose_dtype(config, dtype_name, torch.device("cpu"))
     weight_bytes = num_parameters(config) * dtype.itemsize
     copy_bytes_per_s = _copy_bandwidth()
     floor_ms = weight_bytes / copy_bytes_per_s * 1e3
@@ -57,9 +70,9 @@ def _measure(path: Path, arguments: argparse.Namespace) -> None:
         f"{torch.get_num_threads()} threads; reading the weights once at the "
         f"{copy_bytes_per_s / 1e9:.1f} GB/s of a copy takes {floor_ms:.2f} ms"
     )
-    engine = EngineConfig(dtype=arguments.dtype, device="cpu")
+    engine = EngineConfig(dtype=dtype_name, device="cpu", speculation="off")
     for batch in (1, 8, 32):
-        steps_ms = _decode_ms(Engine.load(path, engine), batch, arguments)
+        steps_ms = _decode_ms(Engine.load(path, engine), batch, load)
         median_ms = statistics.median(steps_ms)
         print(
             f"decode batch {batch:2}: median {median_ms:6.2f} ms, min {min(steps_ms):6.2f} ms, "
@@ -73,32 +86,28 @@ def _measure(path: Path, arguments: argparse.Namespace) -> None:
         )
 
 
-def _decode_ms(engine: Engine, batch: int, arguments: argparse.Namespace) -> list[float]:
-    sampling = {"temperature": arguments.temperature, "ignore_eos": True, "seed": 1}
+def _decode_ms(engine: Engine, batch: int, load: Load) -> list[float]:
+    sampling = SamplingParams(
+        max_tokens=load.steps + 64, temperature=load.temperature, ignore_eos=True, seed=1
+    )
     for i in range(batch):
         engine.add(
             EngineRequest(
                 request_id=str(i),
-                prompt_token_ids=tuple(range(10, 10 + arguments.prompt_tokens)),
-                sampling=SamplingParams(max_tokens=arguments.steps + 64, **sampling),
+                prompt_token_ids=tuple(range(10, 10 + load.prompt_tokens)),
+                sampling=sampling,
             )
         )
     while engine.stats().decode_tokens < 8 * batch:  # everybody decodes, and caches are warm
         engine.step()
-    return [_timed_step_ms(engine) for _ in range(arguments.steps)]
+    return [_timed_step_ms(engine) for _ in range(load.steps)]
 
 
 def _prefill_ms(engine: Engine, num_tokens: int, vocab_size: int) -> float:
     times_ms: list[float] = []
     for i in range(6):
         token_ids = tuple((i + j) % vocab_size for j in range(num_tokens))
-        engine.add(
-            EngineRequest(
-                request_id=str(i),
-                prompt_token_ids=token_ids,
-                sampling=SamplingParams(max_tokens=1, temperature=0.0),
-            )
-        )
+        engine.add(greedy_request(str(i), token_ids, 1))
         elapsed_ms = 0.0
         while engine.has_work:
             elapsed_ms += _timed_step_ms(engine)
@@ -117,22 +126,3 @@ def _copy_bandwidth() -> float:
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=8))
-
-
-def _random_checkpoint(path: Path, arguments: argparse.Namespace) -> Path:
-    hidden, num_heads = arguments.hidden, arguments.heads
-    shape = LlamaShape(
-        hidden_size=hidden,
-        num_layers=arguments.layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads // 2,
-        intermediate_size=hidden * 11 // 4,
-        vocab_size=arguments.vocab,
-        context_window_tokens=2048,
-        tied=True,
-    )
-    return write_llama(path, shape)
-
-
-if __name__ == "__main__":
-    main()

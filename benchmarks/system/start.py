@@ -1,6 +1,6 @@
 """Seconds from the start of a process to the first token of the demo model.
 
-    python -m benchmarks.start [--runs 5] [--system] [--imports]
+    python -m benchmarks.system --only start [--runs 5] [--system] [--imports]
 
 A process is started that loads the demo model and answers one request with one token, as
 ``millrace generate`` does; the goal is 3 s. ``--system`` does it with ``millrace up``, from its
@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.support.command import command_parser
 from benchmarks.support.sse_load import run_load
 from tests.support.system import System
 
@@ -98,28 +97,20 @@ def _largest(times_ms: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(times_ms.items(), key=lambda item: -item[1])[:_NUM_SHOWN]
 
 
-def main() -> None:
-    parser = command_parser("start", __doc__)
-    parser.add_argument("--runs", type=int, default=5, help="starts; the median counts")
-    parser.add_argument("--system", action="store_true", help="also start millrace up")
-    parser.add_argument("--imports", action="store_true", help="also show what importing takes")
-    arguments = parser.parse_args()
+def run(runs: int = 5, system: bool = False, imports: bool = False) -> None:
+    """The median of the ``runs`` counts; ``system`` also starts millrace up."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "in.jsonl").write_text(json.dumps({"id": "1", **_REQUEST}) + "\n")
         first_token_s(folder)  # reads the files into memory
-        times_s = [first_token_s(folder) for _ in range(arguments.runs)]
+        times_s = [first_token_s(folder) for _ in range(runs)]
         print(
             f"start to first token: median {statistics.median(times_s):.2f} s, least "
             f"{min(times_s):.2f}, most {max(times_s):.2f} (goal: at most {_GOAL_S:.0f})"
         )
-        if arguments.system:
-            starts = [system_first_token_s(folder) for _ in range(arguments.runs)]
+        if system:
+            starts = [system_first_token_s(folder) for _ in range(runs)]
             ready_s, token_s = (statistics.median(column) for column in zip(*starts, strict=True))
             print(f"millrace up: ready after {ready_s:.2f} s, first token after {token_s:.2f} s")
-        if arguments.imports:
+        if imports:
             _print_imports(folder)
-
-
-if __name__ == "__main__":
-    main()

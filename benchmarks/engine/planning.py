@@ -1,6 +1,6 @@
 """Python's part of a step: planning, laying out the batch, keeping the books, handing tokens over.
 
-    python -m benchmarks.planning [--sequences 32 256] [--gpu-runner] [--profile]
+    python -m benchmarks.engine --only planning [--sequences 32 256] [--gpu-runner] [--profile]
 
 All sequences decode. Of each step's time, the model's and the sampler's are taken out; what is
 left is the rest, for which the goals are 1.0 ms at 32 sequences and 3 ms at 256. The sampler's own
@@ -25,8 +25,6 @@ from unittest.mock import patch
 import msgspec
 
 from benchmarks.support.closed_loop import greedy_request
-from benchmarks.support.command import command_parser
-from benchmarks.support.model import add_model_arguments
 from benchmarks.support.prompts import distinct_prompts
 from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
@@ -177,19 +175,16 @@ def _line(num_sequences: int, times: StepTimes) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_parser("planning", __doc__)
-    add_model_arguments(parser)
-    parser.add_argument("--sequences", type=int, nargs="+", default=[32, 256])
-    parser.add_argument("--steps", type=int, default=96)
-    parser.add_argument(
-        "--gpu-runner", action="store_true", help="the runner of GPUs instead of the CPU's"
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="print the functions that the rest is spent in"
-    )
-    parsed = parser.parse_args(arguments)
-    configure_threads(EngineConfig(num_threads=parsed.threads), shared=False)
+def run(
+    sequences: Sequence[int] = (32, 256),
+    steps: int = 96,
+    gpu_runner: bool = False,
+    profile: bool = False,
+    model: Path | None = None,
+    threads: int = 0,
+) -> None:
+    """``profile`` prints the functions that the rest is spent in."""
+    configure_threads(EngineConfig(num_threads=threads), shared=False)
     from benchmarks.checkpoints import LLAMA_100M, LlamaShape, write_llama
 
     with tempfile.TemporaryDirectory() as folder:
@@ -197,17 +192,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tiny = LlamaShape(
             hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32
         )
-        shape = tiny if parsed.gpu_runner else LLAMA_100M
-        path = parsed.model or write_llama(Path(folder), shape)
-        kernels = "reference" if parsed.gpu_runner else "auto"
-        for num_sequences in parsed.sequences:
-            times = measure(path, num_sequences, parsed.steps, None, kernels=kernels)
-            print(_line(num_sequences, times))
-            if parsed.profile:
-                profile = cProfile.Profile()
-                measure(path, num_sequences, parsed.steps, profile, kernels=kernels)
-                pstats.Stats(profile).sort_stats("tottime").print_stats(_NUM_FUNCTIONS)
-
-
-if __name__ == "__main__":
-    main()
+        path = model or write_llama(Path(folder), tiny if gpu_runner else LLAMA_100M)
+        kernels = "reference" if gpu_runner else "auto"
+        for num_sequences in sequences:
+            print(_line(num_sequences, measure(path, num_sequences, steps, None, kernels=kernels)))
+            if profile:
+                watched = cProfile.Profile()
+                measure(path, num_sequences, steps, watched, kernels=kernels)
+                pstats.Stats(watched).sort_stats("tottime").print_stats(_NUM_FUNCTIONS)

@@ -1,7 +1,7 @@
 """What a second rank is worth: tokens a second of a 100M Llama on one rank and on several, each
 with one thread.
 
-    python -m benchmarks.parallel [--ranks 2] [--rounds 3] [--beside 0] [--save | --json FILE]
+    python -m benchmarks.parallel --only ranks [--ranks 2] [--rounds 3] [--beside 0] [--save]
 
 One rank, a group of ranks and a pipeline of as many stages are measured in turns, each start in a
 process of its own, with one, 8 and 32 streams and with prompts of 512 tokens; printed is the median
@@ -15,25 +15,22 @@ one alone has of it.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from benchmarks.checkpoints import LlamaShape, write_llama
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told
 from benchmarks.support.machine_rates import cpu_name
-from benchmarks.support.processes import busy_processes
+from benchmarks.support.processes import busy_processes, in_new_process
 from benchmarks.support.remote_stages import remote_stages
 from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
@@ -41,14 +38,11 @@ from millrace.schemas.config import EngineConfig
 if TYPE_CHECKING:
     from millrace.engine.step.engine import Engine
 
-_RESULTS = Path(__file__).parent / "results" / "parallel.json"
 _STREAMS = (1, 8, 32)
 _STEPS = 48
 _PROMPT_TOKENS, _LONG_PROMPT_TOKENS = 64, 512
 _SAMPLE_S = 0.002
 _SMALL = LlamaShape(hidden_size=256, num_layers=1, intermediate_size=512, num_heads=8)
-
-PartT = TypeVar("PartT")
 
 
 class Decoding(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,92 +112,54 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     memory: list[Memory]
 
 
-def main() -> None:
-    """Measure in processes of their own, in turns; or be one of them."""
-    arguments = _arguments()
-    if arguments.start is not None:
-        made = _start if arguments.part != "memory" else _memory
-        sys.stdout.buffer.write(msgspec.json.encode(made(arguments.start, arguments)))
-        return
+def run(ranks: int = 2, rounds: int = 3, beside: int = 0) -> Told:
+    """Measure in turns, ``beside`` so many processes that want a core meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_llama(Path(folder) / "llama-100m")
-        with busy_processes(arguments.beside, niceness=0):
-            figures = _measure(checkpoint, arguments)
+        with busy_processes(beside, niceness=0):
+            figures = _measure(checkpoint, ranks, rounds)
     print(_report(figures))
-    write_json(_RESULTS if arguments.save else arguments.json, figures)
+    return Told(figures, file="parallel.json")
 
 
-def _arguments() -> argparse.Namespace:
-    parser = command_parser("parallel", __doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--beside", type=int, default=0, help="processes that want a core meanwhile (default: 0)"
-    )
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--save", action="store_true", help="into benchmarks/results")
-    parser.add_argument("--start", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--part", default="", help=argparse.SUPPRESS)
-    return parser.parse_args()
+def _measure(checkpoint: Path, ranks: int, rounds: int) -> Figures:
+    sides = {
+        "one": (Side(name="1 rank"), 1, ""),
+        "group": (Side(name="shared memory"), ranks, "shared_memory"),
+        "gloo": (Side(name="gloo"), ranks, "gloo"),
+        "pipeline": (Side(name="pipeline"), ranks, "pipeline"),
+        "remote": (Side(name="pipeline over TCP"), ranks, "remote"),
+    }
+    for _ in range(rounds):
+        for side, num_ranks, part in sides.values():
+            side.starts.append(in_new_process(_start, checkpoint, num_ranks, part))
+    memory = [in_new_process(_memory, checkpoint, ranks) for _ in range(min(rounds, 3))]
+    made = {name: side for name, (side, _, _) in sides.items()}
+    return Figures(cpu=cpu_name(), ranks=ranks, memory=memory, **made)
 
 
-def _measure(checkpoint: Path, arguments: argparse.Namespace) -> Figures:
-    one, group, gloo = Side(name="1 rank"), Side(name="shared memory"), Side(name="gloo")
-    pipeline, remote = Side(name="pipeline"), Side(name="pipeline over TCP")
-    for _ in range(arguments.rounds):
-        one.starts.append(_run(checkpoint, 1, "", Start))
-        group.starts.append(_run(checkpoint, arguments.ranks, "shared_memory", Start))
-        gloo.starts.append(_run(checkpoint, arguments.ranks, "gloo", Start))
-        pipeline.starts.append(_run(checkpoint, arguments.ranks, "pipeline", Start))
-        remote.starts.append(_run(checkpoint, arguments.ranks, "remote", Start))
-    memory = [
-        _run(checkpoint, arguments.ranks, "memory", Memory) for _ in range(min(arguments.rounds, 3))
-    ]
-    return Figures(
-        cpu=cpu_name(),
-        ranks=arguments.ranks,
-        one=one,
-        group=group,
-        gloo=gloo,
-        pipeline=pipeline,
-        remote=remote,
-        memory=memory,
-    )
-
-
-def _run(checkpoint: Path, ranks: int, part: str, kind: type[PartT]) -> PartT:
-    command = (sys.executable, "-m", "benchmarks.parallel", "--start", str(checkpoint))
-    done = subprocess.run(
-        (*command, "--ranks", str(ranks), "--part", part), capture_output=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr.decode()[-2000:])
-    return msgspec.json.decode(done.stdout, type=kind)
-
-
-def _config(arguments: argparse.Namespace) -> EngineConfig:
-    is_pipeline = arguments.part in ("pipeline", "remote")
+def _config(ranks: int, part: str) -> EngineConfig:
+    is_pipeline = part in ("pipeline", "remote")
     return EngineConfig(
         device="cpu",
         num_threads=1,
-        tensor_parallel=1 if is_pipeline else arguments.ranks,
-        pipeline_parallel=arguments.ranks if is_pipeline else 1,
-        collectives="gloo" if arguments.part == "gloo" else "auto",
+        tensor_parallel=1 if is_pipeline else ranks,
+        pipeline_parallel=ranks if is_pipeline else 1,
+        collectives="gloo" if part == "gloo" else "auto",
         kernels="native",
         speculation="off",
         max_num_sequences=max(_STREAMS),
     )
 
 
-def _start(checkpoint: Path, arguments: argparse.Namespace) -> Start:
-    config = _config(arguments)
-    if arguments.part == "remote":
-        with remote_stages(arguments.ranks - 1) as address:
-            num_remote = arguments.ranks - 1
-            return _started(
-                checkpoint,
-                msgspec.structs.replace(config, remote_stages=num_remote, stages_address=address),
+def _start(checkpoint: Path, ranks: int, part: str) -> Start:
+    config = _config(ranks, part)
+    if part == "remote":
+        with remote_stages(ranks - 1) as address:
+            config = msgspec.structs.replace(
+                config, remote_stages=ranks - 1, stages_address=address
             )
+            return _started(checkpoint, config)
     return _started(checkpoint, config)
 
 
@@ -266,22 +222,15 @@ def _prefill(engine: Engine) -> float:
 
 
 def _add(engine: Engine, name: str, num_tokens: int, max_tokens: int) -> None:
-    from millrace.engine.types import EngineRequest
-    from millrace.schemas.sampling import SamplingParams
+    from benchmarks.support.closed_loop import greedy_request
 
     tokens = random.Random(name).choices(range(100, 8000), k=num_tokens)
-    engine.add(
-        EngineRequest(
-            request_id=name,
-            prompt_token_ids=tuple(tokens),
-            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-        )
-    )
+    engine.add(greedy_request(name, tuple(tokens), max_tokens))
 
 
-def _memory(checkpoint: Path, arguments: argparse.Namespace) -> Memory:
+def _memory(checkpoint: Path, ranks: int) -> Memory:
     """Of the last rank, loaded in this process alone."""
-    configure_threads(_config(arguments), shared=False)
+    configure_threads(_config(ranks, "memory"), shared=False)
     import torch
 
     from millrace.engine.devices.cpu.loading import Arithmetic
@@ -295,7 +244,7 @@ def _memory(checkpoint: Path, arguments: argparse.Namespace) -> Memory:
     class Alone:
         """The collectives of a rank that only loads."""
 
-        rank, size = arguments.ranks - 1, arguments.ranks
+        rank, size = ranks - 1, ranks
 
         def all_reduce(self, rows: torch.Tensor) -> None:
             raise AssertionError(f"{len(rows)} rows are computed")
@@ -343,32 +292,26 @@ def _anonymous_bytes() -> int:
 
 
 def _report(figures: Figures) -> str:
-    one, group, gloo, pipeline = figures.one, figures.group, figures.gloo, figures.pipeline
-    remote = figures.remote
+    one, others = figures.one, (figures.group, figures.gloo, figures.pipeline, figures.remote)
+    names = (f"{figures.ranks} ranks", "gloo", f"{figures.ranks} stages", "stages by TCP")
     head = "Llama of 100M parameters in bfloat16, one thread a rank; median of rounds in turns"
     lines = [f"{figures.cpu}; {head} ({len(one.starts)} rounds)"]
+
+    def line(what: str, rates: list[float]) -> str:
+        pairs = zip(names, rates[1:], strict=True)
+        gains = ", ".join(f"{name} {rate:.0f} = {rate / rates[0]:.2f}x" for name, rate in pairs)
+        return f"{what}: 1 rank {rates[0]:.0f} tokens/s, {gains}"
+
     for streams in _STREAMS:
-        sides = (one, group, gloo, pipeline, remote)
-        alone, together, over, piped, joined = (side.of_step(streams) for side in sides)
-        gain = together.tokens_per_s / alone.tokens_per_s
         lines.append(
-            f"{streams:3} streams: 1 rank {alone.tokens_per_s:7.0f} tokens/s, {figures.ranks} "
-            f"ranks {together.tokens_per_s:7.0f} = {gain:.2f}x "
-            f"(gloo {over.tokens_per_s / alone.tokens_per_s:.2f}x), {figures.ranks} stages "
-            f"{piped.tokens_per_s:7.0f} = {piped.tokens_per_s / alone.tokens_per_s:.2f}x "
-            f"(by TCP {joined.tokens_per_s / alone.tokens_per_s:.2f}x); a step "
-            "of the ranks of "
-            f"{together.step_ms:.2f} ms has {together.exchanges:.0f} exchanges of "
-            f"{together.exchanged_bytes / 1e3:.0f} kB in all and waits {together.waited_ms:.2f} ms "
-            "in them"
+            line(f"{streams:3} streams", [side.tokens_per_s(streams) for side in (one, *others)])
         )
-    lines.append(
-        f"prompts: 1 rank {one.prefill_tokens_per_s:.0f} tokens/s, {figures.ranks} ranks "
-        f"{group.prefill_tokens_per_s:.0f} = "
-        f"{group.prefill_tokens_per_s / one.prefill_tokens_per_s:.2f}x "
-        f"(gloo {gloo.prefill_tokens_per_s / one.prefill_tokens_per_s:.2f}x), stages "
-        f"{pipeline.prefill_tokens_per_s / one.prefill_tokens_per_s:.2f}x"
-    )
+        step = figures.group.of_step(streams)
+        lines.append(
+            f"  a step of the ranks of {step.step_ms:.2f} ms has {step.exchanges:.0f} exchanges of "
+            f"{step.exchanged_bytes / 1e3:.0f} kB in all and waits {step.waited_ms:.2f} ms in them"
+        )
+    lines.append(line("prompts", [side.prefill_tokens_per_s for side in (one, *others)]))
     shares = [memory.most_bytes / memory.share_bytes for memory in figures.memory]
     kept = [memory.kept_bytes / memory.share_bytes for memory in figures.memory]
     lines.append(
@@ -376,7 +319,3 @@ def _report(figures: Figures) -> str:
         f"{max(shares):.2f}x of it while it loads, {max(kept):.2f}x afterwards"
     )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

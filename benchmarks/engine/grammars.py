@@ -1,6 +1,6 @@
 """How long a tenant's new grammar waits behind another tenant's grammars that are slow to compile.
 
-    python -m benchmarks.grammars [--slow 24] [--helpers 2]
+    python -m benchmarks.engine --only grammars [--slow 24] [--helpers 2]
 
 The engine with the demo model. Tenant a asks for ``--slow`` grammars at once, each of which takes
 nearly the compile time that one grammar may have (``accepted``), or more than it (``refused``).
@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.support.command import command_parser
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineRequest
 from millrace.registry.catalogue import load_catalogue
@@ -84,21 +83,14 @@ def _alone_s(engine: Engine) -> float:
     return wait_s
 
 
-def main() -> None:
-    parser = command_parser("grammars", __doc__)
-    parser.add_argument("--slow", type=int, default=24, help="grammars of tenant a")
-    parser.add_argument("--helpers", type=int, default=2, help="engine.grammar_helpers")
-    arguments = parser.parse_args()
+def run(slow: int = 24, helpers: int = 2) -> None:
+    """Tenant a has ``slow`` grammars; ``helpers`` is engine.grammar_helpers."""
     path = Path(load_catalogue("").get("demo").source)
-    engine = Engine.load(path, EngineConfig(device="cpu", grammar_helpers=arguments.helpers))
+    engine = Engine.load(path, EngineConfig(device="cpu", grammar_helpers=helpers))
     _alone_s(engine)  # starts the helpers
     alone_s = _alone_s(engine)
     print(f"{'alone':9} b {alone_s:6.3f} s")
     for name, first in (("accepted", _ACCEPTED_FROM), ("refused", _REFUSED_FROM)):
-        wait_s, last_s = _behind(engine, _slow(first, arguments.slow))
+        wait_s, last_s = _behind(engine, _slow(first, slow))
         verdict = "met" if wait_s - alone_s <= _GOAL_S else "missed"
         print(f"{name:9} b {wait_s:6.3f} s   last of a {last_s:6.2f} s   goal {verdict}")
-
-
-if __name__ == "__main__":
-    main()

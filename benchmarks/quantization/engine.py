@@ -1,9 +1,4 @@
-"""How far logits are from those of the same quantized weights in float64.
-
-    python -m benchmarks.quantization.logits KIND --model PATH
-
-Prints one JSON object, for all positions of a prompt of random tokens.
-"""
+"""Weights of one kind in the engine: speed, quality, logits. Each function needs a new process."""
 
 from __future__ import annotations
 
@@ -13,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks.quantization.kinds import KINDS, WIDE
-from benchmarks.support.command import command_parser
+from benchmarks.peers.loads import distinct, measure
+from benchmarks.quantization.kinds import LOADS, WIDE, settings
+from benchmarks.support.closed_loop import run_closed_loop
+from benchmarks.support.figures import Figures
 from millrace.engine.threads.choice import configure_threads
+from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -27,6 +25,111 @@ if TYPE_CHECKING:
     from millrace.engine.quantization.linear import MakeQuantized
     from millrace.engine.step.batch import FlatBatch
     from millrace.registry.checkpoints.checkpoint import ModelConfig
+    from tools.demo.answers import Answerer, Messages
+
+
+class AloneFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """``figures`` by load; ``step_ms``: the median step of one stream; ``weight_bytes`` are read in
+    each."""
+
+    figures: dict[str, Figures]
+    step_ms: float
+    weight_bytes: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """At what rate the weights are read at one stream, all else of a step included."""
+        return self.weight_bytes / self.step_ms * 1e3
+
+
+def measure_alone(kind: str, path: Path, runs: int = 3) -> AloneFigures:
+    """Closed loops of 1, 8 and 32 streams."""
+    configure_threads(EngineConfig(), shared=False)
+    from millrace.engine.step.engine import Engine
+    from millrace.registry.checkpoints.checkpoint import read_model_config
+
+    config = read_model_config(path)
+    engine = Engine.load(path, settings(kind))
+    figures = {
+        load.name: measure(
+            lambda load, prompts: run_closed_loop(
+                engine, prompts, [load.num_output_tokens] * len(prompts), load.streams
+            ),
+            load,
+            runs,
+            config.vocab_size,
+        )
+        for load in LOADS
+    }
+    return AloneFigures(
+        figures=figures,
+        step_ms=figures[distinct(1, 4).name].itl_p50_ms,
+        weight_bytes=engine.weight_bytes,
+    )
+
+
+_MAX_NEW_TOKENS = 160
+
+
+class QualityFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Of ``num_questions``, so many were answered exactly as the FAQ has it."""
+
+    num_questions: int
+    num_right: int
+
+    @property
+    def points(self) -> float:
+        """Per cent."""
+        return 100.0 * self.num_right / self.num_questions
+
+
+def measure_quality(kind: str) -> QualityFigures:
+    """Ask the demo model every held-out phrasing."""
+    configure_threads(EngineConfig(), shared=False)
+    from tools.demo.evaluate import measure as measure_answers
+    from tools.demo.faq import load_pairs
+
+    report = measure_answers(_engine_answerer(kind, MODEL_DIR), load_pairs())
+    return QualityFigures(
+        num_questions=report.num_in_domain + report.num_out_of_domain,
+        num_right=report.num_in_domain_right + report.num_out_of_domain_right,
+    )
+
+
+def _engine_answerer(kind: str, path: Path) -> Answerer:
+    from millrace.engine.step.engine import Engine
+    from millrace.engine.types import EngineRequest
+    from millrace.registry.tokenizers.tokenizer import Tokenizer
+    from millrace.schemas.jobs import ChatMessage
+    from millrace.schemas.sampling import SamplingParams
+
+    engine = Engine.load(path, settings(kind))
+    tokenizer = Tokenizer.load(path)
+    greedy = SamplingParams(max_tokens=_MAX_NEW_TOKENS, temperature=0.0)
+
+    def answer(conversations: list[Messages], _guesses: list[str] | None = None, /) -> list[str]:
+        tokens: dict[str, list[int]] = {}
+        for index, messages in enumerate(conversations):
+            prompt = tokenizer.encode_chat(
+                [ChatMessage(one["role"], one["content"]) for one in messages]
+            )
+            tokens[str(index)] = []
+            engine.add(
+                EngineRequest(
+                    request_id=str(index),
+                    prompt_token_ids=tuple(prompt),
+                    sampling=greedy,
+                    eos_token_ids=tokenizer.eos_token_ids,
+                )
+            )
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None, output.error
+                tokens[output.request_id] += output.token_ids
+        return [tokenizer.decode(ids) for ids in tokens.values()]
+
+    return answer
+
 
 _NUM_TOKENS = 64
 
@@ -41,6 +144,7 @@ class LogitFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 def measure_logits(kind: str, path: Path) -> LogitFigures:
     """By the compiled kernels in bfloat16, beside plain torch in float64."""
+    configure_threads(EngineConfig(), shared=False)
     import torch
 
     from benchmarks.support.prompts import shared_prefix_prompts
@@ -128,17 +232,3 @@ def _logits(decoder: Decoder[FlatBatch, Any], prompt: tuple[int, ...]) -> torch.
         scored=[],
     )
     return decoder.logits(decoder.forward(batch))
-
-
-def main() -> None:
-    parser = command_parser("quantization.logits", __doc__)
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--model", type=Path, required=True)
-    arguments = parser.parse_args()
-    configure_threads(EngineConfig(), shared=False)
-    measured = measure_logits(arguments.kind, arguments.model)
-    print(msgspec.json.encode(measured).decode())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """What a system takes that nobody uses: CPU time, wake-ups and memory of each process.
 
-    python -m benchmarks.idle [--seconds 60] [--settle 60] [--requests 1] [--json FILE] [--up ARG…]
+    python -m benchmarks.system --only idle [--seconds 60] [--settle 60] [--requests 1]
 
 ``millrace up`` is started with the demo model, answers ``--requests`` short requests, so that
 every part has worked once, and rests for ``--settle`` seconds. Then the CPU time (user and system)
@@ -12,7 +12,6 @@ process that only sleeps.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import subprocess
 import sys
@@ -24,7 +23,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.support.command import command_parser, write_json
+from benchmarks.support.command import Told
+from benchmarks.support.figures import table
 from benchmarks.support.processes import Reading, read
 from benchmarks.support.sse_load import run_load
 from tests.support.system import System
@@ -77,45 +77,35 @@ def measure(processes: Sequence[psutil.Process], seconds: float) -> list[Idle]:
 
 
 def _print(processes: Sequence[Idle], floor: Idle) -> None:
-    print(f"{'process':24} {'% of a core':>11} {'switches/s':>11} {'RSS MiB':>8} {'PSS MiB':>8}")
     columns = ("core_percent", "switches_per_s", "rss_mib", "pss_mib")
     total = Idle(role="all", **{name: sum(getattr(p, name) for p in processes) for name in columns})
-    for idle in (*processes, total, floor):
-        print(
-            f"{idle.role:24} {idle.core_percent:11.2f} {idle.switches_per_s:11.1f} "
-            f"{idle.rss_mib:8.0f} {idle.pss_mib:8.0f}"
+    cells = [
+        (
+            *(idle.role, f"{idle.core_percent:.2f}", f"{idle.switches_per_s:.1f}"),
+            *(f"{idle.rss_mib:.0f}", f"{idle.pss_mib:.0f}"),
         )
+        for idle in (*processes, total, floor)
+    ]
+    print(table(("process", "% of a core", "switches/s", "RSS MiB", "PSS MiB"), cells))
     print(f"goal: at most {_GOAL_CORE_PERCENT:g} % of a core in all processes together")
 
 
-def run(folder: Path, arguments: argparse.Namespace) -> None:
-    system = System(folder / "data", ("--port", _PORT, *arguments.up)).start()
-    try:
-        asyncio.run(run_load(system.http, [_REQUEST] * arguments.requests, 1))
-        time.sleep(arguments.settle)
-        processes = measure(system.processes(), arguments.seconds)
-    finally:
-        system.stop()
+def run(
+    seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: Sequence[str] = ()
+) -> Told:
+    """Watch for ``seconds`` behind a rest of ``settle``; ``up`` are more options of millrace up."""
+    with tempfile.TemporaryDirectory() as folder:
+        system = System(Path(folder) / "data", ("--port", _PORT, *up)).start()
+        try:
+            asyncio.run(run_load(system.http, [_REQUEST] * requests, 1))
+            time.sleep(settle)
+            processes = measure(system.processes(), seconds)
+        finally:
+            system.stop()
     with subprocess.Popen([sys.executable, "-c", _SLEEPER]) as sleeper:
         time.sleep(1.0)  # until it sleeps
         [floor] = measure([psutil.Process(sleeper.pid)], 5.0)
         sleeper.kill()
     floor = msgspec.structs.replace(floor, role="(a Python that sleeps)")
     _print(processes, floor)
-    write_json(arguments.json, {"processes": processes, "floor": floor})
-
-
-def main() -> None:
-    parser = command_parser("idle", __doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long it is watched")
-    parser.add_argument("--settle", type=float, default=60.0, help="the rest before that")
-    parser.add_argument("--requests", type=int, default=1, help="short requests before the rest")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--up", nargs=argparse.REMAINDER, default=[], help="options of millrace up")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        run(Path(name), arguments)
-
-
-if __name__ == "__main__":
-    main()
+    return Told({"processes": processes, "floor": floor})

@@ -1,1 +1,0 @@
-"""Steps of big models over several devices, derived: ``python -m benchmarks.parallel_steps``."""
