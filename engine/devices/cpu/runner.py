@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
-from millrace.engine.adapters.weights import LayerSlices
+from millrace.engine.adapters.rows import AdapterWeights
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
-from millrace.engine.devices.cpu.loading import Arithmetic, load_adapter_weights, load_decoder
+from millrace.engine.devices.cpu.loading import (
+    Arithmetic,
+    StepDecoder,
+    load_adapter_weights,
+    load_decoder,
+)
 from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.kv.cache import KVCache, cache_dtype, choose_num_blocks
 from millrace.engine.sampling.prompt_logprobs import score_rows
@@ -27,31 +30,6 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_con
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
-
-
-class StepDecoder(Protocol):
-    """What a runner needs of a decoder, see ``Decoder``."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def embedding(self) -> torch.Tensor: ...
-
-    @property
-    def weight_size(self) -> WeightSize: ...
-
-    def forward(self, batch: FlatBatch, adapters: RowAdapters | None = None) -> torch.Tensor: ...
-
-    def adapter(self, layers: list[LayerSlices]) -> AdapterWeights: ...
-
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def labels(self, normed: torch.Tensor) -> torch.Tensor: ...
-
-    def expert_choices(self) -> tuple[int, ...]: ...
 
 
 class ModelRunner(Runner):

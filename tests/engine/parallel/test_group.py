@@ -24,7 +24,7 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.pooling import Pooling
 from tests.engine.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.engine.checkpoints import save_model
-from tests.engine.parallel.group.shapes import MOE, SHAPE
+from tests.engine.parallel.shapes import MOE, SHAPE
 from tests.engine.support import (
     drain,
     prompt,
