@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
-from millrace.engine.adapters.weights import LayerSlices, read_adapter_weights
+from millrace.engine.adapters.rows import AdapterWeights
+from millrace.engine.adapters.weights import read_adapter_weights
 from millrace.engine.devices.cpu.attention import TorchAttention
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder, compiled_decoder
 from millrace.engine.devices.cpu.operations import (
@@ -22,7 +22,7 @@ from millrace.engine.devices.cpu.operations import (
 from millrace.engine.devices.cpu.products import choose_product
 from millrace.engine.kernels.build import KernelBuildError, cpu_library
 from millrace.engine.kernels.cpu import CpuKernels
-from millrace.engine.kernels.operations import Collectives, WeightSize
+from millrace.engine.kernels.operations import Collectives
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.dummy import DummyTensors
@@ -45,31 +45,6 @@ from millrace.schemas.models.adapters import AdapterRef
 _log = logging.getLogger(__name__)
 
 AnyDecoder = Decoder[FlatBatch, TorchMetadata] | Decoder[FlatBatch, CpuMetadata]
-
-
-class StepDecoder(Protocol):
-    """What a runner needs of a decoder, see ``Decoder``."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def embedding(self) -> torch.Tensor: ...
-
-    @property
-    def weight_size(self) -> WeightSize: ...
-
-    def forward(self, batch: FlatBatch, adapters: RowAdapters | None = None) -> torch.Tensor: ...
-
-    def adapter(self, layers: list[LayerSlices]) -> AdapterWeights: ...
-
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def labels(self, normed: torch.Tensor) -> torch.Tensor: ...
-
-    def expert_choices(self) -> tuple[int, ...]: ...
 
 
 class Arithmetic(NamedTuple):
@@ -165,7 +140,7 @@ def load_decoder(
 
 
 def load_adapter_weights(
-    decoder: StepDecoder,
+    decoder: AnyDecoder,
     config: ModelConfig,
     adapter: AdapterRef,
     max_rank: int,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from millrace.engine.adapters.rows import AdapterWeights
+from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
 from millrace.engine.devices.cpu.loading import (
+    AnyDecoder,
     Arithmetic,
-    StepDecoder,
     load_adapter_weights,
     load_decoder,
 )
@@ -41,7 +41,7 @@ class ModelRunner(Runner):
     def __init__(
         self,
         config: ModelConfig,
-        decoder: StepDecoder,
+        decoder: AnyDecoder,
         cache: KVCache,
         likeliest: Likeliest | None = None,
         *,
@@ -112,25 +112,30 @@ class ModelRunner(Runner):
         """Compute a plan's tokens; logits come only for sequences that are now complete."""
         with torch.inference_mode():
             batch = build_batch(plan, self._device, exact=self.is_row_exact)
-            hidden = self._forward(batch)
+            hidden = self._forward(batch, batch.adapters)
             pooled: list[PooledChunk] = []
             if batch.pooled:
                 normed = self._decoder.normed(hidden)
                 pooled = pool_rows(batch.pooled, normed, self._decoder.labels)
-            scored = score_rows(batch.scored, hidden, self._decoder.logits)
+            scored = score_rows(batch.scored, hidden, self._logits)
             if batch.sampled:
-                logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
+                logits = self._logits(hidden.index_select(0, batch.sampled_rows))
             else:
                 logits = hidden.new_empty(0, self.config.vocab_size)
             return InFlightStep([], batch.sampled, logits, pooled, scored, nothing_chosen)
 
-    def _forward(self, batch: FlatBatch) -> torch.Tensor:
+    def _forward(self, batch: FlatBatch, adapters: RowAdapters | None) -> torch.Tensor:
+        """Compute the hidden states of a batch: [num_tokens, hidden_size]."""
         if not self._feature_layers or not isinstance(self._decoder, FusedDecoder):
-            return self._decoder.forward(batch, batch.adapters)
+            return self._decoder.forward(batch, adapters)
         layers = self._feature_layers
-        hidden, features = self._decoder.forward_with_features(batch, batch.adapters, layers)
+        hidden, features = self._decoder.forward_with_features(batch, adapters, layers)
         give_features(batch, features)
         return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits [num_rows, vocab_size] of rows of hidden states."""
+        return self._decoder.logits(hidden)
 
 
 def check_engine(engine: EngineConfig) -> None:
