@@ -15,11 +15,11 @@ from millrace.engine.kernels.stage_link import LinkShape, link_memory
 from millrace.engine.kv.cache import block_bytes, cache_dtype, choose_num_blocks
 from millrace.engine.models.shard import Shard, shard_config
 from millrace.engine.parallel.control import Join
-from millrace.engine.parallel.cpu_decoder import LeadDecoder, Pipeline
 from millrace.engine.parallel.cpu_rank import group_cache, make_ranks, part_layers
 from millrace.engine.parallel.cpu_runner import (
     GroupParts,
     GroupRunner,
+    Pipeline,
     PipelineRunner,
     RemoteParts,
 )
@@ -127,19 +127,20 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
     pages.seal()
     _log.info("%s", members)
     aborts = [end.abort for end in (ranks, *links) if end is not None]
-    lead = LeadDecoder(decoder, ranks, config, Lead(members, aborts))
+    lead = Lead(members, aborts)
     parts = GroupParts(
         config=config,
-        decoder=lead,
+        decoder=decoder,
         cache=cache,
         likeliest=None if arithmetic.kernels is None else arithmetic.kernels.likeliest,
+        lead=lead,
         shard=shard,
         ranks=ranks,
         is_row_exact=is_row_exact and arithmetic.has_own_products,
     )
     if not links:
         return GroupRunner(parts)
-    pipeline = Pipeline(lead, links[0], links[1], config, shard.size)
+    pipeline = Pipeline(lead, links[0], links[1], config, shard.size, decoder.dtype)
     if remote:
         remote_bytes = (num_layers - own_layers) * layer_bytes
         cache.others = RemoteParts(pipeline, members, remote_bytes, engine.rank_timeout_s)

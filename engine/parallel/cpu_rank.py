@@ -26,8 +26,7 @@ from millrace.engine.parallel.control import (
     Join,
     LoadAdapter,
 )
-from millrace.engine.parallel.cpu_decoder import vocabulary_widths
-from millrace.engine.parallel.layout import make_link, num_local_ranks, shard_of
+from millrace.engine.parallel.layout import make_link, num_local_ranks, shard_of, vocabulary_widths
 from millrace.engine.parallel.messages import (
     PartCommand,
     StageStep,

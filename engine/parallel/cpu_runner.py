@@ -1,4 +1,4 @@
-"""The runner of a group of ranks on CPUs: what the engine sees of it is one device."""
+"""The runner of a group of ranks on CPUs, which is one device to the engine, and its pipeline."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ from typing import NamedTuple
 
 import torch
 
-from millrace.engine.adapters.rows import AdapterWeights
-from millrace.engine.devices.cpu.loading import load_adapter_weights
+from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
+from millrace.engine.devices.cpu.loading import AnyDecoder, load_adapter_weights
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.kernels.ranks import SharedRanks
+from millrace.engine.kernels.stage_link import StageLink
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.kv.cache_commands import CacheCommand, CheckBlocks
 from millrace.engine.models.shard import Shard
-from millrace.engine.parallel.cpu_decoder import GroupAdapter, LeadDecoder, Pipeline
+from millrace.engine.parallel.layout import vocabulary_widths
+from millrace.engine.parallel.lead import Lead
 from millrace.engine.parallel.members import Members
-from millrace.engine.parallel.messages import PartCommand
+from millrace.engine.parallel.messages import (
+    PartCommand,
+    StageStep,
+    encode_command,
+    encode_logits,
+    encode_stage,
+    encode_step,
+)
 from millrace.engine.parallel.ranks import Ranks
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.batch import FlatBatch, build_batch
-from millrace.engine.step.features import give_features
 from millrace.engine.step.pooling import PooledChunk, places_of, pool_rows
 from millrace.engine.step.runner import ChosenTokens, InFlightStep, nothing_chosen
 from millrace.engine.types import RunnerFigures
@@ -32,14 +40,141 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.models.adapters import AdapterRef
 
 
+class GroupAdapter:
+    """An adapter that all ranks know by ``number``: ``own`` is rank 0's slice."""
+
+    def __init__(self, own: AdapterWeights, number: int) -> None:
+        self.own = own
+        self.number = number
+
+    @property
+    def num_weights(self) -> int:
+        """Of rank 0's slice, as the weights that a step is measured by are."""
+        return self.own.num_weights
+
+
+def _own(adapters: RowAdapters | None) -> RowAdapters | None:
+    """Rank 0's slices."""
+    if adapters is None:
+        return None
+    weights = [one.own for one in adapters.weights if isinstance(one, GroupAdapter)]
+    return RowAdapters(weights, adapters.of_rows)
+
+
+def adapter_numbers(adapters: RowAdapters | None) -> list[int]:
+    """Those by which the ranks know the adapters of a batch, all of them of the group."""
+    if adapters is None:
+        return []
+    numbers = [one.number for one in adapters.weights if isinstance(one, GroupAdapter)]
+    assert len(numbers) == len(adapters.weights)
+    return numbers
+
+
+class StepResult(NamedTuple):
+    """``logits`` [num_wanted, vocab_size] of the rows that were wanted, and all ``states``
+    [num_tokens, hidden_size] behind the final norm, if they were."""
+
+    logits: torch.Tensor
+    states: torch.Tensor | None
+
+
+class SentStep(NamedTuple):
+    """A step that is under way."""
+
+    number: int
+    num_tokens: int
+    num_wanted: int
+    wants_states: bool
+
+
+class Pipeline:
+    """Rank 0's ends of the links: ``first`` goes to the second stage, ``last`` comes from the last
+    one, whose ``size`` ranks have a part of the vocabulary each.
+
+    As many steps may be under way as the links have slots. Steps are read in the order in which
+    they were sent; one that is not read is dropped when a later one is.
+    """
+
+    def __init__(
+        self,
+        lead: Lead,
+        first: StageLink,
+        last: StageLink,
+        config: ModelConfig,
+        size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._lead = lead
+        self._first = first
+        self._last = last
+        self._dtype = dtype
+        self._hidden_size = config.hidden_size
+        self._widths = vocabulary_widths(config, size)
+        self._num_sent = 0
+        self._num_messages = 0
+
+    def send(
+        self, batch: FlatBatch, hidden: torch.Tensor, wanted: torch.Tensor, *, wants_states: bool
+    ) -> SentStep:
+        """Send a step on, of which the first stage has made ``hidden`` [num_tokens, hidden_size].
+        ``wanted``: int64, the rows whose logits are. Raises RankLostError."""
+        numbers = adapter_numbers(batch.adapters)
+        message = encode_stage(StageStep(batch, numbers, hidden, wanted, wants_states))
+        number = self._num_sent
+        self._write(message)
+        self._num_sent += 1
+        return SentStep(number, len(hidden), len(wanted), wants_states)
+
+    def tell(self, command: PartCommand) -> None:
+        """Have the ranks of other hosts obey, between the steps before it and those behind it.
+        Raises RankLostError."""
+        self._write(encode_command(command))
+
+    def _write(self, message: Rows[bytes | memoryview]) -> None:
+        with self._lead.together():
+            self._first.write(self._num_messages, *message)
+        self._num_messages += 1
+
+    def receive(self, sent: SentStep) -> StepResult:
+        """What became of a step. Raises RankLostError."""
+        number, num_tokens, num_wanted, wants_states = sent
+        with self._lead.together():
+            self._last.wait_written(number, bound=True)
+            parts = [
+                self._rows(self._last.part(number, rank), num_wanted, width)
+                for rank, width in enumerate(self._widths)
+            ]
+            logits = torch.cat(parts, 1)
+            states = None
+            if wants_states:
+                begin = num_wanted * self._widths[0] * self._dtype.itemsize
+                part = self._last.part(number)[begin:]
+                states = self._rows(part, num_tokens, self._hidden_size).clone()
+            self._last.done(number)
+        return StepResult(logits, states)
+
+    def settle(self) -> None:
+        """Wait until nothing that was sent is under way any more. Raises RankLostError."""
+        if self._num_sent:
+            with self._lead.together():
+                self._last.wait_written(self._num_sent - 1, bound=True)
+
+    def _rows(self, part: memoryview, num_rows: int, width: int) -> torch.Tensor:
+        dtype = self._dtype
+        if not num_rows:
+            return torch.empty(0, width, dtype=dtype)
+        return torch.frombuffer(part, dtype=dtype, count=num_rows * width).view(num_rows, width)
+
+
 class GroupParts(NamedTuple):
     """What a group's runner is made of; ``config`` is the whole model's, ``cache`` that of all
-    ranks, ``shard`` what rank 0 computes, with the ``ranks`` of its stage."""
+    ranks, ``shard`` what rank 0 computes by its ``decoder``, with the ``ranks`` of its stage."""
 
     config: ModelConfig
-    decoder: LeadDecoder
+    decoder: AnyDecoder
     cache: KVCache
     likeliest: Likeliest | None
+    lead: Lead
     shard: Shard
     ranks: Ranks | None
     is_row_exact: bool
@@ -54,20 +189,21 @@ class GroupRunner(ModelRunner):
     """
 
     def __init__(self, parts: GroupParts) -> None:
-        config, decoder, cache, likeliest, shard, ranks, is_row_exact = parts
+        config, decoder, cache, likeliest, lead, shard, ranks, is_row_exact = parts
         super().__init__(config, decoder, cache, likeliest, is_row_exact=is_row_exact)
-        self.members = decoder.group.members
+        self.members = lead.members
+        self._lead = lead
         self._shard = shard
         self._ranks = ranks
-        self._lead = decoder
+        self._widths = vocabulary_widths(config, shard.size)
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, on another thread, once a rank has ended."""
-        self._lead.group.watch(wake)
+        self._lead.watch(wake)
 
     def check(self) -> None:
         """Raise RankLostError if the group has failed."""
-        self._lead.group.check()
+        self._lead.check()
 
     def figures(self) -> RunnerFigures:
         """What was counted of its steps, and of what rank 0 has exchanged with the other ranks of
@@ -80,13 +216,30 @@ class GroupRunner(ModelRunner):
             num_exchanges=num_exchanges, num_exchanged_bytes=num_bytes, exchange_wait_s=waited_s
         )
 
-    def _forward(self, batch: FlatBatch) -> torch.Tensor:
-        layers = self._feature_layers
-        if not layers:
-            return super()._forward(batch)
-        hidden, features = self._lead.forward_with_features(batch, batch.adapters, layers)
-        give_features(batch, features)
+    def _forward(self, batch: FlatBatch, adapters: RowAdapters | None) -> torch.Tensor:
+        """Compute hidden states with the other ranks of the stage. Raises RankLostError."""
+        ranks = self._ranks
+        message = [] if ranks is None else encode_step(batch, adapter_numbers(adapters))
+        with self._lead.together():
+            if ranks is not None:
+                ranks.post(*message)
+            hidden = super()._forward(batch, _own(adapters))
+            if ranks is not None:
+                ranks.check()
         return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute logits with the other ranks, each of which has a part of the vocabulary. Raises
+        RankLostError."""
+        if not len(hidden):
+            return hidden.new_empty(0, sum(self._widths))
+        assert self._ranks is not None, "the last of several stages makes logits"
+        with self._lead.together():
+            self._ranks.post(*encode_logits(hidden))
+            logits = self._ranks.gather(self._decoder.logits(hidden), self._widths)
+            self._ranks.check()
+        assert logits is not None, "rank 0 gathers"
+        return logits
 
     def load_adapter(
         self,
@@ -98,7 +251,7 @@ class GroupRunner(ModelRunner):
         """Have every rank read its slices of an adapter. Raises AdapterError, ModelSourceError."""
         number = self.members.load_adapter(adapter, max_rank)
         try:
-            own = load_adapter_weights(self._lead, self.config, adapter, max_rank, self._shard)
+            own = load_adapter_weights(self._decoder, self.config, adapter, max_rank, self._shard)
             self.members.wait_loaded(number)
         except BaseException:
             self.members.drop_adapter(number)
@@ -125,9 +278,10 @@ class PipelineRunner(GroupRunner):
             num_sampled = len(batch.sampled_rows)
             scored = [row for rows in batch.scored for row in range(rows.start, rows.end)]
             wanted = torch.cat((batch.sampled_rows, torch.tensor(scored, dtype=torch.int64)))
-            sent = self._pipeline.send(batch, wanted, wants_states=bool(batch.pooled))
+            hidden = self._forward(batch, batch.adapters)
+            sent = self._pipeline.send(batch, hidden, wanted, wants_states=bool(batch.pooled))
             pooled_places = places_of(batch.pooled)
-            logits = torch.empty(num_sampled, self.config.vocab_size, dtype=self._lead.dtype)
+            logits = torch.empty(num_sampled, self.config.vocab_size, dtype=self._decoder.dtype)
         pooled: list[PooledChunk] = []
         scores: list[ScoredChunk] = []
 

@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from millrace.engine.kernels.stage_link import LinkShape, StageLink
 from millrace.engine.kv.cache_commands import CacheCommand, CheckBlocks, ReserveSlots
@@ -17,6 +16,7 @@ from millrace.engine.parallel.device_ranks import DeviceRanks
 from millrace.engine.parallel.lead import Lead
 from millrace.engine.parallel.members import Members
 from millrace.engine.parallel.messages import Message, encode_told
+from millrace.engine.parallel.ranks import GlooRanks
 from millrace.schemas.errors import ConfigError
 
 _LOOKS = 4
@@ -74,20 +74,6 @@ _NUM_SLOTS, _PIECE_BYTES = 8, 1 << 20
 _LENGTH = struct.Struct("=Q")
 
 
-class Channel(Protocol):
-    """Of one rank. Raises RanksFailedError once the group has failed."""
-
-    def post(self, *parts: bytes | memoryview) -> None:
-        """Say something to all other ranks: by rank 0."""
-
-    def receive(self) -> memoryview:
-        """What rank 0 says next, however long that takes; a copy. There may be something behind
-        it."""
-
-    def abort(self, why: str) -> None:
-        """Have it fail; for any thread."""
-
-
 def link_shape(num_readers: int) -> LinkShape:
     """Of the link from rank 0 to those of one host that it tells what to compute."""
     return LinkShape(1, num_readers, _NUM_SLOTS, _PIECE_BYTES)
@@ -101,6 +87,7 @@ class LinkChannel:
         self._numbers = itertools.count()
 
     def post(self, *parts: bytes | memoryview) -> None:
+        """Say something to all other ranks: by rank 0. Raises RanksFailedError."""
         whole = b"".join(parts)
         room = _PIECE_BYTES - _LENGTH.size
         for begin in range(0, max(1, len(whole)), room):
@@ -109,6 +96,7 @@ class LinkChannel:
             self._link.write(next(self._numbers), left, whole[begin : begin + room])
 
     def receive(self) -> memoryview:
+        """Wait for what rank 0 says next, without a limit. Raises RanksFailedError."""
         pieces: list[bytes] = []
         while True:
             number = next(self._numbers)
@@ -124,6 +112,9 @@ class LinkChannel:
     def abort(self, why: str) -> None:
         self._link.abort(why)
 
+
+Channel = GlooRanks | LinkChannel
+"""The way of the messages that rank 0 posts and the other ranks receive, each as a copy."""
 
 # Within this, how a rank ended is heard after an exchange with it has failed.
 _HEARD_S = 2.0

@@ -7,7 +7,7 @@ import logging
 from millrace.engine.kernels.build import KernelBuildError, cpu_library
 from millrace.engine.kernels.rank_view import MAX_RANKS
 from millrace.engine.kernels.stage_link import StageLink
-from millrace.engine.models.shard import Shard, check_shard
+from millrace.engine.models.shard import Shard, check_shard, vocabulary_range
 from millrace.engine.parallel.control import Join, JoinDevices
 from millrace.engine.transfer.addresses import host_and_port
 from millrace.registry.checkpoints.checkpoint import ModelConfig
@@ -59,6 +59,11 @@ def device_link(join: JoinDevices, *, index: int) -> StageLink:
 def num_local_ranks(engine: EngineConfig) -> int:
     """Of the stages that are on the host of rank 0."""
     return engine.tensor_parallel * (engine.pipeline_parallel - engine.remote_stages)
+
+
+def vocabulary_widths(config: ModelConfig, size: int) -> list[int]:
+    """How many tokens' logits each of so many ranks computes."""
+    return [len(vocabulary_range(config.vocab_size, Shard(rank, size))) for rank in range(size)]
 
 
 def check_group(config: ModelConfig, engine: EngineConfig) -> None:

@@ -19,7 +19,7 @@ from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
 from tests.engine.checkpoints import save_classifier
 from tests.engine.conftest import MakeEngine
-from tests.engine.parallel.group.shapes import SHAPE
+from tests.engine.parallel.shapes import SHAPE
 from tests.engine.support import drain, last_by_request, prompt, request
 from tests.support.engine.warm_fixture import warm_processes as warm_processes
 

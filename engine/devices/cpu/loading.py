@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from millrace.engine.adapters.rows import AdapterWeights
-from millrace.engine.adapters.weights import LayerSlices, read_adapter_weights
+from millrace.engine.adapters.weights import read_adapter_weights
 from millrace.engine.devices.cpu.attention import TorchAttention
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder, compiled_decoder
 from millrace.engine.devices.cpu.operations import (
@@ -29,7 +29,7 @@ from millrace.engine.models.dummy import DummyTensors
 from millrace.engine.models.loader import choose_dtype, is_widened, load_weights
 from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
 from millrace.engine.models.projection import Projection
-from millrace.engine.models.shard import Shard, shard_config
+from millrace.engine.models.shard import shard_config
 from millrace.engine.models.weight_reader import MakeLinear
 from millrace.engine.quantization.at_load import quantize_at_load
 from millrace.engine.quantization.linear import MakeQuantized
@@ -37,6 +37,7 @@ from millrace.engine.step.batch import FlatBatch
 from millrace.registry.adapters import adapter_folder
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
@@ -44,15 +45,6 @@ from millrace.schemas.models.adapters import AdapterRef
 _log = logging.getLogger(__name__)
 
 AnyDecoder = Decoder[FlatBatch, TorchMetadata] | Decoder[FlatBatch, CpuMetadata]
-
-
-class AdapterMaker(Protocol):
-    """A decoder, as far as adapters are concerned."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def adapter(self, layers: list[LayerSlices]) -> AdapterWeights: ...
 
 
 class Arithmetic(NamedTuple):
@@ -106,7 +98,7 @@ def load_decoder(
     engine: EngineConfig,
     arithmetic: Arithmetic,
     cache: KVCache,
-    shard: Shard = Shard(),  # noqa: B008 (a constant)
+    shard: Shard = WHOLE_MODEL,
     collectives: Collectives | None = None,
 ) -> LoadedDecoder:
     """A checkpoint of ``config``, or a rank's ``shard`` of it, over ``cache``, which is that rank's
@@ -148,11 +140,11 @@ def load_decoder(
 
 
 def load_adapter_weights(
-    decoder: AdapterMaker,
+    decoder: AnyDecoder,
     config: ModelConfig,
     adapter: AdapterRef,
     max_rank: int,
-    shard: Shard = Shard(),  # noqa: B008 (a constant)
+    shard: Shard = WHOLE_MODEL,
 ) -> AdapterWeights:
     """An adapter of at most such a rank for a whole model's ``config``, or a rank's ``shard`` of
     it. Raises AdapterError, ModelSourceError."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
-from millrace.engine.adapters.weights import LayerSlices
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
-from millrace.engine.devices.cpu.loading import Arithmetic, load_adapter_weights, load_decoder
+from millrace.engine.devices.cpu.loading import (
+    AnyDecoder,
+    Arithmetic,
+    load_adapter_weights,
+    load_decoder,
+)
 from millrace.engine.kernels.operations import WeightSize
 from millrace.engine.kv.cache import KVCache, cache_dtype, choose_num_blocks
 from millrace.engine.sampling.prompt_logprobs import score_rows
@@ -29,31 +32,6 @@ from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
 
 
-class StepDecoder(Protocol):
-    """What a runner needs of a decoder, see ``Decoder``."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def embedding(self) -> torch.Tensor: ...
-
-    @property
-    def weight_size(self) -> WeightSize: ...
-
-    def forward(self, batch: FlatBatch, adapters: RowAdapters | None = None) -> torch.Tensor: ...
-
-    def adapter(self, layers: list[LayerSlices]) -> AdapterWeights: ...
-
-    def normed(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-    def labels(self, normed: torch.Tensor) -> torch.Tensor: ...
-
-    def expert_choices(self) -> tuple[int, ...]: ...
-
-
 class ModelRunner(Runner):
     """The runner of a CPU. A launch computes the whole step, and the host chooses all tokens."""
 
@@ -63,7 +41,7 @@ class ModelRunner(Runner):
     def __init__(
         self,
         config: ModelConfig,
-        decoder: StepDecoder,
+        decoder: AnyDecoder,
         cache: KVCache,
         likeliest: Likeliest | None = None,
         *,
@@ -134,25 +112,30 @@ class ModelRunner(Runner):
         """Compute a plan's tokens; logits come only for sequences that are now complete."""
         with torch.inference_mode():
             batch = build_batch(plan, self._device, exact=self.is_row_exact)
-            hidden = self._forward(batch)
+            hidden = self._forward(batch, batch.adapters)
             pooled: list[PooledChunk] = []
             if batch.pooled:
                 normed = self._decoder.normed(hidden)
                 pooled = pool_rows(batch.pooled, normed, self._decoder.labels)
-            scored = score_rows(batch.scored, hidden, self._decoder.logits)
+            scored = score_rows(batch.scored, hidden, self._logits)
             if batch.sampled:
-                logits = self._decoder.logits(hidden.index_select(0, batch.sampled_rows))
+                logits = self._logits(hidden.index_select(0, batch.sampled_rows))
             else:
                 logits = hidden.new_empty(0, self.config.vocab_size)
             return InFlightStep([], batch.sampled, logits, pooled, scored, nothing_chosen)
 
-    def _forward(self, batch: FlatBatch) -> torch.Tensor:
+    def _forward(self, batch: FlatBatch, adapters: RowAdapters | None) -> torch.Tensor:
+        """Compute the hidden states of a batch: [num_tokens, hidden_size]."""
         if not self._feature_layers or not isinstance(self._decoder, FusedDecoder):
-            return self._decoder.forward(batch, batch.adapters)
+            return self._decoder.forward(batch, adapters)
         layers = self._feature_layers
-        hidden, features = self._decoder.forward_with_features(batch, batch.adapters, layers)
+        hidden, features = self._decoder.forward_with_features(batch, adapters, layers)
         give_features(batch, features)
         return hidden
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits [num_rows, vocab_size] of rows of hidden states."""
+        return self._decoder.logits(hidden)
 
 
 def check_engine(engine: EngineConfig) -> None:

@@ -1,2 +1,2 @@
 """Steps on a device that computes by itself: inputs, graphs, sampling, memory. Called by
-``runners``; imports models, kernels, and the engine's rooms from ``step.runner`` down."""
+``step.runners``; imports models, kernels, and the engine's rooms from ``step.runner`` down."""

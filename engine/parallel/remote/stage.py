@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -16,7 +16,7 @@ from millrace.engine.kernels.ranks import RankShape, rank_memory
 from millrace.engine.kernels.stage_link import link_memory
 from millrace.engine.kv.cache import block_bytes, cache_dtype
 from millrace.engine.models.shard import shard_config
-from millrace.engine.parallel.control import Join, JoinDevices, NetworkPlace, ToMember
+from millrace.engine.parallel.control import Join, JoinDevices, NetworkPlace
 from millrace.engine.parallel.layout import device_link, make_link, shard_of
 from millrace.engine.parallel.members import MemberProcess, end_members
 from millrace.engine.parallel.remote.connection import Assignment, Connection
@@ -49,7 +49,7 @@ _MIB = 1 << 20
 
 
 class CpuStage:
-    """See ``StageKind``."""
+    """What a stage of ranks on CPUs has on this host: memory, links, and what its ranks load."""
 
     def __init__(self, join: Join, path: Path) -> None:
         """``path``: of the checkpoint on this host."""
@@ -72,7 +72,7 @@ class CpuStage:
             )
 
     def make_memory(self) -> list[int]:
-        """See ``StageKind``."""
+        """Make the files of the stage's memory, before the rest; the caller closes them."""
         join, number = self._join, self._number
         size = join.config.tensor_parallel
         links = {at: link_memory(join.link_shapes[at]) for at in (number - 1, number)}
@@ -90,7 +90,7 @@ class CpuStage:
         return [*links.values(), *ranks.values()]
 
     def link_ends(self) -> LinkEnds:
-        """See ``StageKind``."""
+        """Open the ends of links that the relay of this host has."""
         join, number = self._join, self._number
         return LinkEnds(
             make_link(join, number, index=0),
@@ -99,7 +99,7 @@ class CpuStage:
         )
 
     def join_of(self, index: int) -> Join:
-        """See ``StageKind``."""
+        """Say what a rank is to load, counted from 0 in the stage."""
         return msgspec.structs.replace(self._join, rank=self._join.rank + index)
 
 
@@ -107,8 +107,8 @@ _CUDA = "cuda"
 
 
 class DeviceStage:
-    """See ``StageKind``. Ranks of the stage in the slot of number ``slot`` have the devices behind
-    those of the slots before it."""
+    """What a stage of ranks with a device each has on this host. The ranks in the slot of number
+    ``slot`` have the devices behind those of the slots before it."""
 
     def __init__(self, join: JoinDevices, path: Path, slot: int, connection: Connection) -> None:
         """``path``: of the checkpoint on this host; ``connection``: to the worker's."""
@@ -134,7 +134,7 @@ class DeviceStage:
             )
 
     def make_memory(self) -> list[int]:
-        """See ``StageKind``."""
+        """Make the files of the stage's memory, before the rest; the caller closes them."""
         fd = link_memory(self._join.link_shape)
         self._join = msgspec.structs.replace(self._join, link_fd=fd)
         return [fd]
@@ -144,7 +144,6 @@ class DeviceStage:
         return LinkEnds(None, num_writers=0, targets=[device_link(self._join, index=0)])
 
     def join_of(self, index: int) -> JoinDevices:
-        """See ``StageKind``."""
         join = self._join
         device = f"{_CUDA}:{self._first_device + index}" if join.device == _CUDA else join.device
         return msgspec.structs.replace(
@@ -165,22 +164,6 @@ class Slot(NamedTuple):
     num_slots: int
 
 
-class StageKind(Protocol):
-    """What differs between a stage of CPUs and a stage of devices."""
-
-    def check(self, name: str) -> None:
-        """Raise ConfigError if the stage of this name cannot be here."""
-
-    def make_memory(self) -> list[int]:
-        """The files of its memory, which the caller closes: before the rest."""
-
-    def link_ends(self) -> LinkEnds:
-        """What the relay of this host has."""
-
-    def join_of(self, index: int) -> ToMember:
-        """What a rank is to load, counted from 0 in the stage."""
-
-
 class Stage:
     """What an assignment says, on this host. Raises MillraceError if it cannot be done here.
 
@@ -199,7 +182,7 @@ class Stage:
         self._members: list[MemberProcess] = []
         self._relay: Relay | None = None
         _check_checkpoint(path, assignment)
-        self._kind: StageKind = (
+        self._kind = (
             DeviceStage(join, path, slot.number, connection)
             if isinstance(join, JoinDevices)
             else CpuStage(join, path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.parallel.group.places import Places, folder_places, network_places
+from tests.engine.parallel.places import Places, folder_places, network_places
 
 
 @pytest.fixture(params=[folder_places, network_places], ids=["one host", "several"])

@@ -30,8 +30,8 @@ from millrace.schemas.errors import AdapterError, ConfigError
 from millrace.schemas.models.adapters import AdapterRef
 from tests.engine.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.engine.checkpoints import save_model
-from tests.engine.parallel.group.shapes import SHAPE
-from tests.engine.parallel.group.test_group import ask_all, load
+from tests.engine.parallel.shapes import SHAPE
+from tests.engine.parallel.test_group import ask_all, load
 from tests.engine.support import drain, prompt, request, tokens_by_request
 from tests.support.engine.stages import Stages, WarmStages
 from tests.support.engine.warm_fixture import warm_processes as warm_processes

@@ -15,7 +15,7 @@ from millrace.engine.models.shard import Shard, vocabulary_range
 from millrace.engine.parallel.control import NetworkPlace
 from millrace.engine.parallel.device_ranks import DeviceRanks
 from millrace.engine.parallel.rendezvous import Rendezvous
-from tests.engine.parallel.group.places import Places, folder_places
+from tests.engine.parallel.places import Places, folder_places
 from tests.support.servers import free_port
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import Any
 from millrace.engine.parallel.device_runner import DeviceGroupRunner
 from millrace.engine.step.engine import Engine
 from millrace.schemas.config import EngineConfig
-from tests.engine.parallel.group import shapes
+from tests.engine.parallel import shapes
 
 # Few layers: each of the steps that are recorded has them.
 SHAPE: dict[str, Any] = shapes.SHAPE | {"num_hidden_layers": 2}

@@ -24,7 +24,7 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.pooling import Pooling
 from tests.engine.adapters.saved import engine_adapter, save_adapter, with_adapter
 from tests.engine.checkpoints import save_model
-from tests.engine.parallel.group.shapes import MOE, SHAPE
+from tests.engine.parallel.shapes import MOE, SHAPE
 from tests.engine.support import (
     drain,
     prompt,
@@ -230,7 +230,7 @@ async def test_a_rank_that_is_killed_at_rest_is_noticed_at_once(pair: Engine) ->
     [pid] = runner_of(pair).members.pids
     pair.rest()
     psutil.Process(pid).kill()
-    await eventually(lambda: bool(runner_of(pair)._lead.group._why))
+    await eventually(lambda: bool(runner_of(pair)._lead._why))
     with pytest.raises(RankLostError, match="exit code -9"):
         pair.rest()
 
@@ -262,7 +262,7 @@ async def test_what_goes_wrong_on_rank_0_ends_the_group(
         raise RuntimeError("out of memory")
 
     [pid] = runner_of(pair).members.pids
-    monkeypatch.setattr(runner_of(pair)._lead._decoder, "forward", fail)
+    monkeypatch.setattr(runner_of(pair)._decoder, "forward", fail)
     pair.add(request("r", prompt(1, 20, 199)))
     with pytest.raises(RankLostError, match="out of memory"):
         drain(pair)

@@ -19,7 +19,7 @@ from tests.engine.adapters.saved import engine_adapter, save_adapter, with_adapt
 from tests.engine.checkpoints import save_model
 from tests.engine.devices.cuda.test_device_runner import answers, mixed_requests
 from tests.engine.kv.test_host_cache import fast_swaps
-from tests.engine.parallel.device_group.group_engines import MOE, SHAPE, load, runner_of
+from tests.engine.parallel.group_engines import MOE, SHAPE, load, runner_of
 from tests.engine.support import drain, last_by_request, prompt, request, tokens_by_request
 from tests.support.engine.warm_fixture import warm_processes as warm_processes
 

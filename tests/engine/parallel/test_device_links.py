@@ -11,7 +11,7 @@ import torch
 from millrace.engine.kernels.ranks import RanksFailedError
 from millrace.engine.models.shard import Shard
 from millrace.engine.parallel.device_ranks import StageLinks
-from tests.engine.parallel.group.places import Places
+from tests.engine.parallel.places import Places
 
 CPU = torch.device("cpu")
 # What no socket takes before its receiver is there.

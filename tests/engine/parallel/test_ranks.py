@@ -19,7 +19,7 @@ from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.rank_view import MAX_RANKS, RanksFailedError
 from millrace.engine.kernels.ranks import RankShape, SharedRanks, rank_memory
 from millrace.engine.parallel.ranks import GlooRanks, Ranks
-from tests.engine.parallel.group.places import Places, folder_places, network_places
+from tests.engine.parallel.places import Places, folder_places, network_places
 
 TIMEOUT_S = 30.0
 # A page: more numbers than that are exchanged in pieces.

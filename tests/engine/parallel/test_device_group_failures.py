@@ -20,7 +20,7 @@ from millrace.engine.parallel.ranks import RankLostError
 from millrace.engine.step.engine import Engine
 from millrace.schemas.errors import CheckpointError, ConfigError
 from tests.engine.checkpoints import save_model
-from tests.engine.parallel.device_group.group_engines import MOE, SHAPE, load, runner_of
+from tests.engine.parallel.group_engines import MOE, SHAPE, load, runner_of
 from tests.engine.support import drain, prompt, request, tokens_by_request
 from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.support.waiting import eventually
