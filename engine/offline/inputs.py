@@ -237,7 +237,9 @@ def _no_prompts(name: str) -> ParameterError:
 
 def listed_texts(name: str, texts: str | Sequence[str]) -> list[str]:
     """Return several texts or one as a list. Raises ParameterError for the argument ``name``."""
-    many = [texts] if isinstance(texts, str) else list(texts)
+    if isinstance(texts, str):
+        return [texts]
+    many = list(texts) if isinstance(texts, Sequence) else []
     if not many or not all(isinstance(text, str) for text in many):
         raise ParameterError(name, f"{name} must be a text or a list of texts, and not empty")
     return many
