@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import msgspec
-
 from millrace.engine.offline.batch import BatchSummary, EngineClosedError, OfflineBatch
 from millrace.engine.offline.generated import Generated, OfflineRequest
 from millrace.engine.offline.inputs import (
@@ -28,6 +26,7 @@ from millrace.engine.offline.inputs import (
     listed_texts,
     load_served,
     prompt_fields,
+    with_adapter_slots,
 )
 from millrace.engine.offline.outputs import (
     ClassificationOutput,
@@ -55,9 +54,6 @@ from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
 if TYPE_CHECKING:
     from millrace.engine.step.engine import Engine
-
-# More adapters than this share the slots.
-_MOST_SLOTS = 20
 
 
 class LLM:
@@ -107,9 +103,7 @@ class LLM:
         if sources:
             outline = read_model_config(served.path)
             known = adapter_refs(sources, outline, config.max_adapter_rank)
-            slots = min(len(sources), _MOST_SLOTS)
-            if config.max_adapters is None:
-                config = msgspec.structs.replace(config, max_adapters=slots)
+            config = with_adapter_slots(config, len(sources))
         self._requests = Requests(served, known)
         from millrace.engine.step.engine import Engine
 

@@ -34,6 +34,8 @@ Sampling = SamplingOptions | Sequence[SamplingOptions] | None
 AdapterNames = str | Sequence[str | None] | None
 _ValueT = TypeVar("_ValueT")
 
+# More adapters than this share the slots.
+_MOST_SLOTS = 20
 # Options of a chat that jobs have, too.
 _JOB_OPTIONS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
@@ -58,9 +60,9 @@ class ChatOptions(TypedDict, total=False):
 
 
 class Requests:
-    """Makes the requests of calls, each with an id of its own. ``adapters`` are those that they may
-    name. Methods raise ParameterError or ContextLengthError, which say at which position of an
-    argument."""
+    """Makes the requests of calls, each with an id of its own. A request may name one of the
+    ``adapters``. Methods raise ParameterError or ContextLengthError, with a note of the position in
+    the argument."""
 
     def __init__(self, served: ServedModel, adapters: Mapping[str, AdapterRef]) -> None:
         self._served = served
@@ -205,6 +207,13 @@ def engine_settings(settings: dict[str, Any]) -> EngineConfig:
         config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, EngineKind.REAL
     )
     return config
+
+
+def with_adapter_slots(config: EngineConfig, num_adapters: int) -> EngineConfig:
+    """Have a slot for each adapter, up to 20, unless the settings say how many."""
+    if not num_adapters or config.max_adapters is not None:
+        return config
+    return msgspec.structs.replace(config, max_adapters=min(num_adapters, _MOST_SLOTS))
 
 
 def listed_prompts(name: str, prompts: Prompts) -> list[Prompt]:
