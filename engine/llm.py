@@ -11,8 +11,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-import msgspec
-
 from millrace.engine.offline.batch import BatchSummary, EngineClosedError, OfflineBatch
 from millrace.engine.offline.generated import Generated, OfflineRequest
 from millrace.engine.offline.inputs import (
@@ -28,6 +26,7 @@ from millrace.engine.offline.inputs import (
     listed_texts,
     load_served,
     prompt_fields,
+    with_adapter_slots,
 )
 from millrace.engine.offline.outputs import (
     ClassificationOutput,
@@ -55,9 +54,6 @@ from millrace.schemas.pooling import EmbeddingPooling, Pooling
 
 if TYPE_CHECKING:
     from millrace.engine.step.engine import Engine
-
-# More adapters than this share the slots.
-_MOST_SLOTS = 20
 
 
 class LLM:
@@ -89,10 +85,14 @@ class LLM:
         ModelNotFoundError, ModelSourceError, CheckpointError, ConfigError, AdapterError or
         ParameterError.
         """
-        if config is not None and settings:
+        if tensor_parallel != 1:
+            settings["tensor_parallel"] = tensor_parallel
+        if quantization is not None:
+            settings["quantization"] = quantization
+        if config is None:
+            config = engine_settings(settings)
+        elif settings:
             raise ConfigError(f"config has all settings: leave {next(iter(settings))} out.")
-        given = {"tensor_parallel": tensor_parallel, "quantization": quantization} | settings
-        config = engine_settings(given) if config is None else config
         served = model if isinstance(model, ServedModel) else load_served(model, catalogue)
         config = served.entry.described(config)
         # Before anything imports torch: it reads its thread settings once.
@@ -103,9 +103,7 @@ class LLM:
         if sources:
             outline = read_model_config(served.path)
             known = adapter_refs(sources, outline, config.max_adapter_rank)
-            slots = min(len(sources), _MOST_SLOTS)
-            if config.max_adapters is None:
-                config = msgspec.structs.replace(config, max_adapters=slots)
+            config = with_adapter_slots(config, len(sources))
         self._requests = Requests(served, known)
         from millrace.engine.step.engine import Engine
 
@@ -349,19 +347,27 @@ class LLM:
     def _similarities(
         self, first: list[str], second: list[str], truncate_prompt_tokens: int | None
     ) -> list[ScoreOutput]:
-        prompts: list[dict[str, Any]] = [{"prompt": text} for text in (*first, *second)]
         pooling = self._served.embedding_defaults.pooling
-        answers = self._answers(
-            self._requests.pooled("documents", prompts, pooling, truncate_prompt_tokens)
-        )
-        vectors = [Vector(one.embedding, math.hypot(*one.embedding)) for one in answers]
-        queries = vectors[: len(first)] * (len(second) if len(first) == 1 else 1)
-        return [
-            ScoreOutput(score=cosine(one, other), num_prompt_tokens=_num_prompt_tokens(answer))
-            for one, other, answer in zip(
-                queries, vectors[len(first) :], answers[len(first) :], strict=True
+        queries, answers = (
+            self._answers(
+                self._requests.pooled(
+                    name, [{"prompt": text} for text in texts], pooling, truncate_prompt_tokens
+                )
             )
+            for name, texts in (("queries", first), ("documents", second))
+        )
+        many = queries * len(answers) if len(queries) == 1 else queries
+        return [
+            ScoreOutput(
+                score=cosine(_vector(one), _vector(other)),
+                num_prompt_tokens=_num_prompt_tokens(other),
+            )
+            for one, other in zip(many, answers, strict=True)
         ]
+
+
+def _vector(answer: Generated) -> Vector:
+    return Vector(answer.embedding, math.hypot(*answer.embedding))
 
 
 def _num_prompt_tokens(answer: Generated) -> int:

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from millrace.engine.offline.generated import OfflineRequest
     from millrace.registry.served import ServedModel
 
-# Of more adapters those that are used make room for one another.
-_MOST_SLOTS = 20
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare ``millrace generate``."""
@@ -98,7 +95,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """0 if every request was answered, 1 if some failed, 2 if a line is bad and was not to be
     answered: then none has run."""
-    from millrace.engine.offline.inputs import load_served
+    from millrace.engine.offline.inputs import load_served, with_adapter_slots
     from millrace.engine.threads.choice import choose_threads
 
     config = engine_config(
@@ -116,9 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     from millrace.cli.offline.batch_file import read_requests
 
     adapters = _adapters(arguments, served, config)
-    if adapters:
-        slots = min(len(adapters), _MOST_SLOTS)
-        config = msgspec.structs.replace(config, max_adapters=slots)
+    config = with_adapter_slots(config, len(adapters))
     try:
         requests = read_requests(
             arguments.input, served, adapters, keep_bad=arguments.answer_bad_lines

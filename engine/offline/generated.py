@@ -23,11 +23,12 @@ from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 
 class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prepared job, and what only the engine is told.
+    """A prepared job, and fields that only the engine reads.
 
-    ``id`` is what the caller calls it. After ``cancel_after_tokens`` tokens (of all choices; 0:
-    after the first step that could have run it) it is cancelled. ``tool_format`` is how it writes
-    the calls of its ``tools``; None: it has none. The input of ``freeform`` tools is text.
+    ``id`` is the caller's name of the request. The request is cancelled after
+    ``cancel_after_tokens`` tokens of all its choices (0: after the first step that could have run
+    it). ``tool_format`` is how the model writes calls of ``tools``; None: the request has no
+    tools. The input of ``freeform`` tools is text.
     """
 
     id: str | int
@@ -56,7 +57,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _salt(self) -> str:
-        """What an adapter computes of a prompt is of use to none but itself."""
+        """The salt of the prefix cache: an adapter shares no blocks with others."""
         if self.adapter is None:
             return self.cache_salt
         return salt_of("", self.cache_salt, self.adapter.version)
@@ -104,8 +105,7 @@ class Choice:
         return self.finish_reason is not None or self.error is not None
 
     def add_output(self, output: EngineOutput, now_s: float, limit: int | None) -> None:
-        """Add what a step made, but no more than ``limit`` tokens and nothing behind a stop
-        string."""
+        """Add the tokens of a step, at most ``limit`` of them and none behind a stop string."""
         for at, token_id in enumerate(output.token_ids[:limit]):
             text, stopped = self.stream.push(token_id)
             self.text.append(text)
@@ -126,9 +126,9 @@ class Choice:
 
 
 class Generated:
-    """A request's answer: ``choices`` as many as it asked for, or an ``embedding``. ``cancelled``:
-    it was cancelled before they had all ended. Owns nothing in the engine: ``OfflineBatch`` cancels
-    there."""
+    """The answer to a request as it grows: ``SamplingParams.n`` choices, or an ``embedding``.
+    ``cancelled``: the request was cancelled before all choices had ended. ``OfflineBatch`` cancels
+    it in the engine."""
 
     def __init__(self, request: OfflineRequest, tokenizer: Tokenizer, added_s: float) -> None:
         job = request.job
@@ -155,7 +155,7 @@ class Generated:
 
     @property
     def ended_in_engine(self) -> bool:
-        """Whether the engine has nothing of it any more."""
+        """Whether the engine has ended all choices."""
         return self._num_in_engine == 0
 
     @property
@@ -164,7 +164,7 @@ class Generated:
         return next((choice.error for choice in self.choices if choice.error is not None), None)
 
     def add_output(self, output: EngineOutput, now_s: float) -> bool:
-        """Add what a step made for one of the choices; whether that was the end of it all."""
+        """Add what a step made for one of the choices. Returns whether the request has ended."""
         if self.ended:
             return False
         if output.started:
@@ -180,7 +180,7 @@ class Generated:
         if not choice.ended:
             choice.add_output(output, now_s, self._num_tokens_left())
         if output.error is not None and not self._started:
-            # Refused as a whole: that is said once.
+            # The engine refuses a whole request with one output.
             self._num_in_engine = 0
             for other in self.choices:
                 other.error = output.error
@@ -190,10 +190,10 @@ class Generated:
         return self.ended
 
     def cancel(self) -> None:
-        """The caller wants no more of it."""
+        """Note that the caller wants no more tokens."""
         self.cancelled = True
 
     def _num_tokens_left(self) -> int | None:
-        """Until the request is cancelled."""
+        """How many tokens may come until the request is cancelled; None: any number."""
         limit = self.request.cancel_after_tokens
         return None if limit is None else max(0, limit - self.num_tokens)

@@ -34,6 +34,8 @@ Sampling = SamplingOptions | Sequence[SamplingOptions] | None
 AdapterNames = str | Sequence[str | None] | None
 _ValueT = TypeVar("_ValueT")
 
+# More adapters than this share the slots.
+_MOST_SLOTS = 20
 # Options of a chat that jobs have, too.
 _JOB_OPTIONS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
@@ -58,9 +60,9 @@ class ChatOptions(TypedDict, total=False):
 
 
 class Requests:
-    """Makes the requests of calls, each with an id of its own. ``adapters`` are those that they may
-    name. Methods raise ParameterError or ContextLengthError, which say at which position of an
-    argument."""
+    """Makes the requests of calls, each with an id of its own. A request may name one of the
+    ``adapters``. Methods raise ParameterError or ContextLengthError, with a note of the position in
+    the argument."""
 
     def __init__(self, served: ServedModel, adapters: Mapping[str, AdapterRef]) -> None:
         self._served = served
@@ -207,6 +209,13 @@ def engine_settings(settings: dict[str, Any]) -> EngineConfig:
     return config
 
 
+def with_adapter_slots(config: EngineConfig, num_adapters: int) -> EngineConfig:
+    """Have a slot for each adapter, up to 20, unless the settings say how many."""
+    if not num_adapters or config.max_adapters is not None:
+        return config
+    return msgspec.structs.replace(config, max_adapters=min(num_adapters, _MOST_SLOTS))
+
+
 def listed_prompts(name: str, prompts: Prompts) -> list[Prompt]:
     """Return several prompts or one as a list. Raises ParameterError for the argument ``name``."""
     if isinstance(prompts, str):
@@ -237,7 +246,9 @@ def _no_prompts(name: str) -> ParameterError:
 
 def listed_texts(name: str, texts: str | Sequence[str]) -> list[str]:
     """Return several texts or one as a list. Raises ParameterError for the argument ``name``."""
-    many = [texts] if isinstance(texts, str) else list(texts)
+    if isinstance(texts, str):
+        return [texts]
+    many = list(texts) if isinstance(texts, Sequence) else []
     if not many or not all(isinstance(text, str) for text in many):
         raise ParameterError(name, f"{name} must be a text or a list of texts, and not empty")
     return many

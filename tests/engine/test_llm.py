@@ -7,6 +7,7 @@ import math
 import random
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -365,7 +366,9 @@ def test_close_frees_what_it_has(checkpoint: Path) -> None:
     llm = LLM(checkpoint, **SMALL)
     stream = llm.stream("mill", GREEDY)
     next(stream)
+    engine = weakref.ref(llm.engine)
     llm.close()
+    assert engine() is None, "weights and cache are still held"
     llm.close()
     for call in (
         lambda: next(stream),

@@ -61,6 +61,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
         ({"adapters": {"sql": "/no/where"}}, AdapterError, "cannot be found"),
         ({"adapters": {"a/b": "/no/where"}}, ParameterError, "An adapter's name"),
         ({"config": EngineConfig(), "dtype": "auto"}, ConfigError, "config has all settings"),
+        ({"quantization": "int8", "config": EngineConfig()}, ConfigError, "leave quantization out"),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else None,
 )
@@ -145,9 +146,14 @@ def test_a_call_that_cannot_be_run(llm: LLM, name: str) -> None:
 
 
 def test_an_error_says_at_which_prompt(llm: LLM) -> None:
-    with pytest.raises(ParameterError) as caught:
-        llm.generate(["x", ""])
-    assert caught.value.__notes__ == ["at prompts[1]"]
+    for call, place in (
+        (lambda: llm.generate(["x", ""]), "prompts[1]"),
+        (lambda: llm.score(["x"], ["y", ""]), "documents[1]"),
+        (lambda: llm.score([""], ["y"]), "queries[0]"),
+    ):
+        with pytest.raises(ParameterError) as caught:
+            call()
+        assert caught.value.__notes__ == [f"at {place}"]
 
 
 def test_a_model_makes_what_it_has_a_head_for(tmp_path: Path) -> None:
