@@ -26,7 +26,7 @@ def split(joined: bytes) -> list[bytes]:
 
 
 def kept_by(engine: Engine) -> set[bytes]:
-    return {key[:8] for key in engine._tables._kept_keys()}
+    return {key[:8] for key in engine._tables.cached.kept_keys()}
 
 
 class Mirror:
