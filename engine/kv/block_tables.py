@@ -5,23 +5,46 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from millrace.engine.kv.cached_blocks import CachedBlocks
+from millrace.engine.kv.cache import KVCache
 from millrace.engine.kv.host_cache import HostCache
-from millrace.engine.kv.tier_hits import TierHits
+from millrace.engine.kv.prefix_cache import CachedBlocks
 from millrace.engine.step.sequence import Sequence
 from millrace.schemas.prefix import extend_keys, root_key
 
 
-class BlockMemory(Protocol):
-    """Operations on the contents of blocks; implemented by ``engine.kv.cache.KVCache``."""
+@dataclass(slots=True)
+class TierHits:
+    """Tokens that admitted sequences found, by the tier that their blocks came from: another
+    worker's engine, the disk or an object store, for which somebody waited, or host memory. What
+    was found besides was on the device."""
 
-    def scrub(self, blocks: list[int]) -> None:
-        """Zero those whose contents are not finite."""
+    block_size_tokens: int
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_object_tokens: int = 0
+    num_peer_tokens: int = 0
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Give one block the contents of another."""
+    def note(
+        self, sequence: Sequence, keys: SequenceOf[bytes], blocks: SequenceOf[int | None]
+    ) -> None:
+        """A sequence found blocks with these keys; None is one that is not on the device."""
+        is_newcomer = not sequence.started  # one that was preempted finds what it left
+        pulled = sequence.pulled_keys if is_newcomer else frozenset()
+        read = sequence.disk_keys if is_newcomer else frozenset()
+        stored = sequence.object_keys if is_newcomer else frozenset()
+        for key, block in zip(keys, blocks, strict=True):
+            if key in pulled:
+                self.num_peer_tokens += self.block_size_tokens
+            elif key in read:
+                self.num_disk_tokens += self.block_size_tokens
+            elif key in stored:
+                self.num_object_tokens += self.block_size_tokens
+            elif block is None:
+                self.num_host_tokens += self.block_size_tokens
 
 
 class PrefixHit(NamedTuple):
@@ -54,7 +77,7 @@ class BlockTables:
         self,
         num_blocks: int,
         block_size_tokens: int,
-        memory: BlockMemory,
+        memory: KVCache,
         *,
         shared: bool = True,
         host: HostCache | None = None,

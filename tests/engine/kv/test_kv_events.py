@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from millrace.engine.kv.events import KvEvents
+from millrace.engine.kv.prefix_cache import KvEvents
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.step_speed import StepSpeed
 from millrace.engine.step.engine import Engine
