@@ -7,7 +7,7 @@ import re
 
 from millrace.bus.api import Bus
 from millrace.runtime.clock import Clock
-from millrace.runtime.exits import signal_name, was_out_of_memory
+from millrace.runtime.process import signal_name, was_out_of_memory
 from millrace.runtime.retry import doubling_delays, is_retryable, retry
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.records import LossCause, WorkerLossRecord

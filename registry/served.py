@@ -21,15 +21,13 @@ from millrace.registry.checkpoints.checkpoint import (
     read_model_outline,
 )
 from millrace.registry.checkpoints.classifier import ClassifierHead
-from millrace.registry.checkpoints.generation_defaults import read_sampling_defaults
 from millrace.registry.checkpoints.sentence_embedding import read_embedding_defaults
-from millrace.registry.predictions import predicted_tokens
+from millrace.registry.checkpoints.side_files import read_sampling_defaults
 from millrace.registry.prompt_parts import prompt_parts
 from millrace.registry.reasoning import closing_of, format_after, format_within
 from millrace.registry.source import resolve
 from millrace.registry.tokenizers.long_texts import TextTooLongError
 from millrace.registry.tokenizers.tokenizer import Tokenizer
-from millrace.registry.truncation import num_kept_tokens
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.context_length import PromptParts
 from millrace.schemas.engines import PROMISES, EngineKind, check_supported
@@ -50,6 +48,8 @@ _MADE: Mapping[ModelTask, str] = {
 _TAIL_TOKENS = 32
 # What the preparation of an embedding fills in, so that whoever handles jobs finds a number.
 _FILLED_IN = frozenset({"max_tokens", "seed"})
+# No token of a text has more characters, but for long runs of one.
+_MOST_TOKEN_CHARACTERS = 32
 
 
 class EmbeddingSettings(NamedTuple):
@@ -404,3 +404,36 @@ def _context_window_tokens(entry: ModelEntry, config: ModelOutline) -> int:
             f"checkpoint's max_position_embeddings, RoPE scaling included, reach to {longest}."
         )
     return wanted
+
+
+def num_kept_tokens(job: Job, window_tokens: int) -> int | None:
+    """How many tokens of the job's prompt stay at most, if a longer one is to be truncated. Raises
+    ParameterError."""
+    wanted = job.truncate_prompt_tokens
+    if wanted is None:
+        return None
+    if wanted == -1:
+        room = 0 if job.pooling is not None else (job.sampling.max_tokens or 1)
+        return max(window_tokens - room, 1)
+    if not 1 <= wanted <= window_tokens:
+        raise ParameterError(
+            "truncate_prompt_tokens",
+            f"truncate_prompt_tokens must be -1 or between 1 and {window_tokens}, got {wanted}",
+        )
+    return wanted
+
+
+def predicted_tokens(
+    predicted: str | tuple[int, ...], tokenizer: Tokenizer, vocab_size: int, max_tokens: int
+) -> tuple[int, ...]:
+    """A prediction in text or token ids, and no more of it than there can be of the completion.
+    Raises ParameterError for token ids that the model does not have."""
+    if isinstance(predicted, str):
+        text = predicted[: max_tokens * _MOST_TOKEN_CHARACTERS]
+        predicted = tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+    predicted = predicted[:max_tokens]
+    if predicted and not 0 <= min(predicted) <= max(predicted) < vocab_size:
+        raise ParameterError(
+            "prediction", f"prediction has a token id that is not among the model's {vocab_size}."
+        )
+    return predicted

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
+from typing import NamedTuple
 
 from aiokafka.errors import KafkaError
 
 from millrace.bus.api import Bus
+from millrace.bus.storage import CLICKHOUSE, KAFKA
+from millrace.bus.store.conditions import store_conditions
 from millrace.bus.tenancy.tenants import TenantStore
 from millrace.bus.transport import Subscription
 from millrace.registry.catalogue import Catalogue, load_catalogue
 from millrace.registry.catalogue_watch import CatalogueWatch
-from millrace.runtime.alerts.watch import AlertWatch
+from millrace.runtime.alerts.rules import RULES
+from millrace.runtime.alerts.watch import AlertWatch, Condition
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import Config
 from millrace.schemas.errors import ConfigError
-from millrace.telemetry.alerts import RecordFlow, conditions_of
 from millrace.telemetry.bridge.bridge import Bridge
 from millrace.telemetry.http.answers import Answers
 from millrace.telemetry.http.interface import HttpServer
@@ -41,6 +44,34 @@ _FLUSH_TIMEOUT_S = 3.0
 _NS_PER_S = 10**9
 # The shortest time for which a condition has to hold is twice that.
 _LOOK_EVERY_S = 15.0
+
+
+class RecordFlow(NamedTuple):
+    """How far records have come: ``num_waiting`` are not in Kafka, ``num_behind`` are there and not
+    in ClickHouse, where the latest landed at ``last_stored_s`` (Unix time, 0: none so far).
+    ``usage_age_s`` is for how long usage by the minute lacks what is stored; None: unknown."""
+
+    now_s: float
+    num_waiting: int
+    num_behind: int
+    last_stored_s: float
+    usage_age_s: float | None
+    troubles: Mapping[str, str]
+    free_bytes: Mapping[str, int]
+
+
+def conditions_of(flow: RecordFlow) -> Iterator[Condition]:
+    """The conditions of a telemetry process."""
+    stood_s = flow.now_s - flow.last_stored_s if flow.num_behind and flow.last_stored_s else 0.0
+    yield _over("MillraceOutboxFills", flow.num_waiting)
+    yield _over("MillraceTelemetryBehind", flow.num_behind)
+    yield _over("MillraceTelemetryStands", stood_s)
+    yield _over("MillraceUsageOld", flow.usage_age_s)
+    yield from store_conditions((KAFKA, CLICKHOUSE), flow.troubles, flow.free_bytes)
+
+
+def _over(name: str, value: float | None) -> Condition:
+    return Condition(name=name, value=value, holds=value is not None and value > RULES[name].bound)
 
 
 class TelemetryService:

@@ -12,7 +12,7 @@ from millrace.cli.local.control import PartReport
 from millrace.cli.local.machine_memory import memory_of_session
 from millrace.cli.local.supervisor import PartView
 from millrace.runtime.addresses import open_directly
-from millrace.runtime.exits import how_it_ended
+from millrace.runtime.process import how_it_ended
 from millrace.schemas.control import WorkerStatus
 
 _ANSWERS_WITHIN_S = 2.0

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millrace.cli.local.private_files import make_private, write_private
-from millrace.runtime.exits import how_it_ended, num_oom_kills
-from millrace.runtime.process import python_environment
+from millrace.runtime.process import how_it_ended, num_oom_kills, python_environment
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_BACKOFF_S = 0.2

@@ -168,7 +168,7 @@ class Arrivals:
         keys = self._tables.keys_to_find(sequence)
         tiers = sorted(self._tiers, key=lambda tier: tier.brings_s(sequence, len(keys)))
         for index, key in enumerate(keys):
-            if self._tables.block_of(key) is not None:
+            if self._tables.cached.block_of(key) is not None:
                 continue
             if key in self._host:
                 found.append(_Found(key))

@@ -1,30 +1,50 @@
-"""Block tables of sequences: allocated, shared, cached and released."""
+"""Block tables of sequences: reserved, allocated, shared and released."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from millrace.engine.kv.block_pool import BlockPool
-from millrace.engine.kv.events import KvEvents
+from millrace.engine.kv.cache import KVCache
 from millrace.engine.kv.host_cache import HostCache
-from millrace.engine.kv.prefix_cache import PrefixCache
-from millrace.engine.kv.tier_hits import TierHits
+from millrace.engine.kv.prefix_cache import CachedBlocks
 from millrace.engine.step.sequence import Sequence
-from millrace.engine.types import PrefixChanges
 from millrace.schemas.prefix import extend_keys, root_key
 
 
-class BlockMemory(Protocol):
-    """Operations on the contents of blocks; implemented by ``engine.kv.cache.KVCache``."""
+@dataclass(slots=True)
+class TierHits:
+    """Tokens that admitted sequences found, by the tier that their blocks came from: another
+    worker's engine, the disk or an object store, for which somebody waited, or host memory. What
+    was found besides was on the device."""
 
-    def scrub(self, blocks: list[int]) -> None:
-        """Zero those whose contents are not finite."""
+    block_size_tokens: int
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_object_tokens: int = 0
+    num_peer_tokens: int = 0
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Give one block the contents of another."""
+    def note(
+        self, sequence: Sequence, keys: SequenceOf[bytes], blocks: SequenceOf[int | None]
+    ) -> None:
+        """A sequence found blocks with these keys; None is one that is not on the device."""
+        is_newcomer = not sequence.started  # one that was preempted finds what it left
+        pulled = sequence.pulled_keys if is_newcomer else frozenset()
+        read = sequence.disk_keys if is_newcomer else frozenset()
+        stored = sequence.object_keys if is_newcomer else frozenset()
+        for key, block in zip(keys, blocks, strict=True):
+            if key in pulled:
+                self.num_peer_tokens += self.block_size_tokens
+            elif key in read:
+                self.num_disk_tokens += self.block_size_tokens
+            elif key in stored:
+                self.num_object_tokens += self.block_size_tokens
+            elif block is None:
+                self.num_host_tokens += self.block_size_tokens
 
 
 class PrefixHit(NamedTuple):
@@ -39,7 +59,8 @@ class PrefixHit(NamedTuple):
 
 
 class BlockTables:
-    """Allocates, shares and frees the blocks of sequences, from a pool of its own.
+    """Allocates, shares and frees the blocks of sequences, from the pool of ``cached``, which finds
+    blocks by their contents.
 
     A block of a sequence's table is *cached* once it is full, computed and known to be finite;
     cached blocks are never written again, and if tables are ``shared``, others find them by their
@@ -56,76 +77,37 @@ class BlockTables:
         self,
         num_blocks: int,
         block_size_tokens: int,
-        memory: BlockMemory,
+        memory: KVCache,
         *,
         shared: bool = True,
         host: HostCache | None = None,
         idle_offload_s: float = math.inf,
     ) -> None:
+        self.cached = CachedBlocks(
+            num_blocks, block_size_tokens, shared=shared, host=host, idle_offload_s=idle_offload_s
+        )
+        self.pool = self.cached.pool
         self.host = host
         self._memory = memory
-        self._cache = PrefixCache()
-        self.pool = BlockPool(num_blocks, block_size_tokens, self._cache.evict)
         self._shared = shared
-        self._idle_offload_s = idle_offload_s
         self._size = block_size_tokens
         self._computing: dict[bytes, Sequence] = {}
-        self._events = KvEvents(self._is_kept, self._kept_keys)
-        if shared:
-            self._cache.on_change = self._events.record
-            if host is not None:
-                host.on_change = self._events.record
         self.num_reserved_blocks = 0
         self.num_guaranteed_blocks = 0
         self.num_query_tokens = 0
         self.num_hit_tokens = 0
         self.tier_hits = TierHits(self._size)
-        self.num_swaps = 0
         self.lent_blocks: Callable[[], Iterable[int]] = tuple
         self.on_release: Callable[[list[bytes], float], None] = lambda _keys, _now_s: None
 
-    @property
-    def num_evicted_blocks(self) -> int:
-        return self._cache.num_evicted_blocks
-
-    def pop_prefix_changes(self) -> PrefixChanges | None:
-        """Changes of the shared prefix cache since the last call."""
-        return self._events.pop()
-
-    def block_of(self, key: bytes) -> int | None:
-        """The block of the cache that has the contents of a key, if there is one."""
-        return self._cache.get(key)
-
-    def _is_kept(self, key: bytes) -> bool:
-        return key in self._cache or (
-            self.host is not None and (key in self.host or key in self.host.below)
-        )
-
-    def _kept_keys(self) -> Iterator[bytes]:
-        """Keys that are found here, in host memory or below it, the longest unused first."""
-        if self.host is not None:
-            here = (self._cache, self.host)
-            yield from (k for k in self.host.below if not any(k in one for one in here))
-            yield from (key for key in self.host if key not in self._cache)
-        yield from map(self._cache.key_of, self.pool.idle_blocks())
-        yield from (key for key, block in self._cache.items() if not self.pool.is_idle(block))
-
     def match(self, sequence: Sequence) -> PrefixHit:
         """The longest cached prefix that leaves at least one token to compute; changes nothing."""
-        blocks: list[int | None] = []
-        num_here = num_idle = 0
-        for key in self.keys_to_find(sequence):
-            block = self._cache.get(key)
-            if block is not None:
-                num_here += 1
-                num_idle += self.pool.is_idle(block)
-            elif self.host is None or key not in self.host:
-                # One of lower rank may be stuck for as long as this one is in the queue.
-                owner = self._computing.get(key)
-                awaited = owner is not None and owner.rank < sequence.rank
-                return PrefixHit(blocks, num_here, num_idle, awaited)
-            blocks.append(block)
-        return PrefixHit(blocks, num_here, num_idle, awaited=False)
+        keys = self.keys_to_find(sequence)
+        found = self.cached.find(keys)
+        num_found = len(found.blocks)
+        # One of lower rank may be stuck for as long as this one is in the queue.
+        owner = self._computing.get(keys[num_found]) if num_found < len(keys) else None
+        return PrefixHit(*found, awaited=owner is not None and owner.rank < sequence.rank)
 
     def _looks_for_hits(self, sequence: Sequence) -> bool:
         return sequence.takes_prefix_hits and (self._shared or sequence.num_preemptions > 0)
@@ -143,10 +125,7 @@ class BlockTables:
         assert not sequence.block_table
         keys = self.keys_to_find(sequence)
         num_hit = len(hit.blocks)
-        for block in hit.blocks:
-            if block is not None:
-                self.pool.share(block)
-        sequence.block_table = self._reload(keys[:num_hit], hit)
+        sequence.block_table = self.cached.take(keys[:num_hit], hit.blocks)
         sequence.num_cached_blocks = num_hit
         sequence.num_computed_tokens = num_hit * self._size
         self.unpin(sequence)
@@ -161,22 +140,6 @@ class BlockTables:
         if self._shared:
             for key in keys[num_hit:]:
                 self._computing.setdefault(key, sequence)
-
-    def _reload(self, keys: list[bytes], hit: PrefixHit) -> list[int]:
-        """The blocks of a hit, with what only the host has copied into new ones."""
-        num_missing = len(hit.blocks) - hit.num_here
-        if num_missing == 0:
-            return [block for block in hit.blocks if block is not None]
-        assert self.host is not None
-        new = self.pool.allocate(num_missing)
-        assert new is not None, "a hit was taken for which there are no blocks"
-        missing = [key for key, block in zip(keys, hit.blocks, strict=True) if block is None]
-        self.host.load(missing, new)
-        for key, block in zip(missing, new, strict=True):
-            self._cache.insert(key, block)
-            self.pool.keep(block)
-        fresh = iter(new)
-        return [next(fresh) if block is None else block for block in hit.blocks]
 
     def reserve(self, sequence: Sequence, num_blocks: int, *, guaranteed: bool) -> None:
         """Reserve the blocks that are missing until the table has ``num_blocks``."""
@@ -267,8 +230,7 @@ class BlockTables:
         for key, block in zip(
             sequence.block_keys[first:end], sequence.block_table[first:end], strict=True
         ):
-            if self._cache.insert(key, block):
-                self.pool.keep(block)
+            self.cached.insert(key, block)
             if self._computing.get(key) is sequence:
                 del self._computing[key]
 
@@ -297,11 +259,9 @@ class BlockTables:
         if self.host is not None and num_cached > 0:
             swap_s = 2 * self.host.copies_s(num_cached)
             if swap_s < recompute_s(num_cached * self._size):
-                keys = sequence.block_keys[:num_cached]
-                num_stored = self.host.store(keys, sequence.block_table[:num_cached])
-                sequence.pinned_keys = keys[:num_stored]
-                self.host.pin(sequence.pinned_keys)
-                self.num_swaps += num_stored > 0
+                sequence.pinned_keys = self.cached.swap_out(
+                    sequence.block_keys[:num_cached], sequence.block_table[:num_cached]
+                )
         self.release(sequence, now_s)
 
     def unpin(self, sequence: Sequence) -> None:
@@ -310,28 +270,6 @@ class BlockTables:
             assert self.host is not None
             self.host.unpin(sequence.pinned_keys)
             sequence.pinned_keys = []
-
-    def offload_idle(self, now_s: float) -> None:
-        """Move blocks that have been idle for long to host memory, a few at a time."""
-        if self.host is None or self.host.num_slots == 0:
-            return
-        blocks = self.pool.idle_since(now_s - self._idle_offload_s, self.host.blocks_at_a_time)
-        if not blocks:
-            return
-        num_stored = self.host.store([self._cache.key_of(block) for block in blocks], blocks)
-        for block in blocks[:num_stored]:
-            self._cache.remove(block)
-            self.pool.drop_idle(block)
-
-    def forget_idle(self) -> None:
-        """Empty the prefix cache but for the blocks that are in use."""
-        for block in list(self.pool.idle_blocks()):
-            self.pool.drop_idle(block)
-            key = self._cache.key_of(block)
-            self._cache.remove(block)
-            self._cache.on_change(key)
-        if self.host is not None:
-            self.host.forget(list(self.host))
 
     def release(self, sequence: Sequence, now_s: float) -> None:
         """Take the table back. Cached blocks that others may find stay until their memory is
@@ -345,8 +283,7 @@ class BlockTables:
                     del self._computing[key]
         if self._shared:
             keys = sequence.block_keys[: sequence.num_cached_blocks]
-            for key in reversed(keys):
-                self._events.record(key)
+            self.cached.note_use(reversed(keys))
             self.on_release(keys, now_s)
         self._use_reservation(sequence, sequence.num_reserved_blocks)
         # The tail goes idle first: without its head it would be of no use.
@@ -385,10 +322,7 @@ class BlockTables:
 
     def check_integrity(self, running: list[Sequence], waiting: list[Sequence]) -> None:
         """Raise AssertionError unless pool, caches and what the sequences hold agree."""
-        self.pool.check_integrity()
-        self._cache.check_integrity(self.pool.kept_blocks())
-        if self.host is not None:
-            self.host.check_integrity(key for s in waiting for key in s.pinned_keys)
+        self.cached.check_integrity(key for s in waiting for key in s.pinned_keys)
         assert not any(sequence.pinned_keys for sequence in running)
         held = Counter(self.lent_blocks())
         for sequence in running:

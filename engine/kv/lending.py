@@ -133,7 +133,7 @@ class Lending:
         for key in keys:
             if key in self._host:
                 here.append(key)
-            elif (block := self._tables.block_of(key)) is not None:
+            elif (block := self._tables.cached.block_of(key)) is not None:
                 missing[key] = block
             else:
                 break
@@ -145,7 +145,7 @@ class Lending:
     def _share(self, key: bytes) -> int | None:
         """Keep the block of the cache that has a key; None if there is none, or if it is idle and
         sequences may need its memory."""
-        pool, block = self._tables.pool, self._tables.block_of(key)
+        pool, block = self._tables.pool, self._tables.cached.block_of(key)
         if block is None:
             return None
         if pool.is_idle(block) and pool.num_free_blocks <= self._tables.num_reserved_blocks:

@@ -131,7 +131,7 @@ class Tiers:
         is in an object store stays: it is others', too."""
         if self.disk is not None:
             self.disk.forget_all()
-        self._tables.forget_idle()
+        self._tables.cached.forget_idle()
 
     @property
     def is_busy(self) -> bool:

@@ -168,7 +168,7 @@ class Planner:
         """
         self._now_s = self._monotonic()
         self._waiting.collect_ready()
-        self.tables.offload_idle(self._now_s)
+        self.tables.cached.offload_idle(self._now_s)
         schedule = Schedule(self.max_batch_tokens)
         decoding, prefilling, schedule.ending, num_awaited = work_of(self.running)
         num_urgent = bisect_left(prefilling, True, key=is_background)

@@ -360,7 +360,7 @@ class Engine:
         self._tiers.settle()
         is_idle = True
         if self._tiers.disk is not None:
-            self._tables.offload_idle(self._monotonic())
+            self._tables.cached.offload_idle(self._monotonic())
             is_idle = not self._pool.num_idle_blocks
         return None if is_idle and not self._tiers.is_busy else _REST_S
 
@@ -388,7 +388,7 @@ class Engine:
 
     def pop_prefix_changes(self) -> PrefixChanges | None:
         """Changes of the prefix cache since the last call; None if there are none."""
-        return self._tables.pop_prefix_changes()
+        return self._tables.cached.pop_changes()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless groups, planner, cache, pool and the step in flight agree."""

@@ -24,6 +24,7 @@ from gguf.constants import (
     Keys,
 )
 
+from millrace.registry.checkpoints.json_fields import JsonFields
 from millrace.schemas.errors import CheckpointError
 
 _VERSIONS = (2, 3)
@@ -43,6 +44,7 @@ _NUMPY_TYPES: dict[GGUFValueType, np.dtype[Any]] = {
     GGUFValueType.INT64: np.dtype("<i8"),
     GGUFValueType.FLOAT64: np.dtype("<f8"),
 }
+_KV_NUMBER_BYTES = 2
 
 
 class GgufFile(NamedTuple):
@@ -197,3 +199,28 @@ class _Header:
 
     def _damaged(self, how: str) -> CheckpointError:
         return CheckpointError(f"{self._path} is damaged: {self.part} {how}.")
+
+
+def kv_bytes_per_token(file: Path) -> int:
+    """Of all layers, in float16 as llama.cpp keeps them: 2 * layers * heads of keys * (size of a
+    key + size of a value); layers that share or compress theirs take less. 0 for a model that does
+    not say. Raises CheckpointError."""
+    fields = JsonFields(file, read_gguf(file).metadata)
+    architecture = fields.string(Keys.General.ARCHITECTURE, "")
+
+    def value(key: str) -> Any:
+        return fields.get(key.format(arch=architecture))
+
+    num_heads = value(Keys.Attention.HEAD_COUNT)
+    if isinstance(num_heads, list):
+        num_heads = max(num_heads, default=0)
+    num_layers, hidden_size = value(Keys.LLM.BLOCK_COUNT), value(Keys.LLM.EMBEDDING_LENGTH)
+    if not num_heads or not num_layers or not hidden_size:
+        return 0
+    size = hidden_size // num_heads
+    sizes = (value(Keys.Attention.KEY_LENGTH) or size) + (
+        value(Keys.Attention.VALUE_LENGTH) or size
+    )
+    kv_heads = value(Keys.Attention.HEAD_COUNT_KV) or num_heads
+    per_layer = kv_heads if isinstance(kv_heads, list) else [kv_heads] * num_layers
+    return int(_KV_NUMBER_BYTES * sum(per_layer) * sizes)

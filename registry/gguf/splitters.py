@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from millrace.registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
+from millrace.registry.tokenizers.text_rules import GPT_2, LLAMA_3, QWEN_2
 
 
 class Splitter(NamedTuple):

@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from millrace.registry.json_schemas.bounds import kept_bounds
 from millrace.registry.json_schemas.counts import MAX, MIN, OF_THE_WHOLE, counted_forms
 from millrace.registry.json_schemas.exclusion import Exclusion
 from millrace.registry.json_schemas.patterns import ends_within_escape, followed_pattern
 from millrace.registry.json_schemas.productive import Productive, references
-from millrace.registry.json_schemas.walk import TYPES, listed, referred, table, types_of
+from millrace.registry.json_schemas.walk import TYPES, listed, number, referred, table, types_of
 from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS
 
+_STEP = 1e-6
 FORMATS = frozenset(
     {
         *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6"),
@@ -53,6 +53,33 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _DEFINITIONS = ("$defs", "definitions")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+
+
+def kept_bounds(schema: dict[str, Any]) -> None:
+    """Change bounds between which there is no whole number but an excluded one at their end.
+
+    The library lets that one in: of the numbers above 2 and up to 2.5 it admits 2. So they are said
+    to begin a millionth of the way further on.
+    """
+    least, most = number(schema, "exclusiveMinimum"), number(schema, "exclusiveMaximum")
+    upper = _tighter(number(schema, "maximum"), most, min)
+    lower = _tighter(number(schema, "minimum"), least, max)
+    if least is not None and least == lower and upper is not None and _is_beside(least, upper):
+        schema["minimum"] = least + (upper - least) * _STEP
+        del schema["exclusiveMinimum"]
+    if most is not None and most == upper and lower is not None and _is_beside(most, lower):
+        schema["maximum"] = most - (most - lower) * _STEP
+        del schema["exclusiveMaximum"]
+
+
+def _tighter(one: float | None, other: float | None, choose: Any) -> float | None:
+    given = [bound for bound in (one, other) if bound is not None]
+    return choose(given) if given else None
+
+
+def _is_beside(whole: float, other: float) -> bool:
+    """Whether the first is whole and less than 1 from the other."""
+    return whole == int(whole) and 0 < abs(other - whole) < 1
 
 
 class Unkept(NamedTuple):

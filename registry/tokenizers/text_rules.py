@@ -10,8 +10,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from millrace.registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
+# What ByteLevel with its own pattern does.
+GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA_3 = _CONTRACTIONS + "|" + _LETTERS + r"\p{N}{1,3}" + _TAIL
+QWEN_2 = _CONTRACTIONS + "|" + _LETTERS + r"\p{N}" + _TAIL
 # Canonical composition makes three bytes of UTF-8 into one at most.
 _COMPOSED_BYTES = 3
 _NUM_BYTES = 256

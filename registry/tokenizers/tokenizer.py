@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import tokenizers
@@ -24,7 +24,6 @@ from millrace.registry.tokenizers.long_texts import (
     ids_in_pieces,
     ids_of,
 )
-from millrace.registry.tokenizers.pairs import AroundPair, around_pair, cut_pair
 from millrace.registry.tokenizers.text_rules import TextRules, text_rules
 from millrace.registry.tokenizers.token_bytes import (
     SUPPORTED_DECODERS,
@@ -37,6 +36,52 @@ from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import CheckpointError, ParameterError
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolDefinition, ToolFormat
+
+# What the places of special tokens are found by: texts that differ, of a token or a few each.
+_FIRST, _SECOND = "a", "b"
+
+
+class AroundPair(NamedTuple):
+    """The special tokens before, between and behind the texts of a pair."""
+
+    before: list[int]
+    between: list[int]
+    behind: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.before) + len(self.between) + len(self.behind)
+
+
+def around_pair(
+    encode_bare: Callable[[str], list[int]], encode_pair: Callable[[str, str], list[int]]
+) -> AroundPair:
+    """By the token ids of texts and of a pair. Raises CheckpointError if what is special cannot be
+    told from the texts."""
+    first, second = encode_bare(_FIRST), encode_bare(_SECOND)
+    whole = encode_pair(_FIRST, _SECOND)
+    found = [
+        AroundPair(whole[:begin], whole[begin + len(first) : middle], whole[middle + len(second) :])
+        for begin in _places_of(first, whole)
+        for middle in _places_of(second, whole)
+        if middle >= begin + len(first)
+    ]
+    if len(found) != 1:
+        raise CheckpointError("tokenizer.json: what it puts around two texts cannot be known.")
+    return found[0]
+
+
+def _places_of(part: list[int], whole: list[int]) -> list[int]:
+    return [at for at in range(len(whole)) if part and whole[at : at + len(part)] == part]
+
+
+def cut_pair(num_first: int, num_second: int, max_tokens: int) -> tuple[int, int]:
+    """How many tokens of each text stay of ``max_tokens`` in all: the longer one is cut until both
+    are alike, as transformers does it by default."""
+    num_short = min(num_first, num_second, max_tokens // 2)
+    num_long = min(max(num_first, num_second), max_tokens - num_short)
+    return (num_short, num_long) if num_first <= num_second else (num_long, num_short)
+
 
 # One text at a time gains nothing by the backend's own threads: it is to run in the caller's.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

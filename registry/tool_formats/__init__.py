@@ -3,8 +3,13 @@
 from millrace.registry.tool_formats.call_ids import new_call_id
 from millrace.registry.tool_formats.dropped import Dropped, DroppedKeyword
 from millrace.registry.tool_formats.grammar import call_grammar
-from millrace.registry.tool_formats.parser import ToolCallParser
-from millrace.registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
+from millrace.registry.tool_formats.parser import (
+    ArgumentsPiece,
+    CallPiece,
+    ContentPiece,
+    Piece,
+    ToolCallParser,
+)
 
 __all__ = [
     "ArgumentsPiece",

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from millrace.registry.json_schemas.keeping import UnkeptError, kept_schema, refuse
-from millrace.registry.tool_formats.annotations import without_annotations
 from millrace.registry.tool_formats.argument_rules import literal
 from millrace.registry.tool_formats.dropped import Dropped
 from millrace.registry.tool_formats.freeform import held_to_patterns
@@ -25,7 +26,43 @@ from millrace.schemas.sampling import (
 )
 from millrace.schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
+_ANNOTATIONS = frozenset(
+    {
+        *("title", "description", "examples", "default", "$comment", "deprecated"),
+        *("readOnly", "writeOnly"),
+    }
+)
+_BY_NAME = frozenset(
+    {
+        *("properties", "patternProperties", "$defs", "definitions"),
+        *("dependentSchemas", "dependencies"),
+    }
+)
+_VALUES = frozenset({"const", "enum", SCHEMA_SETTINGS})
 MAX_PARALLEL_CALLS = 16
+
+
+def without_annotations(tool: ToolDefinition) -> ToolDefinition:
+    """The tool without the annotations of its parameters. Descriptions make up most of many
+    schemas, and the length of a grammar is limited."""
+    parameters = None if tool.parameters is None else _bare(tool.parameters)
+    return msgspec.structs.replace(tool, parameters=parameters)
+
+
+def _bare(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_bare(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _ANNOTATIONS:
+            continue
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: _bare(one) for name, one in value.items()}
+        else:
+            found[key] = value if key in _VALUES else _bare(value)
+    return found
 
 
 class _Layout(NamedTuple):

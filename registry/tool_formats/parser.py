@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from millrace.registry.tool_formats.argument_types import ArgumentTypes
-from millrace.registry.tool_formats.pieces import ArgumentsPiece, CallPiece, ContentPiece, Piece
 from millrace.registry.tool_formats.scanners.base import BLANKS, Status, start_of_partial
 from millrace.registry.tool_formats.syntax import SYNTAXES
 from millrace.schemas.tools import ToolDefinition, ToolFormat
+
+
+class ContentPiece(NamedTuple):
+    """Text for the reader; never empty."""
+
+    text: str
+
+
+class CallPiece(NamedTuple):
+    """A call begins: the ``call``-th of the text, from 0."""
+
+    call: int
+    call_id: str
+    name: str
+
+
+class ArgumentsPiece(NamedTuple):
+    """More of a call's arguments, as the model writes them; never empty."""
+
+    call: int
+    text: str
+
+
+Piece = ContentPiece | CallPiece | ArgumentsPiece
 
 
 class ToolCallParser:

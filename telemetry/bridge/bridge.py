@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import msgspec
 from aiokafka import AIOKafkaProducer, TopicPartition
@@ -16,8 +17,7 @@ from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, outcome_unless, wait_or_sleep
 from millrace.schemas.config import KafkaConfig
 from millrace.schemas.errors import MillraceError
-from millrace.telemetry.bridge.in_flight_bytes import Backlog
-from millrace.telemetry.bridge.producer_batch import ProducerBatch
+from millrace.telemetry.bridge.producer_batch import Landed, ProducerBatch
 from millrace.telemetry.kafka.dead_letters import DeadLetterRecord, RecordDeadLetters
 from millrace.telemetry.kafka.kafka import (
     LARGEST_MESSAGE_BYTES,
@@ -30,6 +30,8 @@ from millrace.telemetry.kafka.kafka import (
 )
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
 
+# The embedded cluster drops a partition's oldest messages past 5 MB. The outbox holds the rest.
+_MOST_BYTES = 3_000_000
 logger = logging.getLogger(__name__)
 
 _PULL_RECORDS = 1_000
@@ -49,6 +51,29 @@ _BACKLOG_POLL_S = 0.02
 _WATCH_INTERVAL_S = 1.0
 _IDLE_WATCH_INTERVAL_S = 10.0
 _SLOW_S = 5.0
+
+
+class Backlog:
+    """The bytes of each partition that the sink has not stored yet."""
+
+    def __init__(self, num_behind: Callable[[Offsets], int]) -> None:
+        self._num_behind = num_behind
+        self._loads: dict[TopicPartition, deque[Landed]] = {}
+
+    def add(self, landed: Mapping[TopicPartition, Landed]) -> None:
+        for partition, load in landed.items():
+            self._loads.setdefault(partition, deque()).append(load)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether some partition holds as much as it may."""
+        return any(self._held_bytes(partition) >= _MOST_BYTES for partition in self._loads)
+
+    def _held_bytes(self, partition: TopicPartition) -> int:
+        loads = self._loads[partition]
+        while loads and self._num_behind({partition: loads[0].end}) == 0:
+            loads.popleft()
+        return sum(load.num_bytes for load in loads)
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):

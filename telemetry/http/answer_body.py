@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import string
 import tempfile
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 
 from millrace.telemetry.http.arguments import Arguments
-from millrace.telemetry.http.exception_block import exception_block, new_tag
 from millrace.telemetry.http.formats import NATIVE
 from millrace.telemetry.http.native_blocks import NativeBlocks
 
+_TAG_CHARS = 16
+# Clients look for the block in the last 16 KiB.
+_MAX_MESSAGE_BYTES = 15 * 1024
 _MAX_IN_MEMORY_BYTES = 2 * 1024 * 1024
 _MAX_HELD_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 256 * 1024
@@ -20,6 +24,24 @@ _INLINE_BYTES = 8 * 1024
 # One for all answers: checksums keep the interpreter's lock, and the event loop would wait for each
 # of several threads.
 _CODER = ThreadPoolExecutor(1, thread_name_prefix="answer-coding")
+
+
+def new_tag() -> str:
+    """The value of ``X-ClickHouse-Exception-Tag``, so that no data of an answer can pass for the
+    block."""
+    return "".join(secrets.choice(string.ascii_lowercase) for _ in range(_TAG_CHARS))
+
+
+def exception_block(tag: str, message: str) -> bytes:
+    """The block that ends an answer which failed."""
+    text = message.encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore").encode() + b"\n"
+    mark = tag.encode()
+    return b"\r\n__exception__\r\n%b\r\n%b%d %b\r\n__exception__\r\n" % (
+        mark,
+        text,
+        len(text),
+        mark,
+    )
 
 
 class AnswerBody:

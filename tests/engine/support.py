@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.devices.cuda.runner import DeviceRunner
+from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.schemas.sampling import SamplingParams
 
 
-class FakeMemory:
+class FakeMemory(KVCache):
     """Block memory without contents that notes what is done to it."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from millrace.registry.tokenizers.incremental import (
     IncrementalTokenizer,
     UnspelledTextError,
 )
-from millrace.registry.tokenizers.split_patterns import GPT_2, LLAMA_3, QWEN_2
+from millrace.registry.tokenizers.text_rules import GPT_2, LLAMA_3, QWEN_2
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from tests.support.engine.tokenizers_made import (
     byte_fallback,

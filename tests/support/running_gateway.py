@@ -22,9 +22,8 @@ from millrace.registry.checkpoints.adapters.outline import AdapterOutline, read_
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.classifier import ClassifierHead
 from millrace.registry.pricing import UNPRICED
-from millrace.registry.served import EmbeddingSettings
+from millrace.registry.served import EmbeddingSettings, num_kept_tokens
 from millrace.registry.tokenizers.token_bytes import TokenBytes
-from millrace.registry.truncation import num_kept_tokens
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.tracing import Tracing

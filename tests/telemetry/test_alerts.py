@@ -14,8 +14,7 @@ from millrace.runtime.alerts.watch import Alert, AlertState
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig, Config, KafkaConfig
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
-from millrace.telemetry.alerts import RecordFlow, conditions_of
-from millrace.telemetry.service import TelemetryService
+from millrace.telemetry.service import RecordFlow, TelemetryService, conditions_of
 from tests.support.waiting import eventually
 from tests.telemetry.records import request_record
 from tests.telemetry.stores import NO_REDIS

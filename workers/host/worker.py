@@ -19,7 +19,7 @@ from millrace.bus.transport import Subscription
 from millrace.bus.worker_losses import cause_of_text, publish_loss
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock, until_beat_s
-from millrace.runtime.exits import num_oom_kills
+from millrace.runtime.process import num_oom_kills
 from millrace.runtime.tasks import Tasks, first_error
 from millrace.runtime.tracing import Tracing
 from millrace.schemas.config import WorkerConfig

@@ -16,9 +16,8 @@ from typing import cast
 
 from millrace.engine.types import EngineRequest, EngineStats
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
-from millrace.runtime.exits import how_it_ended
 from millrace.runtime.logs import configure_logging
-from millrace.runtime.process import python_command, python_environment
+from millrace.runtime.process import how_it_ended, python_command, python_environment
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import PrefixCacheKeptError
 from millrace.workers.engine_like import EngineFailedError, EngineLike

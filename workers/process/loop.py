@@ -10,20 +10,15 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from millrace.engine.torch_start import import_torch
 from millrace.engine.types import (
     DeviceLostError,
-    DeviceTime,
     EngineOutput,
-    EngineRequest,
-    EngineStats,
-    PrefixChanges,
 )
 from millrace.runtime.process import die_with_parent
 from millrace.schemas.errors import MillraceError
-from millrace.schemas.transfer import TransferEndpoint
 from millrace.workers.process.gathering import OutputGatherer
 from millrace.workers.process.wire import (
     Add,
@@ -41,58 +36,15 @@ from millrace.workers.process.wire import (
     pack,
 )
 
+if TYPE_CHECKING:
+    from millrace.engine.step.engine import Engine
+
 _RECEIVE_BYTES = 1 << 18
 _INTEGRITY_INTERVAL_S = 10.0
 # How often device times of live requests are reported: what is lost if the engine dies.
 _DEVICE_TIMES_INTERVAL_S = 0.5
 
 logger = logging.getLogger(__name__)
-
-
-class StepEngine(Protocol):
-    """What the loop drives; ``engine.step.engine.Engine`` is the one."""
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def add(self, request: EngineRequest) -> None: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-    def step(self) -> list[EngineOutput]: ...
-
-    def rest(self) -> float | None:
-        """Do what is to be done while there is no work; after how many seconds there may be more,
-        None: not before the next work, or until ``wake_fd`` can be read."""
-
-    @property
-    def wake_fd(self) -> int: ...
-
-    def stats(self) -> EngineStats: ...
-
-    def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache but for the blocks of live requests."""
-
-    def pop_prefix_changes(self) -> PrefixChanges | None:
-        """Changes of the prefix cache since the last call."""
-
-    def pop_device_times(self, *, live: bool = False) -> list[DeviceTime]:
-        """Device times of requests cancelled since the last call, or owed; with ``live`` also
-        those of the others so far."""
-
-    @property
-    def device_uuid(self) -> str:
-        """The first CUDA device's, empty without one."""
-
-    @property
-    def num_devices(self) -> int:
-        """How many it computes on, all of them at a time."""
-
-    @property
-    def transfer_endpoint(self) -> TransferEndpoint | None:
-        """Where it serves blocks of its KV cache, if it does."""
-
-    def check_integrity(self) -> None: ...
 
 
 class Link:
@@ -145,7 +97,7 @@ class Link:
         self._payloads.extend(self._unpacker.feed(data))
 
 
-def drive(engine: StepEngine, link: Link, gather_s: float = 0.0) -> NoReturn:
+def drive(engine: Engine, link: Link, gather_s: float = 0.0) -> NoReturn:
     """Step as long as the bus side is there; a report a step, or one for all within ``gather_s`` in
     which no answer began or ended, and one before a step where something was cancelled. Raises
     EOFError at its end."""
@@ -181,7 +133,7 @@ def drive(engine: StepEngine, link: Link, gather_s: float = 0.0) -> NoReturn:
                 told_at = now_s
 
 
-def _report(engine: StepEngine, outputs: list[EngineOutput], *, live: bool) -> Stepped:
+def _report(engine: Engine, outputs: list[EngineOutput], *, live: bool) -> Stepped:
     prefixes = engine.pop_prefix_changes()
     return Stepped(outputs, engine.stats(), prefixes, engine.pop_device_times(live=live))
 
@@ -210,7 +162,7 @@ def serve(fd: int, parent_pid: int) -> int:
         return _break(link, f"the engine failed: {type(error).__name__}: {error}")
 
 
-def _load(load: Load) -> StepEngine:
+def _load(load: Load) -> Engine:
     from millrace.engine.threads.choice import choose_threads
 
     logger.info("the engine computes with %s", choose_threads(load.config, load.shared))

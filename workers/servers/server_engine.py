@@ -21,7 +21,7 @@ from millrace.engine.types import (
     PrefixChanges,
 )
 from millrace.runtime.clock import Clock
-from millrace.runtime.exits import how_it_ended
+from millrace.runtime.process import how_it_ended
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.schemas.engines import PROMISES, check_supported
 from millrace.schemas.errors import MillraceError, PrefixCacheKeptError

@@ -140,7 +140,7 @@ class ObjectWriter:
 
     def _hold(self, keys: list[bytes], missing: list[bytes]) -> bool:
         """Have a run in host memory until it is written; whether all of it is to be had."""
-        found = [self._tables.block_of(key) for key in missing]
+        found = [self._tables.cached.block_of(key) for key in missing]
         blocks = [block for block in found if block is not None]
         if len(blocks) < len(missing):
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from millrace.engine.kv.events import KvEvents
+from millrace.engine.kv.prefix_cache import KvEvents
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.step_speed import StepSpeed
 from millrace.engine.step.engine import Engine
@@ -26,7 +26,7 @@ def split(joined: bytes) -> list[bytes]:
 
 
 def kept_by(engine: Engine) -> set[bytes]:
-    return {key[:8] for key in engine._tables._kept_keys()}
+    return {key[:8] for key in engine._tables.cached.kept_keys()}
 
 
 class Mirror:

@@ -133,7 +133,7 @@ def test_what_is_lent_is_not_overwritten(world: World) -> None:
     ask(peer)
     exchange = peer._tiers.exchange
     assert exchange is not None
-    keys = list(peer._tables._cache._block_of)[:5]
+    keys = list(peer._tables.cached._index._block_of)[:5]
     loan = exchange.lending.ask(keys)
     peer.rest()
     blocks = [place & 0x7FFFFFFF for place in loan.wait(1.0)]
@@ -156,7 +156,7 @@ def test_a_request_that_needs_what_is_lent_waits_for_it(world: World) -> None:
     ask(peer)
     exchange = peer._tiers.exchange
     assert exchange is not None
-    loan = exchange.lending.ask(list(peer._tables._cache._block_of)[:5])
+    loan = exchange.lending.ask(list(peer._tables.cached._index._block_of)[:5])
     peer.rest()
     assert len(loan.wait(1.0)) == 5
     peer.add(request("r", prompt(2, 300), max_tokens=84))  # all 24 blocks

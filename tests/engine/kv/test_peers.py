@@ -38,7 +38,7 @@ def test_a_prefix_that_a_peer_has_is_not_computed(
     peer = world.start(address=address, idle_offload_s=offload_s, transfer_transport=transport)
     expected = ask(peer)
     world.now_s = 10.0
-    peer._tables.offload_idle(world.now_s)
+    peer._tables.cached.offload_idle(world.now_s)
     assert bool(peer.stats().num_used_host_blocks) == (offload_s == 0.0)
     source = world.source(peer, host="elsewhere") if address else world.source(peer)
     engine = world.start(transfer_transport=transport)

@@ -21,7 +21,7 @@ from millrace.registry.catalogue import load_catalogue
 from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
 from millrace.registry.gguf.splitters import SPLITTERS
 from millrace.registry.served import ServedModel
-from millrace.registry.tokenizers.split_patterns import LLAMA_3, QWEN_2
+from millrace.registry.tokenizers.text_rules import LLAMA_3, QWEN_2
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.errors import CheckpointError
 from millrace.schemas.jobs import ChatMessage

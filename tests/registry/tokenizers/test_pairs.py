@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from millrace.registry.tokenizers.long_texts import TextTooLongError
-from millrace.registry.tokenizers.pairs import cut_pair
-from millrace.registry.tokenizers.tokenizer import Tokenizer
+from millrace.registry.tokenizers.tokenizer import Tokenizer, cut_pair
 from millrace.schemas.errors import CheckpointError, ParameterError
 from tests.support.engine.tokenizers_made import byte_fallback, byte_level, write_tokenizer
 

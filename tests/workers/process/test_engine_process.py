@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import psutil
@@ -267,7 +268,7 @@ def looped() -> Iterator[tuple[_Counting, socket.socket, threading.Thread]]:
 
     def run() -> None:
         with pytest.raises(EOFError):
-            drive(engine, Link(theirs))
+            drive(cast(Engine, engine), Link(theirs))
 
     thread = threading.Thread(target=run)
     thread.start()

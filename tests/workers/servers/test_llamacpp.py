@@ -21,7 +21,7 @@ from benchmarks.support.gguf_files import write_gguf
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineRequest
 from millrace.registry.catalogue import Catalogue
-from millrace.registry.gguf.kv_size import kv_bytes_per_token
+from millrace.registry.gguf.gguf_file import kv_bytes_per_token
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import EngineConfig

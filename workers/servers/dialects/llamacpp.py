@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.engine.types import EngineRequest
-from millrace.registry.gguf.kv_size import kv_bytes_per_token
+from millrace.registry.gguf.gguf_file import kv_bytes_per_token
 from millrace.registry.served import ServedModel
 from millrace.registry.source import gguf_file
 from millrace.schemas.config import EngineConfig

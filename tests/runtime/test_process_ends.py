@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from millrace.bus.worker_losses import cause_of_code, cause_of_text
-from millrace.runtime import exits
-from millrace.runtime.exits import how_it_ended, num_oom_kills
+from millrace.runtime import process
+from millrace.runtime.process import how_it_ended, num_oom_kills
 from millrace.schemas.records import LossCause
 
 
@@ -25,7 +25,9 @@ def test_a_kill_while_linux_kills_for_memory_is_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter = tmp_path / "memory.events"
-    monkeypatch.setattr(exits, "_COUNTERS", ((counter, "oom_kill"), (tmp_path / "no", "oom_kill")))
+    monkeypatch.setattr(
+        process, "_COUNTERS", ((counter, "oom_kill"), (tmp_path / "no", "oom_kill"))
+    )
     assert num_oom_kills() == 0
     counter.write_text("low 0\noom 3\noom_kill 2\noom_group_kill 1\n")
     assert num_oom_kills() == 2
