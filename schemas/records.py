@@ -104,10 +104,10 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     batch that it is a line of (empty: none).
 
     ``queue_ms`` is the queue time, from receipt to the engine's admission, ``ttft_ms`` from receipt
-    to the first token, ``tpot_us`` the mean time per token after the first, ``cost`` what the tenant pays, in
-    ``currency`` by the price book's ``price_version``. ``dispatched_ns`` is when the scheduler sent
-    the request to the worker that ended it, ``attempts`` are the attempts before that. ``lives`` is
-    the former name of ``attempts``: both are written and read in this version.
+    to the first token, ``tpot_us`` the mean time per token after the first, ``cost`` what the
+    tenant pays, in ``currency`` by the price book's ``price_version``. ``dispatched_ns`` is when
+    the scheduler sent the request to the worker that ended it, ``attempts`` are the attempts before
+    that. ``lives`` is the former name of ``attempts``: both are written and read in this version.
 
     ``device_us`` is the request's share of the time that the worker's device was busy, of all
     attempts together: each step is shared among its sequences by the work they did in it.
