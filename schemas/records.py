@@ -107,8 +107,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     to the first token, ``tpot_us`` the mean time per token after the first, ``cost`` what the
     tenant pays, in ``currency`` by the price book's ``price_version``. ``dispatched_ns`` is when
     the scheduler sent the request to the worker that ended it, ``attempts`` are the attempts before
-    that. ``lives`` is the former name of ``attempts``: both are written and read in this
-    version.
+    that. ``lives`` is the former name of ``attempts``: both are written and read in this version.
 
     ``device_us`` is the request's share of the time that the worker's device was busy, of all
     attempts together: each step is shared among its sequences by the work they did in it.

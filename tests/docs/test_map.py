@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from operator import attrgetter
 from pathlib import Path
@@ -70,16 +71,53 @@ def test_each_word_has_one_meaning_and_its_place_in_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "file"),
+    ("step", "file", "symbol"),
     [
-        ("Make the job", "gateway/request/job_maker.py"),
-        ("Place", "scheduler/placement/placement.py"),
-        ("Free", "engine/kv/block_pool.py"),
-        ("Stored", "telemetry/store/tables.py"),
+        ("Make the job", "gateway/request/job_maker.py", "JobMaker"),
+        ("Pull and order", "scheduler/stages/pull.py", "Puller.accept"),
+        ("Pull and order", "scheduler/stages/prepare.py", "start"),
+        ("Pull and order", "scheduler/jobs/tenant_lines.py", "TenantLines.admit"),
+        ("Pull and order", "scheduler/queues/fair_queue.py", "FairQueue.head"),
+        ("Place", "scheduler/stages/place.py", "dispatch_ready"),
+        ("Place", "scheduler/placement/placement.py", "choose"),
+        ("Dispatch", "scheduler/stages/send.py", "send"),
+        ("Dispatch", "workers/host/requests.py", "Requests.dispatch"),
+        ("Dispatch", "workers/host/generations/generation.py", "Generation"),
+        ("Dispatch", "workers/host/engine_intake.py", "EngineIntake.add"),
+        ("Dispatch", "workers/process/keeper.py", "EngineKeeper.add"),
+        ("Plan and compute", "engine/scheduling/planner.py", "Planner.plan"),
+        ("Plan and compute", "registry/checkpoints/families.py", "FAMILIES"),
+        ("Send tokens", "workers/host/generations/frames.py", "token_frames"),
+        ("Free", "engine/step/live_requests.py", "LiveRequests.finish"),
+        ("Free", "engine/scheduling/planner.py", "Planner.remove"),
+        ("Free", "engine/kv/block_tables.py", "BlockTables.release"),
+        ("Free", "engine/kv/block_pool.py", "BlockPool.free"),
+        ("End", "workers/host/endings/finalizer.py", "Finalizer.start"),
+        ("End", "scheduler/stages/end.py", "finish"),
+        ("End", "scheduler/stages/watch.py", "ended"),
+        ("Made", "registry/pricing.py", "cost"),
+        ("Stored", "telemetry/store/tables.py", "table_of"),
     ],
 )
-def test_a_newcomer_finds_where(step: str, file: str) -> None:
+def test_a_newcomer_finds_where(step: str, file: str, symbol: str) -> None:
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     said = re.search(rf"^\d+\. \*\*{step}\.\*\*((?:.|\n)+?)(?=^\d+\. |^$)", text, re.MULTILINE)
     assert said is not None
     assert f"`{file}`" in said[1]
+    assert symbol in defined_in(ROOT / file)
+
+
+def defined_in(path: Path) -> set[str]:
+    """The names that a module defines, and ``Class.method`` of its classes."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign):
+            found |= {ast.unparse(target) for target in node.targets}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (
+                one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+            )
+            found |= {f"{node.name}.{method.name}" for method in methods}
+    return found

@@ -131,11 +131,8 @@ class Worker:
         is not run again then.
         """
         subscriptions: list[Subscription] = []
-        self._engine.on_outputs = self.requests.on_outputs
-        self._engine.on_prefixes = self._prefixes.note
-        self._engine.on_device_times = self.requests.on_device_times
-        self._engine.on_lost = self._on_engine_lost
-        self._engine.on_replaced = self._on_engine_replaced
+        requests = self.requests
+        self._engine.listen(requests.on_outputs, self._prefixes.note, requests.on_device_times)
         self.requests.moves.on_pulled = self._status.announce_soon
         self._bus.on_reconnect(self._leases.extend_now)
         self._bus.on_reconnect(self._status.announce_soon)
@@ -146,7 +143,10 @@ class Worker:
                 services = [
                     group.create_task(service, name=name)
                     for name, service in (
-                        ("engine", self._engine.run()),
+                        (
+                            "engine",
+                            self._engine.run(self._on_engine_lost, self._on_engine_replaced),
+                        ),
                         ("flusher", self._flusher.run()),
                         ("leases", self._leases.run()),
                         ("index", self._index.run()),

@@ -10,7 +10,6 @@ from typing import NoReturn
 import msgspec
 
 from millrace.engine.types import (
-    DeviceTime,
     EngineOutput,
     EngineRequest,
     EngineStats,
@@ -19,7 +18,13 @@ from millrace.engine.types import (
 from millrace.runtime.clock import Clock
 from millrace.runtime.histogram import STEP_S, Histogram
 from millrace.schemas.transfer import TransferEndpoint
-from millrace.workers.engine_like import EngineFailedError, EngineLike, ignore
+from millrace.workers.engine_like import (
+    EngineFailedError,
+    EngineLike,
+    OnDeviceTimes,
+    OnPrefixes,
+    ignore,
+)
 
 # An engine that ends this often within this time is not worth another start.
 MAX_RESTARTS = 5
@@ -74,23 +79,19 @@ logger = logging.getLogger(__name__)
 class EngineKeeper:
     """Hands requests to the engine that runs, and starts another when that one has ended.
 
-    ``on_outputs`` gets what each step made, ``on_prefixes`` what changed in the prefix cache,
-    ``on_device_times`` what requests have taken of the device; ``on_lost`` gets why an engine
-    has ended, ``on_replaced`` when the next one is there. What is added or cancelled in between is
-    dropped: nothing of an engine outlives it, so who hears ``on_replaced`` adds what shall go on.
-    The restarts are bounded; the first follows at once, the
-    others after a growing pause. Counters in ``stats`` run on over all engines, as do
-    ``step_s``, how long steps took, and ``num_restarts``. Owns the engine: it ends with ``close``.
+    What is added or cancelled while there is no engine is dropped: nothing of an engine outlives
+    it, so its requests are to be added again when the next one is there. The restarts are bounded;
+    the first follows at once, the others after a growing pause. Counters in ``stats`` run on over
+    all engines, as do ``step_s``, how long steps took, and ``num_restarts``. Owns the engine: it
+    ends with ``close``.
     """
 
     def __init__(
         self, engine: EngineLike, restart: Callable[[], Awaitable[EngineLike]], clock: Clock
     ) -> None:
-        self.on_outputs: Callable[[list[EngineOutput]], None] = ignore
-        self.on_prefixes: Callable[[PrefixChanges], None] = ignore
-        self.on_device_times: Callable[[list[DeviceTime]], None] = ignore
-        self.on_lost: Callable[[str], None] = ignore
-        self.on_replaced: Callable[[], None] = ignore
+        self._outputs: Callable[[list[EngineOutput]], None] = ignore
+        self._prefixes: OnPrefixes = ignore
+        self._device_times: OnDeviceTimes = ignore
         self._engine: EngineLike | None = None
         self._restart = restart
         self._clock = clock
@@ -100,6 +101,19 @@ class EngineKeeper:
         self.step_s = Histogram(STEP_S)
         self.num_restarts = 0
         self._take_over(engine)
+
+    def listen(
+        self,
+        on_outputs: Callable[[list[EngineOutput]], None],
+        on_prefixes: OnPrefixes = ignore,
+        on_device_times: OnDeviceTimes = ignore,
+    ) -> None:
+        """Have every engine tell what each step made, what changed in its prefix cache, and what
+        requests have taken of the device."""
+        self._outputs = on_outputs
+        self._prefixes, self._device_times = on_prefixes, on_device_times
+        if self._engine is not None:
+            self._connect(self._engine)
 
     @property
     def stats(self) -> EngineStats:
@@ -159,8 +173,11 @@ class EngineKeeper:
         if self._engine is not None:
             await self._engine.reset_prefix_cache()
 
-    async def run(self) -> NoReturn:
-        """Replace every engine that ends, until it is cancelled.
+    async def run(
+        self, on_lost: Callable[[str], None] = ignore, on_replaced: Callable[[], None] = ignore
+    ) -> NoReturn:
+        """Replace every engine that ends, until it is cancelled. ``on_lost`` gets why an engine
+        has ended; ``on_replaced`` is called when the next one is there.
 
         Raises EngineFailedError when no other can be started, with why the last one ended.
         """
@@ -177,14 +194,14 @@ class EngineKeeper:
                 outstanding_prompt_tokens=0,
             )
             self._engine = None
-            self.on_prefixes(PrefixChanges(whole=True))
+            self._prefixes(PrefixChanges(whole=True))
             logger.warning("the engine has ended and is started again", extra={"reason": why})
-            self.on_lost(why)
+            on_lost(why)
             # What it still holds, such as memory of the device, is for the next one.
             await ended.close()
             self._take_over(await self._start_another(why))
             logger.info("a new engine runs")
-            self.on_replaced()
+            on_replaced()
 
     async def close(self) -> None:
         """End the engine; what runs in it is lost."""
@@ -195,17 +212,19 @@ class EngineKeeper:
         self._seen = engine.stats
         self._weights = engine.weights
         self._num_devices = engine.num_devices
-        engine.on_outputs = self._on_outputs
-        engine.on_prefixes = lambda changes: self.on_prefixes(changes)
-        engine.on_device_times = lambda times: self.on_device_times(times)
+        self._connect(engine)
         self._engine = engine
+
+    def _connect(self, engine: EngineLike) -> None:
+        engine.on_outputs = self._on_outputs
+        engine.on_prefixes, engine.on_device_times = self._prefixes, self._device_times
 
     def _on_outputs(self, outputs: list[EngineOutput], stats: EngineStats) -> None:
         before, self._seen = self._seen, stats
         num_steps = stats.num_steps - before.num_steps
         if num_steps:
             self.step_s.add((stats.busy_s - before.busy_s) / num_steps, num_steps)
-        self.on_outputs(outputs)
+        self._outputs(outputs)
 
     async def _start_another(self, why: str) -> EngineLike:
         while True:

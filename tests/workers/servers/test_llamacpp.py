@@ -187,7 +187,6 @@ async def test_a_killed_server_is_replaced_and_every_stream_goes_on(model: Serve
         return await start_server_engine(model, _config(), clock)
 
     keeper = EngineKeeper(await start(), start, clock)
-    running_keeper = asyncio.ensure_future(keeper.run())
     made: dict[str, list[int]] = {name: [] for name in names}
     ended: set[str] = set()
 
@@ -203,7 +202,8 @@ async def test_a_killed_server_is_replaced_and_every_stream_goes_on(model: Serve
             if name not in ended:
                 keeper.add(asked(number, tuple(made[name])))
 
-    keeper.on_outputs, keeper.on_replaced = on_outputs, on_replaced
+    keeper.listen(on_outputs)
+    running_keeper = asyncio.ensure_future(keeper.run(on_replaced=on_replaced))
     try:
         for number in range(_NUM_STREAMS):
             keeper.add(asked(number))

@@ -376,9 +376,14 @@ async def test_killed_under_its_streams_they_all_go_on(model: ServedModel) -> No
         return request(name, prompt, tuple(tokens.get(name, ())), max_tokens=800, ignore_eos=True)
 
     names = [str(number) for number in range(20)]
-    keeper.on_outputs = note
-    keeper.on_replaced = lambda: [keeper.add(asked(name)) for name in names if name not in ended]  # type: ignore[assignment,func-returns-value]
-    keeping = asyncio.create_task(keeper.run())
+
+    def go_on() -> None:
+        for name in names:
+            if name not in ended:
+                keeper.add(asked(name))
+
+    keeper.listen(note)
+    keeping = asyncio.create_task(keeper.run(on_replaced=go_on))
     try:
         undisturbed: dict[str, list[int]] = {}
         for disturbed in (False, True):

@@ -16,7 +16,7 @@ class RequestTimes:
     """Of the attempts on one worker: a migrated request counts at each worker that ran it.
 
     ``first_token_s`` and ``engine_wait_s`` begin with the dispatch, ``prefill_s`` when the engine
-    took the request into its batch. ``gap_s`` are the times between tokens, and those that one
+    took the request into its batch. ``gap_s`` are the times between tokens: the tokens that one
     step made for a request share theirs. ``ended`` counts by how a request ended.
 
     Within a step tokens are counted by when their requests had got the one before, which is the
