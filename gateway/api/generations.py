@@ -138,7 +138,14 @@ class GenerationHandler:
             requester = Requester(caller, DetachedClient(lambda: None), trace=trace, asked=asked)
             with _bugs_answered(request_id):
                 _refuse_last_event_id(scope)
-                begun = await self._submit_kept(prepared, requester, request_id, key, digest)
+                if key:
+                    begun = await gateway.idempotency.submit(
+                        prepared.request, requester, request_id, key, digest
+                    )
+                else:  # its result is kept under its own id
+                    begun = await gateway.submitter.submit(
+                        prepared.request, requester, request_id, request_id
+                    )
                 scope[ACCEPTED] = True
                 answer = await prepared.begin(begun)
             return await self._tell_of(prepared, begun, answer, scope, receive, send)
@@ -158,13 +165,9 @@ class GenerationHandler:
                     response = await self._resume(had, prepared, caller, client)
                     if trace is not None:
                         trace.attach_response(response)
-                elif key:
-                    response = await gateway.idempotency.submit(
-                        key, digest, prepared.request, requester, request_id
-                    )
                 else:
-                    response = await gateway.submitter.submit(
-                        prepared.request, requester, request_id
+                    response = await gateway.idempotency.submit(
+                        prepared.request, requester, request_id, key, digest
                     )
             scope[ACCEPTED] = True
             try:
@@ -180,20 +183,6 @@ class GenerationHandler:
             watch.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watch
-
-    async def _submit_kept(
-        self,
-        prepared: Prepared,
-        requester: Requester,
-        request_id: str,
-        key: str,
-        digest: str,
-    ) -> ResponseStream:
-        """A response whose result is kept: under its own id if the client has no key for it."""
-        gateway, request = self._gateway, prepared.request
-        if not key:
-            return await gateway.submitter.submit(request, requester, request_id, request_id)
-        return await gateway.idempotency.submit(key, digest, request, requester, request_id)
 
     async def _tell_of(
         self,

@@ -23,6 +23,7 @@ from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import chat_messages, left_out_of
 from millrace.registry.requests.offered.chat_tools import given_tools
 from millrace.registry.requests.offered.offered_tools import AskedChoice, offered_tools
+from millrace.registry.requests.ready_jobs import check_template
 from millrace.registry.tokenizers.prompt_pool import num_characters_with
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.metrics_server import bears_token, build_version, exposition
@@ -132,7 +133,7 @@ class Api:
             read = partial(gateway.prompts.run, caller.tenant)
             asked = await read(len(body), lambda: decode(decoder, body))
             template = asked.chat_template if isinstance(asked, TokenizeRequest) else None
-            gateway.maker.check_template(template)
+            check_template(template, is_trusted=gateway.config.trust_request_chat_template)
             model = await gateway.models.get_named(asked.model, caller.tenant)
             length = num_characters_with(template, len(body))
             value, encoded = await read(length, lambda: _encoded(answer(asked, model)))

@@ -36,11 +36,19 @@ class Idempotency:
         self._submitting: set[str] = set()
 
     async def submit(
-        self, key: str, digest: str, request: GenerationRequest, requester: Requester, new_id: str
+        self,
+        request: GenerationRequest,
+        requester: Requester,
+        new_id: str,
+        key: str = "",
+        digest: str = "",
     ) -> ResponseStream:
-        """The response, new or known; a new one has the request id ``new_id``. Raises
+        """The response, new or known; a new one has the request id ``new_id``. ``digest`` tells
+        apart requests with one ``key``; a request without a key is always new. Raises
         IdempotencyConflictError for a key of another request, RedisUnreachableError, and what
         ``RequestSubmitter.submit`` raises; the key can be used again then."""
+        if not key:
+            return await self._submitter.submit(request, requester, new_id)
         tenant = requester.caller.tenant
         awaited_id, give_up_s = "", 0.0
         while True:

@@ -168,7 +168,7 @@ class JobMaker:
     ) -> Job:
         """The job with token ids, within the windows of model and caller; its notices name the
         constraints that its calls are not held to."""
-        self.check_template(request.chat_template)
+        check_template(request.chat_template, is_trusted=self._trusts_templates)
         tools = self._tools_of(request)
         job = with_tools(job, request, model, tools)
         asked = replace(
@@ -210,10 +210,6 @@ class JobMaker:
             limit=f"Requests of tenant {caller.tenant} (tier {job.tier}) may hold {size} tokens "
             "with this API key.",
         )
-
-    def check_template(self, source: str | None) -> None:
-        """Raises ParameterError("chat_template") for one, unless requests may bring theirs."""
-        check_template(source, is_trusted=self._trusts_templates)
 
     def _tools_of(self, request: GenerationRequest) -> tuple[ToolDefinition, ...]:
         if request.tool_choice.mode is ToolMode.NONE:

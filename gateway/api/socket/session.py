@@ -209,15 +209,12 @@ class SocketSession(Client):
             request.arrived_s,
             Asked(api=Api.WEBSOCKET, stream=True),
         )
-        if not message.idempotency_key:
-            return await gateway.submitter.submit(parsed, requester, request.request_id)
-        # A client that asks again may name the request anew.
-        digest = digest_of(
-            b"generate", msgspec.json.encode(msgspec.structs.replace(message, id=""))
-        )
-        return await gateway.idempotency.submit(
-            message.idempotency_key, digest, parsed, requester, request.request_id
-        )
+        key, digest = message.idempotency_key or "", ""
+        if key:
+            # A client that asks again may name the request anew.
+            unnamed = msgspec.structs.replace(message, id="")
+            digest = digest_of(b"generate", msgspec.json.encode(unnamed))
+        return await gateway.idempotency.submit(parsed, requester, request.request_id, key, digest)
 
     async def _resumed(self, message: Resume, request: SocketRequest) -> ResponseStream:
         index = message.next_index
