@@ -75,7 +75,7 @@ def test_each_range_is_kept(name: str) -> None:
     assert high is not None
     for beyond in (low - 1, high + 1):
         with pytest.raises(ParameterError, match=f"{name} must be between") as refused:
-            SamplingOptions(**{name: beyond})
+            SamplingOptions(**dict[str, Any]({name: beyond}))
         assert refused.value.param == name
 
 
