@@ -6,11 +6,19 @@ READY  := $(VENV)/.ready
 PACKAGES := bench bus cli gateway millrace registry runtime scheduler schemas simulation telemetry workers
 DATA   ?= data
 
-.PHONY: setup up test test-changed test-all measure-tests lint types imports check bench engines engines-vllm test-engines test-gpu test-clients clean
+.PHONY: setup own-environment up test test-changed test-all measure-tests lint types imports check bench engines engines-vllm test-engines test-gpu test-clients clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+# The programs of a copied environment start the Python of the checkout that it was made for.
+own-environment:
+	@if [ -e $(BIN)/millrace ] && ! head -n 2 $(BIN)/millrace | grep -qF '$(CURDIR)/$(BIN)/'; then \
+	  echo "$(CURDIR)/$(VENV) was made for another checkout and would run that checkout's code." >&2; \
+	  echo "Remove it (rm -rf $(VENV)), then run make setup." >&2; \
+	  exit 1; \
+	fi
+
+$(READY): pyproject.toml constraints.txt | own-environment
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Millrace needs Python 3.11 or newer; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

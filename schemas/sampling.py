@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -31,13 +31,6 @@ MAX_GRAMMAR_CHARACTERS = 65_536
 MAX_GRAMMAR_CHOICES = 1_024
 MAX_LENGTH_PENALTY = 10.0
 _NOT_LITERAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
-# What changes or reports the probabilities of tokens, and what is looked for in text, which beams
-# do not have before they end.
-_NOT_WITH_BEAM_SEARCH = (
-    *("top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty"),
-    *("frequency_penalty", "logit_bias", "bad_words", "allowed_token_ids", "stop", "logprobs"),
-    *("prompt_logprobs", "grammar", "max_reasoning_tokens", "one_call"),
-)
 
 
 class GrammarKind(StrEnum):
@@ -195,36 +188,17 @@ class SamplingOptions(
             raise ParameterError(
                 "max_tokens", f"max_tokens must be at least 1, got {self.max_tokens}"
             )
-        _within("temperature", self.temperature, 0.0, 2.0)
+        for name, low, high in _RANGES:
+            _within(name, getattr(self, name), low, high)
         for name in ("top_p", "typical_p"):
-            share = getattr(self, name)
-            _within(name, share, 0.0, 1.0)
-            if share == 0.0:
+            if getattr(self, name) == 0.0:
                 raise ParameterError(name, f"{name} must be above 0")
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.top_k is not None and not 0 <= self.top_k <= MAX_TOP_K:
-            raise ParameterError(
-                "top_k", f"top_k must be between 0 (off) and {MAX_TOP_K}, got {self.top_k}"
-            )
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise ParameterError("seed", f"seed must be between 0 and {MAX_SEED}, got {self.seed}")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ParameterError("stop", f"stop must have at most {MAX_STOP_STRINGS} strings")
         if self.stop and not all(self.stop):
             raise ParameterError("stop", "stop must not have an empty string")
         if self.stop_token_ids and min(self.stop_token_ids) < 0:
             raise ParameterError("stop_token_ids", "a token id must not be negative")
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            if count is not None and not 0 <= count <= MAX_LOGPROBS:
-                raise ParameterError(
-                    name, f"{name} must be between 0 and {MAX_LOGPROBS}, got {count}"
-                )
-        if not 1 <= self.n <= MAX_CHOICES:
-            raise ParameterError("n", f"n must be between 1 and {MAX_CHOICES}, got {self.n}")
         if self.max_reasoning_tokens is not None and self.max_reasoning_tokens < 0:
             raise ParameterError(
                 "max_reasoning_tokens",
@@ -246,6 +220,11 @@ class SamplingOptions(
         """Whether what was made so far says which tokens may follow."""
         is_limited = self.reasoning is not None and self.max_reasoning_tokens is not None
         return self.grammar is not None or is_limited
+
+    @property
+    def may_end_in_text(self) -> bool:
+        """Whether the text of a completion may end it at any of its tokens."""
+        return any(self.asks_for(name) for name in _ENDING_TEXT)
 
     def asks_for(self, name: str) -> bool:
         """Whether the field ``name`` is given and says something else than nothing at all."""
@@ -309,15 +288,14 @@ class SamplingOptions(
             raise ParameterError("allowed_token_ids", "a token id must not be negative")
 
     def _check_beam_search(self) -> None:
-        _within("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if not self.use_beam_search:
             if self.length_penalty != 1.0:
                 raise ParameterError(
                     "length_penalty", "length_penalty goes only with use_beam_search: true"
                 )
             return
-        for name in _NOT_WITH_BEAM_SEARCH:
-            if self.asks_for(name):
+        for name, traits in SAMPLING_FIELDS.items():
+            if not traits.with_beams and self.asks_for(name):
                 raise ParameterError(
                     name, f"{name} does not go with use_beam_search: true; leave one of them out"
                 )
@@ -342,13 +320,75 @@ class SamplingParams(
         return cls(**{name: value for name, value in given.items() if value is not None})
 
 
+class FieldTraits(NamedTuple):
+    """What holds for a field of ``SamplingOptions`` besides its type and its default.
+
+    A number is between ``low`` and ``high``. ``with_beams``: the field goes with a beam search,
+    since it neither changes nor reports probabilities nor reads text before a beam has ended.
+    ``ends_text``: the text may end a completion at any token, so an engine's process hands out
+    each token at once.
+    """
+
+    with_beams: bool
+    low: float | None = None
+    high: float | None = None
+    ends_text: bool = False
+
+
+_TRAITS = {
+    "max_tokens": FieldTraits(with_beams=True),
+    "temperature": FieldTraits(True, 0, 2),
+    "top_p": FieldTraits(False, 0, 1),
+    "top_k": FieldTraits(False, 0, MAX_TOP_K),
+    "min_p": FieldTraits(False, 0, 1),
+    "seed": FieldTraits(True, 0, MAX_SEED),
+    "stop": FieldTraits(with_beams=False, ends_text=True),
+    "stop_token_ids": FieldTraits(with_beams=True),
+    "ignore_eos": FieldTraits(with_beams=True),
+    "logprobs": FieldTraits(False, 0, MAX_LOGPROBS),
+    "typical_p": FieldTraits(False, 0, 1),
+    "repetition_penalty": FieldTraits(False, 0.01, 100),
+    "presence_penalty": FieldTraits(False, -2, 2),
+    "frequency_penalty": FieldTraits(False, -2, 2),
+    "logit_bias": FieldTraits(with_beams=False),
+    "bad_words": FieldTraits(with_beams=False),
+    "min_tokens": FieldTraits(with_beams=True),
+    "prompt_logprobs": FieldTraits(False, 0, MAX_LOGPROBS),
+    "n": FieldTraits(True, 1, MAX_CHOICES),
+    "grammar": FieldTraits(with_beams=False),
+    "reasoning": FieldTraits(with_beams=True),
+    "max_reasoning_tokens": FieldTraits(with_beams=False),
+    "one_call": FieldTraits(with_beams=False, ends_text=True),
+    "include_stop_str_in_output": FieldTraits(with_beams=True),
+    "skip_special_tokens": FieldTraits(with_beams=True),
+    "allowed_token_ids": FieldTraits(with_beams=False),
+    "use_beam_search": FieldTraits(with_beams=True),
+    "length_penalty": FieldTraits(True, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+}
+
+SAMPLING_FIELDS = {name: _TRAITS[name] for name in SamplingOptions.__struct_fields__}
+"""Every field by its name. Checks, the OpenAPI document and their tests are made from it."""
+
+_ENDING_TEXT = tuple(name for name, traits in SAMPLING_FIELDS.items() if traits.ends_text)
+_RANGES = tuple(
+    (name, traits.low, traits.high)
+    for name, traits in SAMPLING_FIELDS.items()
+    if traits.low is not None and traits.high is not None
+)
+
+
 def _within(param: str, value: float | None, low: float, high: float) -> None:
     if value is None:
         return
     if not low <= value <= high:  # so for NaN, too
-        raise ParameterError(param, f"{param} must be between {low:g} and {high:g}, got {value:g}")
+        bounds = f"{_shown(low)} and {_shown(high)}"
+        raise ParameterError(param, f"{param} must be between {bounds}, got {_shown(value)}")
+
+
+def _shown(number: float) -> str:
+    return f"{number:g}" if isinstance(number, float) else str(number)
 
 
 _NEUTRAL = SamplingParams()
 _BEAM_SEARCH_DEFAULTS = SamplingDefaults(temperature=0.0)
-_WITH_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_WITH_DEFAULTS = tuple(name for name in SamplingDefaults.__struct_fields__ if name != "max_tokens")

@@ -25,6 +25,7 @@ from millrace.gateway.openapi.operation import JSON, Media, Operation
 from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
 from millrace.gateway.openapi.portable import Components, Use
 from millrace.gateway.transport.event_ids import EVENT_ID_PATTERN
+from millrace.gateway.transport.response_headers import HEADERS, RATE_LIMITS, ROUTED
 from millrace.schemas.anthropic.answers import MessageEvent
 from millrace.schemas.chat.tools import ChatTool
 from millrace.schemas.json_schema import REF, Schema, document_text, pascal, without_discriminators
@@ -76,48 +77,6 @@ _STREAMED = (
     "text/event-stream says, [DONE] or an error's body."
 )
 _STRING: Schema = {"type": "string"}
-_RATE_LIMITS: dict[str, Schema] = {
-    f"x-ratelimit-{aspect}-{what}": {
-        "description": text.format(what=what),
-        "schema": {"type": "string" if aspect == "reset" else "integer"},
-    }
-    for what in ("requests", "tokens")
-    for aspect, text in (
-        ("limit", "How many {what} a minute are allowed, if there is a limit."),
-        ("remaining", "How many {what} are left now."),
-        ("reset", "When all {what} are back, such as 6m0s."),
-    )
-}
-_ROUTED: dict[str, Schema] = {
-    "x-millrace-model": {"description": "The model that answers.", "schema": _STRING},
-    "x-millrace-route-reason": {
-        "description": "Why it is that one, if the request left the choice.",
-        "schema": _STRING,
-    },
-}
-_HEADERS: dict[str, Schema] = {
-    "x-request-id": {
-        "description": "The X-Request-Id of the request, if it has 1 to 128 visible ASCII "
-        "characters; else the id under which the request is known here.",
-        "schema": _STRING,
-    },
-    "x-millrace-request-id": {
-        "description": "The id under which the request is known here, if x-request-id is the "
-        "client's.",
-        "schema": _STRING,
-    },
-    "Retry-After": {
-        "description": "Seconds after which it may be tried again.",
-        "schema": {"type": "integer", "minimum": 1},
-    },
-    "x-should-retry": {
-        "description": "Whether the same request may succeed soon: true beside Retry-After, false "
-        "where it fails again.",
-        "schema": {"type": "boolean"},
-    },
-    **_RATE_LIMITS,
-    **_ROUTED,
-}
 _IDS = ("x-request-id", "x-millrace-request-id")
 _GENERATION_HEADERS: list[Schema] = [
     {
@@ -192,7 +151,7 @@ def openapi_document() -> Schema:
                 for refused in dict.fromkeys(one.refused for one in OPERATIONS)
                 for status in _ERRORS
             },
-            "headers": _HEADERS,
+            "headers": HEADERS,
             "securitySchemes": {
                 "key": {
                     "type": "http",
@@ -291,9 +250,9 @@ def _operation(
         content[_SSE] = {"schema": schema_of[one.event]}
     headers = list(_IDS)
     if tag in {"generation", "embeddings"}:
-        headers += _RATE_LIMITS
+        headers += RATE_LIMITS
     if tag == "generation":
-        headers += _ROUTED
+        headers += ROUTED
     answer = {
         "description": "Done." if one.event is None else _STREAMED,
         "headers": _references("headers", headers),
@@ -343,7 +302,7 @@ def _error(status: int, schema: Schema) -> Schema:
     if status not in {408, 500, 504}:
         headers.append("x-should-retry")
     if status == 429:
-        headers += _RATE_LIMITS
+        headers += RATE_LIMITS
     return {
         "description": _ERRORS[status],
         "headers": _references("headers", headers),

@@ -21,15 +21,14 @@ from millrace.schemas.responses.items import GivenItem
 from millrace.schemas.responses.tools import FlatCustomTool, FlatFunctionTool, ResponseTool
 from millrace.schemas.sampling import (
     MAX_BAD_WORDS,
-    MAX_CHOICES,
     MAX_GRAMMAR_CHOICES,
-    MAX_LENGTH_PENALTY,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_MIN_TOKENS,
     MAX_SEED,
     MAX_STOP_STRINGS,
     MAX_TOP_K,
+    SAMPLING_FIELDS,
 )
 from millrace.schemas.tools import MAX_TOOLS
 
@@ -103,19 +102,17 @@ _NUM_KEPT: Schema = {"minimum": -1}
 _PRIORITY: Schema = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}
 # By the keyword that a number, text, array or object in the field takes on.
 SAMPLING: dict[str, Schema] = {
+    name: {"minimum": traits.low, "maximum": traits.high}
+    for name, traits in SAMPLING_FIELDS.items()
+    if traits.low is not None and not name.endswith("logprobs")
+} | {
+    # Requests take more of these numbers, or fewer, than engines.
     "max_tokens": {"minimum": 1},
-    "temperature": {"minimum": 0, "maximum": 2},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "typical_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "length_penalty": {"minimum": -MAX_LENGTH_PENALTY, "maximum": MAX_LENGTH_PENALTY},
     "seed": {"minimum": -MAX_SEED, "maximum": MAX_SEED},
     "min_tokens": {"minimum": 0, "maximum": MAX_MIN_TOKENS},
-    "presence_penalty": {"minimum": -2, "maximum": 2},
-    "frequency_penalty": {"minimum": -2, "maximum": 2},
-    "repetition_penalty": {"minimum": 0.01, "maximum": 100},
-    "n": {"minimum": 1, "maximum": MAX_CHOICES},
 }
 _GENERATION: dict[str, Schema] = SAMPLING | {
     "user": _LABEL,

@@ -23,6 +23,7 @@ from millrace.gateway.transport.http import (
     header_of,
     refuse_handshake,
 )
+from millrace.gateway.transport.response_headers import EXPOSED
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.connection_settings import parse_networks
 from millrace.schemas.config import GatewayConfig
@@ -56,12 +57,6 @@ _MAX_ORIGIN_CHARACTERS = 300  # a scheme, a name of 253 characters and a port
 _MAX_ASKED_CHARACTERS = 2_000  # of names of headers, which are told back
 _MAX_HOSTS = 64  # that what was read of them is kept for
 _METHODS = b"GET, POST, DELETE"
-_EXPOSED = (
-    b"x-request-id, x-millrace-request-id, request-id, retry-after, x-should-retry, "
-    b"x-millrace-notice, x-millrace-model, x-millrace-route-reason, traceparent, x-trace-id, "
-    b"x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
-    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
-)
 
 
 def is_forwarded(scope: Scope) -> bool:
@@ -257,7 +252,7 @@ class OriginGuard:
 
         async def send_with_origin(event: Event) -> None:
             if event["type"] == "http.response.start":
-                exposed = (b"access-control-expose-headers", _EXPOSED)
+                exposed = (b"access-control-expose-headers", EXPOSED)
                 event["headers"] = [*event["headers"], allow, vary, exposed]
             await send(event)
 

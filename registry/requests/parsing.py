@@ -33,7 +33,7 @@ from millrace.schemas.openai import (
     GenerationFields,
     Prediction,
 )
-from millrace.schemas.sampling import MAX_SEED, SamplingOptions
+from millrace.schemas.sampling import MAX_SEED, SAMPLING_FIELDS, SamplingOptions
 from millrace.schemas.websocket import Generate
 
 _T = TypeVar("_T")
@@ -252,37 +252,21 @@ def _sampling(
     check_beam_search(request)
     if request.allowed_token_ids == ():
         raise ParameterError("allowed_token_ids", "allowed_token_ids must not be empty.")
-    given = {
+    given = {name: getattr(request, name, None) for name in SAMPLING_FIELDS}
+    # These fields have other forms or other names in requests.
+    given |= {
         "max_tokens": _max_tokens(request, default_max_tokens),
-        "temperature": request.temperature,
-        "top_p": request.top_p,
         "top_k": 0 if request.top_k == -1 else request.top_k,
-        "min_p": request.min_p,
         "seed": _seed(request.seed),
         "stop": (stop,) if isinstance(stop, str) else stop,
-        "stop_token_ids": request.stop_token_ids,
-        "ignore_eos": request.ignore_eos,
-        "presence_penalty": request.presence_penalty,
-        "frequency_penalty": request.frequency_penalty,
-        "repetition_penalty": request.repetition_penalty,
-        "logit_bias": request.logit_bias,
-        "typical_p": request.typical_p,
-        "min_tokens": request.min_tokens,
-        "bad_words": request.bad_words,
         "include_stop_str_in_output": keeps_stop_string(request),
-        "skip_special_tokens": request.skip_special_tokens,
-        "allowed_token_ids": request.allowed_token_ids,
         "logprobs": logprobs,
-        "prompt_logprobs": request.prompt_logprobs,
-        "n": request.n,
-        "use_beam_search": request.use_beam_search,
-        "length_penalty": request.length_penalty,
     }
     if isinstance(request, ChatFields):
         given["max_reasoning_tokens"] = _budget(request)
     options = {name: value for name, value in given.items() if value is not None}
     try:
-        return SamplingOptions(**options)  # type: ignore[arg-type]
+        return SamplingOptions(**options)
     except ParameterError as error:
         raise respelled(error, _words(request)) from error
 

@@ -6,13 +6,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from millrace.registry.checkpoints import families
+
 # More than the widest window that slides, but for that of all tokens, and than any window of
 # dynamic scaling.
 NUM_TOKENS_OUT = 100
 MAX_PROMPT_TOKENS = 60
 _MAX_POSITIONS = 512
 
-FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "Mixtral", "Qwen3Moe")
+FAMILIES = tuple(families.FAMILIES)
 _SWITCHED = ("Qwen2", "Qwen3", "Qwen3Moe")
 _LISTED = ("Qwen2", "Qwen3")
 

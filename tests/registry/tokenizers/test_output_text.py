@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from millrace.registry.tokenizers.output_text import TextStream
 from millrace.registry.tokenizers.tokenizer import Tokenizer
-from millrace.schemas.sampling import SamplingParams
+from millrace.schemas.sampling import SAMPLING_FIELDS, SamplingParams
+from millrace.schemas.tools import ToolFormat
 from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
 
 EOS = 1
@@ -152,3 +154,36 @@ def test_special_tokens_are_text_if_they_are_not_skipped(tokenizer: Tokenizer) -
     assert "".join(_run(ended, token_ids)) == "hi"  # the end itself is none of it
     both = _stream(tokenizer, skip_special_tokens=False, include_stop_str_in_output=True)
     assert "".join(_run(both, token_ids)) == told
+
+
+def test_what_may_end_a_text_is_declared(tokenizer: Tokenizer) -> None:
+    """An engine hands tokens out at once only for fields that are declared to end a text."""
+    read: set[str] = set()
+
+    class Recorder:
+        def __getattr__(self, name: str) -> object:
+            read.add(name)
+            return getattr(options, name)
+
+    options = SamplingParams(stop=("x",), one_call=ToolFormat.HERMES)
+    TextStream(tokenizer, Recorder(), _PROMPT)  # type: ignore[arg-type]
+    # These say what belongs to the text, or end a completion by its tokens.
+    told_by_tokens = {
+        *("skip_special_tokens", "include_stop_str_in_output", "ignore_eos", "stop_token_ids"),
+        "reasoning",
+    }
+    ending = {name for name, traits in SAMPLING_FIELDS.items() if traits.ends_text}
+    assert read - told_by_tokens == ending
+
+
+@pytest.mark.parametrize(
+    ("asked", "may_end"),
+    [
+        ({"stop": ("x",)}, True),
+        ({"one_call": ToolFormat.HERMES}, True),
+        ({"stop_token_ids": (3,)}, False),
+        ({}, False),
+    ],
+)
+def test_a_request_that_its_text_may_end_is_watched(asked: dict[str, Any], may_end: bool) -> None:
+    assert SamplingParams(**asked).may_end_in_text is may_end

@@ -109,3 +109,13 @@ async def test_the_tables_are_asked_for_by_either_name(store: Store, name: str) 
     assert {row["table"] for row in rows} == {"usage_by_minute", "usage_by_minute_once"}
     assert {"ttft_ms", "ttft_p95_ms", "cost"} <= {row["column"] for row in rows}
     assert "fingerprint" not in {row["column"] for row in rows}
+
+
+def test_each_saved_query_has_a_test_of_its_own() -> None:
+    """A test asks it by its name and knows the answer."""
+    files = [
+        *(ROOT / "tests" / "telemetry").rglob("test_*.py"),
+        *(ROOT / "tests" / "cli").rglob("test_*.py"),
+    ]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    assert not [name for name in load_queries() if not re.search(rf'["/]{name}"', text)]

@@ -51,7 +51,7 @@ def engine_request(
         priority=generation.priority,
         cache_salt=cache_salt,
         pooling=job.pooling,
-        watched=bool(job.sampling.stop or job.sampling.one_call),
+        watched=job.sampling.may_end_in_text,
         adapter=generation.adapter,
         # One that is text still has been prepared by nobody who knows the tokenizer.
         prediction_token_ids=() if isinstance(job.prediction, str) else job.prediction,
