@@ -18,8 +18,8 @@ from benchmarks.parallel.formulas import (
     largest,
     step_of,
 )
-from benchmarks.support.command import RESULTS
 from benchmarks.parallel.steps import FILE, Results, results, tables
+from benchmarks.support.command import RESULTS
 from tests.support.repository import ROOT
 
 PAGE = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
