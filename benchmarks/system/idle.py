@@ -92,7 +92,7 @@ def _print(processes: Sequence[Idle], floor: Idle) -> None:
 
 
 def run(seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: str = "") -> Told:
-    """Watch for ``seconds`` behind a rest of ``settle``; ``up`` are more options of millrace up in one string."""
+    """Watch for ``seconds`` behind a rest of ``settle``; ``up`` has options of millrace up."""
     with tempfile.TemporaryDirectory() as folder:
         system = System(Path(folder) / "data", ("--port", _PORT, *shlex.split(up))).start()
         try:
