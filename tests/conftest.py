@@ -58,7 +58,7 @@ def _one_compute_thread() -> Iterator[None]:
 def _interpreter_prepared_once() -> None:
     """If any test of the run has kernels for GPUs."""
     if "triton.runtime.interpreter" in sys.modules:
-        from benchmarks.support.interpreter import prepare_once
+        from tests.support.interpreter import prepare_once
 
         prepare_once()
 

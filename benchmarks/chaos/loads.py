@@ -2,13 +2,150 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from benchmarks.chaos.clients import KINDS, TimedClient, TimedParts
+from tests.e2e.clients import Answer
+from tests.e2e.resuming import EventClient, Persistent, SocketClient
 from tests.support.system import System
+
+
+class Arrivals:
+    """When the parts of one answer came, on this process's monotonic clock."""
+
+    def __init__(self) -> None:
+        self.parts_s: list[float] = []
+
+    def note(self) -> None:
+        self.parts_s.append(time.monotonic())
+
+    def longest_gap_s(self, from_s: float, to_s: float) -> float | None:
+        """The longest silence that had not ended at ``from_s`` and began before ``to_s``; None for
+        a stream that had not begun by then, or was over."""
+        gaps = [
+            after_s - before_s
+            for before_s, after_s in pairwise(self.parts_s)
+            if after_s > from_s and before_s < to_s
+        ]
+        has_begun = bool(self.parts_s) and self.parts_s[0] < from_s
+        return max(gaps) if gaps and has_begun else None
+
+
+class TimedSocket(SocketClient):
+    """By WebSocket; it goes on by the index of the first token that it has not got."""
+
+    def __init__(self, system: System, question: str, **options: Any) -> None:
+        super().__init__(system, question, **options)
+        self.arrivals = Arrivals()
+
+    def _read(self, message: dict[str, Any]) -> Answer | None:
+        if message["type"] == "delta":
+            self.arrivals.note()
+        return super()._read(message)
+
+
+class TimedEvents(EventClient):
+    """By server-sent events; it goes on by Last-Event-ID."""
+
+    def __init__(self, system: System, question: str, **options: Any) -> None:
+        super().__init__(system, question, **options)
+        self.arrivals = Arrivals()
+
+    def _note(self, event_id: str) -> None:
+        self.arrivals.note()
+        super()._note(event_id)
+
+
+@dataclass
+class PartsAnswer(Answer):
+    """``text`` is a line for each choice: its content, its calls, its tokens as they were told, and
+    why it ended, as JSON. ``logprobs`` has what was told with the tokens, by choice."""
+
+    logprobs: dict[int, list[float]]
+
+
+class Choice:
+    """What came of one choice."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.calls: dict[int, list[str]] = {}
+        self.tokens: list[list[str]] = []
+        self.logprobs: list[float] = []
+        self.finish_reason = ""
+
+    def read(self, choice: dict[str, Any]) -> None:
+        delta = choice["delta"]
+        self.content += delta.get("content") or ""
+        for call in delta.get("tool_calls") or ():
+            # Its id is made of the request's, so that it is another each time.
+            parts = self.calls.setdefault(call["index"], ["", ""])
+            function = call.get("function", {})
+            parts[0] += function.get("name") or ""
+            parts[1] += function.get("arguments") or ""
+        for token in (choice.get("logprobs") or {}).get("content") or ():
+            best = sorted(token["top_logprobs"], key=lambda one: one["token"])
+            self.tokens.append([token["token"], *(one["token"] for one in best)])
+            self.logprobs += [token["logprob"], *(one["logprob"] for one in best)]
+        self.finish_reason = choice["finish_reason"] or self.finish_reason
+
+    def line(self) -> str:
+        return json.dumps([self.content, self.calls, self.tokens, self.finish_reason])
+
+
+class TimedParts(TimedEvents):
+    """By server-sent events, reading all that a choice may have. It never has to come back: what is
+    done to the system leaves its gateway alone."""
+
+    def __init__(self, system: System, question: str, **options: Any) -> None:
+        super().__init__(system, question, **options)
+        self._choices: defaultdict[int, Choice] = defaultdict(Choice)
+
+    def _read(self, chunk: dict[str, Any]) -> bool:
+        assert "error" not in chunk, chunk
+        self._usage = chunk.get("usage") or self._usage
+        for choice in chunk["choices"]:
+            self._choices[choice["index"]].read(choice)
+        return True
+
+    def _note(self, event_id: str) -> None:
+        del event_id
+        self.arrivals.note()
+
+    def _answer(self) -> Answer:
+        assert self.num_connections == 1, "it lost its gateway"
+        choices = sorted(self._choices.items())
+        return PartsAnswer(
+            self.request_id,
+            "\n".join(choice.line() for _, choice in choices),
+            ",".join(choice.finish_reason for _, choice in choices),
+            self._usage["prompt_tokens"],
+            self._usage["completion_tokens"],
+            {index: choice.logprobs for index, choice in choices},
+        )
+
+
+TimedClient = TimedSocket | TimedEvents
+KINDS: tuple[type[TimedSocket] | type[TimedEvents], ...] = (TimedSocket, TimedEvents)
+
+__all__ = [
+    "KINDS",
+    "Answer",
+    "Arrivals",
+    "Choice",
+    "PartsAnswer",
+    "Persistent",
+    "TimedClient",
+    "TimedParts",
+]
+
 
 _TEXTS = {
     "type": "array",

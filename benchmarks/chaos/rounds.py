@@ -12,9 +12,8 @@ from itertools import pairwise
 import httpx
 import msgspec
 
-from benchmarks.chaos.clients import Answer, PartsAnswer, TimedClient
 from benchmarks.chaos.faults import Event, Struck
-from benchmarks.chaos.loads import LOADS, Load
+from benchmarks.chaos.loads import LOADS, Answer, Load, PartsAnswer, TimedClient
 from tests.support.system import System
 from tests.support.waiting import eventually
 

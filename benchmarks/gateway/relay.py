@@ -24,8 +24,14 @@ import uvloop
 
 from benchmarks.support.command import Told
 from benchmarks.support.figures import table
-from benchmarks.support.gateway_clients import HANDSHAKE, socket_request, sse_request
-from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
+from benchmarks.support.gateway_process import (
+    GATEWAY_ID,
+    HANDSHAKE,
+    GatewayProcess,
+    running_gateway,
+    socket_request,
+    sse_request,
+)
 from benchmarks.support.processes import SPAWN, ProcessUsage, spawned
 from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.support.simulated_worker import LockstepWorker, take_jobs

@@ -25,8 +25,7 @@ import uvloop
 
 from benchmarks.support.command import Told
 from benchmarks.support.figures import table
-from benchmarks.support.gateway_clients import sse_request
-from benchmarks.support.gateway_process import GatewayProcess, running_gateway
+from benchmarks.support.gateway_process import GatewayProcess, running_gateway, sse_request
 from benchmarks.support.simulated_worker import simulated_worker
 from millrace.runtime.tracing import Span, SpanKind
 from millrace.runtime.tracing_setup import open_tracing

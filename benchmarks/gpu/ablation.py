@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.gpu.engine_runs import EngineRun, engine_config
-from benchmarks.gpu.goals import QWEN_06B
+from benchmarks.gpu.report import QWEN_06B
 from benchmarks.gpu.scope import Scope
 
 _CONTEXT, _SMOKE_CONTEXT = 1024, 3

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.goals import LLAMA_8B
 from benchmarks.gpu.kernel_cases import Cost, Work, measure
+from benchmarks.gpu.loads import write_config
+from benchmarks.gpu.report import LLAMA_8B
 from benchmarks.gpu.scope import Scope
-from benchmarks.gpu.shapes import write_config
 from millrace.engine.adapters.slots import AdapterSlots, Product, packed_slot
 from millrace.engine.adapters.weights import LayerSlices, LowRank
 from millrace.engine.kernels.gpu import adapters

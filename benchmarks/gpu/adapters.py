@@ -11,15 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.adapters.folders import PROJECTIONS, write_adapter
+from benchmarks.adapters.engine import PROJECTIONS, write_adapter
 from benchmarks.checkpoints import LlamaShape
 from benchmarks.gpu import adapter_kernels
 from benchmarks.gpu.adapter_kernels import RANK, num_adapters
 from benchmarks.gpu.engine_runs import EngineRun, engine_config
-from benchmarks.gpu.goals import LLAMA_8B, STEPS_BESIDE_LOADS, adapted, decode, prefill
 from benchmarks.gpu.kernels import rehearse
+from benchmarks.gpu.loads import kv_bytes_per_token, weight_bytes_per_step
+from benchmarks.gpu.report import LLAMA_8B, STEPS_BESIDE_LOADS, adapted, decode, prefill
 from benchmarks.gpu.scope import Scope
-from benchmarks.gpu.shapes import kv_bytes_per_token, weight_bytes_per_step
 from benchmarks.support.figures import percentile
 from millrace.registry.checkpoints.adapters.config import CONFIG_FILE
 from millrace.registry.checkpoints.adapters.outline import WEIGHTS_FILE, adapter_version

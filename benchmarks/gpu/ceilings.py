@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.gpu.kernel_cases import Call, timed
 from benchmarks.gpu.report import Ceilings
 from benchmarks.gpu.scope import Scope
-from benchmarks.gpu.timing import Call, timed
 
 # Twice this is moved; several dozen times the last level's cache.
 _COPY_BYTES = 4 << 30

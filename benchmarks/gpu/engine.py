@@ -8,11 +8,17 @@ from pathlib import Path
 
 from benchmarks.gpu.busy import trace
 from benchmarks.gpu.engine_runs import EngineRun, engine_config
-from benchmarks.gpu.goals import BUSY, LLAMA_8B, QWEN_06B, QWEN_8B, START, decode, prefill
-from benchmarks.gpu.loads import Load, ideal, nano_load, thousand_load
-from benchmarks.gpu.report import Detail
+from benchmarks.gpu.loads import (
+    Load,
+    ideal,
+    kv_bytes_per_token,
+    nano_load,
+    prefill_flops,
+    thousand_load,
+    weight_bytes_per_step,
+)
+from benchmarks.gpu.report import BUSY, LLAMA_8B, QWEN_06B, QWEN_8B, START, Detail, decode, prefill
 from benchmarks.gpu.scope import Scope
-from benchmarks.gpu.shapes import kv_bytes_per_token, prefill_flops, weight_bytes_per_step
 
 _CONTEXT = 1024
 _BATCHES = (1, 8, 32, 128, 256)

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.loads import TEMPERATURE, Load, random_prompts
+from benchmarks.gpu.loads import TEMPERATURE, Load, random_prompts, write_config
 from benchmarks.gpu.scope import Scope, WrongResultError
-from benchmarks.gpu.shapes import write_config
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.schemas.config import EngineConfig

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.gpu.kernel_cases import Cost, Work, measure, returned
+from benchmarks.gpu.kernel_cases import Call, Cost, Work, measure, returned
 from benchmarks.gpu.scope import Scope
-from benchmarks.gpu.timing import Call
 from millrace.engine.kernels.gpu.matmul import gated_linear, linear, tiled_linear
 from millrace.engine.kernels.gpu.reference.rows import swiglu
 from millrace.engine.kernels.gpu.tiles import ProductTile

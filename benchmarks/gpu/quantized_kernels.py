@@ -9,11 +9,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.gpu.kernel_cases import Cost, Work, measure, returned
+from benchmarks.gpu.kernel_cases import Call, Cost, Work, measure, returned
 from benchmarks.gpu.kernels import rehearse
 from benchmarks.gpu.matmul_kernels import Shape
 from benchmarks.gpu.scope import Scope
-from benchmarks.gpu.timing import Call
 from millrace.engine.kernels.gpu import experts
 from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
 from millrace.engine.kernels.gpu.quantized.library import library_linear

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu.attention_batches import Heads, random_layer
+from benchmarks.gpu.attention_kernels import Heads, random_layer
 from benchmarks.gpu.kernel_cases import (
     FP8_ERROR,
     Cost,
@@ -15,9 +15,9 @@ from benchmarks.gpu.kernel_cases import (
     measure,
     relative_error,
     returned,
+    timed,
 )
 from benchmarks.gpu.scope import Scope
-from benchmarks.gpu.timing import timed
 from millrace.engine.kernels.gpu import blocks, heads, rows
 from millrace.engine.kernels.gpu.device_batch import CacheLayer
 from millrace.engine.kernels.gpu.reference import heads as reference_heads

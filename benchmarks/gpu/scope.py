@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from benchmarks.gpu.report import Ceilings, Detail, Row
-from benchmarks.support.interpreter import prepare_once
+from tests.support.interpreter import prepare_once
 
 
 class WrongResultError(Exception):

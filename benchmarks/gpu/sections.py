@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.gpu.goals import (
+from benchmarks.gpu.report import (
     ADAPTERS,
     KERNELS,
     LLAMA_8B,
@@ -21,8 +21,10 @@ from benchmarks.gpu.goals import (
     SPECULATION,
     TOKENS,
     TRANSFORMERS,
+    Ceilings,
+    Environment,
+    Row,
 )
-from benchmarks.gpu.report import Ceilings, Environment, Row
 
 Item = Row | Ceilings | Environment
 Keep = Callable[[Item], None]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.gpu.engine_runs import EngineRun, engine_config
-from benchmarks.gpu.goals import EQUAL_ANSWERS, LLAMA_8B, predicted
+from benchmarks.gpu.report import EQUAL_ANSWERS, LLAMA_8B, predicted
 from benchmarks.gpu.scope import Scope
 from millrace.engine.types import EngineRequest
 from millrace.schemas.sampling import SamplingParams

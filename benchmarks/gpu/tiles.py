@@ -89,9 +89,8 @@ def _swept(scope: Scope, sweep: Sweep) -> Swept:
 
 
 def _timed(scope: Scope, sweep: Sweep, tile: Tile) -> Timed:
-    from benchmarks.gpu.kernel_cases import check, relative_error
+    from benchmarks.gpu.kernel_cases import check, num_sets, relative_error, timed
     from benchmarks.gpu.scope import describe, is_fatal
-    from benchmarks.gpu.timing import num_sets, timed
 
     try:
         with sweep.using(tile):

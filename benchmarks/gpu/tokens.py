@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.gpu.engine_runs import engine_config
-from benchmarks.gpu.goals import DETERMINISTIC, LLAMA_8B, LOGITS_ERROR, QWEN_06B
 from benchmarks.gpu.kernel_cases import relative_error
-from benchmarks.gpu.loads import TEMPERATURE, random_prompts
+from benchmarks.gpu.loads import TEMPERATURE, random_prompts, write_config
+from benchmarks.gpu.report import DETERMINISTIC, LLAMA_8B, LOGITS_ERROR, QWEN_06B
 from benchmarks.gpu.scope import Scope
-from benchmarks.gpu.shapes import write_config
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.runners import load_runner

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.gpu.goals import LLAMA_8B, QWEN_06B, QWEN_8B, over
-from benchmarks.gpu.loads import TEMPERATURE, Load, nano_load, thousand_load
-from benchmarks.gpu.report import Detail
+from benchmarks.gpu.loads import TEMPERATURE, Load, nano_load, thousand_load, write_config
+from benchmarks.gpu.report import LLAMA_8B, QWEN_06B, QWEN_8B, Detail, over
 from benchmarks.gpu.scope import Scope, WrongResultError
-from benchmarks.gpu.shapes import write_config
 
 _NO_TOKEN = -1
 _WARM_UP_TOKENS = 4

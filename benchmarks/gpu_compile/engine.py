@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.adapters.folders import write_adapter
+from benchmarks.adapters.engine import write_adapter
 from benchmarks.checkpoints import LlamaShape
 from benchmarks.gpu_compile.compiling import Compilation
 from millrace.registry.checkpoints.adapters.outline import TARGETS

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks.checkpoints import LLAMA_8B, LLAMA_100M, LlamaShape
-from benchmarks.kv.caches import BLOCK_TOKENS, cache_of
+from benchmarks.kv.host import BLOCK_TOKENS, cache_of
 from benchmarks.support.command import Told
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.model import measured_model

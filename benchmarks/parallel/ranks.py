@@ -30,8 +30,7 @@ import msgspec
 from benchmarks.checkpoints import LlamaShape, write_llama
 from benchmarks.support.command import Told
 from benchmarks.support.machine_rates import cpu_name
-from benchmarks.support.processes import busy_processes, in_new_process
-from benchmarks.support.remote_stages import remote_stages
+from benchmarks.support.processes import busy_processes, in_new_process, remote_stages
 from millrace.engine.threads.choice import configure_threads
 from millrace.schemas.config import EngineConfig
 

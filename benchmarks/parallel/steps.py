@@ -16,17 +16,19 @@ import msgspec
 from benchmarks.parallel.formulas import (
     GROUPS,
     H200,
+    MOST_SLOTS,
     NUM_CANDIDATES,
     TPOT_MS,
     Device,
     HeadGather,
     Largest,
+    Simulated,
     Step,
     head_gather,
     largest,
+    simulated,
     step_of,
 )
-from benchmarks.parallel.simulated import MOST_SLOTS, Simulated, simulated
 from benchmarks.support.command import Told
 
 FILE = "parallel_steps.json"

@@ -26,8 +26,13 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.engine.ceilings import lines, measured
-from benchmarks.peers.alone import MILLRACE_ENGINE, TRANSFORMERS, measure_alone
-from benchmarks.peers.loads import LOADS, MissingTokensError
+from benchmarks.peers.loads import (
+    LOADS,
+    MILLRACE_ENGINE,
+    TRANSFORMERS,
+    MissingTokensError,
+    measure_alone,
+)
 from benchmarks.peers.report import MILLRACE, Report, table
 from benchmarks.peers.servers import measure_server, millrace, vllm
 from benchmarks.support.command import command_parser

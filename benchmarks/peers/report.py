@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from benchmarks.engine.ceilings import Ceilings
-from benchmarks.peers.alone import MILLRACE_ENGINE
-from benchmarks.peers.loads import Load
+from benchmarks.peers.loads import MILLRACE_ENGINE, Load
 from benchmarks.support.figures import Figures
 
 MILLRACE = "millrace"

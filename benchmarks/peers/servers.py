@@ -19,8 +19,43 @@ from benchmarks.peers.loads import Load, measure
 from benchmarks.support.figures import Figures, RequestTimes
 from benchmarks.support.prompts import Prompt
 from benchmarks.support.sse_load import COMPLETIONS, run_load
+from millrace.registry.catalogue import Catalogue
+from millrace.registry.served import ServedModel
 from millrace.runtime.addresses import open_directly
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import EngineKind
+from millrace.workers.servers.dialect import ServerAddress
+from millrace.workers.servers.kinds import DIALECTS
+from millrace.workers.servers.server_process import find_program
+from tests.support.servers import free_port
 from tests.support.system import System
+
+MAX_NUM_SEQUENCES = 32
+# What precedes the path of the socket in the arguments.
+_SOCKET_OPTIONS = {EngineKind.VLLM: "--uds", EngineKind.LLAMACPP: "--host"}
+
+
+@contextmanager
+def serving(kind: str, model: Path, folder: Path) -> Iterator[str]:
+    """The URL of a server of this kind, which ends with the context. Raises RuntimeError with the
+    end of its log if it does not come up."""
+    engine, port = EngineKind(kind), free_port()
+    catalogue = Catalogue({}).with_model(str(model))
+    served = ServedModel.load(catalogue, catalogue.names()[0])
+    dialect = DIALECTS[engine](
+        served, EngineConfig(kind=engine, max_num_sequences=MAX_NUM_SEQUENCES), owned=True
+    )
+    program = find_program(dialect.program, "", dialect.package)
+    address = ServerAddress(folder)
+    command = dialect.command(program, address)
+    arguments = list(command.arguments)
+    at = arguments.index(str(address.socket))
+    assert arguments[at - 1] == _SOCKET_OPTIONS[engine]
+    arguments[at - 1 : at + 1] = ["--host", "127.0.0.1", "--port", str(port)]
+    url = f"http://127.0.0.1:{port}"
+    with running_server(url, arguments, command.environment, folder, dialect.health_path):
+        yield url
+
 
 _STARTS_WITHIN_S = 420.0
 _STOPS_WITHIN_S = 20.0

@@ -25,9 +25,12 @@ from typing import Literal, get_args
 import msgspec
 
 from benchmarks.checkpoints import LLAMA_100M, write_llama
-from benchmarks.engines.servers import serving
-from benchmarks.peers.servers import measure_server
+from benchmarks.peers.servers import measure_server, serving
 from benchmarks.quantization.engine import (
+    KINDS,
+    LOADS,
+    PEER_FORMATS,
+    WIDE,
     AloneFigures,
     LogitFigures,
     QualityFigures,
@@ -35,14 +38,13 @@ from benchmarks.quantization.engine import (
     measure_logits,
     measure_quality,
 )
-from benchmarks.quantization.kinds import KINDS, LOADS, PEER_FORMATS, WIDE
 from benchmarks.support.command import Told, run_command
 from benchmarks.support.figures import Figures, medians
-from benchmarks.support.gguf_files import write_gguf
 from benchmarks.support.machine_rates import cpu_name, machine_rates
 from benchmarks.support.processes import in_new_process
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.engines import EngineKind
+from tests.support.gguf_files import write_gguf
 from tests.support.system import System
 
 _Part = Literal["served", "engine", "quality", "logits"]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from benchmarks.peers.loads import distinct, measure
-from benchmarks.quantization.kinds import LOADS, WIDE, settings
 from benchmarks.support.closed_loop import run_closed_loop
 from benchmarks.support.figures import Figures
 from millrace.engine.threads.choice import configure_threads
 from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
+from tests.support.gguf_files import MatrixType
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +26,23 @@ if TYPE_CHECKING:
     from millrace.engine.step.batch import FlatBatch
     from millrace.registry.checkpoints.checkpoint import ModelConfig
     from tools.demo.answers import Answerer, Messages
+
+
+WIDE: Final = "bfloat16"
+# Ours, and llama.cpp's format of as many bits.
+PEER_FORMATS: Final[dict[str, MatrixType]] = {"int8": "q8_0", "int4": "q4_0"}
+KINDS: Final = (WIDE, *PEER_FORMATS)
+LOADS: Final = (distinct(1, 4), distinct(8, 24), distinct(32, 96))
+
+
+def settings(kind: str) -> EngineConfig:
+    """The engine's, for weights that are rounded to ``kind`` while they are loaded."""
+    return EngineConfig(
+        dtype=WIDE,
+        device="cpu",
+        max_num_sequences=max(load.streams for load in LOADS),
+        quantization=None if kind == WIDE else kind,
+    )
 
 
 class AloneFigures(msgspec.Struct, frozen=True, kw_only=True):

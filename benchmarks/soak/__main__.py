@@ -23,8 +23,7 @@ from typing import Any
 import psutil
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LlamaShape, write_llama
-from benchmarks.soak.checks import problems, twins
-from benchmarks.soak.requests import LONGEST_TOKENS, Drawer, Expected
+from benchmarks.soak.requests import LONGEST_TOKENS, Drawer, Expected, problems, twins
 from benchmarks.support.command import Told, run_command
 
 SHAPE = LlamaShape(

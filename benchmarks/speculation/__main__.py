@@ -27,8 +27,7 @@ import msgspec
 import torch
 
 from benchmarks.checkpoints import LLAMA_100M, write_llama
-from benchmarks.speculation.copier import write_copier
-from benchmarks.speculation.copier_head import write_copier_head
+from benchmarks.speculation.copier import write_copier, write_copier_head
 from benchmarks.speculation.equality import Equality, compare
 from benchmarks.speculation.loads import LOADS, Load, Model, Proposer
 from benchmarks.support.command import Told, run_command

@@ -3,13 +3,105 @@ each token is followed by one of its own."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
 from safetensors.torch import load_file, save_file
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M, LlamaShape, write_llama
+
+# Queries and keys of so large a scale that a token attends to itself, or to its like, alone.
+_FOCUS = 5.0
+# What the logit of a successor is, where those of others are about 0.
+_SURE = 16.0
+
+
+def write_copier_head(
+    path: Path, target: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0, agreement: float = 1.0
+) -> Path:
+    """A head for ``write_copier``'s checkpoint ``target``, of which it knows no more than such a
+    share of the successors. It does not need the features: its attention carries the token from the
+    embedding to the head, and takes away what came in beside it."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(_config(shape), indent=2) + "\n")
+    embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"].float()
+    tensors = _tensors(shape, embedding, known_successors(shape, seed, agreement), seed)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _config(shape: LlamaShape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.vocab_size - FIRST_TEXT_TOKEN,
+        "max_position_embeddings": 2048,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def _tensors(
+    shape: LlamaShape, embedding: torch.Tensor, known: dict[int, int], seed: int
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    values = shape.num_kv_heads * shape.head_dim
+    group = shape.num_heads // shape.num_kv_heads
+    keys = torch.randn(values, hidden, generator=generator) * (_FOCUS / hidden**0.5)
+    carried = torch.randn(values, hidden, generator=generator) / hidden**0.5
+    spread = torch.linalg.qr(torch.randn(hidden, values, generator=generator)).Q
+    by_head = spread.view(hidden, shape.num_kv_heads, 1, shape.head_dim) / group
+    nothing = torch.zeros(values, hidden)
+    # What comes in beside a token is what the token before it was carried to.
+    taken = -((values / hidden) ** 0.5) * spread.T
+    num_known = shape.vocab_size - FIRST_TEXT_TOKEN
+    normed = F.rms_norm(embedding, (hidden,), eps=1e-5)
+    rows = normed @ carried.T @ spread.T * (_SURE / (values * hidden) ** 0.5)
+    head = torch.zeros(num_known, hidden)
+    for token, following in known.items():
+        head[following - FIRST_TEXT_TOKEN] = rows[token]
+    ones = torch.ones(hidden)
+    wide = {
+        "fc.weight": torch.zeros(hidden, 3 * hidden),
+        "midlayer.hidden_norm.weight": ones,
+        "midlayer.input_layernorm.weight": ones.clone(),
+        "midlayer.self_attn.q_proj.weight": torch.cat(
+            (_by_group(keys, shape, group), nothing.repeat(group, 1)), 1
+        ),
+        "midlayer.self_attn.k_proj.weight": torch.cat((keys, nothing), 1),
+        "midlayer.self_attn.v_proj.weight": torch.cat((carried, taken), 1),
+        "midlayer.self_attn.o_proj.weight": by_head.expand(-1, -1, group, -1).flatten(1),
+        "midlayer.post_attention_layernorm.weight": ones.clone(),
+        "midlayer.mlp.gate_proj.weight": torch.randn(inner, hidden, generator=generator) * 0.02,
+        "midlayer.mlp.up_proj.weight": torch.randn(inner, hidden, generator=generator) * 0.02,
+        "midlayer.mlp.down_proj.weight": torch.zeros(hidden, inner),
+        "norm.weight": ones.clone(),
+        "lm_head.weight": head,
+    }
+    tensors = {name: tensor.bfloat16().contiguous() for name, tensor in wide.items()}
+    tensors["d2t"] = torch.full((num_known,), FIRST_TEXT_TOKEN)
+    tensors["t2d"] = torch.arange(shape.vocab_size) >= FIRST_TEXT_TOKEN
+    return tensors
+
+
+def _by_group(keys: torch.Tensor, shape: LlamaShape, group: int) -> torch.Tensor:
+    """The queries of each head are the keys that it meets."""
+    heads = keys.view(shape.num_kv_heads, 1, shape.head_dim, -1)
+    return heads.expand(-1, group, -1, -1).flatten(0, 2)
+
 
 # So much larger than what the layers add that a token's successor does not depend on the others.
 _EMBEDDING_SCALE = 200.0

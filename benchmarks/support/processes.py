@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,6 +19,21 @@ import msgspec
 import psutil
 
 from millrace.cli.local.supervisor import begin_child
+
+
+@contextmanager
+def remote_stages(number: int) -> Iterator[str]:
+    """The address at which ``millrace stages`` joins for so many stages, until this is left."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = (sys.executable, "-m", "millrace", "stages", "--join", address)
+    process = subprocess.Popen((*command, "--max-stages", str(number)), stderr=subprocess.DEVNULL)
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
 
 ResultT = TypeVar("ResultT")
 SPAWN = multiprocessing.get_context("spawn")

@@ -13,6 +13,7 @@ process that only sleeps.
 from __future__ import annotations
 
 import asyncio
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -90,12 +91,10 @@ def _print(processes: Sequence[Idle], floor: Idle) -> None:
     print(f"goal: at most {_GOAL_CORE_PERCENT:g} % of a core in all processes together")
 
 
-def run(
-    seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: Sequence[str] = ()
-) -> Told:
-    """Watch for ``seconds`` behind a rest of ``settle``; ``up`` are more options of millrace up."""
+def run(seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: str = "") -> Told:
+    """Watch for ``seconds`` behind a rest of ``settle``; ``up`` has options of millrace up."""
     with tempfile.TemporaryDirectory() as folder:
-        system = System(Path(folder) / "data", ("--port", _PORT, *up)).start()
+        system = System(Path(folder) / "data", ("--port", _PORT, *shlex.split(up))).start()
         try:
             asyncio.run(run_load(system.http, [_REQUEST] * requests, 1))
             time.sleep(settle)

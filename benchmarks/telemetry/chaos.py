@@ -21,8 +21,7 @@ from typing import Literal
 
 import msgspec
 
-from benchmarks.telemetry.kafka import Kafka, available, running_kafka
-from benchmarks.telemetry.record_load import Published, record_load
+from benchmarks.telemetry.record_load import Kafka, Published, available, record_load, running_kafka
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 from tests.telemetry.process import TelemetryProcess

@@ -28,8 +28,7 @@ import psutil
 
 from benchmarks.support.command import Told
 from benchmarks.support.processes import SPAWN, spawned
-from benchmarks.telemetry.kafka import running_kafka
-from benchmarks.telemetry.record_load import record_load
+from benchmarks.telemetry.record_load import record_load, running_kafka
 from millrace.bus import nats
 from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part

@@ -20,8 +20,13 @@ from typing import Any, Literal
 import msgspec
 
 from benchmarks.support.command import Told
-from benchmarks.telemetry.kafka import available, running_kafka
-from benchmarks.telemetry.record_load import Published, RecordLoad, record_load
+from benchmarks.telemetry.record_load import (
+    Published,
+    RecordLoad,
+    available,
+    record_load,
+    running_kafka,
+)
 from millrace.bus import nats
 from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 
-from benchmarks.telemetry.kafka import running_kafka
+from benchmarks.telemetry.record_load import running_kafka
 from millrace.bus import codec, subjects
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig, KafkaConfig, TelemetryConfig

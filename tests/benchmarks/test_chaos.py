@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.clients import Answer, Arrivals, Choice, PartsAnswer
 from benchmarks.chaos.faults import EVENTS
-from benchmarks.chaos.loads import LOADS
+from benchmarks.chaos.loads import LOADS, Answer, Arrivals, Choice, PartsAnswer
 from benchmarks.chaos.rounds import is_other
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -10,10 +10,10 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 
 from benchmarks.checkpoints import LLAMA_100M, write_llama
-from benchmarks.support.gguf_files import write_gguf
 from millrace.registry.checkpoints.checkpoint import open_tensors
 from tests.engine.checkpoints import save_model
 from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.gguf_files import write_gguf
 
 _SMALL = LLAMA_100M._replace(
     hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96, vocab_size=600

@@ -9,18 +9,32 @@ import msgspec
 import pytest
 
 from benchmarks.gpu.busy import busy_of
-from benchmarks.gpu.goals import KERNELS, LLAMA_8B, NANO, QWEN_06B, decode, goals_of
-from benchmarks.gpu.loads import Prompted, ideal, nano_load, thousand_load
-from benchmarks.gpu.report import Ceilings, Report, Row, summary, table
-from benchmarks.gpu.sections import SECTIONS, Item, Section, SectionProcesses, chosen
-from benchmarks.gpu.shapes import (
+from benchmarks.gpu.loads import (
+    Prompted,
     head_flops,
+    ideal,
     kv_bytes_per_token,
     linear_flops_per_token,
+    nano_load,
     prefill_flops,
+    thousand_load,
     weight_bytes_per_step,
     write_config,
 )
+from benchmarks.gpu.report import (
+    KERNELS,
+    LLAMA_8B,
+    NANO,
+    QWEN_06B,
+    Ceilings,
+    Report,
+    Row,
+    decode,
+    goals_of,
+    summary,
+    table,
+)
+from benchmarks.gpu.sections import SECTIONS, Item, Section, SectionProcesses, chosen
 
 
 def test_the_load_is_the_usual_one() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from benchmarks.engine.ceilings import Ceilings, lines
-from benchmarks.peers.alone import MILLRACE_ENGINE
-from benchmarks.peers.loads import LOADS
+from benchmarks.peers.loads import LOADS, MILLRACE_ENGINE
 from benchmarks.peers.report import MILLRACE, Report, table
 from benchmarks.support.figures import Figures
 from benchmarks.system.start import import_times_ms

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.soak import __main__ as soak
-from benchmarks.soak.checks import problems
-from benchmarks.soak.requests import LONGEST_TOKENS, Expected
+from benchmarks.soak.requests import LONGEST_TOKENS, Expected, problems
 
 
 @pytest.mark.slow(reason="serves 300 random requests on an engine with few blocks")

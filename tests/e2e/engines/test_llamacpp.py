@@ -10,11 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.support.gguf_files import write_gguf
 from benchmarks.support.processes import read
 from millrace.schemas.engines import EngineKind
 from tests.e2e.clients import ask_sse
 from tests.e2e.engines.checks import QUESTION, EngineSystemChecks
+from tests.support.gguf_files import write_gguf
 from tests.support.repository import ROOT
 from tests.support.system import System
 from tests.support.waiting import eventually

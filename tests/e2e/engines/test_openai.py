@@ -11,11 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.support.gguf_files import write_gguf
 from millrace.schemas.engines import EngineKind
 from millrace.workers.servers.server_process import find_program
 from tests.e2e.clients import Answer, ask_sse
 from tests.e2e.engines.checks import QUESTION, EngineAnswerChecks
+from tests.support.gguf_files import write_gguf
 from tests.support.repository import ROOT
 from tests.support.servers import free_port
 from tests.support.system import System

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LlamaShape
-from benchmarks.speculation.copier import write_copier
-from benchmarks.speculation.copier_head import write_copier_head
+from benchmarks.speculation.copier import write_copier, write_copier_head
 from millrace.engine.scheduling.cost_model import CostModel
 from millrace.engine.speculation.making import HeadDraft
 from millrace.engine.step import features

@@ -13,7 +13,6 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from benchmarks.support.gguf_files import write_gguf
 from millrace.engine.step.runners import load_runner
 from millrace.registry.artifacts.store import ModelSourceError
 from millrace.registry.catalogue import Catalogue, ModelEntry, load_catalogue
@@ -30,6 +29,7 @@ from millrace.schemas.pooling import Pooling
 from millrace.workers.simulated.engine import SimulatedEngine
 from tests.support.engine.checkpoints_made import CONTEXT_WINDOW_TOKENS, write_checkpoint
 from tests.support.engine.gguf_made import TOKENS, write_metadata
+from tests.support.gguf_files import write_gguf
 
 
 def entry_of(source: Path | str) -> ModelEntry:

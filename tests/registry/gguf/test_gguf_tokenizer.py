@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import processors as post_processors
 from transformers.tokenization_utils_base import generate_merges
 
-from benchmarks.support.gguf_files import write_gguf
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
 from millrace.registry.gguf.splitters import SPLITTERS
@@ -28,6 +27,7 @@ from millrace.schemas.jobs import ChatMessage
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.engine.gguf_made import TOKENS, write_metadata
 from tests.support.engine.tokenizers_made import TEXTS, byte_fallback, byte_level, write_tokenizer
+from tests.support.gguf_files import write_gguf
 
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}"

@@ -17,7 +17,6 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from benchmarks.support.gguf_files import write_gguf
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineRequest
 from millrace.registry.catalogue import Catalogue
@@ -36,6 +35,7 @@ from millrace.workers.servers.dialects.llamacpp_answers import LlamaReader
 from millrace.workers.servers.server_engine import ServerEngine
 from millrace.workers.servers.starting import start_server_engine
 from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.gguf_files import write_gguf
 from tests.support.waiting import eventually
 from tests.workers.conformance import EngineConformance, Heard, request, running
 from tests.workers.servers.llamacpp_server import llamacpp_server

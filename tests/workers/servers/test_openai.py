@@ -11,7 +11,6 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-from benchmarks.support.gguf_files import write_gguf
 from millrace.registry.catalogue import Catalogue
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
@@ -22,6 +21,7 @@ from millrace.workers.engine_like import EngineLike
 from millrace.workers.servers.server_engine import ServerEngine
 from millrace.workers.servers.starting import start_server_engine
 from tests.support.engine.checkpoints_made import write_checkpoint
+from tests.support.gguf_files import write_gguf
 from tests.support.waiting import eventually
 from tests.workers.conformance import PROMPT, EngineConformance, Heard, request, running
 from tests.workers.servers.llamacpp_server import llamacpp_server
