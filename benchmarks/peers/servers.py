@@ -25,8 +25,8 @@ from millrace.runtime.addresses import open_directly
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.workers.servers.dialect import ServerAddress
-from millrace.workers.servers.kinds import DIALECTS
 from millrace.workers.servers.server_process import find_program
+from millrace.workers.servers.starting import DIALECTS
 from tests.support.servers import free_port
 from tests.support.system import System
 

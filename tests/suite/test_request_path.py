@@ -17,7 +17,7 @@ MAX_FUNCTIONS = 978
 _STATIONS = (
     "gateway/api/generations.py",
     "registry/requests/parsing.py",
-    "scheduler/intake/puller.py",
+    "scheduler/stages/pull.py",
     "workers/host/requests.py",
     "engine/scheduling/planner.py",
     "workers/host/endings/finalizer.py",
