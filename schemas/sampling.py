@@ -326,23 +326,25 @@ class FieldTraits(NamedTuple):
     A number is between ``low`` and ``high``. ``with_beams``: the field goes with a beam search,
     since it neither changes nor reports probabilities nor reads text before a beam has ended.
     ``ends_text``: the text may end a completion at any token, so an engine's process hands out
-    each token at once.
+    each token at once. ``of_every_engine``: every engine does it, or the worker does it by itself;
+    other fields are refused by the engines that name them in ``unsupported``.
     """
 
     with_beams: bool
     low: float | None = None
     high: float | None = None
     ends_text: bool = False
+    of_every_engine: bool = False
 
 
 _TRAITS = {
-    "max_tokens": FieldTraits(with_beams=True),
-    "temperature": FieldTraits(True, 0, 2),
-    "top_p": FieldTraits(False, 0, 1),
+    "max_tokens": FieldTraits(with_beams=True, of_every_engine=True),
+    "temperature": FieldTraits(True, 0, 2, of_every_engine=True),
+    "top_p": FieldTraits(False, 0, 1, of_every_engine=True),
     "top_k": FieldTraits(False, 0, MAX_TOP_K),
     "min_p": FieldTraits(False, 0, 1),
-    "seed": FieldTraits(True, 0, MAX_SEED),
-    "stop": FieldTraits(with_beams=False, ends_text=True),
+    "seed": FieldTraits(True, 0, MAX_SEED, of_every_engine=True),
+    "stop": FieldTraits(with_beams=False, ends_text=True, of_every_engine=True),
     "stop_token_ids": FieldTraits(with_beams=True),
     "ignore_eos": FieldTraits(with_beams=True),
     "logprobs": FieldTraits(False, 0, MAX_LOGPROBS),
@@ -356,14 +358,17 @@ _TRAITS = {
     "prompt_logprobs": FieldTraits(False, 0, MAX_LOGPROBS),
     "n": FieldTraits(True, 1, MAX_CHOICES),
     "grammar": FieldTraits(with_beams=False),
-    "reasoning": FieldTraits(with_beams=True),
-    "max_reasoning_tokens": FieldTraits(with_beams=False),
-    "one_call": FieldTraits(with_beams=False, ends_text=True),
-    "include_stop_str_in_output": FieldTraits(with_beams=True),
+    "reasoning": FieldTraits(with_beams=True, of_every_engine=True),
+    "max_reasoning_tokens": FieldTraits(with_beams=False, of_every_engine=True),
+    "one_call": FieldTraits(with_beams=False, ends_text=True, of_every_engine=True),
+    "include_stop_str_in_output": FieldTraits(with_beams=True, of_every_engine=True),
     "skip_special_tokens": FieldTraits(with_beams=True),
     "allowed_token_ids": FieldTraits(with_beams=False),
     "use_beam_search": FieldTraits(with_beams=True),
-    "length_penalty": FieldTraits(True, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
+    # Goes only with use_beam_search.
+    "length_penalty": FieldTraits(
+        True, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, of_every_engine=True
+    ),
 }
 
 SAMPLING_FIELDS = {name: _TRAITS[name] for name in SamplingOptions.__struct_fields__}

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
@@ -17,6 +18,7 @@ from millrace.runtime.clock import SystemClock
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.jobs import Tier
+from millrace.schemas.tenants import TierLimits
 from tests.support.manual_clock import ManualClock
 from tests.support.servers import RedisServer, free_port
 
@@ -110,14 +112,13 @@ def test_limits_of_a_tenant(keys: Keys) -> None:
         *("--requests-per-minute", "6", "--concurrent-requests", "none"),
         *("--max-waiting-jobs", "20000"),
     )
-    assert set_now["limits"] == {
+    assert set_now["limits"] == msgspec.to_builtins(TierLimits().pro) | {
         "requests_per_minute": 6,
-        "tokens_per_minute": 2_000_000,
         "concurrent_requests": None,
-        "context_tokens": 65_536,
         "monthly_budget": "100.50",
         "max_waiting_jobs": 20_000,
     }
+    assert set_now["limits"]["tokens_per_minute"] == 2_000_000
     assert set(set_now["set_here"]) == {
         "max_waiting_jobs",
         "requests_per_minute",

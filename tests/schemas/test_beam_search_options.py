@@ -12,6 +12,7 @@ from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Job
 from millrace.schemas.sampling import (
     MAX_CHOICES,
+    SAMPLING_FIELDS,
     Grammar,
     GrammarKind,
     SamplingDefaults,
@@ -50,6 +51,9 @@ _REFUSED: dict[str, Any] = {
     "max_reasoning_tokens": 5,
     "one_call": ToolFormat.HERMES,
 }
+for _name, _traits in SAMPLING_FIELDS.items():
+    if _traits.high is not None and _name not in _ALLOWED:
+        _REFUSED.setdefault(_name, _traits.high)
 # Who accepts a request fills it in; a beam is parsed by it as any text is.
 _FILLED_IN = {"reasoning", "use_beam_search"}
 
