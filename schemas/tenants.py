@@ -168,23 +168,27 @@ class Remaining(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimitTraits(NamedTuple):
-    """How a limit is used. ``unit`` stands behind its size in the report of a key.
+    """How a limit is used. ``unit`` stands behind its size in the report of a key, and ``meaning``
+    tells analysts what it bounds.
 
     ``of_keys``: keys have it too, and ``GET /v1/limits`` says what is left of it.
     """
 
     unit: str
+    meaning: str
     of_keys: bool = True
 
 
 _TRAITS = {
-    "requests_per_minute": LimitTraits("requests/min"),
-    "tokens_per_minute": LimitTraits("tokens/min"),
-    "concurrent_requests": LimitTraits("at once"),
-    "context_tokens": LimitTraits("context"),
-    "monthly_budget": LimitTraits("a month"),
+    "requests_per_minute": LimitTraits("requests/min", "requests in a minute"),
+    "tokens_per_minute": LimitTraits("tokens/min", "prompt and completion tokens in a minute"),
+    "concurrent_requests": LimitTraits("at once", "requests open at a time"),
+    "context_tokens": LimitTraits("context", "prompt and completion tokens of one request"),
+    "monthly_budget": LimitTraits("a month", "money of a UTC month"),
     # Services publish jobs without a key.
-    "max_waiting_jobs": LimitTraits("waiting jobs", of_keys=False),
+    "max_waiting_jobs": LimitTraits(
+        "waiting jobs", "waiting jobs of one tier that services published", of_keys=False
+    ),
 }
 
 LIMITS = {name: _TRAITS[name] for name in LimitSet.__struct_fields__}

@@ -35,7 +35,7 @@ def run_parts(name: str, description: str | None, parts: Mapping[str, str]) -> i
     chosen, options = first.parse_known_args()
     if len(chosen.only) == 1:
         module_name, _, function = parts[chosen.only[0]].partition(":")
-        module = import_module(f"benchmarks.{name}.{module_name}")
+        module = import_module(f".{module_name}", f"benchmarks.{name}")
         return run_command(name, getattr(module, function), module.__doc__, chosen.only[0], options)
     if {"-h", "--help"} & set(options):
         parser = command_parser(name, description)

@@ -12,6 +12,8 @@ from importlib import resources
 
 import msgspec
 
+from millrace.schemas.tenants import LIMITS
+
 # Columns whose meaning is the same in several tables.
 _COMMON = "common"
 # The values of columns that have a fixed set of them, each with its meaning.
@@ -181,6 +183,8 @@ def load_joint_views() -> dict[str, JointView]:
 def load_values() -> dict[str, dict[str, str]]:
     """The sets of values by name: each value and what it means."""
     file = resources.files("millrace.telemetry").joinpath("columns", f"{_VALUES}.toml")
-    return msgspec.convert(
+    values = msgspec.convert(
         tomllib.loads(file.read_text(encoding="utf-8")), dict[str, dict[str, str]]
     )
+    values["limit"] = {name: traits.meaning for name, traits in LIMITS.items()}
+    return values

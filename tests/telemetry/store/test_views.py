@@ -26,6 +26,7 @@ from millrace.schemas.engines import CostMethod, WorkerRole
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.jobs import Source, Tier
 from millrace.schemas.records import ClientEnd, LossCause, LossObserver, Status
+from millrace.schemas.tenants import LIMITS
 from millrace.telemetry.store.declaration import (
     INTERNAL,
     DeclaredTable,
@@ -115,6 +116,7 @@ def test_the_declared_values_are_those_of_the_code() -> None:
         "status": Status,
         "cost_method": CostMethod,
         "role": WorkerRole,
+        "limit": LIMITS,
         "route_reason": reasons,
         "finish_reason": FinishReason,
         "api": [api for api in Api if api is not Api.UNKNOWN],
