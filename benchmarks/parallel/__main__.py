@@ -16,4 +16,4 @@ PARTS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(run_parts("parallel", __doc__, PARTS))
+    sys.exit(run_parts(__package__ or "", __doc__, PARTS))

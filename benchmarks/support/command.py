@@ -24,24 +24,25 @@ class Told(NamedTuple):
     file: str = ""
 
 
-def run_parts(name: str, description: str | None, parts: Mapping[str, str]) -> int:
-    """Run ``python -m benchmarks.<name>``. Returns 0 if all goals were kept.
+def run_parts(package: str, description: str | None, parts: Mapping[str, str]) -> int:
+    """Run ``python -m PACKAGE``, as benchmarks.kv. Returns 0 if all goals were kept.
 
     ``parts`` has ``module:function`` by name. The parameters of a function are the options of its
     part. One part runs in this process; several run one after the other in processes of their own.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    name = package.rpartition(".")[2]
+    first = argparse.ArgumentParser(prog=f"python -m {package}", add_help=False, allow_abbrev=False)
     _add_only(first, parts)
     chosen, options = first.parse_known_args()
     if len(chosen.only) == 1:
         module_name, _, function = parts[chosen.only[0]].partition(":")
-        module = import_module(f".{module_name}", f"benchmarks.{name}")
+        module = import_module(f".{module_name}", package)
         return run_command(name, getattr(module, function), module.__doc__, chosen.only[0], options)
     if {"-h", "--help"} & set(options):
         parser = command_parser(name, description)
         _add_only(parser, parts)
         parser.parse_args()
-    command = [sys.executable, "-m", f"benchmarks.{name}"]
+    command = [sys.executable, "-m", package]
     codes = [
         subprocess.run([*command, "--only", part, *options], check=False).returncode
         for part in chosen.only or parts

@@ -26,4 +26,4 @@ PARTS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(run_parts("telemetry", __doc__, PARTS))
+    sys.exit(run_parts(__package__ or "", __doc__, PARTS))
