@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-PACKAGES := bench bus cli gateway millrace registry runtime scheduler schemas simulation telemetry workers
+PACKAGES := bench bus cli gateway millrace registry engine runtime scheduler schemas simulation telemetry workers
 DATA   ?= data
 
 .PHONY: setup own-environment up test test-changed test-all measure-tests lint types imports check bench engines engines-vllm test-engines test-gpu test-clients clean
