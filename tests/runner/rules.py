@@ -105,7 +105,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("README.md", ("tests/deploy/test_wheel.py", "tests/tools/demo/test_faq.py")),
     ("*.md", ()),
     ("LICENSE", ()),
-    ("Makefile", ()),
+    ("Makefile", ("tests/suite/test_setup.py",)),
     (".*", ()),
 )
 
