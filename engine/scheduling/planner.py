@@ -50,7 +50,7 @@ class Planner:
     With several ``num_stages`` of a pipeline a step has that part of the sequences that decode;
     those of the step before it are awaited meanwhile.
 
-    ``itl_bound_s`` above 0 bounds the chunks beside decoding sequences, so that the step, as
+    ``itl_bound_s``, if given, bounds the chunks beside decoding sequences, so that the step, as
     ``costs`` predicts it, is no longer; but one block's worth of prefill always proceeds.
     """
 
@@ -60,8 +60,8 @@ class Planner:
         *,
         max_batch_tokens: int,
         max_num_sequences: int,
-        ageing_s: float = 0.0,
-        itl_bound_s: float = 0.0,
+        ageing_s: float | None = None,
+        itl_bound_s: float | None = None,
         costs: CostModel | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         adapters: AdapterPool = NO_ADAPTERS,
@@ -248,7 +248,7 @@ class Planner:
     def _bound_chunks(self, schedule: Schedule, prefilling: list[Sequence]) -> None:
         """Cut the budget to what keeps the predicted step under the bound, for the sake of those
         who decode, unless all of them are background work."""
-        if self._itl_bound_s <= 0 or not self._costs.is_warm:
+        if self._itl_bound_s is None or not self._costs.is_warm:
             return
         if is_background(next(iter(schedule.counts))):
             return

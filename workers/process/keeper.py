@@ -126,6 +126,11 @@ class EngineKeeper:
         return self._num_devices
 
     @property
+    def max_num_sequences(self) -> int:
+        """How many sequences the last engine ran at a time."""
+        return self._max_num_sequences
+
+    @property
     def weights(self) -> str | None:
         """The fingerprint of what the last engine ran."""
         return self._weights
@@ -195,6 +200,7 @@ class EngineKeeper:
         self._seen = engine.stats
         self._weights = engine.weights
         self._num_devices = engine.num_devices
+        self._max_num_sequences = engine.max_num_sequences
         engine.on_outputs = self._on_outputs
         engine.on_prefixes = lambda changes: self.on_prefixes(changes)
         engine.on_device_times = lambda times: self.on_device_times(times)

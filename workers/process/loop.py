@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.torch_start import import_torch
 from millrace.engine.types import (
     DeviceLostError,
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 class StepEngine(Protocol):
     """What the loop drives; ``engine.step.engine.Engine`` is the one."""
 
+    config: ResolvedEngineConfig
+
     @property
     def has_work(self) -> bool: ...
 
@@ -83,10 +86,6 @@ class StepEngine(Protocol):
     @property
     def device_uuid(self) -> str:
         """The first CUDA device's, empty without one."""
-
-    @property
-    def num_devices(self) -> int:
-        """How many it computes on, all of them at a time."""
 
     @property
     def transfer_endpoint(self) -> TransferEndpoint | None:
@@ -196,8 +195,9 @@ def serve(fd: int, parent_pid: int) -> int:
     try:
         load = link.receive_load()
         engine = _load(load)
-        endpoint, num_devices = engine.transfer_endpoint, engine.num_devices
-        link.send(Ready(engine.stats(), engine.device_uuid, endpoint, num_devices))
+        link.send(
+            Ready(engine.stats(), engine.config, engine.device_uuid, engine.transfer_endpoint)
+        )
         gc.collect()
         gc.freeze()
         drive(engine, link, load.gather_s)

@@ -10,9 +10,9 @@ import asyncio
 import logging
 import random
 
+from millrace.engine.config import check_config
 from millrace.engine.devices.cuda.work import FLOP_PER_BYTE, Chunk, DeviceWork
 from millrace.engine.scheduling.admission import (
-    check_config,
     finished_before,
     longest_total_tokens,
 )

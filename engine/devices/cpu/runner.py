@@ -11,6 +11,7 @@ import torch
 
 from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
 from millrace.engine.adapters.weights import LayerSlices
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
 from millrace.engine.devices.cpu.loading import Arithmetic, load_adapter_weights, load_decoder
 from millrace.engine.kernels.operations import WeightSize
@@ -22,10 +23,8 @@ from millrace.engine.step.batch import FlatBatch, build_batch
 from millrace.engine.step.features import give_features
 from millrace.engine.step.in_flight_step import ChosenTokens, InFlightStep
 from millrace.engine.step.pooling import PooledChunk, pool_rows
-from millrace.engine.step.settings import choose_device, with_device_defaults
 from millrace.engine.types import RunnerFigures
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
 
@@ -64,7 +63,6 @@ class ModelRunner:
 
     overlaps = False
     num_stages = 1
-    takes_adapters = True
 
     def __init__(
         self,
@@ -84,21 +82,19 @@ class ModelRunner:
         self._feature_layers: tuple[int, ...] = ()
 
     @classmethod
-    def load(cls, path: Path, engine: EngineConfig) -> ModelRunner:
+    def load(cls, path: Path, engine: ResolvedEngineConfig) -> ModelRunner:
         """Load a checkpoint. Raises CheckpointError or ConfigError."""
         config = read_model_config(path)
-        device = choose_device(engine.device)
-        engine = with_device_defaults(engine, device)
         check_engine(engine)
-        arithmetic = Arithmetic.chosen(config, engine, device)
+        arithmetic = Arithmetic.chosen(config, engine)
         stored = cache_dtype(engine.kv_cache_dtype, arithmetic.dtype)
         cache = KVCache(
             config,
-            num_blocks=choose_num_blocks(config, engine, engine.kv_cache_bytes, stored),
+            num_blocks=choose_num_blocks(config, engine, stored),
             block_size_tokens=engine.block_size_tokens,
             dtype=stored,
-            device=device,
-            shared=bool(engine.transfer),
+            device=torch.device(engine.device),
+            shared=engine.transfer,
         )
         decoder, is_row_exact = load_decoder(path, config, engine, arithmetic, cache)
         kernels = arithmetic.kernels
@@ -172,7 +168,7 @@ class ModelRunner:
         return hidden
 
 
-def check_engine(engine: EngineConfig) -> None:
+def check_engine(engine: ResolvedEngineConfig) -> None:
     """Raise ConfigError for what is computed by the kernels of a GPU only."""
     if engine.kv_cache_dtype == "fp8" or engine.deterministic:
         raise ConfigError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cuda.loading import Plans
 from millrace.engine.devices.cuda.steps import StepParts
 from millrace.engine.kernels.rank_view import MAX_RANKS, RanksFailedError
@@ -30,14 +31,11 @@ from millrace.engine.parallel.device_group.remote import (
 )
 from millrace.engine.parallel.device_group.runner import DeviceGroupRunner
 from millrace.engine.parallel.group.control_wire import FolderPlace, JoinDevices, Started
-from millrace.engine.parallel.group.loading import check_ranks, has_shared_memory
+from millrace.engine.parallel.group.loading import check_ranks
 from millrace.engine.parallel.group.making import num_local_ranks, num_ranks
 from millrace.engine.parallel.group.members import Members
 from millrace.engine.parallel.group.remote.lead import join_remote
-from millrace.engine.parallel.group.remote.meeting import check_remote_stages
-from millrace.engine.step.settings import choose_device, with_device_defaults
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
 _MEMBER = "millrace.engine.parallel.device_group.member"
@@ -45,17 +43,15 @@ _MEMBER = "millrace.engine.parallel.device_group.member"
 _log = logging.getLogger(__name__)
 
 
-def load_device_group(path: Path, engine: EngineConfig) -> DeviceGroupRunner:
+def load_device_group(path: Path, engine: ResolvedEngineConfig) -> DeviceGroupRunner:
     """Start the other ranks and load a checkpoint with them. Raises CheckpointError or
     ConfigError."""
-    device = choose_device(engine.device)
+    device = torch.device(engine.device)
     _check(read_model_config(path), engine, device)
-    engine = with_device_defaults(engine, device)
     num_local = num_local_ranks(engine)
     shape = link_shape(num_local - 1 + engine.remote_stages)
     # A host that joins is told what to compute by its relay, which reads the link.
-    has_link = has_shared_memory(engine, is_needed=bool(engine.remote_stages))
-    link_fd = link_memory(shape) if has_link else -1
+    link_fd = link_memory(shape) if engine.collectives == "shared_memory" else -1
     fds = () if link_fd < 0 else (link_fd,)
     listener = place_for_others(engine)
     try:
@@ -126,15 +122,14 @@ def runner_of_rank_0(lead: Lead, plans: Plans) -> Callable[[StepParts], DeviceGr
     return partial(PipelineGroupRunner, lead=lead, is_row_exact=is_row_exact, shard=shard)
 
 
-def _check(config: ModelConfig, engine: EngineConfig, device: torch.device) -> None:
+def _check(config: ModelConfig, engine: ResolvedEngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what a group of devices does not compute."""
-    if engine.kernels not in ("auto", "triton", "reference"):
+    if not engine.has_device_kernels:
         raise ConfigError(
             f"engine.kernels is {engine.kernels!r}, but ranks with a GPU each compute by triton; "
             "leave it out."
         )
     check_ranks(engine)
-    check_remote_stages(engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
     size = num_local_ranks(engine)
     if size + engine.remote_stages > MAX_RANKS:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.parallel.device_group.channel import link_shape
 from millrace.engine.parallel.group.control_wire import JoinDevices, NetworkPlace
 from millrace.engine.parallel.group.making import device_link, num_local_ranks
@@ -14,10 +15,9 @@ from millrace.engine.parallel.group.remote.lead import RemoteStage
 from millrace.engine.parallel.group.remote.meeting import listen_beside
 from millrace.engine.parallel.group.remote.member import RemoteMember
 from millrace.engine.parallel.group.remote.relay import LinkEnds
-from millrace.schemas.config import EngineConfig
 
 
-def place_for_others(engine: EngineConfig) -> socket.socket | None:
+def place_for_others(engine: ResolvedEngineConfig) -> socket.socket | None:
     """Where ranks find one another if some are on other hosts: a port of its own at the address at
     which these join. Raises ConfigError if nobody can listen there."""
     return listen_beside(engine) if engine.remote_stages else None

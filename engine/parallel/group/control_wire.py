@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kernels.stage_link import LinkShape
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
 
 MAX_PACKET_BYTES = 1 << 17
@@ -23,7 +23,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     """
 
     path: str
-    config: EngineConfig
+    config: ResolvedEngineConfig
     rank: int
     dtype: str
     has_kernels: bool
@@ -64,7 +64,7 @@ class JoinDevices(msgspec.Struct, frozen=True, array_like=True, tag="join_device
     Gloo."""
 
     path: str
-    config: EngineConfig
+    config: ResolvedEngineConfig
     rank: int
     device: str
     place: Place

@@ -8,9 +8,9 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.loading import Arithmetic, load_decoder
 from millrace.engine.devices.cpu.runner import check_engine
-from millrace.engine.kernels.build import KernelBuildError, cpu_library
 from millrace.engine.kernels.rank_view import MAX_RANKS
 from millrace.engine.kernels.ranks import RankShape, rank_memory
 from millrace.engine.kernels.stage_link import LinkShape, link_memory
@@ -30,20 +30,16 @@ from millrace.engine.parallel.group.making import (
 from millrace.engine.parallel.group.members import Members
 from millrace.engine.parallel.group.pipeline import Pipeline
 from millrace.engine.parallel.group.remote.lead import join_remote, remote_cpu_stage
-from millrace.engine.parallel.group.remote.meeting import check_remote_stages
 from millrace.engine.parallel.group.remote.parts import RemoteParts
 from millrace.engine.parallel.group.runner import GroupParts, GroupRunner, PipelineRunner, Ways
-from millrace.engine.step.settings import choose_device, with_device_defaults
 from millrace.engine.transfer.memory import SharedPages
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
 # Rows that ranks can exchange at once, for each of those that a step is planned to have: tokens
 # that are proposed come on top. Memory that is not written to is not taken.
 _ROWS_AHEAD = 4
 _FLOAT_BYTES = 4
-_COLLECTIVES = ("auto", "shared_memory", "gloo")
 
 _log = logging.getLogger(__name__)
 
@@ -65,21 +61,19 @@ class _Memory(NamedTuple):
         return [*self.rank_fds, *self.link_fds]
 
 
-def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
+def load_group(path: Path, engine: ResolvedEngineConfig) -> GroupRunner:
     """Start the other ranks and load a checkpoint with them. Raises CheckpointError or
     ConfigError."""
     config = read_model_config(path)
-    device = choose_device(engine.device)
     _check_group(config, engine)
-    engine = with_device_defaults(engine, device)
     shard = shard_of(0, engine)
     own = shard_config(config, shard)
     share = shard_config(config, Shard(0, engine.tensor_parallel, engine.expert_parallel))
-    arithmetic = Arithmetic.chosen(config, engine, device, share)
+    arithmetic = Arithmetic.chosen(config, engine, share)
     stored = cache_dtype(engine.kv_cache_dtype, arithmetic.dtype)
     num_layers = sum(part_layers(config, engine, range(num_ranks(engine))))
     own_layers = sum(part_layers(config, engine, range(num_local_ranks(engine))))
-    num_blocks = choose_num_blocks(own, engine, engine.kv_cache_bytes, stored, num_layers)
+    num_blocks = choose_num_blocks(own, engine, stored, num_layers)
     layer_bytes = block_bytes(own, engine.block_size_tokens, stored) // own.num_hidden_layers
     pages = SharedPages((num_blocks + 1) * own_layers * layer_bytes, written_by_others=True)
     memory = _make_memory(config, engine)
@@ -145,12 +139,12 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
     return PipelineRunner(parts, pipeline, engine.pipeline_parallel)
 
 
-def _ends(engine: EngineConfig) -> list[int]:
+def _ends(engine: ResolvedEngineConfig) -> list[int]:
     """The links that rank 0 has an end of."""
     return [] if engine.pipeline_parallel == 1 else [0, engine.pipeline_parallel - 1]
 
 
-def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
+def _make_memory(config: ModelConfig, engine: ResolvedEngineConfig) -> _Memory:
     """Room for the rows of a step, and for as much of the others' block tables. Raises ConfigError
     where there is none of the kind."""
     size, num_stages = engine.tensor_parallel, engine.pipeline_parallel
@@ -159,7 +153,7 @@ def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
     table_bytes = 4 * -(-config.context_window_tokens // engine.block_size_tokens)
     shape = RankShape(size, most_rows * (row_bytes + table_bytes + 64), most_rows * row_bytes)
     rank_fds: list[int] = []
-    if has_shared_memory(engine, is_needed=num_stages > 1):
+    if engine.collectives == "shared_memory":
         num_here = num_stages - engine.remote_stages
         rank_fds = [rank_memory(shape) for _ in range(num_here if size > 1 else 0)]
     if num_stages == 1:
@@ -176,12 +170,8 @@ def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
     return _Memory(shape, rank_fds, shapes, own_shapes, [link_memory(link) for link in own_shapes])
 
 
-def check_ranks(engine: EngineConfig) -> None:
+def check_ranks(engine: ResolvedEngineConfig) -> None:
     """Raise ConfigError for settings that no group can have."""
-    if engine.collectives not in _COLLECTIVES:
-        raise ConfigError(
-            f"engine.collectives is {engine.collectives!r}; choose {', '.join(_COLLECTIVES)}."
-        )
     if engine.rank_timeout_s <= 0:
         raise ConfigError(f"engine.rank_timeout_s must be above 0, got {engine.rank_timeout_s}.")
     most = MAX_RANKS if engine.pipeline_parallel == 1 else MAX_RANKS - 1
@@ -191,31 +181,8 @@ def check_ranks(engine: EngineConfig) -> None:
         )
 
 
-def _check_group(config: ModelConfig, engine: EngineConfig) -> None:
+def _check_group(config: ModelConfig, engine: ResolvedEngineConfig) -> None:
     """Raise ConfigError for what a group does not compute."""
     check_ranks(engine)
     check_engine(engine)
-    check_remote_stages(engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
-
-
-def has_shared_memory(engine: EngineConfig, *, is_needed: bool = False) -> bool:
-    """Whether ranks meet by memory that they have in common. Raises ConfigError where that is asked
-    for or ``is_needed``, to link the stages of a pipeline, and cannot be."""
-    if engine.collectives == "gloo":
-        if is_needed:
-            raise ConfigError(
-                "engine.collectives is 'gloo', but the stages of a pipeline are linked by shared "
-                "memory; leave it out."
-            )
-        return False
-    try:
-        cpu_library()
-    except KernelBuildError as error:
-        if engine.collectives == "shared_memory" or is_needed:
-            raise ConfigError(
-                f"Ranks have no memory in common without the compiled kernels: {error.message}"
-            ) from error
-        _log.warning("the ranks exchange numbers by Gloo, more slowly: %s", error.message)
-        return False
-    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.ranks import RankShape, SharedRanks
 from millrace.engine.kernels.stage_link import StageLink
@@ -15,10 +16,9 @@ from millrace.engine.parallel.group.ranks import Ranks
 from millrace.engine.parallel.group.rendezvous import Rendezvous
 from millrace.engine.transfer.memory import SharedPages
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.schemas.config import EngineConfig
 
 
-def shard_of(rank: int, engine: EngineConfig) -> Shard:
+def shard_of(rank: int, engine: ResolvedEngineConfig) -> Shard:
     """What a rank computes; they are numbered through all stages."""
     stage, own = divmod(rank, engine.tensor_parallel)
     return Shard(
@@ -26,7 +26,7 @@ def shard_of(rank: int, engine: EngineConfig) -> Shard:
     )
 
 
-def num_ranks(engine: EngineConfig) -> int:
+def num_ranks(engine: ResolvedEngineConfig) -> int:
     """Of all stages."""
     return engine.tensor_parallel * engine.pipeline_parallel
 
@@ -68,12 +68,12 @@ def device_link(join: JoinDevices, *, index: int) -> StageLink:
     )
 
 
-def num_local_ranks(engine: EngineConfig) -> int:
+def num_local_ranks(engine: ResolvedEngineConfig) -> int:
     """Of the stages that are on the host of rank 0."""
     return engine.tensor_parallel * (engine.pipeline_parallel - engine.remote_stages)
 
 
-def part_layers(config: ModelConfig, engine: EngineConfig, ranks: range) -> tuple[int, ...]:
+def part_layers(config: ModelConfig, engine: ResolvedEngineConfig, ranks: range) -> tuple[int, ...]:
     """How many layers each of the ranks has of a whole model's ``config``."""
     shards = [shard_of(rank, engine) for rank in ranks]
     return tuple(shard_config(config, shard).num_hidden_layers for shard in shards)
@@ -81,7 +81,7 @@ def part_layers(config: ModelConfig, engine: EngineConfig, ranks: range) -> tupl
 
 def group_cache(
     config: ModelConfig,
-    engine: EngineConfig,
+    engine: ResolvedEngineConfig,
     dtype: torch.dtype,
     num_blocks: int,
     pages: SharedPages,
@@ -107,7 +107,7 @@ def cache_of_rank(join: Join, config: ModelConfig, dtype: torch.dtype) -> KVCach
 
 def _cache(
     config: ModelConfig,
-    engine: EngineConfig,
+    engine: ResolvedEngineConfig,
     dtype: torch.dtype,
     num_blocks: int,
     shard: Shard,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kernels.stage_link import LinkShape
 from millrace.engine.parallel.group.control_wire import Join, JoinDevices
 from millrace.engine.parallel.group.making import make_link
@@ -19,7 +20,6 @@ from millrace.engine.parallel.group.remote.meeting import Meeting
 from millrace.engine.parallel.group.remote.member import RemoteMember
 from millrace.engine.parallel.group.remote.relay import LinkEnds, RankEnd, Relay
 from millrace.engine.parallel.group.remote.wire import Assignment
-from millrace.schemas.config import EngineConfig
 
 
 class RemoteStage(NamedTuple):
@@ -31,7 +31,7 @@ class RemoteStage(NamedTuple):
 
 
 def join_remote(
-    path: Path, engine: EngineConfig, stage_of: Callable[[int], RemoteStage]
+    path: Path, engine: ResolvedEngineConfig, stage_of: Callable[[int], RemoteStage]
 ) -> list[RemoteMember]:
     """The ranks of the remote stages, none if there are none; ``stage_of``: by number.
 
@@ -81,12 +81,12 @@ def remote_cpu_stage(number: int, join: Join, shapes: list[LinkShape]) -> Remote
     return RemoteStage(theirs, links)
 
 
-def _without_secrets(engine: EngineConfig) -> EngineConfig:
+def _without_secrets(engine: ResolvedEngineConfig) -> ResolvedEngineConfig:
     return msgspec.structs.replace(engine, api_key="", stages_token="")
 
 
 def _members(
-    number: int, engine: EngineConfig, connection: Connection, links: LinkEnds
+    number: int, engine: ResolvedEngineConfig, connection: Connection, links: LinkEnds
 ) -> list[RemoteMember]:
     """The ranks of a stage."""
     size = engine.tensor_parallel

@@ -7,6 +7,7 @@ import logging
 import socket
 import time
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.parallel.group.remote import wire
 from millrace.engine.parallel.group.remote.connection import Connection
 from millrace.engine.parallel.group.remote.errors import StageError
@@ -36,7 +37,7 @@ def check_remote_stages(engine: EngineConfig) -> None:
         )
     if not engine.remote_stages:
         return
-    host, _ = _address(engine)
+    host, _ = _address(engine.stages_address)
     if not engine.stages_token and not is_loopback(host):
         raise ConfigError(
             f"engine.stages_address is {engine.stages_address}, where other machines can join: set "
@@ -52,7 +53,7 @@ class Meeting:
     Hosts who come later than they are needed find nobody, and join the next group.
     """
 
-    def __init__(self, engine: EngineConfig) -> None:
+    def __init__(self, engine: ResolvedEngineConfig) -> None:
         self._engine = engine
         self._deadline_s = time.monotonic() + engine.start_timeout_s
         self._why = "nobody came"
@@ -109,7 +110,7 @@ class Meeting:
         return connection
 
     def _listen(self) -> socket.socket:
-        host, port = _address(self._engine)
+        host, port = _address(self._engine.stages_address)
         waits = False
         while True:
             try:
@@ -141,9 +142,9 @@ def _assign(connection: Connection, stage: int, assignment: Assignment) -> None:
         )
 
 
-def listen_beside(engine: EngineConfig) -> socket.socket:
+def listen_beside(engine: ResolvedEngineConfig) -> socket.socket:
     """A socket that listens at some port of the host of ``stages_address``. Raises ConfigError."""
-    host, _ = _address(engine)
+    host, _ = _address(engine.stages_address)
     try:
         return _server_at(host, 0)
     except OSError as error:
@@ -155,15 +156,15 @@ def _server_at(host: str, port: int) -> socket.socket:
     return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
 
 
-def _nobody_can_join(engine: EngineConfig, error: OSError) -> ConfigError:
+def _nobody_can_join(engine: ResolvedEngineConfig, error: OSError) -> ConfigError:
     return ConfigError(
         f"engine.stages_address: nobody can join at {engine.stages_address}: "
         f"{error.strerror or error}."
     )
 
 
-def _address(engine: EngineConfig) -> tuple[str, int]:
-    return host_and_port(engine.stages_address, "engine.stages_address")
+def _address(address: str) -> tuple[str, int]:
+    return host_and_port(address, "engine.stages_address")
 
 
 def _is_taken(error: OSError) -> bool:
