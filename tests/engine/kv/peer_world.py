@@ -36,9 +36,7 @@ class World:
         self.now_s += 1e-6
         return self.now_s
 
-    def start(
-        self, *, address: str | None = None, lends_cache: bool = True, **config: Any
-    ) -> Engine:
+    def start(self, *, address: str = "", lends_cache: bool = True, **config: Any) -> Engine:
         """Another one; without ``lends_cache`` its cache is in memory of its own."""
         given: dict[str, Any] = {"num_blocks": 24, "device": "cpu", "transfer": True}
         settings = resolved(self.model, **given | config)
@@ -48,7 +46,7 @@ class World:
             self.model, settings, runner.cache, is_row_exact=runner.is_row_exact
         )
         engine._tiers.exchange_with_peers(
-            identity, address, self.folder, settings.transfer_transport
+            identity, address or None, self.folder, settings.transfer_transport
         )
         # Nobody knows, so that everything is pulled.
         engine._tiers.arrivals._compute_s = lambda _num_tokens: 0.0

@@ -232,9 +232,12 @@ def warm_costs() -> CostModel:
     return costs
 
 
-@pytest.mark.parametrize(("bound_ms", "chunk"), [(0.0, 63), (4.5, 30), (1.0, 4)])
-def test_chunks_beside_decodes_keep_the_step_under_the_bound(bound_ms: float, chunk: int) -> None:
-    planner = make_planner(itl_bound_s=bound_ms / 1e3, costs=warm_costs())
+@pytest.mark.parametrize(("bound_ms", "chunk"), [(None, 63), (4.5, 30), (1.0, 4)])
+def test_chunks_beside_decodes_keep_the_step_under_the_bound(
+    bound_ms: float | None, chunk: int
+) -> None:
+    bound_s = None if bound_ms is None else bound_ms / 1e3
+    planner = make_planner(itl_bound_s=bound_s, costs=warm_costs())
     decoding = sequence(4)
     planner.add(decoding)
     step(planner)
