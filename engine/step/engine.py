@@ -118,10 +118,7 @@ class Engine:
         )
         self._planner = Planner(
             self._tables,
-            max_batch_tokens=config.max_batch_tokens,
-            max_num_sequences=config.max_num_sequences,
-            ageing_s=config.ageing_s,
-            itl_bound_s=config.itl_bound_s,
+            config,
             costs=costs,
             monotonic=monotonic,
             adapters=self._adapters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,10 @@ from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.planner import MAX_PREEMPTIONS, Planner
 from millrace.engine.step.sequence import Sequence, SequenceState
-from tests.engine.support import FakeMemory, request
+from tests.engine.support import FakeMemory, request, resolved
+
+_CONFIG = msgspec.structs.replace(resolved(device="cpu"), ageing_s=None)
+_BOUNDS = ("ageing_s", "itl_bound_s")
 
 
 def make_planner(
@@ -24,12 +28,12 @@ def make_planner(
     memory: FakeMemory | None = None,
     **settings: Any,
 ) -> Planner:
-    return Planner(
-        BlockTables(num_blocks, 4, memory or FakeMemory(), shared=prefix_cache),
-        max_batch_tokens=max_batch_tokens,
-        max_num_sequences=max_num_sequences,
-        **settings,
+    bounds = {name: settings.pop(name) for name in _BOUNDS if name in settings}
+    config = msgspec.structs.replace(
+        _CONFIG, max_batch_tokens=max_batch_tokens, max_num_sequences=max_num_sequences, **bounds
     )
+    tables = BlockTables(num_blocks, 4, memory or FakeMemory(), shared=prefix_cache)
+    return Planner(tables, config, **settings)
 
 
 _arrivals = iter(range(1_000_000_000))

@@ -82,7 +82,7 @@ def remote_cpu_stage(number: int, join: Join, shapes: list[LinkShape]) -> Remote
 
 
 def _without_secrets(engine: ResolvedEngineConfig) -> ResolvedEngineConfig:
-    return msgspec.structs.replace(engine, api_key="", stages_token="")
+    return msgspec.structs.replace(engine, stages_token="")
 
 
 def _members(

@@ -14,7 +14,7 @@ from millrace.engine.parallel.group.control_wire import MAX_PACKET_BYTES, Join, 
 from millrace.engine.parallel.group.remote.errors import StageError
 
 # Of what is said here and of ``step_wire`` and ``control_wire``: both sides have the same.
-VERSION = 2
+VERSION = 3
 _MAGIC = b"mrst"
 _HEADER = struct.Struct("<4sHHQQ")
 HEADER_BYTES = _HEADER.size
