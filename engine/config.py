@@ -136,13 +136,13 @@ class ResolvedEngineConfig(Section, frozen=True, kw_only=True):
     @property
     def has_device_ranks(self) -> bool:
         """Whether the ranks of a group have a device each that is told what to do."""
-        return self.num_ranks > 1 and (self.has_device_kernels or self.device != "cpu")
+        return self.num_ranks != 1 and (self.has_device_kernels or self.device != "cpu")
 
     @property
     def has_parted_blocks(self) -> bool:
         """Whether each rank has a part of each block in memory of its own, as those of GPUs and of
         other hosts have. Those of a CPU map one cache."""
-        return self.num_ranks > 1 and (self.remote_stages > 0 or self.has_device_ranks)
+        return self.num_ranks != 1 and (self.remote_stages > 0 or self.has_device_ranks)
 
 
 def check_config(config: EngineConfig) -> None:

@@ -90,7 +90,7 @@ def load_runner(path: Path, engine: ResolvedEngineConfig) -> Runner:
 
     Raises CheckpointError or ConfigError.
     """
-    if engine.num_ranks > 1:
+    if engine.num_ranks != 1:
         return (load_device_group if engine.has_device_ranks else load_group)(path, engine)
     if engine.has_device_kernels:
         device = device_of(torch.device(engine.device))
