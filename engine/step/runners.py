@@ -58,7 +58,7 @@ class Runner(DraftRunner, Protocol):
     """Owns the weights and the KV cache's memory. Which block belongs to whom is the planner's.
 
     ``overlaps``: whether what it launches is chosen on the device and read later, so that the next
-    step may be launched before; its steps have ``max_num_sequences`` rows to draw from at most.
+    step may be launched before; its steps have a row to draw from for each sequence at most.
     ``num_stages``: of a pipeline, each of which computes another step at a time.
     ``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it.
     """
