@@ -9,8 +9,6 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from msgspec.structs import replace
-
 from millrace.bus.api import Bus
 from millrace.bus.fleet.directories import Directories
 from millrace.bus.storage import NATS, REDIS
@@ -103,8 +101,6 @@ class Gateway:
     ) -> None:
         bus, redis = backends.bus, backends.redis
         settings = config.gateway
-        if not settings.gateway_id:
-            settings = replace(settings, gateway_id=new_gateway_id())
         self.bus = bus
         self.config = settings
         self.models = models

@@ -67,7 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if count is None:
             raise ConfigError(f"--workers does not say how many workers serve {model}")
         bounds = self.config.scheduler.autoscale
-        if bounds.max_workers:
+        if bounds.is_on:
             return min(max(count, bounds.min_workers), bounds.max_workers)
         return count
 

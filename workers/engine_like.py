@@ -70,6 +70,11 @@ class EngineLike(ABC):
     def stats(self) -> EngineStats:
         """As of the last step."""
 
+    @property
+    def max_num_sequences(self) -> int:
+        """How many sequences run at a time."""
+        return self.stats.max_num_sequences
+
     @abstractmethod
     def add(self, request: EngineRequest) -> None:
         """Generate for a request."""

@@ -22,6 +22,7 @@ from millrace.engine.step.engine import Engine
 from millrace.engine.step.runners import load_runner
 from millrace.engine.step.sequence import Sequence as EngineSequence
 from millrace.engine.step.sequence import SequenceState
+from millrace.engine.step.settings import resolve
 from millrace.engine.types import EngineRequest
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import SamplingParams
@@ -112,7 +113,7 @@ def _prompts(scope: Scope, vocab_size: int) -> list[Prompt]:
 
 def _logits(scope: Scope, name: str, folder: Path, reference: Any) -> None:
     """Of prompts that are computed together, and of the token after each."""
-    runner = load_runner(folder, _config(scope))
+    runner = load_runner(folder, resolve(folder, _config(scope)))
     prompts = _prompts(scope, runner.config.vocab_size)
     sequences = []
     block_size = runner.cache.block_size_tokens

@@ -150,8 +150,10 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
     from millrace.engine.kv.block_file import block_file
     from millrace.engine.step.engine import Engine
     from millrace.engine.step.runners import load_runner
+    from millrace.engine.step.settings import resolve
 
-    config = EngineConfig(device="cpu", disk_cache_path=str(folder), idle_offload_s=1.0)
+    settings = EngineConfig(device="cpu", disk_cache_path=str(folder), idle_offload_s=1.0)
+    config = resolve(model, settings)
     runner = load_runner(model, config)
     source = random.Random(7)
     token_ids = tuple(source.randrange(runner.config.vocab_size) for _ in range(num_tokens))
@@ -217,8 +219,9 @@ def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: in
     from millrace.engine.kv.objects.block_objects import block_objects
     from millrace.engine.step.engine import Engine
     from millrace.engine.step.runners import load_runner
+    from millrace.engine.step.settings import resolve
 
-    config = EngineConfig(device="cpu", object_cache_url=url, idle_offload_s=1.0)
+    config = resolve(model, EngineConfig(device="cpu", object_cache_url=url, idle_offload_s=1.0))
     runner = load_runner(model, config)
     source = random.Random(7)
 

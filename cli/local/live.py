@@ -169,7 +169,7 @@ class LiveSystem:
         )
         workers = [one.model for one in reports if one.model and one.health == "ok"]
         autoscale = self._config.scheduler.autoscale
-        may_rest = autoscale.max_workers > 0 and not (autoscale.min_workers or autoscale.warm)
+        may_rest = autoscale.is_on and not (autoscale.min_workers or autoscale.warm)
         return SystemReport(
             state=self.system_state.phase,
             pid=os.getpid(),

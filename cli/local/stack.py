@@ -166,7 +166,7 @@ class Stack:
         await self._start_parts(config)
         for model in self.plan.models:
             await serve_one(bus, model, probe_pooling(config, model))
-        if config.scheduler.autoscale.max_workers:
+        if config.scheduler.autoscale.is_on:
             await self._pool.start_scaling(bus, config.scheduler.autoscale.max_workers)
         store = url(config.clickhouse.serve_host, config.clickhouse.serve_port)
         who = (config.clickhouse.username, config.clickhouse.password)

@@ -50,7 +50,7 @@ def parse_bounds(text: str, at_most: int) -> tuple[int, int]:
 def num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
     """Workers per model at first. One at least, since the start is over when each model has
     answered."""
-    if not autoscale.max_workers:
+    if not autoscale.is_on:
         return asked or 1
     if not 0 <= autoscale.min_workers <= autoscale.max_workers:
         raise ConfigError(

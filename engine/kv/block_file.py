@@ -13,10 +13,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.block_identity import kept_identity
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.transfer.checksum import checksum_of
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
 _PAGE_BYTES = 4096
@@ -170,11 +170,12 @@ def _parsed(header: bytes) -> tuple[bytes, int, int] | None:
 
 
 def block_file(
-    path: Path, config: EngineConfig, cache: KVCache, *, is_row_exact: bool
+    path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
 ) -> BlockFile:
     """The file of ``config`` for an engine of the checkpoint folder ``path``; ``is_row_exact`` as
     its runner has it, which tells what was chosen for its products. Raises ConfigError if there can
     be none."""
+    assert config.disk_cache_path is not None
     identity = kept_identity("disk_cache_path", path, config, cache, is_row_exact=is_row_exact)
     num_layers, _, layer_bytes = cache.blocks.shape
     return BlockFile(

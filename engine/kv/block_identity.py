@@ -9,27 +9,29 @@ from pathlib import Path
 
 import torch
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.cache import KVCache
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
 _CPUINFO = Path("/proc/cpuinfo")
 _KERNELS = Path(__file__).parents[1] / "kernels"
 
 
-def block_identity(path: Path, config: EngineConfig, cache: KVCache, *, is_row_exact: bool) -> str:
+def block_identity(
+    path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
+) -> str:
     """What the bytes of blocks depend on for an engine of the checkpoint folder ``path``;
     ``is_row_exact`` as its runner has it, which tells what was chosen for its products. Empty for
     weights that cannot be told from others, as random ones cannot."""
-    if config.load_format == "dummy":
+    if config.has_random_weights:
         return ""
     weights = weights_fingerprint(path, config.quantization, config.kv_cache_dtype)
     return weights and f"{weights};{_identity(config, cache)};own products: {is_row_exact}"
 
 
 def kept_identity(
-    setting: str, path: Path, config: EngineConfig, cache: KVCache, *, is_row_exact: bool
+    setting: str, path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
 ) -> str:
     """The same for blocks that are kept beyond this process, as ``setting`` says. Raises
     ConfigError if there can be none."""
@@ -48,7 +50,7 @@ def kept_identity(
 
 
 def transfer_identity(
-    path: Path, config: EngineConfig, cache: KVCache, *, is_row_exact: bool
+    path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
 ) -> str:
     """The same for blocks that workers exchange. With ``transfer_any_ranks`` it is all that the
     meaning of the bytes depends on, and not what rounds them."""
@@ -66,7 +68,7 @@ def transfer_identity(
     return ";".join(parts)
 
 
-def _identity(config: EngineConfig, cache: KVCache) -> str:
+def _identity(config: ResolvedEngineConfig, cache: KVCache) -> str:
     """What else the bytes of a block depend on: the types, the device and what computes on it."""
     kernels = hashlib.sha256()
     for source in sorted(_KERNELS.rglob("*")):

@@ -10,6 +10,7 @@ from itertools import accumulate
 
 import torch
 
+from millrace.engine.config import KVBlocks, KVBytes, ResolvedEngineConfig
 from millrace.engine.kernels.gpu.device_batch import CacheLayer
 from millrace.engine.kv.cache_commands import (
     CheckBlocks,
@@ -19,7 +20,6 @@ from millrace.engine.kv.cache_commands import (
 )
 from millrace.engine.transfer.memory import BlockLayout, SharedPages, private_pages
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import BlockPart
 
@@ -195,10 +195,13 @@ def _on_pages(pages: mmap.mmap, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
 
 
-def cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """What keys and values are kept as: ``name`` as in ``EngineConfig.kv_cache_dtype``, ``dtype``
-    that of the weights."""
-    return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(name, dtype)
+_ROUNDED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
+
+def cache_dtype(name: str | None, dtype: torch.dtype) -> torch.dtype:
+    """What keys and values are kept as: ``name`` as in ``ResolvedEngineConfig.kv_cache_dtype``,
+    ``dtype`` that of the weights."""
+    return dtype if name is None else _ROUNDED[name]
 
 
 def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> int:
@@ -209,19 +212,29 @@ def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype)
 
 def choose_num_blocks(
     config: ModelConfig,
-    engine: EngineConfig,
+    engine: ResolvedEngineConfig,
+    dtype: torch.dtype,
+    num_layers: int | None = None,
+) -> int:
+    """The blocks that the settings ask for. ``config``: of one of the parts, which have
+    ``num_layers`` together. Raises ConfigError if not even one fits."""
+    size = engine.kv_cache_size
+    if isinstance(size, KVBlocks):
+        return size.num_blocks
+    assert isinstance(size, KVBytes), "a share of a device's memory is measured first"
+    return fitting_blocks(config, engine, size.num_bytes, dtype, num_layers)
+
+
+def fitting_blocks(
+    config: ModelConfig,
+    engine: ResolvedEngineConfig,
     kv_cache_bytes: int,
     dtype: torch.dtype,
     num_layers: int | None = None,
 ) -> int:
-    """``engine.num_blocks`` if given; else what fits ``kv_cache_bytes``, but never more than
-    ``engine.max_num_sequences`` full context windows can use. ``config``: of one of the parts,
-    which have so many layers together.
-
-    Raises ConfigError if not even one block fits.
-    """
-    if engine.num_blocks:
-        return engine.num_blocks
+    """The blocks that fit ``kv_cache_bytes``, but never more than ``engine.max_num_sequences`` full
+    context windows can use; ``config`` and ``num_layers`` as above. Raises ConfigError if not even
+    one fits."""
     block_size_tokens = engine.block_size_tokens
     size_bytes = block_bytes(config, block_size_tokens, dtype)
     size_bytes = size_bytes // config.num_hidden_layers * (num_layers or config.num_hidden_layers)

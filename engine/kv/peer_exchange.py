@@ -10,13 +10,10 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
-import msgspec
-
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.kv.host_memory import SharedHostMemory
 from millrace.engine.kv.lending import LOAN_S, Lending
 from millrace.engine.kv.peer_tier import PeerTier
-from millrace.engine.step.settings import has_parted_blocks
 from millrace.engine.transfer.addresses import (
     default_folder,
     listen_on_address,
@@ -24,11 +21,9 @@ from millrace.engine.transfer.addresses import (
     this_host,
 )
 from millrace.engine.transfer.memory import BlockShape
-from millrace.engine.transfer.nixl_agent import NixlAgent, check_nixl
+from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import BlockSplit, Peers
 from millrace.engine.transfer.server import BlockServer, Identity
-from millrace.registry.checkpoints.fingerprint import weights_fingerprint
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.config.worker import TransferTransport
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import TransferEndpoint
@@ -37,55 +32,6 @@ _log = logging.getLogger(__name__)
 
 _LAYOUT_BYTES = 16
 _TOKEN_BYTES = 32
-
-
-def with_transfer(path: Path, config: EngineConfig, *, among_others: bool) -> EngineConfig:
-    """``config`` with ``transfer`` decided for an engine of the checkpoint folder ``path``; without
-    a word from the user only one ``among_others`` exchanges blocks. Raises ConfigError where that
-    is asked for and cannot be."""
-    reason = _why_not(path, config)
-    if reason and (config.transfer or config.transfer_address):
-        name = "transfer" if config.transfer else "transfer_address"
-        raise ConfigError(f"engine.{name}: {reason}.")
-    if reason and config.transfer_any_ranks:
-        raise ConfigError(f"engine.transfer_any_ranks: {reason}.")
-    if config.transfer is False and config.transfer_any_ranks:
-        raise ConfigError("engine.transfer_any_ranks is for blocks that engine.transfer refuses.")
-    if config.transfer is False and config.transfer_address:
-        raise ConfigError("engine.transfer_address is for blocks that engine.transfer refuses.")
-    _check_transport(config, reason)
-    wanted = among_others if config.transfer is None else config.transfer
-    return msgspec.structs.replace(config, transfer=wanted and not reason)
-
-
-def _check_transport(config: EngineConfig, reason: str) -> None:
-    if config.transfer_transport == "plain":
-        return
-    if reason:
-        raise ConfigError(f"engine.transfer_transport: {reason}.")
-    if config.transfer is False:
-        raise ConfigError("engine.transfer_transport is for blocks that engine.transfer refuses.")
-    if config.transfer_transport == "nixl":
-        check_nixl()
-
-
-def _why_not(path: Path, config: EngineConfig) -> str:
-    if not (config.prefix_cache and config.host_cache_bytes):
-        return (
-            "blocks that are exchanged need engine.prefix_cache, to be found, and "
-            "engine.host_cache_bytes, into which they come"
-        )
-    if has_parted_blocks(config):
-        return (
-            "whole blocks are exchanged, of which each rank of this group has a part in memory of "
-            "its own"
-        )
-    if config.load_format == "dummy" or not weights_fingerprint(path):
-        return (
-            "blocks are exchanged between workers of the same weights, and random ones cannot be "
-            "told from others"
-        )
-    return ""
 
 
 def split_of(identity: str, cache: KVCache) -> BlockSplit:
@@ -106,7 +52,7 @@ class PeerExchange:
         block_size_tokens: int,
         split: BlockSplit,
         *,
-        address: str = "",
+        address: str | None = None,
         folder: Path | None = None,
         transport: TransferTransport = "plain",
         monotonic: Callable[[], float],
@@ -124,7 +70,7 @@ class PeerExchange:
             listeners.append(listener)
             path = str(made)
             weakref.finalize(self, made.unlink, missing_ok=True)
-        if address:
+        if address is not None:
             listener, address = listen_on_address(address)
             listeners.append(listener)
         token = secrets.token_hex(_TOKEN_BYTES)
@@ -133,7 +79,7 @@ class PeerExchange:
             token=token,
             host=this_host(),
             socket=path,
-            address=address,
+            address=address or "",
             nixl="" if self._agent is None else self._agent.name,
             parts=split.parts,
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.arrivals import Arrivals
 from millrace.engine.kv.block_file import BlockFile, block_file
 from millrace.engine.kv.block_identity import transfer_identity
@@ -19,7 +20,6 @@ from millrace.engine.kv.objects.block_objects import BlockObjects, block_objects
 from millrace.engine.kv.objects.object_cache import ObjectCache, ObjectFigures
 from millrace.engine.kv.peer_exchange import PeerExchange, split_of
 from millrace.engine.step.sequence import Sequence
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.config.worker import TransferTransport
 from millrace.schemas.transfer import TransferEndpoint
 
@@ -66,13 +66,13 @@ class Tiers:
         exchange = self.exchange
         return exchange.endpoint if exchange is not None and exchange.is_served else None
 
-    def open(self, path: Path, config: EngineConfig, *, is_row_exact: bool) -> None:
+    def open(self, path: Path, config: ResolvedEngineConfig, *, is_row_exact: bool) -> None:
         """Have all that ``config`` asks for, for an engine of the checkpoint folder ``path``;
         ``is_row_exact`` as for ``block_identity``. Raises ConfigError."""
         cache = self._cache
-        if config.disk_cache_path:
+        if config.disk_cache_path is not None:
             self.keep_on_disk(block_file(path, config, cache, is_row_exact=is_row_exact))
-        if config.object_cache_url:
+        if config.object_cache_url is not None:
             objects = block_objects(path, config, cache, is_row_exact=is_row_exact)
             self.keep_in_store(objects, config)
         if config.transfer:
@@ -85,7 +85,7 @@ class Tiers:
         self.disk = DiskCache(file, self._memory, self._tables, self._wake)
         self.arrivals.add_tier(self.disk)
 
-    def keep_in_store(self, objects: BlockObjects, config: EngineConfig) -> None:
+    def keep_in_store(self, objects: BlockObjects, config: ResolvedEngineConfig) -> None:
         """Keep blocks of long prefixes where other workers find them, too, and find theirs."""
         self.objects = ObjectCache(
             objects, self._memory, self._tables, config, self._wake, self._monotonic
@@ -95,7 +95,7 @@ class Tiers:
     def exchange_with_peers(
         self,
         identity: str,
-        address: str = "",
+        address: str | None = None,
         folder: Path | None = None,
         transport: TransferTransport = "plain",
     ) -> None:

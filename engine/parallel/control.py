@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import msgspec
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kernels.stage_link import LinkShape
 from millrace.engine.threads.choice import leave_core
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.models.adapters import AdapterRef
 
@@ -30,7 +30,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
     """
 
     path: str
-    config: EngineConfig
+    config: ResolvedEngineConfig
     rank: int
     dtype: str
     has_kernels: bool
@@ -71,7 +71,7 @@ class JoinDevices(msgspec.Struct, frozen=True, array_like=True, tag="join_device
     Gloo."""
 
     path: str
-    config: EngineConfig
+    config: ResolvedEngineConfig
     rank: int
     device: str
     place: Place

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.loading import Arithmetic, load_decoder
 from millrace.engine.devices.cpu.runner import check_engine
 from millrace.engine.kernels.ranks import RankShape, rank_memory
@@ -25,19 +26,15 @@ from millrace.engine.parallel.cpu_runner import (
 )
 from millrace.engine.parallel.layout import (
     check_group,
-    has_shared_memory,
     make_link,
     num_local_ranks,
-    num_ranks,
     shard_of,
 )
 from millrace.engine.parallel.lead import Lead
 from millrace.engine.parallel.members import Members
 from millrace.engine.parallel.remote.lead import join_remote, remote_cpu_stage
-from millrace.engine.step.settings import choose_device, with_device_defaults
 from millrace.engine.transfer.memory import SharedPages
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from millrace.schemas.config import EngineConfig
 
 # Rows that ranks can exchange at once, for each of those that a step is planned to have: tokens
 # that are proposed come on top. Memory that is not written to is not taken.
@@ -64,22 +61,20 @@ class _Memory(NamedTuple):
         return [*self.rank_fds, *self.link_fds]
 
 
-def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
+def load_group(path: Path, engine: ResolvedEngineConfig) -> GroupRunner:
     """Start the other ranks and load a checkpoint with them. Raises CheckpointError or
     ConfigError."""
     config = read_model_config(path)
-    device = choose_device(engine.device)
     check_group(config, engine)
     check_engine(engine)
-    engine = with_device_defaults(engine, device)
     shard = shard_of(0, engine)
     own = shard_config(config, shard)
     share = shard_config(config, Shard(0, engine.tensor_parallel, engine.expert_parallel))
-    arithmetic = Arithmetic.chosen(config, engine, device, share)
+    arithmetic = Arithmetic.chosen(config, engine, share)
     stored = cache_dtype(engine.kv_cache_dtype, arithmetic.dtype)
-    num_layers = sum(part_layers(config, engine, range(num_ranks(engine))))
+    num_layers = sum(part_layers(config, engine, range(engine.num_ranks)))
     own_layers = sum(part_layers(config, engine, range(num_local_ranks(engine))))
-    num_blocks = choose_num_blocks(own, engine, engine.kv_cache_bytes, stored, num_layers)
+    num_blocks = choose_num_blocks(own, engine, stored, num_layers)
     layer_bytes = block_bytes(own, engine.block_size_tokens, stored) // own.num_hidden_layers
     pages = SharedPages((num_blocks + 1) * own_layers * layer_bytes, written_by_others=True)
     memory = _make_memory(config, engine)
@@ -108,7 +103,7 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
             remote = join_remote(
                 path, engine, lambda stage: remote_cpu_stage(stage, join(0), memory.link_shapes)
             )
-            members = Members(num_ranks(engine), (pages.fd, *memory.fds), remote)
+            members = Members(engine.num_ranks, (pages.fd, *memory.fds), remote)
             try:
                 members.join(join)
                 links = [make_link(join(0), at, index=0) for at in _ends(engine)]
@@ -147,12 +142,12 @@ def load_group(path: Path, engine: EngineConfig) -> GroupRunner:
     return PipelineRunner(parts, pipeline, engine.pipeline_parallel)
 
 
-def _ends(engine: EngineConfig) -> list[int]:
+def _ends(engine: ResolvedEngineConfig) -> list[int]:
     """The links that rank 0 has an end of."""
     return [] if engine.pipeline_parallel == 1 else [0, engine.pipeline_parallel - 1]
 
 
-def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
+def _make_memory(config: ModelConfig, engine: ResolvedEngineConfig) -> _Memory:
     """Room for the rows of a step, and for as much of the others' block tables. Raises ConfigError
     where there is none of the kind."""
     size, num_stages = engine.tensor_parallel, engine.pipeline_parallel
@@ -161,7 +156,7 @@ def _make_memory(config: ModelConfig, engine: EngineConfig) -> _Memory:
     table_bytes = 4 * -(-config.context_window_tokens // engine.block_size_tokens)
     shape = RankShape(size, most_rows * (row_bytes + table_bytes + 64), most_rows * row_bytes)
     rank_fds: list[int] = []
-    if has_shared_memory(engine, is_needed=num_stages > 1):
+    if engine.collectives == "shared_memory":
         num_here = num_stages - engine.remote_stages
         rank_fds = [rank_memory(shape) for _ in range(num_here if size > 1 else 0)]
     if num_stages == 1:

@@ -11,6 +11,7 @@ from typing import NoReturn
 import torch
 
 from millrace.engine.adapters.rows import AdapterWeights
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.loading import Arithmetic, load_adapter_weights, load_decoder
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.cpu import CpuKernels
@@ -41,7 +42,6 @@ from millrace.engine.parallel.rendezvous import Rendezvous
 from millrace.engine.step.batch import FlatBatch
 from millrace.engine.transfer.memory import SharedPages
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from millrace.schemas.config import EngineConfig
 
 
 def make_ranks(join: Join, shard: Shard) -> Ranks | None:
@@ -58,7 +58,7 @@ def make_ranks(join: Join, shard: Shard) -> Ranks | None:
     return SharedRanks(cpu_library(), fd, shape, rank=shard.rank, timeout_s=timeout_s)
 
 
-def part_layers(config: ModelConfig, engine: EngineConfig, ranks: range) -> tuple[int, ...]:
+def part_layers(config: ModelConfig, engine: ResolvedEngineConfig, ranks: range) -> tuple[int, ...]:
     """How many layers each of the ranks has of a whole model's ``config``."""
     shards = [shard_of(rank, engine) for rank in ranks]
     return tuple(shard_config(config, shard).num_hidden_layers for shard in shards)
@@ -66,7 +66,7 @@ def part_layers(config: ModelConfig, engine: EngineConfig, ranks: range) -> tupl
 
 def group_cache(
     config: ModelConfig,
-    engine: EngineConfig,
+    engine: ResolvedEngineConfig,
     dtype: torch.dtype,
     num_blocks: int,
     pages: SharedPages,
@@ -92,7 +92,7 @@ def cache_of_rank(join: Join, config: ModelConfig, dtype: torch.dtype) -> KVCach
 
 def _cache(
     config: ModelConfig,
-    engine: EngineConfig,
+    engine: ResolvedEngineConfig,
     dtype: torch.dtype,
     num_blocks: int,
     shard: Shard,

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cuda.loading import Plans
 from millrace.engine.devices.cuda.steps import StepParts
 from millrace.engine.kernels.rank_view import MAX_RANKS, RanksFailedError
@@ -24,9 +25,7 @@ from millrace.engine.parallel.device_runner import DeviceGroupRunner, PipelineGr
 from millrace.engine.parallel.layout import (
     check_group,
     device_link,
-    has_shared_memory,
     num_local_ranks,
-    num_ranks,
 )
 from millrace.engine.parallel.members import Members
 from millrace.engine.parallel.remote.lead import (
@@ -36,25 +35,21 @@ from millrace.engine.parallel.remote.lead import (
     listen_beside,
 )
 from millrace.engine.parallel.remote.relay import LinkEnds
-from millrace.engine.step.settings import choose_device, with_device_defaults
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 
-def load_device_group(path: Path, engine: EngineConfig) -> DeviceGroupRunner:
+def load_device_group(path: Path, engine: ResolvedEngineConfig) -> DeviceGroupRunner:
     """Start the other ranks and load a checkpoint with them. Raises CheckpointError or
     ConfigError."""
-    device = choose_device(engine.device)
+    device = torch.device(engine.device)
     _check(read_model_config(path), engine, device)
-    engine = with_device_defaults(engine, device)
     num_local = num_local_ranks(engine)
     shape = link_shape(num_local - 1 + engine.remote_stages)
     # A host that joins is told what to compute by its relay, which reads the link.
-    has_link = has_shared_memory(engine, is_needed=bool(engine.remote_stages))
-    link_fd = link_memory(shape) if has_link else -1
+    link_fd = link_memory(shape) if engine.collectives == "shared_memory" else -1
     fds = () if link_fd < 0 else (link_fd,)
     listener = place_for_others(engine)
     try:
@@ -73,7 +68,7 @@ def load_device_group(path: Path, engine: EngineConfig) -> DeviceGroupRunner:
                 )
 
             remote = join_remote(path, engine, partial(remote_device_stage, join(0), listener))
-            members = Members(num_ranks(engine), fds, remote)
+            members = Members(engine.num_ranks, fds, remote)
             try:
                 members.join(lambda rank: met_by_all(join(rank), listener, remote))
                 return _load_lead(met_by_all(join(0), listener, remote), members, listener)
@@ -125,9 +120,9 @@ def runner_of_rank_0(lead: DeviceLead, plans: Plans) -> Callable[[StepParts], De
     return partial(PipelineGroupRunner, lead=lead, is_row_exact=is_row_exact, shard=shard)
 
 
-def _check(config: ModelConfig, engine: EngineConfig, device: torch.device) -> None:
+def _check(config: ModelConfig, engine: ResolvedEngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what a group of devices does not compute."""
-    if engine.kernels not in ("auto", "triton", "reference"):
+    if not engine.has_device_kernels:
         raise ConfigError(
             f"engine.kernels is {engine.kernels!r}, but ranks with a GPU each compute by triton; "
             "leave it out."
@@ -149,7 +144,7 @@ def _check(config: ModelConfig, engine: EngineConfig, device: torch.device) -> N
         )
 
 
-def place_for_others(engine: EngineConfig) -> socket.socket | None:
+def place_for_others(engine: ResolvedEngineConfig) -> socket.socket | None:
     """Where ranks find one another if some are on other hosts: a port of its own at the address at
     which these join. Raises ConfigError if nobody can listen there."""
     return listen_beside(engine) if engine.remote_stages else None

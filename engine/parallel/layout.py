@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-
-from millrace.engine.kernels.build import KernelBuildError, cpu_library
+from millrace.engine.config import ResolvedEngineConfig
+from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.rank_view import MAX_RANKS
 from millrace.engine.kernels.stage_link import StageLink
 from millrace.engine.models.shard import Shard, check_shard, vocabulary_range
@@ -15,22 +14,13 @@ from millrace.runtime.addresses import is_loopback
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
-_COLLECTIVES = ("auto", "shared_memory", "gloo")
 
-_log = logging.getLogger(__name__)
-
-
-def shard_of(rank: int, engine: EngineConfig) -> Shard:
+def shard_of(rank: int, engine: ResolvedEngineConfig) -> Shard:
     """What a rank computes; they are numbered through all stages."""
     stage, own = divmod(rank, engine.tensor_parallel)
     return Shard(
         own, engine.tensor_parallel, engine.expert_parallel, stage, engine.pipeline_parallel
     )
-
-
-def num_ranks(engine: EngineConfig) -> int:
-    """Of all stages."""
-    return engine.tensor_parallel * engine.pipeline_parallel
 
 
 def make_link(join: Join, number: int, *, index: int) -> StageLink:
@@ -56,7 +46,7 @@ def device_link(join: JoinDevices, *, index: int) -> StageLink:
     )
 
 
-def num_local_ranks(engine: EngineConfig) -> int:
+def num_local_ranks(engine: ResolvedEngineConfig) -> int:
     """Of the stages that are on the host of rank 0."""
     return engine.tensor_parallel * (engine.pipeline_parallel - engine.remote_stages)
 
@@ -66,12 +56,8 @@ def vocabulary_widths(config: ModelConfig, size: int) -> list[int]:
     return [len(vocabulary_range(config.vocab_size, Shard(rank, size))) for rank in range(size)]
 
 
-def check_group(config: ModelConfig, engine: EngineConfig) -> None:
+def check_group(config: ModelConfig, engine: ResolvedEngineConfig) -> None:
     """Raise ConfigError for settings that no group of a model's ranks can have."""
-    if engine.collectives not in _COLLECTIVES:
-        raise ConfigError(
-            f"engine.collectives is {engine.collectives!r}; choose {', '.join(_COLLECTIVES)}."
-        )
     if engine.rank_timeout_s <= 0:
         raise ConfigError(f"engine.rank_timeout_s must be above 0, got {engine.rank_timeout_s}.")
     most = MAX_RANKS if engine.pipeline_parallel == 1 else MAX_RANKS - 1
@@ -79,7 +65,6 @@ def check_group(config: ModelConfig, engine: EngineConfig) -> None:
         raise ConfigError(
             f"engine.tensor_parallel is {engine.tensor_parallel}; a stage has at most {most} ranks."
         )
-    check_remote_stages(engine)
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
 
 
@@ -92,7 +77,7 @@ def check_remote_stages(engine: EngineConfig) -> None:
         )
     if not engine.remote_stages:
         return
-    host, _ = stages_address(engine)
+    host, _ = stages_address(engine.stages_address)
     if not engine.stages_token and not is_loopback(host):
         raise ConfigError(
             f"engine.stages_address is {engine.stages_address}, where other machines can join: set "
@@ -101,28 +86,6 @@ def check_remote_stages(engine: EngineConfig) -> None:
         )
 
 
-def stages_address(engine: EngineConfig) -> tuple[str, int]:
+def stages_address(address: str) -> tuple[str, int]:
     """The host and port at which stages of other hosts join. Raises ConfigError."""
-    return host_and_port(engine.stages_address, "engine.stages_address")
-
-
-def has_shared_memory(engine: EngineConfig, *, is_needed: bool = False) -> bool:
-    """Whether ranks meet by memory that they have in common. Raises ConfigError where that is asked
-    for or ``is_needed``, to link the stages of a pipeline, and cannot be."""
-    if engine.collectives == "gloo":
-        if is_needed:
-            raise ConfigError(
-                "engine.collectives is 'gloo', but the stages of a pipeline are linked by shared "
-                "memory; leave it out."
-            )
-        return False
-    try:
-        cpu_library()
-    except KernelBuildError as error:
-        if engine.collectives == "shared_memory" or is_needed:
-            raise ConfigError(
-                f"Ranks have no memory in common without the compiled kernels: {error.message}"
-            ) from error
-        _log.warning("the ranks exchange numbers by Gloo, more slowly: %s", error.message)
-        return False
-    return True
+    return host_and_port(address, "engine.stages_address")

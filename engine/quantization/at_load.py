@@ -32,5 +32,5 @@ _BY_NAME = {
 
 
 def quantize_at_load(quantization: str | None) -> QuantizeAtLoad:
-    """For ``EngineConfig.quantization``, which was checked."""
+    """For ``ResolvedEngineConfig.quantization``, which was checked."""
     return QuantizeAtLoad() if quantization is None else _BY_NAME[quantization]

@@ -1,16 +1,10 @@
-"""Which requests and settings the engine takes, and why it refuses the others."""
+"""Which requests the engine takes, and why it refuses the others."""
 
 from __future__ import annotations
 
-import math
-
 from millrace.engine.types import EngineRequest
-from millrace.registry.checkpoints.adapters.config import MAX_RANK
-from millrace.schemas.config import EngineConfig
-from millrace.schemas.engines import check_quantization, check_speculation
 from millrace.schemas.errors import (
     AdapterError,
-    ConfigError,
     ContextLengthError,
     KVCapacityError,
     ParameterError,
@@ -118,55 +112,3 @@ def finished_before(request: EngineRequest, max_total_tokens: int) -> FinishReas
     if len(request.prompt_token_ids) + len(request.output_token_ids) >= max_total_tokens:
         return FinishReason.LENGTH
     return None
-
-
-def check_config(config: EngineConfig) -> None:
-    """Raise ConfigError, naming the setting, for one out of range."""
-    for name in ("max_num_sequences", "max_batch_tokens", "kv_cache_bytes"):
-        value = getattr(config, name)
-        if value < 0:
-            raise ConfigError(
-                f"engine.{name} must be 0 (which leaves it to the device) or more, got {value}."
-            )
-    for name in ("block_size_tokens", "grammar_helpers"):
-        value = getattr(config, name)
-        if value < 1:
-            raise ConfigError(f"engine.{name} must be at least 1, got {value}.")
-    if not 0 < config.gpu_memory_fraction <= 1:
-        raise ConfigError(
-            f"engine.gpu_memory_fraction must be above 0 and at most 1, got "
-            f"{config.gpu_memory_fraction}."
-        )
-    if config.max_adapters is not None and config.max_adapters < 0:
-        raise ConfigError(f"engine.max_adapters must be 0 or more, got {config.max_adapters}.")
-    if not 1 <= config.max_adapter_rank <= MAX_RANK:
-        raise ConfigError(
-            f"engine.max_adapter_rank must be from 1 to {MAX_RANK}, got {config.max_adapter_rank}."
-        )
-    for name, choices in (
-        ("load_format", ("auto", "dummy")),
-        ("kv_cache_dtype", ("auto", "fp8", "int8")),
-        ("kernels", ("auto", "native", "torch", "triton", "reference")),
-    ):
-        if getattr(config, name) not in choices:
-            raise ConfigError(
-                f"engine.{name} is {getattr(config, name)!r}; choose {', '.join(choices)}."
-            )
-    check_quantization(config.quantization, config.kind)
-    check_speculation(config.speculation, config.kind)
-    for name in ("ageing_s", "itl_bound_ms", "host_cache_bytes", "idle_offload_s"):
-        amount = getattr(config, name)
-        if not 0 <= amount < math.inf:
-            raise ConfigError(f"engine.{name} must be 0 or more, got {amount}.")
-    for name in ("object_cache_min_tokens", "object_cache_requests"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"engine.{name} must be at least 1, got {getattr(config, name)}.")
-    if not 0 < config.object_cache_timeout_s < math.inf:
-        raise ConfigError(
-            f"engine.object_cache_timeout_s must be above 0, got {config.object_cache_timeout_s}."
-        )
-    if config.num_blocks < 0:
-        raise ConfigError(
-            f"engine.num_blocks must be 0 (sized by kv_cache_bytes) or more, got "
-            f"{config.num_blocks}."
-        )

@@ -12,11 +12,11 @@ _SHARE_OF_ALL = 1 / 4
 _SHARE_OF_ONE = 1 / 2
 
 
-def rank_of(sequence: Sequence, ageing_s: float) -> Rank:
+def rank_of(sequence: Sequence, ageing_s: float | None) -> Rank:
     """The rank that it has for life: its priority, or its time of arrival moved back by
-    ``ageing_s`` for each level of priority if that is above 0."""
+    ``ageing_s`` for each level of priority if that is given."""
     priority = sequence.request.priority
-    if ageing_s > 0:
+    if ageing_s is not None:
         return (int(priority < 0), sequence.added_s - priority * ageing_s, sequence.arrival)
     return (-priority, 0.0, sequence.arrival)
 

@@ -7,6 +7,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.block_tables import BlockTables, PrefixHit
 from millrace.engine.scheduling.background import is_background, non_preemptible, rank_of
 from millrace.engine.scheduling.beam_slots import has_slot
@@ -50,36 +51,28 @@ class Planner:
     With several ``num_stages`` of a pipeline a step has that part of the sequences that decode;
     those of the step before it are awaited meanwhile.
 
-    ``itl_bound_s`` above 0 bounds the chunks beside decoding sequences, so that the step, as
+    ``config.itl_bound_s`` bounds the chunks beside decoding sequences, so that the step, as
     ``costs`` predicts it, is no longer; but one block's worth of prefill always proceeds.
     """
 
     def __init__(
         self,
         tables: BlockTables,
+        config: ResolvedEngineConfig,
         *,
-        max_batch_tokens: int,
-        max_num_sequences: int,
-        ageing_s: float = 0.0,
-        itl_bound_s: float = 0.0,
         costs: CostModel | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         adapters: AdapterPool = NO_ADAPTERS,
     ) -> None:
-        if max_batch_tokens < 1 or max_num_sequences < 1:
-            raise ValueError(
-                f"max_batch_tokens and max_num_sequences must be at least 1, got "
-                f"{max_batch_tokens} and {max_num_sequences}"
-            )
-        self.max_batch_tokens = max_batch_tokens
-        self.max_num_sequences = max_num_sequences
+        self.max_batch_tokens = config.max_batch_tokens
+        self.max_num_sequences = config.max_num_sequences
         self.num_preemptions = 0
         self.outstanding_tokens = 0
         self.running = RunningSequences(adapters)
         self.tables = tables
         self._pool = tables.pool
-        self._ageing_s = ageing_s
-        self._itl_bound_s = itl_bound_s
+        self._ageing_s = config.ageing_s
+        self._itl_bound_s = config.itl_bound_s
         self._costs = CostModel() if costs is None else costs
         self._monotonic = monotonic
         self._adapters = adapters
@@ -248,7 +241,7 @@ class Planner:
     def _bound_chunks(self, schedule: Schedule, prefilling: list[Sequence]) -> None:
         """Cut the budget to what keeps the predicted step under the bound, for the sake of those
         who decode, unless all of them are background work."""
-        if self._itl_bound_s <= 0 or not self._costs.is_warm:
+        if self._itl_bound_s is None or not self._costs.is_warm:
             return
         if is_background(next(iter(schedule.counts))):
             return

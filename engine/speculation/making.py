@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.eagle_head import HeadRunner
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.scheduling.cost_model import CostModel
@@ -13,8 +14,7 @@ from millrace.engine.speculation.speculator import Speculator
 from millrace.engine.step.features import Features, HeadInputs
 from millrace.engine.step.runner import DraftRunner, Runner
 from millrace.engine.step.sequence import Sequence
-from millrace.engine.step.settings import speculates
-from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError
 
 
 class HeadDraft(Draft):
@@ -60,18 +60,24 @@ def _has_features(sequence: Sequence) -> bool:
 
 
 def make_speculator(
-    config: EngineConfig,
+    config: ResolvedEngineConfig,
     tables: BlockTables,
     costs: CostModel,
     target: Runner,
     draft: DraftRunner | None,
 ) -> Speculator | None:
-    """By settled settings; None where nothing is proposed. Raises ConfigError where it would change
+    """None where nothing is proposed. Raises ConfigError where that was asked for and would change
     what is drawn."""
-    if target.num_stages > 1:
-        return None  # the next step begins before the tokens of this one are known
-    if not speculates(config, is_row_exact=target.is_row_exact, on_device=target.overlaps):
+    if config.speculation is None:
         return None
+    if not target.is_row_exact:
+        if not config.speculation.is_asked:
+            return None
+        raise ConfigError(
+            "engine.speculation: several tokens of a sequence are computed in one step, bit for "
+            "bit as one by one, by the compiled kernels of a CPU in bfloat16 and by those of a GPU "
+            "with engine.deterministic, without experts only; leave it out or set it to off."
+        )
     drafts: Draft | None = None
     if draft is not None:
         kind = HeadDraft if isinstance(draft, HeadRunner) else Draft
@@ -80,7 +86,7 @@ def make_speculator(
         tables,
         costs,
         config.max_batch_tokens,
-        config.itl_bound_ms / 1e3,
+        config.itl_bound_s,
         drafts,
         max_drawn_rows=config.max_num_sequences if target.overlaps else None,
     )

@@ -44,7 +44,7 @@ class Speculator:
     ``tokens / seconds`` of the part of the step that decodes, as ``costs`` predicts it: far from it
     where many rows share the reading of the weights, so that at high load nothing is proposed. The
     rows come out of what a step's budget leaves, and their blocks of those that nobody needs; with
-    an ``itl_bound_s`` above 0 no step becomes longer than that for them. Where a device draws
+    an ``itl_bound_s`` no step becomes longer than that for them. Where a device draws
     tokens by itself, the host does behind proposed ones: a step has at most ``max_drawn_rows`` rows
     then that tokens are drawn from.
     """
@@ -54,7 +54,7 @@ class Speculator:
         tables: BlockTables,
         costs: CostModel,
         max_batch_tokens: int,
-        itl_bound_s: float = 0.0,
+        itl_bound_s: float | None = None,
         draft: Draft | None = None,
         *,
         max_drawn_rows: int | None = None,
@@ -164,7 +164,7 @@ class Speculator:
         budget = self._max_batch_tokens - sum([num_tokens for _, num_tokens in plan])
         if self._max_drawn_rows is not None:
             budget = min(budget, self._max_drawn_rows - len(plan))
-        if self._itl_bound_s <= 0 or not self._costs.is_warm or row_s <= 0:
+        if self._itl_bound_s is None or not self._costs.is_warm or row_s <= 0:
             return budget
         left_s = self._itl_bound_s - self._costs.step_s(StepWork.of(plan))
         return min(budget, max(0, int(left_s / row_s)))

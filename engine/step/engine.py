@@ -8,18 +8,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.grammar.grammars import Grammars
 from millrace.engine.kv.block_file import BlockFile
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.kv.host_cache import HostCache
 from millrace.engine.kv.host_memory import host_memory_of
-from millrace.engine.kv.peer_exchange import with_transfer
 from millrace.engine.kv.tiers import Tiers
 from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.scheduling.admission import (
     check_adapter,
     check_beams,
-    check_config,
     check_kind,
     finished_before,
     longest_total_tokens,
@@ -48,7 +47,7 @@ from millrace.engine.step.runners import (
 )
 from millrace.engine.step.sequence import SequenceState
 from millrace.engine.step.sequence_group import draw_seed, make_sequence_group
-from millrace.engine.step.settings import num_adapter_slots, with_device_defaults
+from millrace.engine.step.settings import resolve
 from millrace.engine.step.statistics import engine_stats
 from millrace.engine.threads.tasks import Bell
 from millrace.engine.types import (
@@ -83,21 +82,21 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        config: EngineConfig,
+        config: ResolvedEngineConfig,
         *,
         seed_source: Callable[[], int] = draw_seed,
         monotonic: Callable[[], float] = time.perf_counter,
         tokenizer: Callable[[], Tokenizer | None] = lambda: None,
         draft: DraftRunner | None = None,
     ) -> None:
-        config = with_device_defaults(config, runner.cache.data.device)
+        self.config = config
         self._runner = runner
         self._sampler = Sampler(
             runner.config.vocab_size, runner.host_device, tokenizer, runner.likeliest
         )
         costs = CostModel()
         self._host_memory = host_memory_of(
-            runner.cache, config.host_cache_bytes, shared=bool(config.transfer)
+            runner.cache, config.host_cache_bytes, shared=config.transfer
         )
         host = HostCache(self._host_memory, monotonic=monotonic)
         self._tables = BlockTables(
@@ -111,17 +110,14 @@ class Engine:
         self._pool = self._tables.pool
         self._bell = Bell()
         self._adapters = AdapterPool(
-            num_adapter_slots(config, takes_adapters=runner.takes_adapters),
+            config.max_adapters,
             partial(runner.load_adapter, max_rank=config.max_adapter_rank),
             self._bell.ring,
             monotonic,
         )
         self._planner = Planner(
             self._tables,
-            max_batch_tokens=config.max_batch_tokens,
-            max_num_sequences=config.max_num_sequences,
-            ageing_s=config.ageing_s,
-            itl_bound_s=config.itl_bound_ms / 1e3,
+            config,
             costs=costs,
             monotonic=monotonic,
             adapters=self._adapters,
@@ -165,8 +161,6 @@ class Engine:
             monotonic=monotonic,
         )
         self._device_times = DeviceTimes(self._executor)
-        self.num_devices = config.tensor_parallel * config.pipeline_parallel
-        """Each rank of the group has one."""
         self._num_arrived = 0
         self._num_steps = 0
         self._prefills = False
@@ -176,13 +170,12 @@ class Engine:
     def load(cls, path: Path, config: EngineConfig, *, among_others: bool = False) -> Engine:
         """An engine for the checkpoint folder ``path``; ``among_others``: those of other workers
         may have blocks for it, or want its. Raises CheckpointError or ConfigError."""
-        check_config(config)
-        config = with_transfer(path, config, among_others=among_others)
-        runner = load_runner(path, config)
-        draft = load_draft(path, runner, config)
-        engine = cls(runner, config, tokenizer=checkpoint_tokenizer(path), draft=draft)
+        resolved = resolve(path, config, among_others=among_others)
+        runner = load_runner(path, resolved)
+        draft = load_draft(path, runner, resolved)
+        engine = cls(runner, resolved, tokenizer=checkpoint_tokenizer(path), draft=draft)
         engine._grammars.prepare()
-        engine._tiers.open(path, config, is_row_exact=runner.is_row_exact)
+        engine._tiers.open(path, resolved, is_row_exact=runner.is_row_exact)
         return engine
 
     def keep_on_disk(self, file: BlockFile) -> None:

@@ -100,13 +100,11 @@ class Runner(DraftRunner, Protocol):
     ``overlaps``: the device chooses tokens that are read later, so the next step may be launched
     before they are read; its steps have ``max_num_sequences`` rows to draw from at most.
     ``num_stages``: of a pipeline, each of which computes another step at a time.
-    ``takes_adapters``: whether rows of sequences with adapters are computed with these.
     ``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it.
     """
 
     overlaps: bool
     num_stages: int = 1
-    takes_adapters: bool
     is_row_exact: bool
 
     @property

@@ -1,60 +1,136 @@
-"""The engine's settings, with what they leave to the device decided."""
+"""Makes every choice that the user's settings leave open, once, before an engine is loaded."""
 
 from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
 
+from millrace.engine.config import (
+    DEVICE_KERNELS,
+    Collectives,
+    Dtype,
+    Kernels,
+    KVBlocks,
+    KVBytes,
+    KVMemoryShare,
+    ResolvedEngineConfig,
+    Speculation,
+    check_config,
+)
+from millrace.engine.devices.cpu.operations import suits
+from millrace.engine.kernels.build import KernelBuildError, cpu_library
+from millrace.engine.kernels.cpu import CpuKernels
+from millrace.engine.models.loader import choose_dtype, is_widened
+from millrace.engine.parallel.layout import check_remote_stages
+from millrace.engine.transfer.nixl_agent import check_nixl
+from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.schemas.config import EngineConfig
+from millrace.schemas.engines import DRAFT_FOLDER, draft_of, eagle3_of
 from millrace.schemas.errors import ConfigError
 
+_COLLECTIVES: tuple[Literal["auto"] | Collectives, ...] = ("auto", "shared_memory", "gloo")
+
+_log = logging.getLogger(__name__)
+
+
+class _Bounds(NamedTuple):
+    """What a kind of device has where the settings leave it open. ``kv_cache_bytes`` None: what is
+    left of its memory."""
+
+    num_sequences: int
+    num_tokens: int
+    kv_cache_bytes: int | None
+
+
 # Two cores compute 384 rows at the best rate, each of 512 takes a fifth longer.
-_CPU_SEQUENCES, _CPU_TOKENS, _CPU_CACHE_BYTES = 64, 384, 1 << 30
-_CPU_ADAPTERS = 20
+_CPU = _Bounds(64, 384, 1 << 30)
 # A GPU's weights are read once a step for however many sequences, and a few thousand rows keep
 # its matrix units busy.
-_CUDA_SEQUENCES, _CUDA_TOKENS = 256, 4096
+_CUDA = _Bounds(256, 4096, None)
+_CPU_ADAPTERS = 20
 
 
-def with_device_defaults(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """``config`` without zeros that stand for a choice by the device; a KV cache that is sized by
-    the device's memory stays 0."""
-    on_cuda = device.type == "cuda"
-    return msgspec.structs.replace(
-        config,
-        max_num_sequences=config.max_num_sequences
-        or (_CUDA_SEQUENCES if on_cuda else _CPU_SEQUENCES),
-        max_batch_tokens=config.max_batch_tokens or (_CUDA_TOKENS if on_cuda else _CPU_TOKENS),
-        kv_cache_bytes=config.kv_cache_bytes or (0 if on_cuda else _CPU_CACHE_BYTES),
+_NAMES: dict[torch.dtype, Dtype] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
+
+
+class _Arithmetic(NamedTuple):
+    kernels: Kernels
+    dtype: Dtype
+    only_own_products: bool = False
+
+
+def resolve(
+    path: Path, config: EngineConfig, *, among_others: bool = False
+) -> ResolvedEngineConfig:
+    """The settings for an engine of the checkpoint folder ``path``. ``among_others``: engines of
+    other workers may have blocks for it, or want its. Raises CheckpointError, and ConfigError for a
+    setting that is out of range or does not go with the others."""
+    check_config(config)
+    check_remote_stages(config)
+    device = choose_device(config.device)
+    bounds = _CUDA if device.type == "cuda" else _CPU
+    arithmetic = _arithmetic(read_model_config(path), config, device)
+    has_device_kernels = arithmetic.kernels in DEVICE_KERNELS
+    resolved = ResolvedEngineConfig(
+        device=str(device),
+        kernels=arithmetic.kernels,
+        dtype=arithmetic.dtype,
+        only_own_products=arithmetic.only_own_products,
+        deterministic=config.deterministic,
+        quantization=config.quantization,
+        has_random_weights=config.load_format == "dummy",
+        max_num_sequences=config.max_num_sequences or bounds.num_sequences,
+        max_batch_tokens=config.max_batch_tokens or bounds.num_tokens,
+        block_size_tokens=config.block_size_tokens,
+        kv_cache_size=_kv_cache_size(config, bounds),
+        kv_cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        num_threads=config.num_threads or None,
+        cuda_graphs=config.cuda_graphs,
+        overlap=config.overlap,
+        start_timeout_s=config.start_timeout_s,
+        tensor_parallel=config.tensor_parallel,
+        pipeline_parallel=config.pipeline_parallel,
+        expert_parallel=config.expert_parallel,
+        remote_stages=config.remote_stages,
+        stages_address=config.stages_address,
+        stages_token=config.stages_token,
+        collectives=None,
+        rank_timeout_s=config.rank_timeout_s,
+        speculation=_speculation(path, config, has_device_kernels=has_device_kernels),
+        max_adapters=_max_adapters(config, has_device_kernels=has_device_kernels),
+        max_adapter_rank=config.max_adapter_rank,
+        grammar_helpers=config.grammar_helpers,
+        ageing_s=config.ageing_s or None,
+        itl_bound_s=config.itl_bound_ms / 1e3 or None,
+        prefix_cache=config.prefix_cache,
+        host_cache_bytes=config.host_cache_bytes,
+        idle_offload_s=config.idle_offload_s,
+        disk_cache_path=config.disk_cache_path or None,
+        disk_cache_bytes=config.disk_cache_bytes,
+        object_cache_url=config.object_cache_url or None,
+        object_cache_min_tokens=config.object_cache_min_tokens,
+        object_cache_requests=config.object_cache_requests,
+        object_cache_timeout_s=config.object_cache_timeout_s,
+        transfer=False,
+        transfer_any_ranks=config.transfer_any_ranks,
+        transfer_address=config.transfer_address or None,
+        transfer_transport=config.transfer_transport,
     )
-
-
-def num_adapter_slots(config: EngineConfig, *, takes_adapters: bool) -> int:
-    """How many adapters are in memory at a time. Raises ConfigError for some where none are
-    applied."""
-    if config.max_adapters and not takes_adapters:
-        raise ConfigError(
-            "engine.max_adapters: this engine's runner takes no adapters; leave it out."
-        )
-    if config.max_adapters is None:
-        return _CPU_ADAPTERS if takes_adapters else 0
-    return config.max_adapters
-
-
-def speculates(config: EngineConfig, *, is_row_exact: bool, on_device: bool) -> bool:
-    """Whether tokens are proposed: on a device that chooses tokens by itself only if that is asked
-    for. Raises ConfigError where they would change what is drawn."""
-    if config.speculation in ("off", False):
-        return False
-    if config.speculation is None:
-        return is_row_exact and not on_device
-    if not is_row_exact:
-        raise ConfigError(
-            "engine.speculation: several tokens of a sequence are computed in one step, bit for "
-            "bit as one by one, by the compiled kernels of a CPU in bfloat16 and by those of a GPU "
-            "with engine.deterministic, without experts only; leave it out or set it to off."
-        )
-    return True
+    _check_whole_blocks(resolved)
+    return msgspec.structs.replace(
+        resolved,
+        collectives=_collectives(config, resolved),
+        transfer=_transfer(path, config, resolved, among_others=among_others),
+    )
 
 
 def choose_device(name: str) -> torch.device:
@@ -70,26 +146,175 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def has_parted_blocks(config: EngineConfig) -> bool:
-    """Whether the ranks of a group have a part of each block in memory of their own: those of GPUs
-    and of other hosts have, while those of a CPU have one cache in memory that all of them map."""
-    if config.tensor_parallel * config.pipeline_parallel == 1:
-        return False
-    return bool(config.remote_stages) or has_device_ranks(config)
+def _arithmetic(model: ModelConfig, config: EngineConfig, device: torch.device) -> _Arithmetic:
+    """What computes the model, and in which type. Only the compiled kernels' own products are used
+    where weights are rounded or rows have to be exact, and where a small model need not be widened
+    for them to be. Raises ConfigError."""
+    wants_triton = config.kernels == "auto" and device.type == "cuda"
+    for kernels in DEVICE_KERNELS:
+        if config.kernels == kernels or (wants_triton and kernels == "triton"):
+            return _Arithmetic(kernels, _NAMES[choose_dtype(model, config.dtype, device)])
+    packs = config.quantization is not None or _is_asked(config.speculation)
+    is_auto = config.dtype == "auto" and not packs
+    is_exact = is_auto and _is_exact_in_bfloat16(model) and is_widened(model, device)
+    if is_exact and _has_native(config.kernels, model, torch.bfloat16, device):
+        return _Arithmetic("native", "bfloat16", only_own_products=True)
+    dtype = choose_dtype(model, config.dtype, device, packs=packs)
+    if _has_native(config.kernels, model, dtype, device):
+        only_own = packs or config.kernels == "native"
+        return _Arithmetic("native", _NAMES[dtype], only_own)
+    return _Arithmetic("torch", _NAMES[dtype])
 
 
-def has_device_ranks(config: EngineConfig) -> bool:
-    """Whether it is a group of ranks with a device each that is told what to do."""
-    if config.tensor_parallel * config.pipeline_parallel == 1:
-        return False
-    return config.kernels in ("triton", "reference") or choose_device(config.device).type == "cuda"
+def _is_exact_in_bfloat16(model: ModelConfig) -> bool:
+    """Whether a checkpoint of bfloat16 is one whose tokens do not change with the company by the
+    kernels' own products, as they do not in float32."""
+    is_wide = model.dtype == "bfloat16" and model.quantization is None
+    return is_wide and model.has_head and model.experts is None
 
 
-def check_parted_blocks(config: EngineConfig) -> None:
-    """Raise ConfigError where whole blocks are to be kept or lent and there are only parts."""
+def _has_native(choice: str, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the compiled kernels are wanted and can be had. Raises ConfigError for "native" where
+    there are none."""
+    why = f"they do not compute {model.architecture} of this shape in {dtype} on {device}."
+    if choice != "torch" and suits(model, dtype, device):
+        try:
+            CpuKernels(cpu_library(), dtype)
+        except (KernelBuildError, OSError) as error:
+            why = str(error)
+            _log.warning("the engine computes with torch alone, more slowly: %s", why)
+        else:
+            return True
+    if choice == "native":
+        raise ConfigError(f"engine.kernels is 'native', but there are no kernels: {why}")
+    return False
+
+
+def _kv_cache_size(config: EngineConfig, bounds: _Bounds) -> KVBlocks | KVBytes | KVMemoryShare:
+    if config.num_blocks:
+        return KVBlocks(config.num_blocks)
+    num_bytes = config.kv_cache_bytes or bounds.kv_cache_bytes
+    return KVMemoryShare(config.gpu_memory_fraction) if num_bytes is None else KVBytes(num_bytes)
+
+
+def _max_adapters(config: EngineConfig, *, has_device_kernels: bool) -> int:
+    if config.max_adapters is not None:
+        return config.max_adapters
+    return 0 if has_device_kernels else _CPU_ADAPTERS
+
+
+def _is_asked(speculation: str | bool | None) -> bool:
+    return speculation not in (None, "off", False)
+
+
+def _speculation(
+    path: Path, config: EngineConfig, *, has_device_kernels: bool
+) -> Speculation | None:
+    """What proposes tokens: on a device that chooses tokens by itself only what was asked for.
+    Raises ConfigError for what cannot."""
+    if config.speculation in ("off", False):
+        return None
+    draft, eagle3 = draft_of(config.speculation), eagle3_of(config.speculation)
+    is_asked = _is_asked(config.speculation)
+    if config.pipeline_parallel > 1:
+        if is_asked:
+            raise ConfigError(
+                "engine.speculation: a step of a pipeline begins before the tokens of the one "
+                "before it are known, so there is nothing to propose from; leave it out."
+            )
+        return None
+    if has_device_kernels:
+        if draft is not None or eagle3 is not None:
+            raise ConfigError(
+                "engine.speculation: drafts and heads compute on a CPU, beside a model that does; "
+                "choose ngram on a GPU."
+            )
+        if not is_asked:
+            return None
+    own = path / DRAFT_FOLDER
+    if not is_asked and (own / "config.json").is_file():
+        draft = str(own)
+    return Speculation(draft=draft, eagle3=eagle3, is_asked=is_asked)
+
+
+def _collectives(config: EngineConfig, resolved: ResolvedEngineConfig) -> Collectives | None:
+    """What ranks exchange numbers by. Raises ConfigError where they need memory in common, or are
+    asked to have it, and cannot."""
+    if resolved.num_ranks == 1:
+        return None
+    if config.collectives not in _COLLECTIVES:
+        raise ConfigError(
+            f"engine.collectives is {config.collectives!r}; choose {', '.join(_COLLECTIVES)}."
+        )
+    num_linked = config.remote_stages if resolved.has_device_ranks else config.pipeline_parallel - 1
+    if config.collectives == "gloo":
+        if num_linked:
+            raise ConfigError(
+                "engine.collectives is 'gloo', but the stages of a pipeline are linked by shared "
+                "memory; leave it out."
+            )
+        return "gloo"
+    try:
+        cpu_library()
+    except KernelBuildError as error:
+        if config.collectives == "shared_memory" or num_linked:
+            raise ConfigError(
+                f"Ranks have no memory in common without the compiled kernels: {error.message}"
+            ) from error
+        _log.warning("the ranks exchange numbers by Gloo, more slowly: %s", error.message)
+        return "gloo"
+    return "shared_memory"
+
+
+def _check_whole_blocks(config: ResolvedEngineConfig) -> None:
+    """Raise ConfigError where whole blocks are to be kept and there are only parts."""
     for name in ("disk_cache_path", "object_cache_url"):
-        if getattr(config, name) and has_parted_blocks(config):
+        if getattr(config, name) is not None and config.has_parted_blocks:
             raise ConfigError(
                 f"engine.{name} keeps whole blocks, of which each rank of this group has a part in "
                 "memory of its own; leave it out."
             )
+
+
+def _transfer(
+    path: Path, config: EngineConfig, resolved: ResolvedEngineConfig, *, among_others: bool
+) -> bool:
+    """Whether blocks are exchanged with other engines; where the user leaves it open only
+    ``among_others``. Raises ConfigError where that is asked for and cannot be."""
+    reason = _why_no_transfer(path, resolved)
+    for name in ("transfer", "transfer_address", "transfer_any_ranks"):
+        if reason and getattr(config, name):
+            raise ConfigError(f"engine.{name}: {reason}.")
+    if reason and config.transfer_transport != "plain":
+        raise ConfigError(f"engine.transfer_transport: {reason}.")
+    if config.transfer is False:
+        for name in ("transfer_any_ranks", "transfer_address"):
+            if getattr(config, name):
+                raise ConfigError(f"engine.{name} is for blocks that engine.transfer refuses.")
+        if config.transfer_transport != "plain":
+            raise ConfigError(
+                "engine.transfer_transport is for blocks that engine.transfer refuses."
+            )
+    if config.transfer_transport == "nixl":
+        check_nixl()
+    wanted = among_others if config.transfer is None else config.transfer
+    return wanted and not reason
+
+
+def _why_no_transfer(path: Path, config: ResolvedEngineConfig) -> str:
+    if not (config.prefix_cache and config.host_cache_bytes):
+        return (
+            "blocks that are exchanged need engine.prefix_cache, to be found, and "
+            "engine.host_cache_bytes, into which they come"
+        )
+    if config.has_parted_blocks:
+        return (
+            "whole blocks are exchanged, of which each rank of this group has a part in memory of "
+            "its own"
+        )
+    if config.has_random_weights or not weights_fingerprint(path):
+        return (
+            "blocks are exchanged between workers of the same weights, and random ones cannot be "
+            "told from others"
+        )
+    return ""

@@ -13,7 +13,7 @@ _SUFFIXES = (".safetensors", ".gguf")
 
 
 def weights_fingerprint(
-    path: Path, quantization: str | None = None, kv_cache_dtype: str = "auto"
+    path: Path, quantization: str | None = None, kv_cache_dtype: str | None = None
 ) -> str:
     """16 hexadecimal digits for the weights in a checkpoint folder, or in one file, for what they
     are rounded to when they are loaded, and for what keys and values are rounded to.
@@ -36,6 +36,6 @@ def weights_fingerprint(
                 digest.update(opened.read(_SAMPLE_BYTES))
     if quantization is not None:
         digest.update(f"rounded to {quantization};".encode())
-    if kv_cache_dtype != "auto":
+    if kv_cache_dtype is not None:
         digest.update(f"keys and values in {kv_cache_dtype};".encode())
     return digest.hexdigest() if files else ""

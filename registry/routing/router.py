@@ -202,9 +202,10 @@ def _is_late(large: ModelState, small: ModelState, policy: TierPolicy) -> bool:
         return False
     if large.is_full:
         return True
-    if not policy.ttft_bound_ms or large.ttft_ms is None:
+    bound_s = policy.ttft_bound_s
+    if bound_s is None or large.ttft_ms is None:
         return False
-    return large.ttft_ms > policy.ttft_bound_ms and (
+    return large.ttft_ms / 1e3 > bound_s and (
         small.ttft_ms is None or small.ttft_ms < large.ttft_ms
     )
 

@@ -105,10 +105,11 @@ class QueueEstimate:
 
     def _refuse_if_too_slow(self, scheduled: ScheduledJob, wait_s: float) -> bool:
         policy = self._policy(scheduled.job.tier)
-        bound_s = policy.ttft_bound_ms / 1e3
+        bound_s = policy.ttft_bound_s
         waited_s = (self._state.clock.now_ns() - scheduled.job.received_ns) / 1e9
-        is_bound = policy.shed and bound_s > 0 and scheduled.lease.tenant_queue.reserved
-        if not is_bound or scheduled.ran_before or waited_s + wait_s <= bound_s:
+        if not (policy.shed and scheduled.lease.tenant_queue.reserved) or scheduled.ran_before:
+            return False
+        if bound_s is None or waited_s + wait_s <= bound_s:
             return False
         end.finish(self._state, scheduled, too_slow(waited_s + wait_s, bound_s))
         return True

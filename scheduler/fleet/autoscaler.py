@@ -46,7 +46,7 @@ class Autoscaler:
     def desired(self, signals: Signals, now_s: float) -> int:
         """How many workers there should be now; 0 also where nothing is to be scaled."""
         config = self._config
-        if not config.max_workers:
+        if not config.is_on:
             return 0
         if self._busy_s is None or signals.num_queued or signals.num_held:
             self._busy_s = now_s

@@ -191,7 +191,7 @@ class QueueWatch:
         config = self._state.config.autoscale
         autoscaler = self._autoscalers.setdefault(model, Autoscaler(config))
         desired = autoscaler.desired(signals, self._state.clock.monotonic())
-        least = 1 if config.max_workers and self._models.is_candidate(model) else 0
+        least = 1 if config.is_on and self._models.is_candidate(model) else 0
         return max(desired, least)
 
     # --- too much ---

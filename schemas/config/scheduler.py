@@ -24,6 +24,11 @@ class TierPolicy(Section, frozen=True, kw_only=True):
     shed: bool = False
     """Refuse a late job."""
 
+    @property
+    def ttft_bound_s(self) -> float | None:
+        """``ttft_bound_ms`` in seconds. None: no job is late."""
+        return self.ttft_bound_ms / 1e3 if self.ttft_bound_ms > 0 else None
+
 
 class TierPolicies(Section, frozen=True, kw_only=True):
     """One policy for each tier."""
@@ -62,6 +67,11 @@ class AutoscaleConfig(Section, frozen=True, kw_only=True):
 
     idle_s: float = 300.0
     """How long after its last job a model goes down to none, where ``min_workers`` is 0."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the number of workers is scaled."""
+        return self.max_workers > 0
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):

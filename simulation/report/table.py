@@ -47,7 +47,7 @@ def _setup_lines(setup: Setup) -> list[str]:
     if setup.roles:
         workers += f" ({', '.join(f'{count} {role}' for role, count in setup.roles.items())})"
     autoscale = setup.scheduler.autoscale
-    if autoscale.max_workers:
+    if autoscale.is_on:
         workers += f" at first, then {autoscale.min_workers} to {autoscale.max_workers} of each"
     trace = (
         f"{setup.num_requests:,} requests of {setup.num_tenants:,} tenants in "

@@ -208,7 +208,7 @@ class Fleet:
                 place.worker.on_cancel(cancel)
 
     def _on_queue_status(self, status: QueueStatus) -> None:
-        if self._settings.config.scheduler.autoscale.max_workers and status.model in self._places:
+        if self._settings.config.scheduler.autoscale.is_on and status.model in self._places:
             self._scale(status.model, status.desired_workers)
 
     def _scale(self, model: str, desired: int) -> None:

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.sequence import Sequence
 from millrace.engine.types import EngineOutput, EngineRequest
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.pooling import Pooling
 from tests.engine.devices.cuda.device_double import POISON, DeviceRunner, Fault
-from tests.engine.support import SteppingClock, drawn_settings, prompt, request
+from tests.engine.support import SteppingClock, drawn_settings, prompt, request, resolved
 
 MAX_STEPS = 3_000
 _BLOCK_BYTES = 16 * 2 * 4
@@ -140,7 +139,7 @@ class World:
         self.runner = DeviceRunner(faults=faults, not_finite_every=211, **runner_options)
         self.engine = Engine(
             self.runner,  # type: ignore[arg-type]
-            EngineConfig(device="cpu", **config),
+            resolved(device="cpu", **config),
             monotonic=SteppingClock(),
         )
         memory = self.engine._host_memory

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import strategies as st
 
+from millrace import registry
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.devices.cuda.runner import DeviceRunner
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder
+from millrace.engine.step import settings as step_settings
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineOutput, EngineRequest
+from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import SamplingParams
+
+_DEMO = Path(registry.__path__[0]) / "demo" / "model"
 
 
 class FakeMemory(KVCache):
@@ -30,6 +38,18 @@ class FakeMemory(KVCache):
 
     def copy_block(self, source: int, target: int) -> None:
         self.copied.append((source, target))
+
+
+def resolved(
+    path: Path = _DEMO, *, on: torch.device | None = None, **settings: Any
+) -> ResolvedEngineConfig:
+    """The settings of an engine for a checkpoint; ``on``: a device that this machine need not have,
+    where the settings leave the device open."""
+    config = EngineConfig(**settings)
+    if on is None:
+        return step_settings.resolve(path, config)
+    with mock.patch.object(step_settings, "choose_device", return_value=on):
+        return step_settings.resolve(path, config)
 
 
 def embedding_of(engine: Engine) -> torch.Tensor:

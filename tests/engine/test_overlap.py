@@ -12,9 +12,15 @@ from millrace.engine.step.engine import Engine
 from millrace.engine.step.runner import InFlightStep
 from millrace.engine.step.sequence import UNREAD_TOKEN, SequenceState
 from millrace.engine.types import EngineRequest
-from millrace.schemas.config import EngineConfig
 from tests.engine.devices.cuda.device_double import DeviceRunner, Fault
-from tests.engine.support import drain, last_by_request, prompt, request, tokens_by_request
+from tests.engine.support import (
+    drain,
+    last_by_request,
+    prompt,
+    request,
+    resolved,
+    tokens_by_request,
+)
 
 PROMPT = prompt(1, 20, 190)
 
@@ -23,7 +29,7 @@ def make_engine(
     runner: DeviceRunner | None = None, *, overlap: bool = True, **config: Any
 ) -> tuple[Engine, DeviceRunner]:
     runner = DeviceRunner(num_blocks=64) if runner is None else runner
-    settings = EngineConfig(device="cpu", overlap=overlap, **config)
+    settings = resolved(device="cpu", overlap=overlap, **config)
     return Engine(runner, settings), runner  # type: ignore[arg-type]
 
 
@@ -247,7 +253,7 @@ class _TimedRunner(DeviceRunner):
 def test_a_step_takes_from_one_read_to_the_next() -> None:
     clock = _Clock()
     runner = _TimedRunner(clock)
-    engine = Engine(runner, EngineConfig(device="cpu"), monotonic=clock)  # type: ignore[arg-type]
+    engine = Engine(runner, resolved(device="cpu"), monotonic=clock)  # type: ignore[arg-type]
     engine.add(request("r", PROMPT, max_tokens=101))
     while engine.has_work:
         engine.step()

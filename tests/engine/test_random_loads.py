@@ -14,9 +14,8 @@ from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.scheduling.planner import MAX_PREEMPTIONS
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineOutput, EngineRequest
-from millrace.schemas.config import EngineConfig
 from tests.engine.kv.test_host_cache import BLOCK_BYTES
-from tests.engine.support import SteppingClock, drawn_settings, prompt, request
+from tests.engine.support import SteppingClock, drawn_settings, prompt, request, resolved
 
 POISON = 198
 MAX_STEPS = 3000
@@ -137,7 +136,7 @@ def runners(llama: tuple[Path, Any]) -> dict[int, ModelRunner]:
     made: dict[int, ModelRunner] = {}
     for num_blocks in (9, 11, 16, 24, 600):
         made[num_blocks] = ModelRunner.load(
-            llama[0], EngineConfig(num_blocks=num_blocks, device="cpu")
+            llama[0], resolved(llama[0], num_blocks=num_blocks, device="cpu")
         )
         made[num_blocks].embedding[POISON] = float("nan")
     return made
@@ -145,7 +144,7 @@ def runners(llama: tuple[Path, Any]) -> dict[int, ModelRunner]:
 
 def alone(runner: ModelRunner, arrivals: list[Arrival]) -> World:
     """What the same requests get in a pool without bounds and without anything to find."""
-    config = EngineConfig(prefix_cache=False, host_cache_bytes=0)
+    config = resolved(prefix_cache=False, host_cache_bytes=0)
     world = World(Engine(runner, config, monotonic=SteppingClock()))
     world.run([arrival._replace(gap=0, cancel_after=None) for arrival in arrivals])
     return world
@@ -169,7 +168,7 @@ def test_any_load_on_any_pool(
 ) -> None:
     expected = alone(runners[600], arrivals)
     runner = runners[num_blocks]
-    engine = Engine(runner, EngineConfig(**config), monotonic=SteppingClock())
+    engine = Engine(runner, resolved(**config), monotonic=SteppingClock())
     if swaps_are_fast:
         engine._planner.recompute_s = lambda num_tokens: 1e9  # type: ignore[method-assign]
     world = World(engine)

@@ -79,13 +79,18 @@ class ScriptedEngine(EngineLike):
     was told, ``started`` what it has made something of; outputs come when the test calls ``emit``.
     A cancel is answered with what ``took_us`` says, unless it is ``silent``."""
 
-    def __init__(self, num_devices: int = 1) -> None:
+    def __init__(self, num_devices: int = 1, max_num_sequences: int = 4) -> None:
         self.added: dict[str, EngineRequest] = {}
         self.cancelled: list[str] = []
         self.started: set[str] = set()
         super().__init__()
         self.num_devices = num_devices
-        self._stats = EngineStats(num_blocks=100, num_free_blocks=100, max_tokens_per_request=1600)
+        self._stats = EngineStats(
+            max_num_sequences=max_num_sequences,
+            num_blocks=100,
+            num_free_blocks=100,
+            max_tokens_per_request=1600,
+        )
         self.took_us: dict[str, float] = {}
         self.silent = False
         self._closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -199,7 +204,7 @@ class Bench:
         self.broker = MemoryBroker(self.clock)
         self.bus = MemoryBus(self.broker)
         self.peer = MemoryBus(self.broker)
-        self.engine = ScriptedEngine(num_devices)
+        self.engine = ScriptedEngine(num_devices, config.engine.max_num_sequences)
         self.index = RecordingIndex()
         self.settlements = RecordingSettlements(self.clock)
         self.model = model
@@ -224,7 +229,7 @@ class Bench:
     async def _restart(self) -> ScriptedEngine:
         if self.no_restart:
             raise EngineFailedError(self.no_restart)
-        self.engine = ScriptedEngine(self.engine.num_devices)
+        self.engine = ScriptedEngine(self.engine.num_devices, self.engine.max_num_sequences)
         return self.engine
 
     def job(self, request_id: str = "r1", **changes: Any) -> Job:

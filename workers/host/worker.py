@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from millrace.bus.api import Bus
 from millrace.bus.control import unless_forbidden
 from millrace.bus.orphans import OrphanWatch
@@ -76,7 +74,6 @@ class Worker:
     ) -> None:
         self.worker_id = f"{config.name}-{uuid.uuid4().hex[:8]}"
         self.ready = asyncio.Event()
-        config = _with_engine_capacity(config, engine)
         self.energy = EnergyMeter(
             _counter_of(config, engine), lambda: engine.stats.busy_s, clock.monotonic
         )
@@ -321,11 +318,3 @@ def _counter_of(config: WorkerConfig, engine: EngineKeeper) -> EnergyCounter | N
         return NvmlCounter(engine.device_uuid) if engine.num_devices == 1 else None
     powercap = Path(config.powercap_path)
     return RaplCounter(powercap) if powercap.is_dir() else None
-
-
-def _with_engine_capacity(config: WorkerConfig, engine: EngineKeeper) -> WorkerConfig:
-    """How many sequences run at a time, where the settings left that to the engine."""
-    if config.engine.max_num_sequences:
-        return config
-    settled = replace(config.engine, max_num_sequences=engine.stats.max_num_sequences)
-    return replace(config, engine=settled)

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.types import EngineRequest, EngineStats
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.runtime.logs import configure_logging
@@ -42,7 +43,10 @@ _MODULE = "millrace.workers.process.engine_process"
 
 
 class EngineClient(EngineLike):
-    """Owns the engine's process: it is there from ``start`` until ``close``, or until it fails."""
+    """Owns the engine's process: it is there from ``start`` until ``close``, or until it fails.
+    ``config`` is what the engine said when it was ready."""
+
+    config: ResolvedEngineConfig
 
     def __init__(self, link: _Link, process: asyncio.subprocess.Process) -> None:
         super().__init__()
@@ -51,7 +55,6 @@ class EngineClient(EngineLike):
         self._commands: list[Command] = []
         self._loop = asyncio.get_running_loop()
         self._stats = EngineStats()
-        self._keeps_objects = False
         link.client = self
 
     @classmethod
@@ -80,16 +83,16 @@ class EngineClient(EngineLike):
             ours.close()
             raise
         client = cls(link, process)
-        client._keeps_objects = bool(config.object_cache_url)
         link.write(pack(Load(str(path), config, shared, gather_s)))
         try:
             ready = await link.ready
             client.note_stats(ready.stats)
             client.device_uuid = ready.device_uuid
-            client.num_devices = ready.num_devices
+            client.config = ready.config
+            client.num_devices = ready.config.num_ranks
             client.transfer_endpoint = ready.transfer_endpoint
             client.weights = await asyncio.to_thread(
-                weights_fingerprint, path, config.quantization, config.kv_cache_dtype
+                weights_fingerprint, path, ready.config.quantization, ready.config.kv_cache_dtype
             )
         except BaseException:
             await client.close()
@@ -104,6 +107,10 @@ class EngineClient(EngineLike):
     def stats(self) -> EngineStats:
         """As of the last step."""
         return self._stats
+
+    @property
+    def max_num_sequences(self) -> int:
+        return self.config.max_num_sequences
 
     def note_stats(self, stats: EngineStats) -> None:
         """What the engine's process said last."""
@@ -120,7 +127,7 @@ class EngineClient(EngineLike):
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Later requests find only blocks of running requests. Raises
         PrefixCacheKeptError."""
-        if self._keeps_objects:
+        if self.config.object_cache_url is not None:
             raise PrefixCacheKeptError(
                 "engine.object_cache_url keeps blocks that other workers use, too. Leave it out to "
                 "measure without a prefix cache."

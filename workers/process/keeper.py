@@ -140,6 +140,11 @@ class EngineKeeper:
         return self._num_devices
 
     @property
+    def max_num_sequences(self) -> int:
+        """How many sequences the last engine ran at a time."""
+        return self._max_num_sequences
+
+    @property
     def weights(self) -> str | None:
         """The fingerprint of what the last engine ran."""
         return self._weights
@@ -212,6 +217,7 @@ class EngineKeeper:
         self._seen = engine.stats
         self._weights = engine.weights
         self._num_devices = engine.num_devices
+        self._max_num_sequences = engine.max_num_sequences
         self._connect(engine)
         self._engine = engine
 

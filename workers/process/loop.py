@@ -148,8 +148,9 @@ def serve(fd: int, parent_pid: int) -> int:
     try:
         load = link.receive_load()
         engine = _load(load)
-        endpoint, num_devices = engine.transfer_endpoint, engine.num_devices
-        link.send(Ready(engine.stats(), engine.device_uuid, endpoint, num_devices))
+        link.send(
+            Ready(engine.stats(), engine.config, engine.device_uuid, engine.transfer_endpoint)
+        )
         gc.collect()
         gc.freeze()
         drive(engine, link, load.gather_s)

@@ -11,6 +11,7 @@ import struct
 
 import msgspec
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.types import (
     DeviceTime,
     EngineOutput,
@@ -51,14 +52,14 @@ class ResetPrefixes(msgspec.Struct, frozen=True, array_like=True, tag="reset_pre
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The model is loaded, on ``num_devices``; ``device_uuid`` is that of the (first) CUDA device,
-    empty without one. Blocks of its KV cache are served at ``transfer_endpoint``; None: they are
-    not."""
+    """The model is loaded and runs by ``config``; ``device_uuid`` is that of the (first) CUDA
+    device, empty without one. Blocks of its KV cache are served at ``transfer_endpoint``; None:
+    they are not."""
 
     stats: EngineStats
+    config: ResolvedEngineConfig
     device_uuid: str = ""
     transfer_endpoint: TransferEndpoint | None = None
-    num_devices: int = 1
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import random
 
+from millrace.engine.config import check_config
 from millrace.engine.scheduling.admission import (
-    check_config,
     finished_before,
     longest_total_tokens,
 )

@@ -11,22 +11,22 @@ import torch
 
 from millrace.engine.adapters.rows import AdapterWeights
 from millrace.engine.adapters.weights import read_adapter_weights
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.attention import TorchAttention
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder, compiled_decoder
 from millrace.engine.devices.cpu.operations import (
     CpuMetadata,
     TorchMetadata,
     TorchOperations,
-    suits,
 )
 from millrace.engine.devices.cpu.products import choose_product
-from millrace.engine.kernels.build import KernelBuildError, cpu_library
+from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.cpu import CpuKernels
 from millrace.engine.kernels.operations import Collectives
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.dummy import DummyTensors
-from millrace.engine.models.loader import choose_dtype, is_widened, load_weights
+from millrace.engine.models.loader import load_weights
 from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
 from millrace.engine.models.projection import Projection
 from millrace.engine.models.shard import shard_config
@@ -38,8 +38,6 @@ from millrace.registry.adapters import adapter_folder
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard
-from millrace.schemas.config import EngineConfig
-from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
 
 _log = logging.getLogger(__name__)
@@ -59,18 +57,19 @@ class Arithmetic(NamedTuple):
     def chosen(
         cls,
         config: ModelConfig,
-        engine: EngineConfig,
-        device: torch.device,
+        engine: ResolvedEngineConfig,
         share: ModelConfig | None = None,
     ) -> Arithmetic:
         """For a model, of which one rank computes a ``share`` if that is given; steps are measured
-        where it is not clear what is faster. Raises ConfigError."""
-        dtype, kernels, only_own = _types(config, engine, device)
-        if kernels is None:
-            return cls(dtype, kernels, has_own_products=False)
+        where it is not clear what is faster."""
+        dtype = getattr(torch, engine.dtype)
+        if engine.kernels != "native":
+            return cls(dtype, None, has_own_products=False)
+        kernels = CpuKernels(cpu_library(), dtype)
         # What stays wide of quantized weights goes by the kernels, too, as a step whose layers are
         # all theirs is one call.
-        own = kernels.has_products and (only_own or config.quantization is not None)
+        only_own = engine.only_own_products or config.quantization is not None
+        own = kernels.has_products and only_own
         return cls(dtype, kernels, own or choose_product(kernels, share or config))
 
     @property
@@ -95,7 +94,7 @@ class LoadedDecoder(NamedTuple):
 def load_decoder(
     path: Path,
     config: ModelConfig,
-    engine: EngineConfig,
+    engine: ResolvedEngineConfig,
     arithmetic: Arithmetic,
     cache: KVCache,
     shard: Shard = WHOLE_MODEL,
@@ -112,7 +111,7 @@ def load_decoder(
         config,
         dtype=dtype,
         device=device,
-        source=DummyTensors(dtype, device) if engine.load_format == "dummy" else None,
+        source=DummyTensors(dtype, device) if engine.has_random_weights else None,
         product=product,
         quantized=quantized,
         quantize=at_load.layers,
@@ -166,47 +165,3 @@ def _decoder(
         operations = TorchOperations(attention, epsilon=config.rms_norm_eps)
         return Decoder(config, weights, operations, collectives)
     return compiled_decoder(config, weights, attention, kernels, collectives)
-
-
-def _types(
-    config: ModelConfig, engine: EngineConfig, device: torch.device
-) -> tuple[torch.dtype, CpuKernels | None, bool]:
-    """What is computed in, by which compiled kernels, and whether no other products are tried:
-    where weights are rounded or rows have to be exact, and where a small model need not be widened
-    for them to be. Raises ConfigError."""
-    speculates = engine.speculation not in (None, "off", False)
-    packs = engine.quantization is not None or speculates
-    is_auto = engine.dtype == "auto" and not packs
-    if is_auto and _is_exact_in_bfloat16(config) and is_widened(config, device):
-        kernels = _cpu_kernels(engine.kernels, config, torch.bfloat16, device)
-        if kernels is not None:
-            return torch.bfloat16, kernels, True
-    dtype = choose_dtype(config, engine.dtype, device, packs=packs)
-    kernels = _cpu_kernels(engine.kernels, config, dtype, device)
-    return dtype, kernels, packs or engine.kernels == "native"
-
-
-def _is_exact_in_bfloat16(config: ModelConfig) -> bool:
-    """Whether a checkpoint of bfloat16 is one whose tokens do not change with the company by the
-    kernels' own products, as they do not in float32."""
-    is_wide = config.dtype == "bfloat16" and config.quantization is None
-    return is_wide and config.has_head and config.experts is None
-
-
-def _cpu_kernels(
-    choice: str, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> CpuKernels | None:
-    """The compiled kernels, if they are wanted and can be had.
-
-    Raises ConfigError for "native" where there are none.
-    """
-    why = f"they do not compute {config.architecture} of this shape in {dtype} on {device}."
-    if choice != "torch" and suits(config, dtype, device):
-        try:
-            return CpuKernels(cpu_library(), dtype)
-        except (KernelBuildError, OSError) as error:
-            why = str(error)
-            _log.warning("the engine computes with torch alone, more slowly: %s", why)
-    if choice == "native":
-        raise ConfigError(f"engine.kernels is 'native', but there are no kernels: {why}")
-    return None

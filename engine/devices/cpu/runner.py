@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
 from millrace.engine.devices.cpu.loading import (
     AnyDecoder,
@@ -24,10 +25,8 @@ from millrace.engine.step.batch import FlatBatch, build_batch
 from millrace.engine.step.features import give_features
 from millrace.engine.step.pooling import PooledChunk, pool_rows
 from millrace.engine.step.runner import InFlightStep, Runner, nothing_chosen
-from millrace.engine.step.settings import choose_device, with_device_defaults
 from millrace.engine.types import RunnerFigures
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.models.adapters import AdapterRef
 
@@ -36,7 +35,6 @@ class ModelRunner(Runner):
     """The runner of a CPU. A launch computes the whole step, and the host chooses all tokens."""
 
     overlaps = False
-    takes_adapters = True
 
     def __init__(
         self,
@@ -56,21 +54,19 @@ class ModelRunner(Runner):
         self._feature_layers: tuple[int, ...] = ()
 
     @classmethod
-    def load(cls, path: Path, engine: EngineConfig) -> ModelRunner:
+    def load(cls, path: Path, engine: ResolvedEngineConfig) -> ModelRunner:
         """Load a checkpoint. Raises CheckpointError or ConfigError."""
         config = read_model_config(path)
-        device = choose_device(engine.device)
-        engine = with_device_defaults(engine, device)
         check_engine(engine)
-        arithmetic = Arithmetic.chosen(config, engine, device)
+        arithmetic = Arithmetic.chosen(config, engine)
         stored = cache_dtype(engine.kv_cache_dtype, arithmetic.dtype)
         cache = KVCache(
             config,
-            num_blocks=choose_num_blocks(config, engine, engine.kv_cache_bytes, stored),
+            num_blocks=choose_num_blocks(config, engine, stored),
             block_size_tokens=engine.block_size_tokens,
             dtype=stored,
-            device=device,
-            shared=bool(engine.transfer),
+            device=torch.device(engine.device),
+            shared=engine.transfer,
         )
         decoder, is_row_exact = load_decoder(path, config, engine, arithmetic, cache)
         kernels = arithmetic.kernels
@@ -138,7 +134,7 @@ class ModelRunner(Runner):
         return self._decoder.logits(hidden)
 
 
-def check_engine(engine: EngineConfig) -> None:
+def check_engine(engine: ResolvedEngineConfig) -> None:
     """Raise ConfigError for what is computed by the kernels of a GPU only."""
     if engine.kv_cache_dtype == "fp8" or engine.deterministic:
         raise ConfigError(

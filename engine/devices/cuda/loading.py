@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from millrace.engine.adapters.slots import AdapterSlots, slot_elements
+from millrace.engine.config import KVMemoryShare, ResolvedEngineConfig
 from millrace.engine.devices.cuda.adapters import DeviceAdapters
 from millrace.engine.devices.cuda.device import Device, MemoryInfo, Stopwatch
 from millrace.engine.devices.cuda.operations import DeviceOperations
@@ -21,18 +22,23 @@ from millrace.engine.kernels.gpu.attention_shape import AttentionShape
 from millrace.engine.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.kernels.operations import Collectives
-from millrace.engine.kv.cache import KVCache, block_bytes, cache_dtype, choose_num_blocks
+from millrace.engine.kv.cache import (
+    KVCache,
+    block_bytes,
+    cache_dtype,
+    choose_num_blocks,
+    fitting_blocks,
+)
 from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.device_linear import DeviceLinear
 from millrace.engine.models.dummy import DummyTensors
-from millrace.engine.models.loader import choose_dtype, load_weights
+from millrace.engine.models.loader import load_weights
 from millrace.engine.models.stacked_experts import stacked_experts
 from millrace.engine.quantization.at_load import quantize_at_load
 from millrace.engine.quantization.device import quantized_linears
 from millrace.engine.quantization.device_experts import quantized_stacks
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, shard_config
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
 _GIB = float(1 << 30)
@@ -83,7 +89,7 @@ class Plans(NamedTuple):
     weights: DecoderWeights
     kernels: KernelSet
     device: Device
-    engine: EngineConfig
+    engine: ResolvedEngineConfig
     cache_dtype: torch.dtype
     slots: AdapterSlots | None
     shard: Shard
@@ -102,10 +108,9 @@ class Plans(NamedTuple):
 
 
 def load_device_runner(
-    path: Path, config: ModelConfig, engine: EngineConfig, device: Device
+    path: Path, config: ModelConfig, engine: ResolvedEngineConfig, device: Device
 ) -> DeviceRunner:
-    """Load a checkpoint onto a device. ``engine`` is settled.
-
+    """Load a checkpoint onto a device.
     Raises CheckpointError, or ConfigError if the model does not fit.
     """
     plans = load_plans(path, config, engine, device)
@@ -115,7 +120,7 @@ def load_device_runner(
 def load_plans(
     path: Path,
     config: ModelConfig,
-    engine: EngineConfig,
+    engine: ResolvedEngineConfig,
     device: Device,
     shard: Shard = WHOLE_MODEL,
     collectives: Collectives | None = None,
@@ -124,8 +129,8 @@ def load_plans(
     CheckpointError or ConfigError."""
     watch = Stopwatch(device)
     where = device.torch_device
-    dtype = choose_dtype(config, engine.dtype, where)
-    kernels = choose_kernels("triton" if engine.kernels == "auto" else engine.kernels, where)
+    dtype: torch.dtype = getattr(torch, engine.dtype)
+    kernels = choose_kernels(engine.kernels, where)
     if kernels.name == "triton" and is_interpreted() and dtype is not torch.float32:
         raise ConfigError(
             "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
@@ -140,7 +145,7 @@ def load_plans(
         config,
         dtype=dtype,
         device=where,
-        source=DummyTensors(dtype, where) if engine.load_format == "dummy" else None,
+        source=DummyTensors(dtype, where) if engine.has_random_weights else None,
         product=product,
         experts=stacked_experts(kernels.experts, product, fixed=fixed),
         quantized=quantized_linears(product, dtype, fixed=fixed, has_kernels=has_kernels),
@@ -187,9 +192,9 @@ def make_ready(
 
 
 def _adapter_slots(
-    config: ModelConfig, engine: EngineConfig, dtype: torch.dtype, device: Device
+    config: ModelConfig, engine: ResolvedEngineConfig, dtype: torch.dtype, device: Device
 ) -> AdapterSlots | None:
-    num_slots, max_rank = engine.max_adapters or 0, engine.max_adapter_rank
+    num_slots, max_rank = engine.max_adapters, engine.max_adapter_rank
     if not num_slots:
         return None
     info = device.memory()
@@ -205,16 +210,20 @@ def _num_blocks(plans: Plans, make: Callable[[StepParts], StepsT]) -> int:
     """Blocks of the KV cache: as many as the settings say, whose bytes are those of all ranks, or
     as the device has memory for."""
     engine, own = plans.engine, plans.own
-    if engine.num_blocks or engine.kv_cache_bytes:
+    size = engine.kv_cache_size
+    if not isinstance(size, KVMemoryShare):
         num_layers = plans.shard.size * plans.config.num_hidden_layers
-        return choose_num_blocks(own, engine, engine.kv_cache_bytes, plans.cache_dtype, num_layers)
+        return choose_num_blocks(own, engine, plans.cache_dtype, num_layers)
     size_bytes = block_bytes(own, engine.block_size_tokens, plans.cache_dtype)
-    fitting_bytes = _profiled_bytes(plans, size_bytes, make)
-    return choose_num_blocks(own, engine, fitting_bytes, plans.cache_dtype)
+    fitting_bytes = _profiled_bytes(plans, size.fraction, size_bytes, make)
+    return fitting_blocks(own, engine, fitting_bytes, plans.cache_dtype)
 
 
-def _profiled_bytes(plans: Plans, size_bytes: int, make: Callable[[StepParts], StepsT]) -> int:
-    """What the KV cache may take, by trying the largest step without one."""
+def _profiled_bytes(
+    plans: Plans, fraction: float, size_bytes: int, make: Callable[[StepParts], StepsT]
+) -> int:
+    """What the KV cache may take of such a share of the memory, by trying the largest step without
+    one."""
     engine, device = plans.engine, plans.device
     probe = _assemble(plans, 1, make)
     largest = StepShape(0, engine.max_batch_tokens, 1, engine.max_num_sequences)
@@ -225,9 +234,7 @@ def _profiled_bytes(plans: Plans, size_bytes: int, make: Callable[[StepParts], S
         "the largest step needs %.2f GiB beside weights and buffers of %.2f GiB",
         *(work_bytes / 2**30, info.allocated / 2**30),
     )
-    return cache_bytes(
-        info, fraction=engine.gpu_memory_fraction, work_bytes=work_bytes, block_bytes=size_bytes
-    )
+    return cache_bytes(info, fraction=fraction, work_bytes=work_bytes, block_bytes=size_bytes)
 
 
 def _assemble(plans: Plans, num_blocks: int, make: Callable[[StepParts], StepsT]) -> StepsT:
@@ -239,7 +246,7 @@ def _assemble(plans: Plans, num_blocks: int, make: Callable[[StepParts], StepsT]
         block_size_tokens=engine.block_size_tokens,
         dtype=plans.cache_dtype,
         device=where,
-        shared=bool(engine.transfer),
+        shared=engine.transfer,
     )
     attention = kernels.attention(
         AttentionShape(

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.block_identity import kept_identity
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.transfer.checksum import checksum_of
 from millrace.runtime.addresses import exempt_loopback
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import redact_urls
 
@@ -173,17 +173,18 @@ def _told(error: BaseException) -> ObjectStoreError:
 
 
 def block_objects(
-    path: Path, config: EngineConfig, cache: KVCache, *, is_row_exact: bool
+    path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
 ) -> BlockObjects:
     """The objects of ``config`` for an engine of the checkpoint folder ``path``; ``is_row_exact``
     as for ``block_identity``. Nothing is asked of the store. Raises ConfigError if there can be
     none."""
     identity = kept_identity("object_cache_url", path, config, cache, is_row_exact=is_row_exact)
     num_layers, _, layer_bytes = cache.blocks.shape
-    timeout_s = config.object_cache_timeout_s
+    url, timeout_s = config.object_cache_url, config.object_cache_timeout_s
+    assert url is not None
     return BlockObjects(
-        open_store(config.object_cache_url, min(timeout_s, _LONGEST_READ_S)),
-        open_store(config.object_cache_url, timeout_s),
+        open_store(url, min(timeout_s, _LONGEST_READ_S)),
+        open_store(url, timeout_s),
         identity,
         num_layers * layer_bytes,
     )

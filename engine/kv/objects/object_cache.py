@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.kv.disk_cache import SlotMemory
 from millrace.engine.kv.objects.block_objects import BlockObjects
@@ -12,7 +13,6 @@ from millrace.engine.kv.objects.object_tier import ObjectTier
 from millrace.engine.kv.objects.object_writer import ObjectWriter
 from millrace.engine.kv.objects.store_view import StoreView
 from millrace.engine.threads.tasks import TaskThreads
-from millrace.schemas.config import EngineConfig
 
 # Steps go before writing; reads are waited for.
 _WRITE_NICENESS = 10
@@ -45,7 +45,7 @@ class ObjectCache:
         objects: BlockObjects,
         memory: SlotMemory,
         tables: BlockTables,
-        config: EngineConfig,
+        config: ResolvedEngineConfig,
         wake: Callable[[], None],
         monotonic: Callable[[], float],
     ) -> None:

@@ -29,7 +29,7 @@ class StageRefusedError(StageError, code="stage_refused", retryable=False):
 
 
 # Of what is said here and in ``messages`` and ``control``: both sides have the same version.
-VERSION = 3
+VERSION = 4
 _MAGIC = b"mrst"
 _HEADER = struct.Struct("<4sHHQQ")
 HEADER_BYTES = _HEADER.size

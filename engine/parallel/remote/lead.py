@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kernels.stage_link import LinkShape
 from millrace.engine.parallel.control import Join, JoinDevices
 from millrace.engine.parallel.layout import make_link, stages_address
@@ -26,7 +27,6 @@ from millrace.engine.parallel.remote.connection import (
 )
 from millrace.engine.parallel.remote.relay import LinkEnds, RankEnd, Relay
 from millrace.engine.parallel.remote.stage import CheckpointIdentity
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 
 # What a stranger may take of the time of those who are waited for.
@@ -46,7 +46,7 @@ class Meeting:
     Hosts who come later than they are needed find nobody, and join the next group.
     """
 
-    def __init__(self, engine: EngineConfig) -> None:
+    def __init__(self, engine: ResolvedEngineConfig) -> None:
         self._engine = engine
         self._deadline_s = time.monotonic() + engine.start_timeout_s
         self._why = "nobody came"
@@ -103,7 +103,7 @@ class Meeting:
         return connection
 
     def _listen(self) -> socket.socket:
-        host, port = stages_address(self._engine)
+        host, port = stages_address(self._engine.stages_address)
         waits = False
         while True:
             try:
@@ -135,9 +135,9 @@ def _assign(connection: Connection, stage: int, assignment: Assignment) -> None:
         )
 
 
-def listen_beside(engine: EngineConfig) -> socket.socket:
+def listen_beside(engine: ResolvedEngineConfig) -> socket.socket:
     """A socket that listens at some port of the host of ``stages_address``. Raises ConfigError."""
-    host, _ = stages_address(engine)
+    host, _ = stages_address(engine.stages_address)
     try:
         return _server_at(host, 0)
     except OSError as error:
@@ -149,7 +149,7 @@ def _server_at(host: str, port: int) -> socket.socket:
     return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
 
 
-def _nobody_can_join(engine: EngineConfig, error: OSError) -> ConfigError:
+def _nobody_can_join(engine: ResolvedEngineConfig, error: OSError) -> ConfigError:
     return ConfigError(
         f"engine.stages_address: nobody can join at {engine.stages_address}: "
         f"{error.strerror or error}."
@@ -189,7 +189,7 @@ class RemoteStage(NamedTuple):
 
 
 def join_remote(
-    path: Path, engine: EngineConfig, stage_of: Callable[[int], RemoteStage]
+    path: Path, engine: ResolvedEngineConfig, stage_of: Callable[[int], RemoteStage]
 ) -> list[RemoteMember]:
     """The ranks of the remote stages, none if there are none; ``stage_of``: by number.
 
@@ -239,12 +239,12 @@ def remote_cpu_stage(number: int, join: Join, shapes: list[LinkShape]) -> Remote
     return RemoteStage(theirs, links)
 
 
-def _without_secrets(engine: EngineConfig) -> EngineConfig:
-    return msgspec.structs.replace(engine, api_key="", stages_token="")
+def _without_secrets(engine: ResolvedEngineConfig) -> ResolvedEngineConfig:
+    return msgspec.structs.replace(engine, stages_token="")
 
 
 def _members(
-    number: int, engine: EngineConfig, connection: Connection, links: LinkEnds
+    number: int, engine: ResolvedEngineConfig, connection: Connection, links: LinkEnds
 ) -> list[RemoteMember]:
     """The ranks of a stage."""
     size = engine.tensor_parallel

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.ranks import RankShape, rank_memory
 from millrace.engine.kernels.stage_link import link_memory
@@ -254,11 +255,15 @@ def _check_checkpoint(path: Path, assignment: Assignment) -> None:
 
 
 def environments_of(
-    engine: EngineConfig, slot: Slot, environ: Mapping[str, str] = os.environ
+    engine: ResolvedEngineConfig, slot: Slot, environ: Mapping[str, str] = os.environ
 ) -> list[Mapping[str, str]]:
     """Those of the processes of a stage's ranks."""
     shared = dict(environ)
-    here = msgspec.structs.replace(engine, pipeline_parallel=slot.num_slots, remote_stages=0)
+    here = EngineConfig(
+        num_threads=engine.num_threads or 0,
+        tensor_parallel=engine.tensor_parallel,
+        pipeline_parallel=slot.num_slots,
+    )
     configure_threads(here, shared=False, environ=shared)
     size = engine.tensor_parallel
     return [{**shared, **environment_of_rank(slot.number * size + index)} for index in range(size)]

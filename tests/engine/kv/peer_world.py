@@ -13,9 +13,8 @@ from millrace.engine.kv.block_identity import transfer_identity
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.runners import load_runner
 from millrace.engine.types import EngineOutput, EngineRequest
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.transfer import KvSource
-from tests.engine.support import drain, prompt, request, tokens_by_request
+from tests.engine.support import drain, prompt, request, resolved, tokens_by_request
 
 HISTORY = prompt(1, 90)  # five blocks and a part
 BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
@@ -39,16 +38,15 @@ class World:
 
     def start(self, *, address: str = "", lends_cache: bool = True, **config: Any) -> Engine:
         """Another one; without ``lends_cache`` its cache is in memory of its own."""
-        settings = EngineConfig(**{"num_blocks": 24, "device": "cpu", "transfer": True, **config})
-        runner = load_runner(
-            self.model, msgspec.structs.replace(settings, transfer=lends_cache or None)
-        )
+        given: dict[str, Any] = {"num_blocks": 24, "device": "cpu", "transfer": True}
+        settings = resolved(self.model, **given | config)
+        runner = load_runner(self.model, msgspec.structs.replace(settings, transfer=lends_cache))
         engine = Engine(runner, settings, monotonic=self._clock_s)
         identity = transfer_identity(
             self.model, settings, runner.cache, is_row_exact=runner.is_row_exact
         )
         engine._tiers.exchange_with_peers(
-            identity, address, self.folder, settings.transfer_transport
+            identity, address or None, self.folder, settings.transfer_transport
         )
         # Nobody knows, so that everything is pulled.
         engine._tiers.arrivals._compute_s = lambda _num_tokens: 0.0

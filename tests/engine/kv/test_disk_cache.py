@@ -14,10 +14,11 @@ from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.kv.block_file import BlockFile, block_file
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.sequence_group import make_sequence_group
+from millrace.engine.step.settings import resolve
 from millrace.engine.types import EngineOutput
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
-from tests.engine.support import drain, prompt, request, tokens_by_request
+from tests.engine.support import drain, prompt, request, resolved, tokens_by_request
 
 BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
 HISTORY = prompt(1, 90)  # five blocks and a part
@@ -36,7 +37,7 @@ class World:
     def start(self, **config: Any) -> Engine:
         """A process that begins: the one before has ended, and its memory is gone."""
         self.end()
-        settings = self.settings(**config)
+        settings = resolve(self.model, self.settings(**config))
         self._runner.cache.blocks.zero_()
         engine = Engine(self._runner, settings, monotonic=lambda: self.now_s)
         cache, exact = self._runner.cache, self._runner.is_row_exact
@@ -65,7 +66,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def runner(llama: tuple[Path, Any]) -> ModelRunner:
-    return ModelRunner.load(llama[0], EngineConfig(num_blocks=24, device="cpu"))
+    return ModelRunner.load(llama[0], resolved(llama[0], num_blocks=24, device="cpu"))
 
 
 @pytest.fixture

@@ -15,9 +15,15 @@ from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.kv.host_cache import HostCache
 from millrace.engine.kv.host_memory import PlainHostMemory
 from millrace.engine.step.engine import Engine
-from millrace.schemas.config import EngineConfig
 from tests.engine.conftest import MakeEngine
-from tests.engine.support import drain, last_by_request, prompt, request, tokens_by_request
+from tests.engine.support import (
+    drain,
+    last_by_request,
+    prompt,
+    request,
+    resolved,
+    tokens_by_request,
+)
 
 BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
 
@@ -141,7 +147,7 @@ class Clock:
 
 @pytest.fixture(scope="module")
 def runner(llama: tuple[Path, Any]) -> ModelRunner:
-    return ModelRunner.load(llama[0], EngineConfig(num_blocks=24, device="cpu"))
+    return ModelRunner.load(llama[0], resolved(llama[0], num_blocks=24, device="cpu"))
 
 
 def test_threads_that_fill_slots_first_share_the_memory(make_engine: MakeEngine) -> None:
@@ -167,7 +173,7 @@ def test_threads_that_fill_slots_first_share_the_memory(make_engine: MakeEngine)
 
 def test_an_idle_conversation_moves_out_and_comes_back(runner: ModelRunner) -> None:
     clock = Clock()
-    config = EngineConfig(idle_offload_s=30.0, host_cache_bytes=6 * BLOCK_BYTES)
+    config = resolved(idle_offload_s=30.0, host_cache_bytes=6 * BLOCK_BYTES)
     engine = Engine(runner, config, monotonic=clock)
     history = prompt(1, 90)
 

@@ -94,7 +94,7 @@ def test_eight_bits_take_little_more_than_half_the_memory() -> None:
 
 
 def test_the_dtype_is_that_of_the_weights_or_fp8() -> None:
-    assert cache_dtype("auto", torch.bfloat16) is torch.bfloat16
+    assert cache_dtype(None, torch.bfloat16) is torch.bfloat16
     assert cache_dtype("fp8", torch.bfloat16) is FP8
 
 

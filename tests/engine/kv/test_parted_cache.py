@@ -11,10 +11,9 @@ from millrace.engine.kv.cache import KVCache
 from millrace.engine.kv.cache_commands import CacheCommand, CheckBlocks
 from millrace.engine.kv.cache_part import CachePart
 from millrace.engine.kv.host_memory import host_memory_of
-from millrace.engine.step.settings import check_parted_blocks
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from tests.engine.kv.test_kv_cache import filled
+from tests.engine.support import resolved
 
 NUM_BLOCKS = 7
 
@@ -89,8 +88,7 @@ def test_no_slots_are_reserved_where_none_fit() -> None:
 
 
 def test_whole_blocks_cannot_be_kept_on_disk() -> None:
-    engine = EngineConfig(kernels="reference", tensor_parallel=2, disk_cache_path="./kv")
     with pytest.raises(ConfigError, match="disk_cache_path keeps whole blocks"):
-        check_parted_blocks(engine)
-    check_parted_blocks(EngineConfig(kernels="reference", tensor_parallel=2))
-    check_parted_blocks(EngineConfig(device="cpu", tensor_parallel=2, disk_cache_path="./kv"))
+        resolved(kernels="reference", tensor_parallel=2, disk_cache_path="./kv")
+    resolved(kernels="reference", tensor_parallel=2)
+    resolved(device="cpu", tensor_parallel=2, disk_cache_path="./kv")

@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from millrace.engine.kv.block_file import block_file
-from millrace.engine.kv.peer_exchange import with_transfer
+from millrace.engine.step.settings import resolve
 from millrace.engine.transfer import nixl_agent
 from millrace.engine.transfer.nixl_client import NixlConnection
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from tests.engine.checkpoints import save_llama
 from tests.engine.kv.peer_world import BLOCK_BYTES, HISTORY, World, ask, rest, resting
-from tests.engine.support import drain, prompt, request, tokens_by_request
+from tests.engine.support import drain, prompt, request, resolved, tokens_by_request
 
 
 @pytest.fixture
@@ -265,7 +265,9 @@ def test_a_block_comes_from_where_it_comes_faster(
     world: World, tmp_path: Path, is_disk_faster: bool
 ) -> None:
     peer, engine = world.start(), world.start(idle_offload_s=1.0)
-    settings = EngineConfig(num_blocks=24, device="cpu", disk_cache_path=str(tmp_path / "disk"))
+    settings = resolved(
+        world.model, num_blocks=24, device="cpu", disk_cache_path=str(tmp_path / "disk")
+    )
     runner = engine._runner
     engine.keep_on_disk(
         block_file(world.model, settings, runner.cache, is_row_exact=runner.is_row_exact)
@@ -315,7 +317,7 @@ def test_where_it_can_be_and_where_it_cannot(llama: tuple[Path, Any], tmp_path: 
     path = llama[0]
 
     def decided(*, among_others: bool = True, **config: Any) -> bool | None:
-        return with_transfer(path, EngineConfig(**config), among_others=among_others).transfer
+        return resolve(path, EngineConfig(**config), among_others=among_others).transfer
 
     assert decided() is True
     assert decided(among_others=False) is False
@@ -349,9 +351,9 @@ def test_nixl_is_refused_without_the_package_and_left_out_where_it_may_be(
     monkeypatch.setattr(nixl_agent, "find_spec", lambda _: None)
     config = EngineConfig(transfer_transport="nixl")
     with pytest.raises(ConfigError, match=r"millrace\[rdma\]"):
-        with_transfer(world.model, config, among_others=True)
+        resolve(world.model, config, among_others=True)
     config = msgspec.structs.replace(config, transfer_transport="auto")
-    assert with_transfer(world.model, config, among_others=True).transfer is True
+    assert resolve(world.model, config, among_others=True).transfer is True
     peer = world.start(address="127.0.0.1:0", transfer_transport="auto")
     assert caplog.text.count("exchanged without NIXL") == 1
     expected = ask(peer)

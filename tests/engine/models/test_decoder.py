@@ -13,6 +13,7 @@ from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.sequence import Sequence
+from millrace.engine.step.settings import resolve
 from millrace.schemas.config import EngineConfig
 from tests.engine.checkpoints import (
     reference_greedy,
@@ -102,7 +103,9 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
     model = save_model(tmp_path, family, **changes)
     config = EngineConfig(num_blocks=32, dtype="float32", device="cpu")
     for ours, token_ids in zip(
-        logits_of(ModelRunner.load(tmp_path, config), CHUNKS), PROMPTS, strict=True
+        logits_of(ModelRunner.load(tmp_path, resolve(tmp_path, config)), CHUNKS),
+        PROMPTS,
+        strict=True,
     ):
         theirs = reference_logits(model, token_ids)[-1]
         assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-4
@@ -117,7 +120,7 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     model = save_llama(tmp_path)
     config = EngineConfig(num_blocks=32, dtype="bfloat16", device="cpu")
-    runner = ModelRunner.load(tmp_path, config)
+    runner = ModelRunner.load(tmp_path, resolve(tmp_path, config))
     assert runner.cache.data.dtype is torch.bfloat16
     for ours, token_ids in zip(logits_of(runner, CHUNKS), PROMPTS, strict=True):
         assert mean_error(ours, reference_logits(model, token_ids)[-1]) <= 0.05
@@ -138,7 +141,7 @@ def test_half_precision_is_no_coarser_than_that_of_transformers(
     model = save_model(tmp_path, family, stored_dtype=dtype, **changes)
     halved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     config = EngineConfig(num_blocks=32, dtype=str(dtype).removeprefix("torch."), device="cpu")
-    runner = ModelRunner.load(tmp_path, config)
+    runner = ModelRunner.load(tmp_path, resolve(tmp_path, config))
     assert runner.cache.data.dtype is dtype
     for ours, token_ids in zip(logits_of(runner, CHUNKS), PROMPTS, strict=True):
         exact = reference_logits(model, token_ids)[-1]

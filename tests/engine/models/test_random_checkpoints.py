@@ -24,7 +24,7 @@ from tests.engine.models.drawn import (
     NUM_TOKENS_OUT,
     checkpoints,
 )
-from tests.engine.support import drain, prompt, request, tokens_by_request
+from tests.engine.support import drain, prompt, request, resolved, tokens_by_request
 
 TOLERANCE = 1e-4
 NUM_DECODED = 8
@@ -73,7 +73,7 @@ def ours(runner: ModelRunner, token_ids: list[int], chunks: list[int]) -> torch.
 def check_logits(model: Any, path: Path, token_ids: list[int], cuts: list[int]) -> None:
     """The prompt in chunks that end at ``cuts``, then NUM_DECODED tokens one by one."""
     num_prompt_tokens = len(token_ids) - NUM_DECODED
-    runner = ModelRunner.load(path, EngineConfig(num_blocks=NUM_BLOCKS, device="cpu"))
+    runner = ModelRunner.load(path, resolved(path, num_blocks=NUM_BLOCKS, device="cpu"))
     ends = sorted({0, num_prompt_tokens, *(cut for cut in cuts if cut < num_prompt_tokens)})
     chunks = [end - start for start, end in pairwise(ends)] + [1] * NUM_DECODED
     mine = ours(runner, token_ids, chunks)[-NUM_DECODED - 1 :]

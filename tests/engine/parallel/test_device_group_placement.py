@@ -22,9 +22,7 @@ from millrace.engine.parallel.device_loading import runner_of_rank_0
 from millrace.engine.parallel.device_rank import MemberSteps, member_steps
 from millrace.engine.parallel.device_ranks import DeviceRanks, StageLinks, Way
 from millrace.engine.parallel.rendezvous import Exchange
-from millrace.engine.step.settings import with_device_defaults
 from millrace.registry.checkpoints.checkpoint import read_model_config
-from millrace.schemas.config import EngineConfig
 from tests.engine.devices.cuda.pretended_device import (
     CUDA,
     Operations,
@@ -33,6 +31,7 @@ from tests.engine.devices.cuda.pretended_device import (
     pretending,
     replace_kernels,
 )
+from tests.engine.support import resolved
 
 
 class PretendedWork:
@@ -129,7 +128,7 @@ def ready_steps(
         "max_num_sequences": 3,
         "max_batch_tokens": 40,
     }
-    engine = with_device_defaults(EngineConfig(**given | config), CUDA)
+    engine = resolved(path, on=CUDA, **given | config)
     device = PretendedDevice(operations)
     ranks = PretendedRanks(shard, fixed=engine.deterministic)
     collectives = ranks if shard.is_sliced else None

@@ -13,6 +13,7 @@ from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.sequence import Sequence
+from millrace.engine.step.settings import resolve
 from millrace.schemas.config import EngineConfig
 from tests.engine.checkpoints import reference_greedy, reference_logits, save_model
 from tests.engine.quantization.written import (
@@ -137,7 +138,7 @@ def save(path: Path, **changes: Any) -> None:
 
 def our_logits(path: Path) -> torch.Tensor:
     """The logits behind the prompt."""
-    runner = ModelRunner.load(path, CONFIG)
+    runner = ModelRunner.load(path, resolve(path, CONFIG))
     sequence = Sequence(request("a", PROMPT), arrival=0, key=0, max_total_tokens=len(PROMPT) + 1)
     sequence.block_table = list(range(-(-len(PROMPT) // 16)))
     result: torch.Tensor = runner.launch([ScheduledSequence(sequence, len(PROMPT))]).logits[0]

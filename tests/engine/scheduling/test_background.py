@@ -155,9 +155,9 @@ ARRIVALS = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(arrivals=ARRIVALS, num_blocks=st.integers(40, 60), ageing_s=st.sampled_from([0.0, 0.05]))
+@given(arrivals=ARRIVALS, num_blocks=st.integers(40, 60), ageing_s=st.sampled_from([None, 0.05]))
 def test_whoever_fits_beside_the_urgent_begins_at_once(
-    arrivals: list[tuple[bool, int, int, int]], num_blocks: int, ageing_s: float
+    arrivals: list[tuple[bool, int, int, int]], num_blocks: int, ageing_s: float | None
 ) -> None:
     ticks = iter(range(10**9))
     planner = make_planner(

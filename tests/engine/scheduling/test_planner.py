@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,10 @@ from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.planner import MAX_PREEMPTIONS, Planner
 from millrace.engine.step.sequence import Sequence, SequenceState
-from tests.engine.support import FakeMemory, request
+from tests.engine.support import FakeMemory, request, resolved
+
+_CONFIG = msgspec.structs.replace(resolved(device="cpu"), ageing_s=None)
+_BOUNDS = ("ageing_s", "itl_bound_s")
 
 
 def make_planner(
@@ -24,12 +28,12 @@ def make_planner(
     memory: FakeMemory | None = None,
     **settings: Any,
 ) -> Planner:
-    return Planner(
-        BlockTables(num_blocks, 4, memory or FakeMemory(), shared=prefix_cache),
-        max_batch_tokens=max_batch_tokens,
-        max_num_sequences=max_num_sequences,
-        **settings,
+    bounds = {name: settings.pop(name) for name in _BOUNDS if name in settings}
+    config = msgspec.structs.replace(
+        _CONFIG, max_batch_tokens=max_batch_tokens, max_num_sequences=max_num_sequences, **bounds
     )
+    tables = BlockTables(num_blocks, 4, memory or FakeMemory(), shared=prefix_cache)
+    return Planner(tables, config, **settings)
 
 
 _arrivals = iter(range(1_000_000_000))
@@ -232,9 +236,12 @@ def warm_costs() -> CostModel:
     return costs
 
 
-@pytest.mark.parametrize(("bound_ms", "chunk"), [(0.0, 63), (4.5, 30), (1.0, 4)])
-def test_chunks_beside_decodes_keep_the_step_under_the_bound(bound_ms: float, chunk: int) -> None:
-    planner = make_planner(itl_bound_s=bound_ms / 1e3, costs=warm_costs())
+@pytest.mark.parametrize(("bound_ms", "chunk"), [(None, 63), (4.5, 30), (1.0, 4)])
+def test_chunks_beside_decodes_keep_the_step_under_the_bound(
+    bound_ms: float | None, chunk: int
+) -> None:
+    bound_s = None if bound_ms is None else bound_ms / 1e3
+    planner = make_planner(itl_bound_s=bound_s, costs=warm_costs())
     decoding = sequence(4)
     planner.add(decoding)
     step(planner)

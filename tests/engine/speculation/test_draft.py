@@ -13,12 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from millrace.engine.scheduling.cost_model import CostModel
 from millrace.engine.step.runners import load_draft, load_runner
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
 from tests.engine.checkpoints import save_llama
 from tests.engine.speculation.test_equality import _load
 from tests.engine.speculation.worlds import VOCAB_SIZE, Answers, load, run
-from tests.engine.support import prompt, request
+from tests.engine.support import prompt, request, resolved
 
 
 @pytest.fixture(scope="module")
@@ -133,13 +132,14 @@ def test_a_draft_that_comes_with_a_checkpoint_is_used_where_the_settings_leave_i
     both = tmp_path / "model"
     shutil.copytree(checkpoint, both)
     shutil.copytree(draft, both / "draft")
-    settings = EngineConfig(
-        num_blocks=64,
-        device="cpu",
-        dtype="bfloat16",
-        kernels="native",
-        speculation=speculation,
-    )
+    how: dict[str, Any] = {
+        "num_blocks": 64,
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "kernels": "native",
+    }
+    settings = resolved(both, **how, speculation=speculation)
     target = load_runner(both, settings)
     assert (load_draft(both, target, settings) is not None) == is_used
-    assert load_draft(checkpoint, target, settings) is None
+    alone = resolved(checkpoint, **how, speculation=speculation)
+    assert load_draft(checkpoint, target, alone) is None

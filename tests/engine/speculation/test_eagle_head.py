@@ -17,11 +17,10 @@ from millrace.engine.step.features import Features, HeadInputs
 from millrace.engine.step.sequence import Sequence
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 from millrace.registry.checkpoints.eagle_head import read_eagle_head
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
 from tests.engine.checkpoints import save_llama
 from tests.engine.eagle_heads import HEAD, Tensors, head_tensors, reference_logits, save_head
-from tests.engine.support import prompt, request
+from tests.engine.support import prompt, request, resolved
 
 _NUM_LAYERS = 3
 _TARGET: dict[str, Any] = {
@@ -51,7 +50,7 @@ def target_config(target: Path) -> ModelConfig:
 def _runner(target: Path) -> ModelRunner:
     return ModelRunner.load(
         target,
-        EngineConfig(device="cpu", dtype="bfloat16", kernels="native", num_blocks=64),
+        resolved(target, device="cpu", dtype="bfloat16", kernels="native", num_blocks=64),
     )
 
 

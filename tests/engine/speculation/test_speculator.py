@@ -59,7 +59,7 @@ def _propose(
     costs: CostModel,
     told: float = 0.95,
     budget: int = 4096,
-    itl_bound_s: float = 0.0,
+    itl_bound_s: float | None = None,
 ) -> list[int]:
     speculator = Speculator(decoding.planner.tables, costs, budget, itl_bound_s)
     for kind in range(FORCED):

@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from millrace.engine.step.runners import load_runner
+from millrace.engine.step.engine import Engine
 from millrace.registry.artifacts.store import ModelSourceError
 from millrace.registry.catalogue import Catalogue, ModelEntry, load_catalogue
 from millrace.registry.checkpoints.checkpoint import read_model_config, read_model_outline
@@ -251,7 +251,7 @@ def test_the_own_engine_says_which_one_computes_such_files(file: Path) -> None:
     assert read_model_outline(folder).architecture == "llama"
     for refused in (
         lambda: read_model_config(folder),
-        lambda: load_runner(folder, EngineConfig(device="cpu")),
+        lambda: Engine.load(folder, EngineConfig(device="cpu")),
     ):
         with pytest.raises(CheckpointError, match=r"tiny\.gguf is .* --engine llamacpp"):
             refused()

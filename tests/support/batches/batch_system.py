@@ -17,7 +17,7 @@ from millrace.bus import nats
 from millrace.bus.api import Bus
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.nats.permissions import Part
-from millrace.gateway.core import Backends, Gateway
+from millrace.gateway.core import Backends, Gateway, new_gateway_id
 from millrace.gateway.server import Server, listen
 from millrace.runtime.clock import SystemClock
 from millrace.runtime.redis.link import RedisLink
@@ -112,6 +112,7 @@ async def batch_gateway(
         config or GatewayConfig(),
         host="127.0.0.1",
         port=0,
+        gateway_id=new_gateway_id(),
         batch_lease_s=LEASE_S,
         batch_scan_s=SCAN_S,
     )

@@ -45,6 +45,7 @@ from millrace.workers.process.wire import (
     pack,
     report_decoder,
 )
+from tests.engine.support import resolved
 from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.engine.warm_fixture import warm_processes as warm_processes
 from tests.support.waiting import eventually
@@ -201,6 +202,8 @@ async def test_weights_that_are_rounded_are_others(checkpoint: Path) -> None:
 class _Counting:
     """Makes ``left`` tokens for whatever was added last."""
 
+    config = resolved(device="cpu")
+
     def __init__(self) -> None:
         self.left = 0
         self.told: list[str] = []
@@ -248,10 +251,6 @@ class _Counting:
     @property
     def device_uuid(self) -> str:
         return ""
-
-    @property
-    def num_devices(self) -> int:
-        return 1
 
     @property
     def transfer_endpoint(self) -> None:

@@ -115,7 +115,7 @@ class StatusReporter:
             worker_id=self._context.worker_id,
             name=self._config.name,
             model=self._entry.name,
-            max_num_sequences=self._config.engine.max_num_sequences,
+            max_num_sequences=self._engine.max_num_sequences,
             max_num_waiting=self._config.max_num_waiting,
             num_running=num_running,
             num_waiting=num_live - num_running,
@@ -293,8 +293,8 @@ class StatusReporter:
 
     def _free_share(self) -> float:
         """The free share of what is scarcer: sequences or blocks."""
-        stats, config = self._engine.stats, self._config
-        capacity = config.engine.max_num_sequences + config.max_num_waiting
+        stats = self._engine.stats
+        capacity = self._engine.max_num_sequences + self._config.max_num_waiting
         sequences = 1 - self._load.num_running / capacity
         return min(sequences, stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0)
 

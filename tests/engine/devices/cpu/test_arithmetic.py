@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.engine.devices.cpu import loading
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.kernels.build import KernelBuildError
-from millrace.schemas.config import EngineConfig
+from millrace.engine.step import settings
 from tests.engine.checkpoints import save_model
 from tests.engine.devices.cpu.test_fused_decoder import LLAMA
+from tests.engine.support import resolved
 
 
 def _load(path: Path, **settings: Any) -> ModelRunner:
-    return ModelRunner.load(path, EngineConfig(num_blocks=8, device="cpu", **settings))
+    return ModelRunner.load(path, resolved(path, num_blocks=8, device="cpu", **settings))
 
 
 def _save(path: Path, family: str = "Llama", **changes: Any) -> Path:
@@ -48,7 +48,7 @@ def test_it_is_widened_where_no_kernels_can_be_built(
     def fails() -> Path:
         raise KernelBuildError("no compiler")
 
-    monkeypatch.setattr(loading, "cpu_library", fails)
+    monkeypatch.setattr(settings, "cpu_library", fails)
     loaded = _load(_save(tmp_path))
     assert (loaded.cache.data.dtype, loaded.is_row_exact) == (torch.float32, False)
 

@@ -17,16 +17,15 @@ from millrace.engine.models.shard import Shard, shard_config
 from millrace.engine.step.batch import FlatBatch
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import read_model_config
-from millrace.schemas.config import EngineConfig
 from tests.engine.adapters.saved import save_adapter
 from tests.engine.checkpoints import save_base_model, save_model
 from tests.engine.devices.cpu.test_fused_decoder import LLAMA
 from tests.engine.devices.cpu.test_operations import BLOCK_SIZE, ragged_batch
 from tests.engine.kernels.compiled import compiled
+from tests.engine.support import resolved
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 20
-ENGINE = EngineConfig(device="cpu", dtype="bfloat16", kernels="native")
 SIZES = LLAMA | {"num_hidden_layers": 4}
 
 
@@ -34,7 +33,8 @@ def stages_of(path: Path, num_stages: int) -> list[tuple[AnyDecoder, Shard, bool
     """Each with a KV cache of its own, which nothing was written to; and whether rows are exact."""
     compiled(torch.bfloat16)
     config = read_model_config(path)
-    arithmetic = Arithmetic.chosen(config, ENGINE, CPU)
+    engine = resolved(path, device="cpu", dtype="bfloat16", kernels="native")
+    arithmetic = Arithmetic.chosen(config, engine)
     stages = []
     for stage in range(num_stages):
         shard = Shard(stage=stage, num_stages=num_stages)
@@ -46,7 +46,7 @@ def stages_of(path: Path, num_stages: int) -> list[tuple[AnyDecoder, Shard, bool
             device=CPU,
         )
         cache.data.zero_()
-        decoder, is_exact = load_decoder(path, config, ENGINE, arithmetic, cache, shard)
+        decoder, is_exact = load_decoder(path, config, engine, arithmetic, cache, shard)
         stages.append((decoder, shard, is_exact))
     return stages
 

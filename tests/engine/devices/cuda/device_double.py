@@ -104,7 +104,6 @@ class DeviceRunner:
     the completion has no finite logits; 0 is none."""
 
     num_stages = 1
-    takes_adapters = False
     is_row_exact = False
     likeliest = None
 

@@ -21,10 +21,8 @@ from millrace.engine.devices.cuda.runner import DeviceRunner
 from millrace.engine.kernels.gpu.blocks import copy_blocks
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.runner import InFlightStep
-from millrace.engine.step.settings import with_device_defaults
 from millrace.engine.types import EngineRequest
 from millrace.registry.checkpoints.checkpoint import read_model_config
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingParams
 from tests.engine.devices.cuda.pretended_device import (
@@ -36,7 +34,7 @@ from tests.engine.devices.cuda.pretended_device import (
     pretending,
     replace_kernels,
 )
-from tests.engine.support import drain, prompt, request
+from tests.engine.support import drain, prompt, request, resolved
 
 GIB = 1 << 30
 
@@ -60,7 +58,7 @@ class Pretence:
             "max_num_sequences": 12,
             "max_batch_tokens": 64,
         }
-        engine = with_device_defaults(EngineConfig(**(given | config)), CUDA)
+        engine = resolved(self._folder, on=CUDA, **(given | config))
         with pretending(self.operations):
             return device_loading.load_device_runner(
                 self._folder, read_model_config(self._folder), engine, self.device
@@ -85,7 +83,7 @@ class Pretence:
         runner.launch = launch_pretended  # type: ignore[method-assign]
         for name in ("copy_block", "scrub"):
             setattr(runner.cache, name, self._inside(getattr(runner.cache, name)))
-        return Engine(runner, EngineConfig(host_cache_bytes=0, **config))
+        return Engine(runner, resolved(self._folder, on=CUDA, host_cache_bytes=0, **config))
 
     def _inside(self, work: Callable[..., Any]) -> Callable[..., Any]:
         def pretended(*args: Any) -> Any:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from millrace.engine.config import KVMemoryShare
 from millrace.engine.devices.cuda.device import HostDevice, MemoryInfo
 from millrace.engine.devices.cuda.inputs import DeviceState, fits
 from millrace.engine.devices.cuda.loading import cache_bytes, load_device_runner
@@ -22,14 +23,13 @@ from millrace.engine.devices.cuda.steps import ladder
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.sequence import Sequence, SequenceState
-from millrace.engine.step.settings import with_device_defaults
 from millrace.engine.types import DeviceLostError, EngineOutput, EngineRequest
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from tests.engine.checkpoints import save_llama
 from tests.engine.devices.cuda.late_device import LateDevice
-from tests.engine.support import drain, prompt, request, tokens_by_request
+from tests.engine.support import drain, prompt, request, resolved, tokens_by_request
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -37,13 +37,13 @@ GIB = 1 << 30
 
 def make_runner(path: Path, device: HostDevice | None = None, **config: Any) -> DeviceRunner:
     given_settings: dict[str, Any] = {"num_blocks": 128, "kernels": "reference"} | config
-    engine = with_device_defaults(EngineConfig(**given_settings), CPU)
+    engine = resolved(path, on=CPU, **given_settings)
     return load_device_runner(path, read_model_config(path), engine, device or LateDevice())
 
 
 def make_engine(path: Path, device: HostDevice | None = None, **config: Any) -> Engine:
     runner = make_runner(path, device, **config)
-    return Engine(runner, EngineConfig(**config))
+    return Engine(runner, resolved(path, **{"kernels": "reference"} | config))
 
 
 def mixed_requests(seed: int) -> list[EngineRequest]:
@@ -360,7 +360,10 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
 def test_blocks_are_as_many_as_the_device_has_memory_for(llama: tuple[Path, Any]) -> None:
     info = MemoryInfo(total=10_000_000, free=8_000_000, allocated=1_500_000)
     device = LateDevice(info, peak_bytes=500_000)
-    engine = EngineConfig(kernels="reference", max_num_sequences=256, max_batch_tokens=64)
+    engine = msgspec.structs.replace(
+        resolved(llama[0], kernels="reference", max_num_sequences=256, max_batch_tokens=64),
+        kv_cache_size=KVMemoryShare(0.9),
+    )
     runner = load_device_runner(llama[0], read_model_config(llama[0]), engine, device)
     # 0.9 of all, less what is taken and twice the work, in blocks of 3 layers of 16 tokens of
     # 2 * 2 heads of 16 float32.

@@ -21,7 +21,7 @@ from tests.engine.checkpoints import save_llama
 from tests.engine.devices.cuda.late_device import LateDevice
 from tests.engine.devices.cuda.test_device_runner import make_runner
 from tests.engine.speculation.worlds import VOCAB_SIZE, Answers, Guesses, run
-from tests.engine.support import drain, prompt, request
+from tests.engine.support import drain, prompt, request, resolved
 from tests.support.engine.tokenizers_made import byte_level, write_tokenizer
 
 _SCHEMA = {
@@ -57,7 +57,8 @@ def load(path: Path, speculation: str | None, **settings: Any) -> Engine:
     given: dict[str, Any] = {"deterministic": True, "block_size_tokens": 4}
     given |= {"speculation": speculation} | settings
     runner = make_runner(path, LateDevice(), **given)
-    engine = Engine(runner, EngineConfig(**given), tokenizer=checkpoint_tokenizer(path))
+    config = resolved(path, **{"kernels": "reference"} | given)
+    engine = Engine(runner, config, tokenizer=checkpoint_tokenizer(path))
     engine._grammars.prepare()
     return engine
 

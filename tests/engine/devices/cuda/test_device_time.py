@@ -21,10 +21,9 @@ from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.expert_layers import ExpertsConfig
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.pooling import Pooling
 from tests.engine.overlap_loads import ARRIVALS, CONFIGS, Arrival, World
-from tests.engine.support import SteppingClock, last_by_request, prompt, request
+from tests.engine.support import SteppingClock, last_by_request, prompt, request, resolved
 
 # Explaining traces every line, which takes minutes here.
 _PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
@@ -102,7 +101,7 @@ def test_any_load_is_charged_all_of_the_time(
 
 
 def _engine(llama: tuple[Path, Any], **config: Any) -> Engine:
-    settings = EngineConfig(num_blocks=64, device="cpu", **config)
+    settings = resolved(llama[0], num_blocks=64, device="cpu", **config)
     runner = ModelRunner.load(llama[0], settings)
     return Engine(runner, settings, monotonic=SteppingClock())
 
@@ -132,7 +131,9 @@ def test_alike_requests_are_charged_alike_and_longer_ones_more(llama: tuple[Path
 
 
 def test_who_is_computed_again_pays_for_it(llama: tuple[Path, Any]) -> None:
-    settings = EngineConfig(num_blocks=8, device="cpu", prefix_cache=False, host_cache_bytes=0)
+    settings = resolved(
+        llama[0], num_blocks=8, device="cpu", prefix_cache=False, host_cache_bytes=0
+    )
     runner = ModelRunner.load(llama[0], settings)
     engine = Engine(runner, settings, monotonic=SteppingClock())
     ledger = Ledger(engine)

@@ -14,8 +14,7 @@ from millrace.engine.kv.objects.block_objects import BlockObjects
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.runners import load_runner
 from millrace.engine.types import EngineOutput
-from millrace.schemas.config import EngineConfig
-from tests.engine.support import drain, prompt, request, tokens_by_request
+from tests.engine.support import drain, prompt, request, resolved, tokens_by_request
 
 BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
 BLOCKS_PER_OBJECT = 2
@@ -33,8 +32,9 @@ class World:
         self.store = store
 
     def start(self, *, store: ObjectStore | None = None, **config: Any) -> Engine:
-        settings = EngineConfig(
-            **{"num_blocks": 24, "device": "cpu", "object_cache_min_tokens": 32, **config}
+        settings = resolved(
+            self.model,
+            **{"num_blocks": 24, "device": "cpu", "object_cache_min_tokens": 32, **config},
         )
         runner = load_runner(self.model, settings)
         engine = Engine(runner, settings, monotonic=lambda: self.now_s)
@@ -45,7 +45,7 @@ class World:
             BlockObjects(store, store, identity, BLOCK_BYTES, BLOCKS_PER_OBJECT * BLOCK_BYTES),
             settings,
         )
-        if settings.disk_cache_path:
+        if settings.disk_cache_path is not None:
             engine.keep_on_disk(block_file(self.model, settings, runner.cache, is_row_exact=exact))
         # Nobody knows, so that everything is brought.
         engine._tiers.arrivals._compute_s = lambda _num_tokens: 0.0

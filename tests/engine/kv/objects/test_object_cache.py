@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
-from millrace.engine.scheduling.admission import check_config
+from millrace.engine.config import check_config
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.sequence_group import make_sequence_group
-from millrace.engine.step.settings import check_parted_blocks
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
 from tests.engine.kv.objects.conftest import StoreUnderTest
@@ -23,7 +22,7 @@ from tests.engine.kv.objects.object_world import (
     World,
     ask,
 )
-from tests.engine.support import drain, prompt, request
+from tests.engine.support import drain, prompt, request, resolved
 from tests.support.engine.s3 import BUCKET
 
 _RUN_TOKENS = 16 * BLOCKS_PER_OBJECT
@@ -301,6 +300,5 @@ def test_settings_out_of_range_are_refused(name: str, value: Any) -> None:
 
 
 def test_whole_blocks_are_needed() -> None:
-    engine = EngineConfig(kernels="reference", tensor_parallel=2, object_cache_url="s3://b/p")
     with pytest.raises(ConfigError, match="object_cache_url keeps whole blocks"):
-        check_parted_blocks(engine)
+        resolved(kernels="reference", tensor_parallel=2, object_cache_url="s3://b/p")

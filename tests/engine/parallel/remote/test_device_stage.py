@@ -13,10 +13,10 @@ from millrace.engine.parallel.device_lead import link_shape
 from millrace.engine.parallel.remote import stage as device_stage
 from millrace.engine.parallel.remote.connection import Connection
 from millrace.engine.parallel.remote.stage import DeviceStage
-from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
+from tests.engine.support import resolved
 
-ENGINE = EngineConfig(tensor_parallel=2, pipeline_parallel=3, remote_stages=2)
+ENGINE = resolved(tensor_parallel=2, pipeline_parallel=3, remote_stages=2)
 
 
 @pytest.fixture
