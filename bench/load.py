@@ -14,18 +14,18 @@ import msgspec
 import uvloop
 
 from millrace.bench.arrivals import arrival_times
-from millrace.bench.clients.client import Client
-from millrace.bench.clients.exchange import UNFINISHED, Exchange, Sample
+from millrace.bench.clients.client import LoadClient
+from millrace.bench.clients.exchange import UNFINISHED, ClientExchange, ClientSample
 from millrace.bench.files import allow_many_files
 from millrace.bench.health import HealthProbe, ProcessHealth
 from millrace.bench.prompts import PromptSource, prompts_of
-from millrace.bench.settings import Settings
+from millrace.bench.settings import LoadSettings
 
 _PROGRESS_S = 0.5
 _REFUSED_PAUSE_S = 0.1
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress"):
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
     """How far a process is: requests since the start, and parts of the answers that ended."""
 
     num_sent: int
@@ -34,11 +34,11 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     num_parts: int
 
 
-class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
+class LoadOutcome(msgspec.Struct, frozen=True, tag="outcome"):
     """All that a process has seen. ``stopped_s`` is when its load ended, before the wait for
     answers, in seconds from the start."""
 
-    samples: list[Sample]
+    samples: list[ClientSample]
     health: ProcessHealth
     stopped_s: float
 
@@ -46,7 +46,7 @@ class Outcome(msgspec.Struct, frozen=True, tag="outcome"):
 class Share(msgspec.Struct, frozen=True, kw_only=True):
     """Which process this is, of ``settings.num_processes``."""
 
-    settings: Settings
+    settings: LoadSettings
     rank: int
 
     @property
@@ -82,13 +82,13 @@ class _Load:
         self._prompts = prompts
         self._start_s = start_s
         self._pipe = pipe
-        self._client = Client(share.settings)
-        self._exchanges: list[Exchange] = []
+        self._client = LoadClient(share.settings)
+        self._exchanges: list[ClientExchange] = []
         self._running: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
         self._num_ended = self._num_failed = self._num_parts = 0
 
-    async def run(self) -> Outcome:
+    async def run(self) -> LoadOutcome:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._pipe.fileno(), self._on_message)
         report = asyncio.create_task(self._report())
@@ -114,9 +114,11 @@ class _Load:
                 raise result
         loop.remove_reader(self._pipe.fileno())
         self._client.close()
-        return Outcome([self._sample(exchange) for exchange in self._exchanges], health, stopped_s)
+        return LoadOutcome(
+            [self._sample(exchange) for exchange in self._exchanges], health, stopped_s
+        )
 
-    def _sample(self, exchange: Exchange) -> Sample:
+    def _sample(self, exchange: ClientExchange) -> ClientSample:
         if not exchange.done.done() or exchange.done.cancelled():
             exchange.error = UNFINISHED
             exchange.end_s = time.perf_counter()
@@ -196,14 +198,14 @@ class _Load:
         end = settings.num_requests if settings.num_requests is not None else 1 << 62
         return range(self._share.rank, end, settings.num_processes)
 
-    async def _one(self, request: bytes, exchange: Exchange) -> None:
+    async def _one(self, request: bytes, exchange: ClientExchange) -> None:
         await self._client.run(request, exchange)
         self._num_ended += 1
         self._num_parts += len(exchange.parts_s)
         self._num_failed += bool(exchange.error)
 
-    def _exchange(self, index: int, due_s: float) -> Exchange:
-        exchange = Exchange(index, due_s, asyncio.get_running_loop())
+    def _exchange(self, index: int, due_s: float) -> ClientExchange:
+        exchange = ClientExchange(index, due_s, asyncio.get_running_loop())
         self._exchanges.append(exchange)
         return exchange
 
@@ -220,7 +222,7 @@ class _Load:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(_PROGRESS_S)
-            progress = Progress(
+            progress = LoadProgress(
                 len(self._exchanges), self._num_ended, self._num_failed, self._num_parts
             )
             self._pipe.send_bytes(msgspec.msgpack.encode(progress))

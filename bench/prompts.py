@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from millrace.bench.settings import Api, Settings
+from millrace.bench.settings import LoadSettings, TargetApi
 from millrace.schemas.errors import ConfigError
 
 # Short common words, most of which are one token in most vocabularies.
@@ -44,7 +44,7 @@ class PromptSource(Protocol):
 class SyntheticPrompts:
     """Random words; no two prompts are alike beyond the shared prefix."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LoadSettings) -> None:
         self._settings = settings
         shared = round(settings.shared_prefix_tokens / settings.tokens_per_word)
         self._prefix = random_words(random.Random(settings.seed), shared)
@@ -70,7 +70,7 @@ class _Line(msgspec.Struct, frozen=True):
 class DatasetPrompts:
     """The lines of a JSONL file in an order drawn from the seed, again and again."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LoadSettings) -> None:
         """Raises ConfigError, naming the line, for a file that cannot be used."""
         self._settings = settings
         self._lines = _read_lines(Path(settings.dataset), settings.api)
@@ -86,7 +86,7 @@ class DatasetPrompts:
         return Prompted(text=line.prompt, messages=line.messages or (), max_tokens=max_tokens)
 
 
-def prompts_of(settings: Settings) -> PromptSource:
+def prompts_of(settings: LoadSettings) -> PromptSource:
     """The prompts that the settings ask for. Raises ConfigError for a bad data set."""
     return DatasetPrompts(settings) if settings.dataset else SyntheticPrompts(settings)
 
@@ -96,7 +96,7 @@ def random_words(source: random.Random, count: int) -> list[str]:
     return source.choices(_WORDS, k=count)
 
 
-def _read_lines(path: Path, api: Api) -> list[_Line]:
+def _read_lines(path: Path, api: TargetApi) -> list[_Line]:
     try:
         raw = path.read_bytes().splitlines()
     except OSError as error:
@@ -112,7 +112,7 @@ def _read_lines(path: Path, api: Api) -> list[_Line]:
             raise ConfigError(f"--dataset: line {number} of {path}: {error}") from error
         if (line.prompt is None) == (line.messages is None):
             raise ConfigError(f"--dataset: line {number} of {path} needs a prompt or messages")
-        if line.messages is not None and api is Api.COMPLETIONS:
+        if line.messages is not None and api is TargetApi.COMPLETIONS:
             raise ConfigError(
                 f"--dataset: line {number} of {path} has messages, which --api completions does "
                 "not take; use --api chat"

@@ -13,22 +13,24 @@ from multiprocessing.process import BaseProcess
 import msgspec
 import uvloop
 
-from millrace.bench.clients.client import Client
-from millrace.bench.load import Outcome, Progress, Share, load_process
+from millrace.bench.clients.client import LoadClient
+from millrace.bench.load import LoadOutcome, LoadProgress, Share, load_process
 from millrace.bench.prompts import prompts_of, random_words
 from millrace.bench.report.measure import report_of
-from millrace.bench.report.report import Report
-from millrace.bench.settings import LoadError, Settings
+from millrace.bench.report.report import LoadReport
+from millrace.bench.settings import LoadError, LoadSettings
 
 _START_DELAY_S = 0.3
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 20.0
 _CALIBRATION_WORDS = (16, 96)
 _SPAWN = multiprocessing.get_context("spawn")
-_decode = msgspec.msgpack.Decoder(Progress | Outcome).decode
+_decode = msgspec.msgpack.Decoder(LoadProgress | LoadOutcome).decode
 
 
-def run_load(settings: Settings, *, keep_samples: bool = False, progress: bool = False) -> Report:
+def run_load(
+    settings: LoadSettings, *, keep_samples: bool = False, progress: bool = False
+) -> LoadReport:
     """Send the load and return what was measured.
 
     Ctrl-C ends it early, with a report of what there is. ``progress`` shows a line on stderr.
@@ -40,14 +42,14 @@ def run_load(settings: Settings, *, keep_samples: bool = False, progress: bool =
     return _Run(settings, keep_samples=keep_samples, progress=progress).run()
 
 
-async def _prepare(settings: Settings) -> Settings:
+async def _prepare(settings: LoadSettings) -> LoadSettings:
     """Find the model, see one answer, and learn how many tokens a word has."""
-    client = Client(settings)
+    client = LoadClient(settings)
     try:
         if not settings.model:
             settings = msgspec.structs.replace(settings, model=await client.first_model())
             client.close()
-            client = Client(settings)
+            client = LoadClient(settings)
         first = await client.ask(prompts_of(settings).prompt(0))
         if first.error:
             raise LoadError(f"{settings.url} did not answer a first request: {first.error}")
@@ -71,17 +73,17 @@ async def _prepare(settings: Settings) -> Settings:
 class _Run:
     """Owns the load processes: none of them outlives ``run``."""
 
-    def __init__(self, settings: Settings, *, keep_samples: bool, progress: bool) -> None:
+    def __init__(self, settings: LoadSettings, *, keep_samples: bool, progress: bool) -> None:
         self._settings = settings
         self._keep_samples = keep_samples
         self._shows_progress = progress
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        self._progress: dict[Connection, Progress] = {}
-        self._outcomes: list[Outcome] = []
+        self._progress: dict[Connection, LoadProgress] = {}
+        self._outcomes: list[LoadOutcome] = []
         self._start_s = 0.0
 
-    def run(self) -> Report:
+    def run(self) -> LoadReport:
         try:
             self._start()
             started_at = datetime.datetime.now(datetime.UTC)
@@ -141,7 +143,7 @@ class _Run:
 
     def _take(self, pipe: Connection, waiting: set[Connection]) -> None:
         message = _decode(self._receive(pipe))
-        if isinstance(message, Outcome):
+        if isinstance(message, LoadOutcome):
             self._outcomes.append(message)
             waiting.discard(pipe)
         else:

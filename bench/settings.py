@@ -15,7 +15,7 @@ DEFAULT_INPUT_TOKENS = 128
 DEFAULT_OUTPUT_TOKENS = 64
 
 
-class Api(StrEnum):
+class TargetApi(StrEnum):
     """How the server is spoken to."""
 
     CHAT = "chat"
@@ -35,7 +35,7 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     e2e_ms: float | None = None
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One run. Either ``rate_per_s`` (open loop) or ``concurrency`` (closed loop) is given, and
     either ``duration_s`` or ``num_requests``; the warm-up comes before that and is not counted.
 
@@ -45,7 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     url: str
-    api: Api = Api.CHAT
+    api: TargetApi = TargetApi.CHAT
     model: str = ""
     rate_per_s: float | None = None
     concurrency: int | None = None
@@ -69,13 +69,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str = ""
     headers: tuple[tuple[str, str], ...] = ()
 
-    def without_secrets(self) -> Settings:
+    def without_secrets(self) -> LoadSettings:
         """For a report: no key, and of headers the names alone."""
         names = tuple((name, "…") for name, _ in self.headers)
         return msgspec.structs.replace(self, api_key="", headers=names)
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class ServerTarget(msgspec.Struct, frozen=True, kw_only=True):
     """A base URL taken apart; ``path`` ends in /v1."""
 
     host: str
@@ -85,7 +85,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     path: str
 
 
-def target_of(url: str) -> Target:
+def target_of(url: str) -> ServerTarget:
     """Where a base URL, with or without its /v1, leads. Raises ConfigError for another text."""
     try:
         parts = urlsplit(url)
@@ -95,7 +95,7 @@ def target_of(url: str) -> Target:
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.username:
         raise ConfigError(f"--url: {url!r} does not look like http://HOST:PORT or http://HOST/v1")
     is_tls = parts.scheme == "https"
-    return Target(
+    return ServerTarget(
         host=parts.hostname,
         port=port or (443 if is_tls else 80),
         is_tls=is_tls,

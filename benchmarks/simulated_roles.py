@@ -50,8 +50,8 @@ from millrace.schemas.engines import EngineKind, WorkerRole
 from millrace.simulation.policies import parse_policies
 from millrace.simulation.report.measure import policy_report
 from millrace.simulation.report.report import Percentiles
-from millrace.simulation.settings import KvLink, Settings
-from millrace.simulation.traces.synthesise import Kind, Recipe, TenantShare, synthesise
+from millrace.simulation.settings import KvLink, SimulationSettings
+from millrace.simulation.traces.synthesise import TenantShare, TraceKind, TraceRecipe, synthesise
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate
 
@@ -183,7 +183,7 @@ FLEETS = (
 )
 
 
-def settings_for(load: Load, fleet: Fleet, num_workers: int) -> Settings:
+def settings_for(load: Load, fleet: Fleet, num_workers: int) -> SimulationSettings:
     """``num_workers`` in the fleet's proportion."""
     num_prefill = fleet.num_prefill_of(num_workers)
     engine = EngineConfig(
@@ -198,7 +198,7 @@ def settings_for(load: Load, fleet: Fleet, num_workers: int) -> Settings:
     if num_prefill:
         num_decode = num_workers - num_prefill
         roles = (WorkerRole.PREFILL,) * num_prefill + (WorkerRole.DECODE,) * num_decode
-    return Settings(
+    return SimulationSettings(
         config=Config(
             nats=NatsConfig(ack_wait_s=120.0),
             scheduler=SchedulerConfig(lease_extend_s=40.0, switch_roles=fleet.switches),
@@ -219,8 +219,8 @@ def trace_of(
 ) -> list[TraceRequest]:
     """The window, with as much load behind it, and for ``warm_up_s`` before it."""
     return synthesise(
-        Recipe(
-            kind=Kind.POISSON,
+        TraceRecipe(
+            kind=TraceKind.POISSON,
             rate_per_s=rate_per_s,
             duration_s=warm_up_s + 2 * window_s,
             tenants=(TenantShare(name="t1"),),

@@ -17,8 +17,8 @@ from millrace.engine.offline.inputs import (
     AdapterNames,
     ChatOptions,
     Conversations,
+    OfflineRequests,
     Prompts,
-    Requests,
     Sampling,
     embedding_pooling,
     engine_settings,
@@ -104,7 +104,7 @@ class LLM:
             outline = read_model_config(served.path)
             known = adapter_refs(sources, outline, config.max_adapter_rank)
             config = with_adapter_slots(config, len(sources))
-        self._requests = Requests(served, known)
+        self._requests = OfflineRequests(served, known)
         from millrace.engine.step.engine import Engine
 
         self._engine: Engine | None = Engine.load(served.path, config)

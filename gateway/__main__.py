@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from millrace.bus.nats.permissions import Part
 from millrace.bus.startup import enter
 from millrace.gateway.core import Backends, Gateway, new_gateway_id
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.server import Server, listen
 from millrace.gateway.tools.catalogue import load_tools
 from millrace.gateway.transport.certificate import certificate_of, front_url
@@ -141,7 +141,7 @@ async def _follow(
     await _warm_up(models, catalogue, changed.intersection(catalogue.names()))
 
 
-async def _warm_up(models: Models, catalogue: Catalogue, names: Iterable[str]) -> None:
+async def _warm_up(models: LoadedModels, catalogue: Catalogue, names: Iterable[str]) -> None:
     """Load the tokenizers that are on this machine, so that the first request need not."""
     for name in names:
         if not catalogue.get(name).is_local:
@@ -152,9 +152,9 @@ async def _warm_up(models: Models, catalogue: Catalogue, names: Iterable[str]) -
             _log.error("a model cannot be served", extra={"model": name, "why": error.message})
 
 
-def models_of(catalogue: Catalogue, config: Config) -> Models:
+def models_of(catalogue: Catalogue, config: Config) -> LoadedModels:
     """The catalogue's models and routes, as the gateway offers them."""
-    return Models(*_offer(catalogue, config))
+    return LoadedModels(*_offer(catalogue, config))
 
 
 def _offer(

@@ -9,7 +9,7 @@ from millrace.bus.store.conditions import store_conditions
 from millrace.bus.store.watch import StoreWatch
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.runtime.alerts.rules import RULES, SCHEDULER_SILENT
-from millrace.runtime.alerts.watch import Alert, AlertWatch, Condition
+from millrace.runtime.alerts.watch import Alert, AlertCondition, AlertWatch
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 
@@ -48,14 +48,14 @@ class GatewayAlerts:
     def note_telemetry(self, *, answers: bool) -> list[Alert]:
         """The alert on a telemetry process that was asked just now; since when it does not answer
         is known of the times that it was asked."""
-        self._telemetry.look([Condition(name=_ABSENT, holds=not answers)])
+        self._telemetry.look([AlertCondition(name=_ABSENT, holds=not answers)])
         return self._telemetry.alerts()
 
-    def _conditions(self) -> Iterator[Condition]:
+    def _conditions(self) -> Iterator[AlertCondition]:
         queues = self._fleet.queues()
-        yield Condition(name=SCHEDULER_SILENT, holds=not queues)
+        yield AlertCondition(name=SCHEDULER_SILENT, holds=not queues)
         for queue in queues:
-            yield Condition(
+            yield AlertCondition(
                 name="MillraceNoWorkers",
                 subject=queue.model,
                 value=queue.num_workers,
@@ -68,5 +68,5 @@ class GatewayAlerts:
         yield from store_conditions((NATS, REDIS), self._stores.troubles(), self._stores.free)
 
 
-def _over(name: str, subject: str, value: float) -> Condition:
-    return Condition(name=name, subject=subject, value=value, holds=value > RULES[name].bound)
+def _over(name: str, subject: str, value: float) -> AlertCondition:
+    return AlertCondition(name=name, subject=subject, value=value, holds=value > RULES[name].bound)

@@ -31,7 +31,7 @@ from millrace.gateway.api.prefix_caches import PrefixCachesApi
 from millrace.gateway.api.rollouts import RolloutsApi
 from millrace.gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
 from millrace.gateway.api.socket.websocket import WebSocketHandler
-from millrace.gateway.api.system import Api
+from millrace.gateway.api.system import GatewayApi
 from millrace.gateway.api.tools import ToolsApi
 from millrace.gateway.core import Gateway
 from millrace.gateway.endpoints import CHAT_COMPLETIONS, COMPLETIONS, Endpoint
@@ -149,7 +149,7 @@ def _starlette(gateway: Gateway) -> Starlette:
     ]
     app = Starlette(
         routes=[
-            *Api(gateway).routes(),
+            *GatewayApi(gateway).routes(),
             *(route for one in pooled for route in one.routes()),
             *ResponsesApi(gateway).routes(),
             *ConversationsApi(gateway).routes(),

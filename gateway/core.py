@@ -16,15 +16,15 @@ from millrace.bus.store.watch import StoreMetrics, StoreWatch
 from millrace.bus.transport import Subscription
 from millrace.gateway.alerts import GatewayAlerts
 from millrace.gateway.metrics import Metrics
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.request.admission import Admission
 from millrace.gateway.request.failure_log import FailureLog
 from millrace.gateway.request.idempotency import Idempotency
 from millrace.gateway.request.index import RequestIndex
 from millrace.gateway.request.job_maker import JobMaker
-from millrace.gateway.request.job_runner import JobRunner
+from millrace.gateway.request.job_runner import GatewayJobRunner
 from millrace.gateway.request.model_choice import ModelChoice
-from millrace.gateway.request.refusals import Refusals
+from millrace.gateway.request.refusals import RefusalRecords
 from millrace.gateway.request.response_stream import OpenResponses, ResponseContext, ResponseStream
 from millrace.gateway.request.resuming import Resuming
 from millrace.gateway.request.submitter import RequestSubmitter
@@ -33,7 +33,7 @@ from millrace.gateway.request.tracing import RequestTraces
 from millrace.gateway.sessions.sessions import Sessions
 from millrace.gateway.streams.deliveries import Deliveries, DeliveryHistory, delivery_record
 from millrace.gateway.streams.fleet_view import FleetView
-from millrace.gateway.streams.replays import RunningRequestIndex
+from millrace.gateway.streams.replays import RunningRequestReader
 from millrace.gateway.streams.stream import OpenStream
 from millrace.gateway.streams.streams import StreamTable
 from millrace.gateway.tenancy.identity import AuthenticationError, Caller, Identity, revoked_key
@@ -79,7 +79,7 @@ class Backends:
 
     bus: Bus
     redis: RedisLink | None = None
-    generations: RunningRequestIndex | None = None
+    generations: RunningRequestReader | None = None
 
 
 class Gateway:
@@ -93,7 +93,7 @@ class Gateway:
         self,
         backends: Backends,
         config: Config,
-        models: Models,
+        models: LoadedModels,
         clock: Clock,
         seed_source: random.Random | None = None,
         tools: ToolCatalogue | None = None,
@@ -126,7 +126,9 @@ class Gateway:
         )
         self.deliveries = Deliveries(bus.outbox, clock)
         self.failure_log = FailureLog(clock)
-        self.refusals = Refusals(bus.outbox, clock, self.gateway_id, self.metrics, self.failure_log)
+        self.refusals = RefusalRecords(
+            bus.outbox, clock, self.gateway_id, self.metrics, self.failure_log
+        )
         self.identity = Identity(redis, settings, clock)
         self.limiter = Limiter(redis, settings, clock)
         self.tools = ToolRunner(tools or ToolCatalogue(), settings, clock)
@@ -145,7 +147,7 @@ class Gateway:
             self.prompts,
             trusts_templates=settings.trust_request_chat_template,
         )
-        self.runner = JobRunner(
+        self.runner = GatewayJobRunner(
             bus,
             settings,
             models,

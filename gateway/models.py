@@ -192,7 +192,7 @@ def _of_version(model: ServedModelLike, version: str) -> ServedModelLike:
     return cast("ServedModelLike", _VersionedModel(model, version))
 
 
-class Models:
+class LoadedModels:
     """Loads each model once, in a thread; a load that failed is tried again by the next caller.
     The names of ``router`` can be asked for as well, by those who leave the choice, those of
     ``adapters``, by the tenants that they are for, and those that stand for several versions, of

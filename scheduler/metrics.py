@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from millrace.scheduler.fleet.fleet import Departure
-from millrace.scheduler.jobs.scheduled_job import Phase
+from millrace.scheduler.jobs.scheduled_job import JobPhase
 from millrace.scheduler.jobs.terminal_status import FORESEEN_ENDS
 from millrace.scheduler.scheduler import Scheduler
 from millrace.scheduler.state import DispatchResult, ModelQueue, MovedBy, Rerun
@@ -83,7 +83,7 @@ class SchedulerMetrics(Collector):
         running = Counter(
             scheduled.job.model
             for scheduled in self._scheduler.state.job_table
-            if scheduled.phase is Phase.RUNNING
+            if scheduled.phase is JobPhase.RUNNING
         )
         yield _gauge(
             "millrace_scheduler_running_jobs",

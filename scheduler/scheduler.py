@@ -16,7 +16,7 @@ from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, wait_unless_done
 from millrace.scheduler.dispatch.lease_recovery import LeaseRecovery
-from millrace.scheduler.dispatch.migration import Migration
+from millrace.scheduler.dispatch.migration import JobMigration
 from millrace.scheduler.dispatch.role_watch import RoleWatch
 from millrace.scheduler.fleet.rollout_watch import RolloutWatch
 from millrace.scheduler.fleet.worker_view import WorkerView
@@ -86,7 +86,7 @@ class Scheduler:
         self.model_queues = self.state.model_queues
         self.queue_estimates = self.models.queue_estimates
         self.pullers = self.models.pullers
-        self.migration = Migration(self.state)
+        self.migration = JobMigration(self.state)
         self.ready = asyncio.Event()
         self._services = Tasks()
         self._is_over = False

@@ -14,7 +14,7 @@ from millrace.runtime.tasks import Tasks
 from millrace.scheduler.fleet.fleet import Departure, Fleet
 from millrace.scheduler.jobs.admission import JobAdmission
 from millrace.scheduler.jobs.cancels import CancelMemory, KeptCancels
-from millrace.scheduler.jobs.finalizer import Finalizer
+from millrace.scheduler.jobs.finalizer import JobFinalizer
 from millrace.scheduler.jobs.model_cache import ModelCache
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
@@ -23,7 +23,7 @@ from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, can
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.placement.prefix_index import PrefixIndex
 from millrace.scheduler.queues.fair_queue import FairQueue
-from millrace.scheduler.queues.measurements import Arrivals, OutputLengths, Throughput
+from millrace.scheduler.queues.measurements import ArrivalRates, OutputLengths, Throughput
 from millrace.scheduler.queues.preemption import PreemptionPolicy
 from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.control import CancelReason
@@ -90,7 +90,7 @@ class ModelQueue:
         self.has_waiting = asyncio.Event()
         self.throughput = Throughput()
         self.output_lengths = OutputLengths()
-        self.arrivals = Arrivals(clock.monotonic())
+        self.arrivals = ArrivalRates(clock.monotonic())
         self.counts = DispatchCounts()
         self.is_stopped = False
         self._fleet = fleet
@@ -145,7 +145,7 @@ class SchedulerState:
         self.directories = directories
         self.traces = traces
         self.admission = admission
-        self.finalizer = Finalizer(
+        self.finalizer = JobFinalizer(
             bus, clock, running_requests, model_cache.prices, traces, admission
         )
         self.fleet = Fleet(config.heartbeat_timeout_s)

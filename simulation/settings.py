@@ -34,7 +34,7 @@ class KvLink(msgspec.Struct, frozen=True, kw_only=True):
     overhead_s: float = 0.005
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One simulation, of each policy alike.
 
     ``num_workers`` is by model, "" for each model of the trace that is not named; ``roles`` are

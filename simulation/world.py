@@ -25,10 +25,10 @@ from millrace.simulation.client import Clients
 from millrace.simulation.inter_token import InterTokenLatencies
 from millrace.simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex
 from millrace.simulation.policies import Policy
-from millrace.simulation.settings import Settings
+from millrace.simulation.settings import SimulationSettings
 from millrace.simulation.traces.texts import Texts
 from millrace.simulation.traces.trace import TraceRequest
-from millrace.simulation.workers.fleet import Fleet, WorkerIncarnation
+from millrace.simulation.workers.fleet import SimulatedFleet, WorkerIncarnation
 
 # The fleet is heard of before the first request comes.
 LEAD_S = 2.0
@@ -66,13 +66,13 @@ class _AsIs:
         return job
 
 
-def simulate(trace: Sequence[TraceRequest], settings: Settings, policy: Policy) -> Result:
+def simulate(trace: Sequence[TraceRequest], settings: SimulationSettings, policy: Policy) -> Result:
     """Run a trace to its end; the same for the same arguments."""
     return run_virtual(lambda clock: _simulate(clock, trace, settings, policy))
 
 
 async def _simulate(
-    clock: VirtualClock, trace: Sequence[TraceRequest], settings: Settings, policy: Policy
+    clock: VirtualClock, trace: Sequence[TraceRequest], settings: SimulationSettings, policy: Policy
 ) -> Result:
     models = sorted({request.model for request in trace})
     texts = Texts(settings.seed)
@@ -101,7 +101,7 @@ async def _simulate(
         scheduling = group.create_task(scheduler.run(stopping))
         await scheduler.ready.wait()
         bus = MemoryBus(broker)
-        fleet = Fleet(bus, clock, settings, models, outcomes, spawn, LEAD_S)
+        fleet = SimulatedFleet(bus, clock, settings, models, outcomes, spawn, LEAD_S)
         clients = Clients(bus, clock, outcomes, texts, policy, spawn)
         await clients.listen()
         await fleet.start()

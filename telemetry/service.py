@@ -18,14 +18,14 @@ from millrace.bus.transport import Subscription
 from millrace.registry.catalogue import Catalogue, load_catalogue
 from millrace.registry.catalogue_watch import CatalogueWatch
 from millrace.runtime.alerts.rules import RULES
-from millrace.runtime.alerts.watch import AlertWatch, Condition
+from millrace.runtime.alerts.watch import AlertCondition, AlertWatch
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import Config
 from millrace.schemas.errors import ConfigError
 from millrace.telemetry.bridge.bridge import Bridge
-from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.http.answers import SavedQueryAnswers
 from millrace.telemetry.http.interface import HttpServer
 from millrace.telemetry.rollups.budgets import EVERY_S as BUDGETS_EVERY_S
 from millrace.telemetry.rollups.budgets import record_budgets
@@ -60,7 +60,7 @@ class RecordFlow(NamedTuple):
     free_bytes: Mapping[str, int]
 
 
-def conditions_of(flow: RecordFlow) -> Iterator[Condition]:
+def conditions_of(flow: RecordFlow) -> Iterator[AlertCondition]:
     """The conditions of a telemetry process."""
     stood_s = flow.now_s - flow.last_stored_s if flow.num_behind and flow.last_stored_s else 0.0
     yield _over("MillraceOutboxFills", flow.num_waiting)
@@ -70,8 +70,10 @@ def conditions_of(flow: RecordFlow) -> Iterator[Condition]:
     yield from store_conditions((KAFKA, CLICKHOUSE), flow.troubles, flow.free_bytes)
 
 
-def _over(name: str, value: float | None) -> Condition:
-    return Condition(name=name, value=value, holds=value is not None and value > RULES[name].bound)
+def _over(name: str, value: float | None) -> AlertCondition:
+    return AlertCondition(
+        name=name, value=value, holds=value is not None and value > RULES[name].bound
+    )
 
 
 class TelemetryService:
@@ -89,7 +91,7 @@ class TelemetryService:
         self.store = store
         self.ledger = OutboxLedger(store)
         self.alerts = AlertWatch(clock)
-        self.answers = Answers(store.reader, self.alerts.alerts)
+        self.answers = SavedQueryAnswers(store.reader, self.alerts.alerts)
         self.bridge: Bridge | None = None
         self.rollups = Rollups(store, clock, config.telemetry.rollup_interval_s)
         self.sink = Sink(

@@ -9,23 +9,23 @@ from typing import Any
 import msgspec
 
 from millrace.bench.clients.events import read_whole_usage
-from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.exchange import ClientExchange
 from millrace.bench.clients.http_client import HttpConnection, connect, request_bytes
 from millrace.bench.clients.socket_client import SocketConnection
 from millrace.bench.prompts import Prompted
-from millrace.bench.settings import Api, LoadError, Settings, target_of
+from millrace.bench.settings import LoadError, LoadSettings, TargetApi, target_of
 
-_ROUTES = {Api.CHAT: "/chat/completions", Api.COMPLETIONS: "/completions"}
+_ROUTES = {TargetApi.CHAT: "/chat/completions", TargetApi.COMPLETIONS: "/completions"}
 _HANDSHAKE_S = 30.0
 
 
-class Client:
+class LoadClient:
     """Owns its connections; ``close`` ends them with whatever runs on them.
 
     Every request has one connection for as long as it runs; a new one is opened when none is idle.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: LoadSettings) -> None:
         self._settings = settings
         self._target = target_of(settings.url)
         self._headers = list(settings.headers)
@@ -37,13 +37,13 @@ class Client:
     def encode(self, index: int, prompted: Prompted, **fields: Any) -> bytes:
         """The request for a prompt, with any more ``fields``, ready to be sent."""
         body = self._body(prompted) | fields
-        if self._settings.api is Api.WEBSOCKET:
+        if self._settings.api is TargetApi.WEBSOCKET:
             return msgspec.json.encode({"type": "generate", "id": str(index), **body})
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         payload = msgspec.json.encode(body | self._settings.extra_body)
         return self._post(_ROUTES[self._settings.api], payload)
 
-    async def run(self, request: bytes, exchange: Exchange) -> None:
+    async def run(self, request: bytes, exchange: ClientExchange) -> None:
         """Send a request and return when its answer has ended; what goes wrong is in the
         exchange."""
         settings = self._settings
@@ -70,7 +70,7 @@ class Client:
             exchange.fail("not_a_stream")
         exchange.close(time.perf_counter())
 
-    async def ask(self, prompted: Prompted) -> Exchange:
+    async def ask(self, prompted: Prompted) -> ClientExchange:
         """One answer that is not measured."""
         exchange = self._exchange()
         await self.run(self.encode(0, prompted), exchange)
@@ -79,7 +79,7 @@ class Client:
     async def count_prompt(self, text: str) -> int | None:
         """The tokens of a prompt as the server counts them; None if it does not say."""
         exchange = self._exchange()
-        if self._settings.api is Api.WEBSOCKET:
+        if self._settings.api is TargetApi.WEBSOCKET:
             await self.run(self.encode(0, Prompted(text=text, max_tokens=1)), exchange)
         else:
             body = self._body(Prompted(text=text, max_tokens=1))
@@ -107,7 +107,9 @@ class Client:
         for connection in (*self._idle, *self._busy):
             connection.close()
 
-    async def _run_whole(self, request: bytes, exchange: Exchange, *, has_usage: bool) -> None:
+    async def _run_whole(
+        self, request: bytes, exchange: ClientExchange, *, has_usage: bool
+    ) -> None:
         """An HTTP request whose answer is not streamed, on a connection of its own."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
@@ -124,8 +126,8 @@ class Client:
         if has_usage and not exchange.error:
             read_whole_usage(exchange)
 
-    def _exchange(self) -> Exchange:
-        return Exchange(0, time.perf_counter(), asyncio.get_running_loop())
+    def _exchange(self) -> ClientExchange:
+        return ClientExchange(0, time.perf_counter(), asyncio.get_running_loop())
 
     def _post(self, route: str, payload: bytes) -> bytes:
         return request_bytes(self._target, "POST", route, self._headers, payload)
@@ -135,7 +137,7 @@ class Client:
         body: dict[str, Any] = {"model": settings.model}
         if prompted.messages:
             body["messages"] = prompted.messages
-        elif settings.api is Api.COMPLETIONS:
+        elif settings.api is TargetApi.COMPLETIONS:
             body["prompt"] = prompted.text
         else:
             body["messages"] = [{"role": "user", "content": prompted.text}]
@@ -143,14 +145,14 @@ class Client:
             body["max_tokens"] = prompted.max_tokens
         if settings.ignore_eos:
             body["ignore_eos"] = True
-        return body | (settings.extra_body if settings.api is Api.WEBSOCKET else {})
+        return body | (settings.extra_body if settings.api is TargetApi.WEBSOCKET else {})
 
     async def _connection(self) -> HttpConnection | SocketConnection:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_idle:
                 return connection
-        if self._settings.api is not Api.WEBSOCKET:
+        if self._settings.api is not TargetApi.WEBSOCKET:
             return await connect(self._target, HttpConnection)
         made = await connect(self._target, SocketConnection)
         made.greet(self._target, self._headers)

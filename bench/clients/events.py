@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.exchange import ClientExchange
 
 _DONE = b"[DONE]"
 
@@ -52,7 +52,7 @@ _decode_chunk = msgspec.json.Decoder(_Chunk).decode
 _decode_message = msgspec.json.Decoder(_Message).decode
 
 
-def read_event(exchange: Exchange, data: bytes, now_s: float) -> None:
+def read_event(exchange: ClientExchange, data: bytes, now_s: float) -> None:
     """Take in the data of one server-sent event."""
     if data == _DONE:
         exchange.finished = True
@@ -78,7 +78,7 @@ def read_event(exchange: Exchange, data: bytes, now_s: float) -> None:
         exchange.fail(error_code(chunk.error))
 
 
-def read_message(exchange: Exchange, data: bytes, now_s: float) -> bool:
+def read_message(exchange: ClientExchange, data: bytes, now_s: float) -> bool:
     """Take in a message of millrace.v1; True if it is the last of its generation."""
     try:
         message = _decode_message(data)
@@ -110,7 +110,7 @@ def error_code(error: object) -> str:
     return "error"
 
 
-def read_refusal(exchange: Exchange) -> None:
+def read_refusal(exchange: ClientExchange) -> None:
     """Take in the body of an HTTP status that is not 200."""
     try:
         body = msgspec.json.decode(exchange.body)
@@ -120,7 +120,7 @@ def read_refusal(exchange: Exchange) -> None:
     exchange.fail(f"{exchange.status} {named}" if named != "error" else f"{exchange.status}")
 
 
-def read_whole_usage(exchange: Exchange) -> None:
+def read_whole_usage(exchange: ClientExchange) -> None:
     """Take in the usage of an answer that was not streamed."""
     try:
         answer = _decode_chunk(exchange.body)
@@ -131,7 +131,7 @@ def read_whole_usage(exchange: Exchange) -> None:
         _count(exchange, answer.usage)
 
 
-def _count(exchange: Exchange, usage: _Usage) -> None:
+def _count(exchange: ClientExchange, usage: _Usage) -> None:
     details = usage.prompt_tokens_details
     exchange.has_usage = True
     exchange.prompt_tokens = usage.prompt_tokens

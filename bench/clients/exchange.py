@@ -11,7 +11,7 @@ import msgspec
 UNFINISHED = "unfinished"
 
 
-class Sample(msgspec.Struct, frozen=True, array_like=True):
+class ClientSample(msgspec.Struct, frozen=True, array_like=True):
     """What is kept of a request. Times are seconds from the start of the run.
 
     ``due_s`` is when it was meant to be sent, and what its latencies are measured from; ``sent_s``
@@ -38,7 +38,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     part_tokens: bytes
 
 
-class Exchange:
+class ClientExchange:
     """A request on its way. The connection reports to it; ``done`` is set when nothing follows.
 
     Times are of ``time.perf_counter``, which all processes of a machine share.
@@ -93,11 +93,11 @@ class Exchange:
             self.end_s = self.end_s or now_s
             self.done.set_result(None)
 
-    def sample(self, start_s: float) -> Sample:
+    def sample(self, start_s: float) -> ClientSample:
         """What is kept of it, ``start_s`` being the start of the run."""
         parts_s = self.parts_s
         gaps = array("f", [(b - a) * 1e3 for a, b in pairwise(parts_s)])
-        return Sample(
+        return ClientSample(
             index=self.index,
             due_s=min(self.due_s, self.sent_s) - start_s,
             sent_s=self.sent_s - start_s,

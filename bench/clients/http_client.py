@@ -15,8 +15,8 @@ from typing import TypeVar, cast
 from httptools import HttpParserError, HttpResponseParser
 
 from millrace.bench.clients.events import read_event, read_refusal
-from millrace.bench.clients.exchange import Exchange
-from millrace.bench.settings import Target
+from millrace.bench.clients.exchange import ClientExchange
+from millrace.bench.settings import ServerTarget
 
 _EVENT_STREAM = b"text/event-stream"
 _MAX_HEAD_BYTES = 1 << 16
@@ -30,7 +30,7 @@ class HttpConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ClientExchange | None = None
         self._parser = HttpResponseParser(self)
         self._now_s = 0.0  # when the piece of the answer came that is being read
         self._head_bytes = 0  # that came so far, until the body begins
@@ -46,7 +46,7 @@ class HttpConnection(asyncio.Protocol):
     def is_idle(self) -> bool:
         return self.is_open and self._exchange is None
 
-    def send(self, request: bytes, exchange: Exchange) -> None:
+    def send(self, request: bytes, exchange: ClientExchange) -> None:
         """Write a whole request; its answer goes to ``exchange``. The connection must be idle."""
         assert self._transport is not None
         assert self.is_idle, "one request at a time"
@@ -157,7 +157,7 @@ class HttpConnection(asyncio.Protocol):
         self.close()
 
 
-async def connect(target: Target, protocol: type[_Protocol]) -> _Protocol:
+async def connect(target: ServerTarget, protocol: type[_Protocol]) -> _Protocol:
     """A connection to the server. Raises OSError if there is none to be had."""
     tls = ssl.create_default_context() if target.is_tls else None
     loop = asyncio.get_running_loop()
@@ -166,7 +166,7 @@ async def connect(target: Target, protocol: type[_Protocol]) -> _Protocol:
 
 
 def request_bytes(
-    target: Target, method: str, route: str, headers: list[tuple[str, str]], body: bytes
+    target: ServerTarget, method: str, route: str, headers: list[tuple[str, str]], body: bytes
 ) -> bytes:
     """A whole request; ``route`` is below the base URL's path."""
     lines = [

@@ -12,9 +12,9 @@ import time
 from typing import cast
 
 from millrace.bench.clients.events import read_message, read_refusal
-from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.exchange import ClientExchange
 from millrace.bench.clients.http_client import CONNECTION_LOST, request_bytes
-from millrace.bench.settings import LoadError, Target
+from millrace.bench.settings import LoadError, ServerTarget
 from millrace.schemas.websocket import SUBPROTOCOL
 
 _FIN, _TEXT, _CLOSE, _PING, _PONG = 0x80, 0x1, 0x8, 0x9, 0xA
@@ -26,7 +26,7 @@ class SocketConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ClientExchange | None = None
         self._buffer = b""
         self._partial: list[bytes] = []
         self._is_greeted = False
@@ -37,7 +37,7 @@ class SocketConnection(asyncio.Protocol):
     def is_idle(self) -> bool:
         return self.is_open and self._exchange is None
 
-    def greet(self, target: Target, headers: list[tuple[str, str]]) -> None:
+    def greet(self, target: ServerTarget, headers: list[tuple[str, str]]) -> None:
         """Send the handshake."""
         assert self._transport is not None
         key = base64.b64encode(secrets.token_bytes(16)).decode()
@@ -51,7 +51,7 @@ class SocketConnection(asyncio.Protocol):
         ]
         self._transport.write(request_bytes(target, "GET", "/ws", handshake, b""))
 
-    def send(self, request: bytes, exchange: Exchange) -> None:
+    def send(self, request: bytes, exchange: ClientExchange) -> None:
         """Send one message; what answers it goes to ``exchange``. The connection must be idle."""
         assert self._transport is not None
         assert self.is_idle, "one generation at a time"
@@ -92,7 +92,7 @@ class SocketConnection(asyncio.Protocol):
         head, self._buffer = self._buffer[:end], self._buffer[end + 4 :]
         words = head.split(b" ", 2)
         if len(words) < 2 or words[1] != b"101":
-            refused = Exchange(0, 0.0, asyncio.get_running_loop())
+            refused = ClientExchange(0, 0.0, asyncio.get_running_loop())
             refused.status = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
             refused.body = self._buffer
             read_refusal(refused)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.bench.report.report import METRICS, Report
+from millrace.bench.report.report import METRICS, LoadReport
 from millrace.bench.report.table import TITLES, load_in_words
 from millrace.runtime.text_table import text_table
 
@@ -11,7 +11,7 @@ _PERCENTILES = ("p50", "p90", "p99")
 _SAME = 0.005
 
 
-def render_comparison(before: Report, after: Report) -> str:
+def render_comparison(before: LoadReport, after: LoadReport) -> str:
     """A table of what both measured, with the change in per cent; ends with a line break."""
     lines = []
     for name, report in (("before", before), ("after", after)):
@@ -27,7 +27,7 @@ def render_comparison(before: Report, after: Report) -> str:
     return "\n".join([*lines, "", text_table(names, rows, [name != "" for name in names])])
 
 
-def _figures(before: Report, after: Report) -> list[tuple[str, float, float]]:
+def _figures(before: LoadReport, after: LoadReport) -> list[tuple[str, float, float]]:
     rows = [
         (
             "requests/s",
@@ -64,7 +64,7 @@ def _row(title: str, old: float, new: float) -> tuple[str, str, str, str]:
     return title, f"{old:,.2f}", f"{new:,.2f}", change
 
 
-def _differing_settings(before: Report, after: Report) -> list[str]:
+def _differing_settings(before: LoadReport, after: LoadReport) -> list[str]:
     """The fields in which the two loads were not the same."""
     learnt = {"tokens_per_word", "tokens_around"}
     return [

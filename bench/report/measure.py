@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from millrace.bench.clients.exchange import UNFINISHED, Sample
+from millrace.bench.clients.exchange import UNFINISHED, ClientSample
 from millrace.bench.health import ProcessHealth
 from millrace.bench.report.derived import e2e_ms, gaps_ms, tokens_by_part, tpot_ms, ttft_ms
 from millrace.bench.report.report import (
@@ -17,14 +17,14 @@ from millrace.bench.report.report import (
     ClientHealth,
     Distribution,
     Goodput,
-    Report,
-    Requests,
+    LoadReport,
+    MeasuredRequests,
+    MeasuredThroughput,
     RequestSample,
-    Throughput,
     Tokens,
 )
 from millrace.bench.report.timeline import Parts, parts_of, timeline_of
-from millrace.bench.settings import Settings, Slo
+from millrace.bench.settings import LoadSettings, Slo
 
 _Floats = npt.NDArray[np.float64]
 _NUM_HISTOGRAM_BINS = 48
@@ -33,15 +33,15 @@ _MAX_CLIENT_DELAY_P99_MS = 20.0
 
 
 def report_of(
-    settings: Settings,
-    samples: Sequence[Sample],
+    settings: LoadSettings,
+    samples: Sequence[ClientSample],
     health: Sequence[ProcessHealth],
     stopped_s: float,
     started_at: datetime.datetime,
     *,
     interrupted: bool,
     keep_samples: bool,
-) -> Report:
+) -> LoadReport:
     """The report of a run whose load ended ``stopped_s`` after its start."""
     ordered = sorted(samples, key=lambda sample: sample.due_s)
     begin_s = settings.warm_up_s
@@ -51,13 +51,13 @@ def report_of(
     good = [sample for sample in sent if not sample.error]
     parts = parts_of(ordered)
     latencies = _latencies(settings, sent, good)
-    return Report(
+    return LoadReport(
         schema=SCHEMA,
         started_at=started_at.isoformat(timespec="seconds"),
         settings=settings.without_secrets(),
         interrupted=interrupted,
         measured_s=measured_s,
-        requests=Requests(
+        requests=MeasuredRequests(
             num_sent=len(sent),
             num_succeeded=len(good),
             num_failed=sum(1 for sample in sent if sample.error not in {"", UNFINISHED}),
@@ -106,7 +106,7 @@ def distribution_of(values: _Floats, weights: _Floats | None = None) -> Distribu
 
 
 def _end_of(
-    settings: Settings, ordered: Sequence[Sample], stopped_s: float, *, interrupted: bool
+    settings: LoadSettings, ordered: Sequence[ClientSample], stopped_s: float, *, interrupted: bool
 ) -> float:
     """When the measured time ended."""
     if settings.duration_s is not None:
@@ -118,7 +118,7 @@ def _end_of(
 
 
 def _latencies(
-    settings: Settings, sent: Sequence[Sample], good: Sequence[Sample]
+    settings: LoadSettings, sent: Sequence[ClientSample], good: Sequence[ClientSample]
 ) -> dict[str, Distribution]:
     """Of what succeeded; the client's own delay of all that was sent."""
     gaps = [gaps_ms(sample) for sample in good]
@@ -139,12 +139,14 @@ def _latencies(
     return {name: distribution_of(of, weights) for name, (of, weights) in values.items() if len(of)}
 
 
-def _of(measure: Callable[[Sample], float | None], samples: Sequence[Sample]) -> _Floats:
+def _of(
+    measure: Callable[[ClientSample], float | None], samples: Sequence[ClientSample]
+) -> _Floats:
     values = [value for sample in samples if (value := measure(sample)) is not None]
     return np.array(values, dtype=np.float64)
 
 
-def _tokens(good: Sequence[Sample]) -> Tokens:
+def _tokens(good: Sequence[ClientSample]) -> Tokens:
     num_parts = sum(sample.num_parts for sample in good)
     num_output = sum(sample.num_output_tokens for sample in good)
     return Tokens(
@@ -164,8 +166,8 @@ def _either(flags: Sequence[bool], if_all: str, if_none: str) -> str:
 
 
 def _throughput(
-    samples: Sequence[Sample], parts: Parts, begin_s: float, end_s: float
-) -> Throughput:
+    samples: Sequence[ClientSample], parts: Parts, begin_s: float, end_s: float
+) -> MeasuredThroughput:
     span_s = max(end_s - begin_s, 1e-9)
     within = (parts.at_s >= begin_s) & (parts.at_s <= end_s)
     ended = sum(1 for s in samples if not s.error and begin_s <= s.end_s <= end_s)
@@ -174,14 +176,14 @@ def _throughput(
         for s in samples
         if s.first_s is not None and begin_s <= s.first_s <= end_s
     )
-    return Throughput(
+    return MeasuredThroughput(
         requests_per_s=ended / span_s,
         output_tokens_per_s=float(parts.tokens[within].sum()) / span_s,
         prompt_tokens_per_s=prompts / span_s,
     )
 
 
-def _goodput(slo: Slo, sent: Sequence[Sample], measured_s: float) -> Goodput:
+def _goodput(slo: Slo, sent: Sequence[ClientSample], measured_s: float) -> Goodput:
     num_good = sum(1 for sample in sent if not sample.error and _keeps(slo, sample))
     return Goodput(
         slo=slo,
@@ -191,7 +193,7 @@ def _goodput(slo: Slo, sent: Sequence[Sample], measured_s: float) -> Goodput:
     )
 
 
-def _keeps(slo: Slo, sample: Sample) -> bool:
+def _keeps(slo: Slo, sample: ClientSample) -> bool:
     """A request with a single part has no TPOT to miss; one without any missed its TTFT."""
     first = ttft_ms(sample)
     bounds = (
@@ -203,7 +205,7 @@ def _keeps(slo: Slo, sample: Sample) -> bool:
 
 
 def _client_health(
-    settings: Settings, health: Sequence[ProcessHealth], latencies: dict[str, Distribution]
+    settings: LoadSettings, health: Sequence[ProcessHealth], latencies: dict[str, Distribution]
 ) -> ClientHealth:
     reasons = [process.why_limited for process in health if process.why_limited]
     delay = latencies.get("client_delay")
@@ -212,7 +214,7 @@ def _client_health(
     return ClientHealth(processes=tuple(health), why_limited="; ".join(dict.fromkeys(reasons)))
 
 
-def _request_sample(sample: Sample) -> RequestSample:
+def _request_sample(sample: ClientSample) -> RequestSample:
     return RequestSample(
         index=sample.index,
         due_s=sample.due_s,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from millrace.bench.report.document import card, document, escape, figure, table
-from millrace.bench.report.plots import Marker, Series, bar_chart, line_chart, number
-from millrace.bench.report.report import Distribution, Report
+from millrace.bench.report.plots import Marker, PlotSeries, bar_chart, line_chart, number
+from millrace.bench.report.report import Distribution, LoadReport
 from millrace.bench.report.table import TITLES, load_in_words, notes, slo_in_words
 
 _PLOTTED = ("ttft", "itl", "e2e")
@@ -19,7 +19,7 @@ _PERCENTILES = ("p50", "p90", "p95", "p99")
 _LAST_QUANTILE = 99
 
 
-def render_page(report: Report) -> str:
+def render_page(report: LoadReport) -> str:
     """The whole document."""
     settings = report.settings
     lead = f"""<p>{escape(load_in_words(settings))}</p>
@@ -41,7 +41,7 @@ def render_page(report: Report) -> str:
     return document(title, lead, content, f"{report.schema} · millrace bench")
 
 
-def _cards(report: Report) -> str:
+def _cards(report: LoadReport) -> str:
     requests = report.requests
     cards = [
         ("output tokens/s", number(report.throughput.output_tokens_per_s), ""),
@@ -64,7 +64,7 @@ def _cards(report: Report) -> str:
     return "".join(card(*one) for one in cards)
 
 
-def _latency_plots(report: Report) -> str:
+def _latency_plots(report: LoadReport) -> str:
     bounds = report.settings.slo
     figures = []
     for name in _PLOTTED:
@@ -83,7 +83,7 @@ def _cdf(title: str, of: Distribution, slo_ms: float | None) -> str:
     if slo_ms is not None:
         markers.append(Marker(slo_ms, f"SLO {number(slo_ms)}"))
     return line_chart(
-        [Series(title, [(value, float(share)) for share, value in enumerate(shown)])],
+        [PlotSeries(title, [(value, float(share)) for share, value in enumerate(shown)])],
         x_title=f"milliseconds, up to p99 (max {number(of.max)})",
         y_title="% at most",
         label=f"{title}: cumulative distribution",
@@ -103,14 +103,14 @@ def _histogram(name: str, of: Distribution) -> str:
     )
 
 
-def _timeline_plots(report: Report) -> str:
+def _timeline_plots(report: LoadReport) -> str:
     bins = report.timeline
     if not bins:
         return ""
     warm_up_s = report.settings.warm_up_s
     end_s = bins[-1].at_s + bins[-1].width_s
 
-    def chart(title: str, y_title: str, *series: Series) -> str:
+    def chart(title: str, y_title: str, *series: PlotSeries) -> str:
         drawn = line_chart(
             series,
             x_title="seconds",
@@ -121,10 +121,10 @@ def _timeline_plots(report: Report) -> str:
         )
         return figure(title, drawn)
 
-    def line(name: str, field: str, colour: str, *, filled: bool = False) -> Series:
+    def line(name: str, field: str, colour: str, *, filled: bool = False) -> PlotSeries:
         points = [(one.at_s, float(getattr(one, field))) for one in bins]
         points.append((end_s, points[-1][1]))
-        return Series(name, points, colour, stepped=True, filled=filled)
+        return PlotSeries(name, points, colour, stepped=True, filled=filled)
 
     first = [(b.at_s + b.width_s / 2, b.ttft_p50_ms) for b in bins if b.ttft_p50_ms is not None]
     errors = ""
@@ -140,13 +140,13 @@ def _timeline_plots(report: Report) -> str:
                 line("ended", "ends_per_s", "a"),
             ),
             chart("In flight", "requests", line("in flight", "in_flight", "c", filled=True)),
-            chart("TTFT, median", "ms", Series("TTFT", first, "b")),
+            chart("TTFT, median", "ms", PlotSeries("TTFT", first, "b")),
             errors,
         )
     )
 
 
-def _percentile_table(report: Report) -> str:
+def _percentile_table(report: LoadReport) -> str:
     columns = ("mean", *_PERCENTILES, "max")
     rows = [
         (title, [*(f"{getattr(of, column):,.2f}" for column in columns), f"{of.count:,}"])
@@ -156,14 +156,14 @@ def _percentile_table(report: Report) -> str:
     return table(rows, ("milliseconds", *columns, "count"))
 
 
-def _error_table(report: Report) -> str:
+def _error_table(report: LoadReport) -> str:
     if not report.errors:
         return ""
     most_first = sorted(report.errors.items(), key=lambda item: -item[1])
     return "<h2>Errors</h2>" + table([(code, [f"{count:,}"]) for code, count in most_first])
 
 
-def _settings_table(report: Report) -> str:
+def _settings_table(report: LoadReport) -> str:
     settings = report.settings
     rows = []
     for name in settings.__struct_fields__:

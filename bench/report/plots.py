@@ -18,7 +18,7 @@ _LEGEND_WIDTH = 78
 _LETTER_WIDTH = 6.2
 
 
-class Series(msgspec.Struct, frozen=True):
+class PlotSeries(msgspec.Struct, frozen=True):
     """Points of one line, by ascending x. ``colour`` is a class of the style sheet: ``a`` to
     ``d``. A ``stepped`` line keeps its y until the next x; a ``filled`` one is shaded below."""
 
@@ -37,7 +37,7 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 def line_chart(
-    series: Sequence[Series],
+    series: Sequence[PlotSeries],
     *,
     x_title: str,
     y_title: str,
@@ -162,7 +162,7 @@ class _Frame:
         )
         return "".join(lines)
 
-    def line(self, series: Series) -> str:
+    def line(self, series: PlotSeries) -> str:
         if not series.points:
             return ""
         path: list[str] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.bench.health import ProcessHealth
-from millrace.bench.settings import Settings, Slo
+from millrace.bench.settings import LoadSettings, Slo
 from millrace.schemas.errors import ConfigError
 
 SCHEMA = "millrace.bench/1"
@@ -38,7 +38,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     histogram: tuple[float, ...]
 
 
-class Requests(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredRequests(msgspec.Struct, frozen=True, kw_only=True):
     """Those that were due in the measured time. Every one succeeded, failed, or was unfinished
     when the run ended; ``num_warm_up`` were sent before it and count nowhere."""
 
@@ -63,7 +63,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_part: float
 
 
-class Throughput(msgspec.Struct, frozen=True, kw_only=True):
+class MeasuredThroughput(msgspec.Struct, frozen=True, kw_only=True):
     """Rates over the measured time: requests by when they ended well, output tokens by when they
     came, of whichever request; prompt tokens by when the answer began."""
 
@@ -119,19 +119,19 @@ class RequestSample(msgspec.Struct, frozen=True, kw_only=True):
     part_tokens: tuple[int, ...]
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """``measured_s`` is how long requests were measured, after ``settings.warm_up_s``;
     ``latencies`` has the METRICS that there were measurements of; ``errors`` counts by code."""
 
     schema: str
     started_at: str
-    settings: Settings
+    settings: LoadSettings
     interrupted: bool
     measured_s: float
-    requests: Requests
+    requests: MeasuredRequests
     errors: dict[str, int]
     tokens: Tokens
-    throughput: Throughput
+    throughput: MeasuredThroughput
     latencies: dict[str, Distribution]
     timeline: tuple[Bin, ...]
     client: ClientHealth
@@ -156,7 +156,7 @@ def write_file(path: Path, content: bytes) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> LoadReport:
     """A report from its file. Raises ConfigError for anything else."""
     try:
         raw = path.read_bytes()
@@ -166,6 +166,6 @@ def read_report(path: Path) -> Report:
         schema = msgspec.json.decode(raw, type=_Head).schema
         if schema != SCHEMA:
             raise ConfigError(f"{path} is no {SCHEMA} report (schema: {schema!r})")
-        return msgspec.json.decode(raw, type=Report)
+        return msgspec.json.decode(raw, type=LoadReport)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is no report of millrace bench: {error}") from error

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from millrace.bench.report.report import SCHEMA, Report
+from millrace.bench.report.report import SCHEMA, LoadReport
 
 
 def report_schema() -> dict[str, Any]:
     """Of what ``--json`` writes."""
-    schema = msgspec.json.schema(Report)
+    schema = msgspec.json.schema(LoadReport)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"Report of millrace bench ({SCHEMA})",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.bench.report.report import Report
-from millrace.bench.settings import Settings
+from millrace.bench.report.report import LoadReport
+from millrace.bench.settings import LoadSettings
 from millrace.runtime.text_table import text_table
 
 TITLES = {
@@ -17,7 +17,7 @@ TITLES = {
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
-def render(report: Report) -> str:
+def render(report: LoadReport) -> str:
     """The whole report, ending with a line break."""
     blocks = ["\n".join(_summary(report)) + "\n", _latencies(report)]
     if said := notes(report):
@@ -25,7 +25,7 @@ def render(report: Report) -> str:
     return "\n".join(blocks)
 
 
-def load_in_words(settings: Settings) -> str:
+def load_in_words(settings: LoadSettings) -> str:
     """What was sent, in one line."""
     if settings.rate_per_s is not None:
         shape = "" if settings.burstiness == 1 else f", burstiness {settings.burstiness:g}"
@@ -40,7 +40,7 @@ def load_in_words(settings: Settings) -> str:
     return f"{how}; {prompts}, up to {settings.output_tokens} out"
 
 
-def notes(report: Report) -> list[str]:
+def notes(report: LoadReport) -> list[str]:
     """What a reader of the figures has to know, one sentence each."""
     said = []
     if report.interrupted:
@@ -65,7 +65,7 @@ def notes(report: Report) -> list[str]:
     return said
 
 
-def _summary(report: Report) -> list[str]:
+def _summary(report: LoadReport) -> list[str]:
     settings, requests, tokens = report.settings, report.requests, report.tokens
     rates = report.throughput
     counts = (
@@ -98,7 +98,7 @@ def _summary(report: Report) -> list[str]:
     return [f"{name:<12}{value}" for name, value in rows]
 
 
-def slo_in_words(report: Report) -> str:
+def slo_in_words(report: LoadReport) -> str:
     """Such as ``TTFT 200 ms, TPOT 50 ms``; empty without an SLO."""
     slo = report.settings.slo
     if slo is None:
@@ -107,7 +107,7 @@ def slo_in_words(report: Report) -> str:
     return ", ".join(f"{name} {bound:g} ms" for name, bound in bounds if bound is not None)
 
 
-def _latencies(report: Report) -> str:
+def _latencies(report: LoadReport) -> str:
     rows = [
         (title, *(f"{getattr(of, name):,.2f}" for name in _COLUMNS), f"{of.count:,}")
         for name, title in TITLES.items()

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from millrace.bench.clients.exchange import UNFINISHED, Sample
+from millrace.bench.clients.exchange import UNFINISHED, ClientSample
 from millrace.bench.report.derived import gaps_ms, tokens_by_part, ttft_ms
 from millrace.bench.report.report import Bin
 
@@ -24,7 +24,7 @@ class Parts(msgspec.Struct, frozen=True):
     tokens: _Floats
 
 
-def parts_of(samples: Sequence[Sample]) -> Parts:
+def parts_of(samples: Sequence[ClientSample]) -> Parts:
     """Of every request, whatever became of it."""
     times: list[_Floats] = []
     tokens: list[_Floats] = []
@@ -38,7 +38,7 @@ def parts_of(samples: Sequence[Sample]) -> Parts:
     return Parts(np.concatenate(times), np.concatenate(tokens))
 
 
-def timeline_of(samples: Sequence[Sample], parts: Parts, end_s: float) -> tuple[Bin, ...]:
+def timeline_of(samples: Sequence[ClientSample], parts: Parts, end_s: float) -> tuple[Bin, ...]:
     """From the start to the last end, in about 60 stretches at most."""
     last_s = max([end_s, *(sample.end_s for sample in samples)])
     width_s = next((w for w in _WIDTHS_S if last_s / w <= _MAX_BINS), _WIDTHS_S[-1])
@@ -69,7 +69,7 @@ def timeline_of(samples: Sequence[Sample], parts: Parts, end_s: float) -> tuple[
     return tuple(bins)
 
 
-def _first_medians(samples: Sequence[Sample], edges: _Floats) -> list[float | None]:
+def _first_medians(samples: Sequence[ClientSample], edges: _Floats) -> list[float | None]:
     """The median TTFT of the answers that began in each stretch; None where none did."""
     by_bin: list[list[float]] = [[] for _ in range(len(edges) - 1)]
     for sample in samples:

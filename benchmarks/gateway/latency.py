@@ -34,11 +34,11 @@ from benchmarks.support.figures import table
 from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import MODEL, simulated_worker
 from millrace.bench.arrivals import arrival_times
-from millrace.bench.clients.client import Client
-from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.client import LoadClient
+from millrace.bench.clients.exchange import ClientExchange
 from millrace.bench.health import HealthProbe, ProcessHealth
 from millrace.bench.prompts import Prompted
-from millrace.bench.settings import Settings
+from millrace.bench.settings import LoadSettings
 from millrace.bus import nats, subjects
 from millrace.bus.nats import NatsBus
 from millrace.bus.nats.permissions import Part
@@ -135,13 +135,13 @@ class _ThroughGateway:
     """A client of the gateway: each request is marked with a user of its own."""
 
     def __init__(self, url: str) -> None:
-        self._client = Client(Settings(url=url, model=MODEL))
-        self.exchanges: dict[str, Exchange] = {}
+        self._client = LoadClient(LoadSettings(url=url, model=MODEL))
+        self.exchanges: dict[str, ClientExchange] = {}
 
     async def send(self, number: int) -> None:
         user = f"u{number}"
         request = self._client.encode(number, _PROMPT, user=user)
-        exchange = Exchange(number, time.perf_counter(), asyncio.get_running_loop())
+        exchange = ClientExchange(number, time.perf_counter(), asyncio.get_running_loop())
         self.exchanges[user] = exchange
         await self._client.run(request, exchange)
 

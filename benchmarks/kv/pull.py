@@ -174,7 +174,7 @@ def _pull(
     """Pulls all blocks into memory of its own, with an ``agent`` by NIXL."""
     from millrace.engine.kv.host_memory import host_memory_of
     from millrace.engine.transfer.addresses import this_host
-    from millrace.engine.transfer.client import Target
+    from millrace.engine.transfer.client import PullTarget
     from millrace.engine.transfer.memory import BlockShape
     from millrace.engine.transfer.peers import BlockSplit, Peers
 
@@ -183,7 +183,7 @@ def _pull(
     slots = memory.slots()
     split = BlockSplit(endpoint.layout, cache.layout, cache.parts)
     peers = Peers(split, BlockShape(*slots.shape), this_host(), agent)
-    target = Target(slots, list(range(num_blocks)))
+    target = PullTarget(slots, list(range(num_blocks)))
     keys = [_key(block) for block in range(num_blocks)]
 
     def pull() -> None:

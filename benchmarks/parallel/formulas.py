@@ -18,7 +18,7 @@ from millrace.schemas.engines import EngineKind
 from millrace.simulation.collectives import GroupLink, ModelShape, collective_times
 from millrace.simulation.policies import parse_policies
 from millrace.simulation.report.measure import policy_report
-from millrace.simulation.settings import Settings
+from millrace.simulation.settings import SimulationSettings
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate
 
@@ -315,7 +315,7 @@ def _simulated_ms(group: Group, batch: int, context: int, num_slots: int) -> flo
         num_blocks=kv_tokens(group) // _BLOCK_TOKENS,
         block_size_tokens=_BLOCK_TOKENS,
     )
-    settings = Settings(
+    settings = SimulationSettings(
         config=Config(
             nats=NatsConfig(ack_wait_s=120.0),
             scheduler=SchedulerConfig(lease_extend_s=40.0),

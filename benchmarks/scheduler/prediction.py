@@ -30,7 +30,7 @@ from millrace.schemas.engines import EngineKind
 from millrace.schemas.jobs import Tier
 from millrace.simulation.outcomes import RequestOutcome
 from millrace.simulation.policies import parse_policies
-from millrace.simulation.settings import Settings
+from millrace.simulation.settings import SimulationSettings
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate
 
@@ -82,7 +82,7 @@ def accuracy_of(outcomes: Sequence[RequestOutcome], end_s: float) -> Accuracy:
     return Accuracy(ratios, num_unknown, sum(waits_s) / max(len(waits_s), 1))
 
 
-def settings_for(num_workers: int) -> Settings:
+def settings_for(num_workers: int) -> SimulationSettings:
     """Nothing is refused, whatever is predicted."""
     plain = {tier.value: TierPolicy(weight=1.0) for tier in Tier}
     weights = {"enterprise": TierPolicy(weight=8.0), "pro": TierPolicy(weight=4.0)}
@@ -96,7 +96,7 @@ def settings_for(num_workers: int) -> Settings:
     )
     worker = WorkerConfig(heartbeat_s=0.5, lease_extend_s=40.0, max_num_waiting=2, engine=engine)
     config = Config(nats=NatsConfig(ack_wait_s=120.0), scheduler=scheduler, worker=worker)
-    return Settings(config=config, num_workers={"": num_workers}, drain_s=3_600.0)
+    return SimulationSettings(config=config, num_workers={"": num_workers}, drain_s=3_600.0)
 
 
 def _request(chance: random.Random, at_s: float, tenant: str, tier: Tier) -> TraceRequest:

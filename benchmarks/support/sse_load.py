@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from benchmarks.support.figures import RequestTimes, percentile
-from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.exchange import ClientExchange
 from millrace.bench.clients.http_client import (
     CONNECTION_LOST,
     HttpConnection,
     connect,
     request_bytes,
 )
-from millrace.bench.settings import Target, target_of
+from millrace.bench.settings import ServerTarget, target_of
 
 # Routes below the base URL's path.
 CHAT = "/chat/completions"
@@ -53,9 +53,9 @@ async def run_load(
     return result
 
 
-async def _exchanged(connection: HttpConnection, request: bytes) -> Exchange:
+async def _exchanged(connection: HttpConnection, request: bytes) -> ClientExchange:
     """What was answered; if the connection is gone, that it was lost."""
-    exchange = Exchange(0, 0.0, asyncio.get_running_loop())
+    exchange = ClientExchange(0, 0.0, asyncio.get_running_loop())
     if connection.is_idle:
         connection.send(request, exchange)
         await exchange.done
@@ -65,7 +65,7 @@ async def _exchanged(connection: HttpConnection, request: bytes) -> Exchange:
 
 
 async def _client(
-    target: Target, route: str, waiting: Iterator[dict[str, Any]], result: LoadResult
+    target: ServerTarget, route: str, waiting: Iterator[dict[str, Any]], result: LoadResult
 ) -> None:
     connection = await connect(target, HttpConnection)
     try:

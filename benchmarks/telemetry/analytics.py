@@ -20,7 +20,7 @@ from benchmarks.telemetry.fill import fill
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.control import TelemetryQuery
-from millrace.telemetry.http.answers import Answers, SavedQuery, load_queries
+from millrace.telemetry.http.answers import SavedQuery, SavedQueryAnswers, load_queries
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.store import Store
@@ -54,7 +54,7 @@ def parameters(query: SavedQuery, span_s: int, request_id: str) -> dict[str, str
 
 
 async def time_query(
-    answers: Answers, query: SavedQuery, span: str, request_id: str, runs: int
+    answers: SavedQueryAnswers, query: SavedQuery, span: str, request_id: str, runs: int
 ) -> Timing:
     """Ask once to warm up, then ``runs`` times. Raises RuntimeError for a query that fails."""
     params = parameters(query, _RANGES_S[span], request_id)
@@ -82,7 +82,7 @@ async def time_query(
 async def measure(store: Store, runs: int, only: Sequence[str]) -> list[Timing]:
     """The timings of all saved queries, or of those named, over all ranges that they take."""
     queries = load_queries()
-    answers = Answers(store.reader)
+    answers = SavedQueryAnswers(store.reader)
     ((request_id,),) = await store.rows("SELECT request_id FROM requests LIMIT 1 OFFSET 1000")
     asked = [
         (queries[name], span)

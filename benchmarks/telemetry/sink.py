@@ -23,7 +23,7 @@ from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig, KafkaConfig, TelemetryConfig
 from millrace.schemas.records import RequestRecord
 from millrace.telemetry.kafka.kafka import SEQUENCE_HEADER, SUBJECT_HEADER, make_producer
-from millrace.telemetry.sink.batches import Batch, content_token
+from millrace.telemetry.sink.batches import MessageBatch, content_token
 from millrace.telemetry.sink.sink import Sink
 from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
@@ -81,7 +81,7 @@ async def measure(kafka: KafkaConfig, rounds: int) -> None:
 async def steps_alone(store: Store, payloads: list[bytes]) -> Steps:
     """Seconds of processor time a row, of each step by itself; the best of some tries."""
     messages = [message(payload, number + 1) for number, payload in enumerate(payloads)]
-    batch = Batch()
+    batch = MessageBatch()
     for one in messages:
         batch.add(_PARTITION, one)
     (_, rows), *_ = batch.tables()

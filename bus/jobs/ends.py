@@ -98,7 +98,7 @@ async def is_foreign_by_name(tenant: str, reply: str) -> bool:
     return not may_reply_to(tenant, reply)
 
 
-class Refusals:
+class JobRefusals:
     """Tells the owner of a dead-lettered job: a terminal frame, the result if asked for, a record.
 
     ``is_foreign_reply`` says which listeners are another tenant's."""
@@ -167,7 +167,7 @@ class JobDeadLetters:
     message out of the queue is left to the caller, after that."""
 
     def __init__(
-        self, store: Callable[[DeadJob, int], Awaitable[None]], refusals: Refusals, clock: Clock
+        self, store: Callable[[DeadJob, int], Awaitable[None]], refusals: JobRefusals, clock: Clock
     ) -> None:
         self._store = store
         self._refusals = refusals

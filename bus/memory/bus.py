@@ -12,7 +12,7 @@ from millrace.bus.control import Control
 from millrace.bus.fleet.directory import WorkerDirectory
 from millrace.bus.frames import FrameStreams
 from millrace.bus.job_queue import JobQueue
-from millrace.bus.jobs.ends import Refusals
+from millrace.bus.jobs.ends import JobRefusals
 from millrace.bus.jobs.notices import watch_results
 from millrace.bus.memory.broker import MemoryBroker, Subscriber
 from millrace.bus.memory.jobs import MemoryJobQueue
@@ -140,7 +140,7 @@ class MemoryBus:
             self.journal, broker.clock, broker.config.files_ttl_s, broker.max_payload_bytes
         )
         self.storage: Storage = _MemoryStorage(broker)
-        refusals = Refusals(self.frames, self.results, self.outbox, broker.clock)
+        refusals = JobRefusals(self.frames, self.results, self.outbox, broker.clock)
         self.jobs: JobQueue = MemoryJobQueue(broker, self._transport, refusals)
         self._closed = False
         broker.on_start.append(self._restarted)

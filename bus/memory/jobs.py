@@ -7,7 +7,7 @@ from collections.abc import Callable
 from millrace.bus import codec, subjects
 from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
-from millrace.bus.jobs.ends import JobDeadLetters, QueuedMessage, Refusals
+from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage
 from millrace.bus.jobs.notices import watch_stored_jobs
 from millrace.bus.jobs.published import encode_job
 from millrace.bus.memory.broker import MemoryBroker
@@ -24,7 +24,7 @@ RETRY_AFTER_FULL_S = 5.0
 class MemoryJobQueue:
     """See ``bus.job_queue.JobQueue``."""
 
-    def __init__(self, broker: MemoryBroker, transport: Transport, refusals: Refusals) -> None:
+    def __init__(self, broker: MemoryBroker, transport: Transport, refusals: JobRefusals) -> None:
         self._broker = broker
         self._transport = transport
         self._refusals = refusals

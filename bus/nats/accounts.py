@@ -22,7 +22,7 @@ _ACCOUNT = "MILLRACE"
 _ANSWER_WITHIN = "1m"
 
 
-class Service(NamedTuple):
+class TenantService(NamedTuple):
     """A tenant's service and the tiers that it may publish in."""
 
     tenant: str
@@ -34,7 +34,7 @@ class Service(NamedTuple):
         return f"service-{self.tenant}"
 
 
-def text(services: Sequence[Service] = ()) -> str:
+def text(services: Sequence[TenantService] = ()) -> str:
     """What nats-server includes."""
     users = [_user(part.value, grants_of(part)) for part in Part]
     users += [_user(one.user, grants_of_service(*one)) for one in services]
@@ -52,13 +52,13 @@ def password_variable(user: str) -> str:
     return f"NATS_{re.sub('[^A-Z0-9]', '_', user.upper())}_PASSWORD"
 
 
-def parse_service(argument: str) -> Service:
+def parse_service(argument: str) -> TenantService:
     """``tenant=tier,tier[:reply,reply]``. Raises argparse.ArgumentTypeError."""
     tenant, _, rest = argument.partition("=")
     tiers, _, replies = rest.partition(":")
     try:
         check_tenant(tenant)
-        return Service(
+        return TenantService(
             tenant,
             tuple(Tier(tier) for tier in tiers.split(",")),
             tuple(own_reply(tenant, name) for name in replies.split(",") if name),

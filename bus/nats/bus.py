@@ -11,7 +11,7 @@ from millrace.bus.control import Control
 from millrace.bus.fleet.directory import WorkerDirectory
 from millrace.bus.frames import FrameStreams
 from millrace.bus.job_queue import JobQueue
-from millrace.bus.jobs.ends import Refusals
+from millrace.bus.jobs.ends import JobRefusals
 from millrace.bus.nats.connection import Connection
 from millrace.bus.nats.jobs import NatsJobQueue
 from millrace.bus.nats.journal import NatsJournal
@@ -54,7 +54,7 @@ class NatsBus:
             self.journal, clock, config.files_ttl_s, connection.max_payload_bytes
         )
         self.storage: Storage = NatsStorage(connection, config)
-        refusals = Refusals(self.frames, self.results, self.outbox, clock)
+        refusals = JobRefusals(self.frames, self.results, self.outbox, clock)
         self.jobs: JobQueue = NatsJobQueue(connection, pulls, config, refusals, clock)
         self._detours = Detours(connection)
         if part is not Part.OPERATOR:

@@ -13,7 +13,7 @@ from millrace.bus import codec, subjects
 from millrace.bus.codec import CONTENT_TYPE
 from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
-from millrace.bus.jobs.ends import JobDeadLetters, QueuedMessage, Refusals
+from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage
 from millrace.bus.jobs.notices import watch_stored_jobs
 from millrace.bus.jobs.published import encode_job
 from millrace.bus.nats import jetstream, shedding, topology
@@ -22,7 +22,7 @@ from millrace.bus.nats.dropped_jobs import DroppedJobs
 from millrace.bus.nats.jetstream import JetStreamError, RawMessage, nanoseconds
 from millrace.bus.nats.leases import read_lease
 from millrace.bus.nats.pull_inbox import PullInbox
-from millrace.bus.nats.puller import Puller
+from millrace.bus.nats.puller import ConsumerPuller
 from millrace.bus.tokens import token
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
@@ -67,7 +67,7 @@ class _OpenQueue:
     ) -> None:
         self.tenant_queue = tenant_queue
         self.shedding = asyncio.Lock()
-        self.puller = Puller(
+        self.puller = ConsumerPuller(
             connection,
             inbox,
             subjects.JOBS_STREAM,
@@ -96,7 +96,7 @@ class NatsJobQueue:
         connection: Connection,
         inbox: PullInbox,
         config: NatsConfig,
-        refusals: Refusals,
+        refusals: JobRefusals,
         clock: Clock,
     ) -> None:
         self._connection = connection

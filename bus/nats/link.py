@@ -14,7 +14,7 @@ from nats.aio.client import Srv
 from nats.aio.msg import Msg
 
 from millrace.bus.nats.forbidden import Forbidden
-from millrace.bus.nats.security import Refusals, connect_options, servers_of
+from millrace.bus.nats.security import ConnectionRefusals, connect_options, servers_of
 from millrace.bus.nats.servers.client import SecureClient
 from millrace.bus.nats.servers.home import Home
 from millrace.schemas.config import NatsConfig
@@ -58,7 +58,7 @@ class Link:
         self._inbox_prefix = inbox_prefix
         self._forbidden = Forbidden()
         self._up = asyncio.Event()
-        self._refusals = Refusals(config)
+        self._refusals = ConnectionRefusals(config)
         self._on_reconnect_calls: list[Callable[[], Callable[[], None] | None]] = []
         self._on_loss_calls: list[Callable[[], None]] = []
 

@@ -25,7 +25,7 @@ _RETRY_WAIT_S = 0.05
 _SPENT = frozenset({"404", "408"})
 
 
-class Puller:
+class ConsumerPuller:
     """Pull requests on one consumer; any number of tasks may pull at a time.
 
     ``ensure`` makes the consumer if it is not there. It is called before the first pull, after

@@ -156,7 +156,7 @@ def _credentials(config: NatsConfig) -> str:
     return "clients without credentials; set nats.user and nats.password, or others of nats.*"
 
 
-class Refusals:
+class ConnectionRefusals:
     """What servers said that trying again does not mend."""
 
     def __init__(self, config: NatsConfig) -> None:

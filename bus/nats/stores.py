@@ -17,7 +17,7 @@ from millrace.bus.nats.jetstream import JetStreamError
 from millrace.bus.nats.leases import read_lease
 from millrace.bus.nats.publish_batcher import PublishBatcher
 from millrace.bus.nats.pull_inbox import PullInbox
-from millrace.bus.nats.puller import Puller
+from millrace.bus.nats.puller import ConsumerPuller
 from millrace.bus.transport import Subscription
 from millrace.schemas.errors import BusForbiddenError, BusUnavailableError
 from millrace.schemas.jobs import JobResult
@@ -92,7 +92,7 @@ class NatsOutbox:
     def __init__(self, connection: Connection, inbox: PullInbox) -> None:
         self._connection = connection
         self._batcher = PublishBatcher(connection)
-        self._puller = Puller(
+        self._puller = ConsumerPuller(
             connection,
             inbox,
             subjects.OUTBOX_STREAM,

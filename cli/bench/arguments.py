@@ -21,7 +21,7 @@ from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from millrace.bench.settings import Settings
+    from millrace.bench.settings import LoadSettings
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _DEFAULT_DURATION_S = 30.0
@@ -163,10 +163,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.requests.num_succeeded else 1
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
+def settings_of(arguments: argparse.Namespace) -> LoadSettings:
     """What the arguments ask for. Raises ConfigError, naming the argument at fault."""
     from millrace.bench.arrivals import check_number_of_arrivals
-    from millrace.bench.settings import Api, Settings, target_of
+    from millrace.bench.settings import LoadSettings, TargetApi, target_of
     from millrace.bench.spread import parse_spread
 
     _check(arguments)
@@ -180,9 +180,9 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         if arguments.rate is not None:
             check_number_of_arrivals(arguments.rate, duration_s)
     key = arguments.api_key
-    return Settings(
+    return LoadSettings(
         url=arguments.url,
-        api=Api(arguments.api),
+        api=TargetApi(arguments.api),
         model=arguments.model,
         rate_per_s=arguments.rate,
         concurrency=arguments.concurrency,

@@ -30,7 +30,7 @@ class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
 class AddModelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add_model"):
     """Serve another model. ``model`` is a name of the catalogue, a hub id or an absolute path;
     without ``engine`` it is run as the others are, without ``quantization`` with the weights as the
-    catalogue says. Answered by ``Said``, then ``Done``."""
+    catalogue says. Answered by ``Said``, then ``ControlDone``."""
 
     name: str
     model: str
@@ -44,7 +44,7 @@ class AddModelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add_model"
 
 class RemoveModelRequest(msgspec.Struct, frozen=True, tag="remove_model"):
     """Serve a model no more; with ``when_idle`` its workers stop when they have nothing to do.
-    Answered by ``Said``, then ``Done``."""
+    Answered by ``Said``, then ``ControlDone``."""
 
     name: str
     when_idle: bool = False
@@ -110,20 +110,20 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
     text: str
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
+class ControlDone(msgspec.Struct, frozen=True, tag="done"):
     """It is done; ``text`` says what."""
 
     text: str
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="refused"):
+class ControlRefusal(msgspec.Struct, frozen=True, tag="refused"):
     """It was not done, and why; nothing else has changed."""
 
     message: str
 
 
-Answer = SystemReport | Said | Done | Refusal
-Handler = Callable[[Request, Callable[[str], None]], Awaitable[SystemReport | Done]]
+Answer = SystemReport | Said | ControlDone | ControlRefusal
+Handler = Callable[[Request, Callable[[str], None]], Awaitable[SystemReport | ControlDone]]
 
 
 class ControlError(MillraceError, code="refused_by_system"):
@@ -170,19 +170,19 @@ class ControlServer:
             request = msgspec.json.decode(await reader.readline(), type=Request)
             write(await self._handler(request, lambda text: write(Said(text))))
         except MillraceError as error:
-            write(Refusal(error.message))
+            write(ControlRefusal(error.message))
         except (msgspec.DecodeError, ValueError) as error:
-            write(Refusal(f"the request cannot be read: {error}"))
+            write(ControlRefusal(f"the request cannot be read: {error}"))
         except Exception as error:
             logger.exception("a command failed")
-            write(Refusal(f"it failed: {type(error).__name__}: {error}"))
+            write(ControlRefusal(f"it failed: {type(error).__name__}: {error}"))
         finally:
             writer.close()
 
 
 def ask(
     data: Path, request: Request, say: Callable[[str], None], timeout_s: float | None
-) -> SystemReport | Done:
+) -> SystemReport | ControlDone:
     """What the system on ``data`` answers; ``say`` gets what it tells meanwhile. Raises
     ControlError if it refuses, ends, or says nothing for ``timeout_s``."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -196,7 +196,7 @@ def ask(
                     answer: Answer = msgspec.json.decode(line, type=Answer)
                     if isinstance(answer, Said):
                         say(answer.text)
-                    elif isinstance(answer, Refusal):
+                    elif isinstance(answer, ControlRefusal):
                         raise ControlError(answer.message)
                     else:
                         return answer

@@ -15,14 +15,14 @@ from millrace.bus.api import Bus
 from millrace.cli.endpoints import Endpoints
 from millrace.cli.local.control import (
     AddModelRequest,
+    ControlDone,
     ControlError,
-    Done,
     RemoveModelRequest,
     Request,
     StatusRequest,
     SystemReport,
 )
-from millrace.cli.local.model_changes import ModelChanges, Models
+from millrace.cli.local.model_changes import ModelChanges, StartingModels
 from millrace.cli.local.models import KNOWN_FILE
 from millrace.cli.local.probe import probe_pooling, serve_one
 from millrace.cli.local.report import health_at, part_reports
@@ -61,7 +61,7 @@ class LiveSystem:
         self,
         data: Path,
         config: Config,
-        models: Models,
+        models: StartingModels,
         supervisor: Supervisor,
         targets: ScrapeTargets,
         system_state: SystemState,
@@ -77,7 +77,9 @@ class LiveSystem:
         self.pool: WorkerPool | None = None
         self.changes = ModelChanges(data, models, self)
 
-    async def handle(self, request: Request, say: Callable[[str], None]) -> SystemReport | Done:
+    async def handle(
+        self, request: Request, say: Callable[[str], None]
+    ) -> SystemReport | ControlDone:
         """Answer a command. Raises MillraceError to refuse it."""
         if isinstance(request, StatusRequest):
             return await self._report()

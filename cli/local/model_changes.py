@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from millrace.cli.local.control import AddModelRequest, ControlError, Done, ModelReport
+from millrace.cli.local.control import AddModelRequest, ControlDone, ControlError, ModelReport
 from millrace.cli.local.machine_memory import check_memory
 from millrace.cli.local.models import (
     KNOWN_FILE,
@@ -52,7 +52,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True)
-class Models:
+class StartingModels:
     """What a system begins with: ``known`` is what models are looked up in, ``entries`` are those
     that it serves, ``engine`` runs whatever does not say otherwise."""
 
@@ -72,7 +72,7 @@ class ModelChanges:
     workers are gone is ended by them.
     """
 
-    def __init__(self, data: Path, models: Models, host: Host) -> None:
+    def __init__(self, data: Path, models: StartingModels, host: Host) -> None:
         self._data = data
         self._known = models.known
         self._served = dict(models.entries)
@@ -100,7 +100,7 @@ class ModelChanges:
         self._write_served()
         self._write_known()
 
-    async def add(self, request: AddModelRequest, say: Say) -> Done:
+    async def add(self, request: AddModelRequest, say: Say) -> ControlDone:
         """Raises MillraceError if it cannot be; nothing has changed then."""
         if request.workers < 1:
             raise ControlError("--workers must be at least 1")
@@ -139,9 +139,9 @@ class ModelChanges:
             self._write_served()
             await self._have_heard("gateway", name, say, is_there=True)
             write_saved(self._data, self._saved)
-        return Done(f"{name} is served, by {_count(request.workers, 'worker')}")
+        return ControlDone(f"{name} is served, by {_count(request.workers, 'worker')}")
 
-    async def remove(self, name: str, say: Say, *, when_idle: bool = False) -> Done:
+    async def remove(self, name: str, say: Say, *, when_idle: bool = False) -> ControlDone:
         """With ``when_idle`` its workers stay until nothing waits for them. Raises ControlError if
         there is no such model, or no other."""
         entry = self._served.get(name)
@@ -168,7 +168,7 @@ class ModelChanges:
             self._passing = None
             self._write_known()
             await self._have_heard("scheduler", name, say, is_there=False)
-        return Done(f"{name} is removed; {_count(count, 'worker')} drained")
+        return ControlDone(f"{name} is removed; {_count(count, 'worker')} drained")
 
     def report(
         self, num_workers: Callable[[str], int], *, may_rest: bool

@@ -19,7 +19,7 @@ _ANSWERS_WITHIN_S = 2.0
 _SILENT = "does not answer"
 
 
-class Health(NamedTuple):
+class PartHealth(NamedTuple):
     """What a part says of itself: ``ok`` or what is wrong, and the models that it knows."""
 
     status: str
@@ -31,22 +31,22 @@ class Health(NamedTuple):
         return self.status != _SILENT
 
 
-async def health_at(address: str) -> Health:
+async def health_at(address: str) -> PartHealth:
     """What the process says that shows its metrics at host:port."""
 
-    def get() -> Health:
+    def get() -> PartHealth:
         try:
             with open_directly(f"http://{address}/healthz", timeout_s=_ANSWERS_WITHIN_S) as answer:
                 body = answer.read()
         except urllib.error.HTTPError as error:
             body = error.read()
         except OSError:
-            return Health(_SILENT)
+            return PartHealth(_SILENT)
         try:
             told = json.loads(body)
-            return Health(str(told["status"]), frozenset(told.get("models", ())))
+            return PartHealth(str(told["status"]), frozenset(told.get("models", ())))
         except (ValueError, KeyError, TypeError):
-            return Health(_SILENT)
+            return PartHealth(_SILENT)
 
     return await asyncio.to_thread(get)
 

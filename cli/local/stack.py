@@ -20,7 +20,7 @@ from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, LOOPBACK, Endpoi
 from millrace.cli.json_files import formatted_json
 from millrace.cli.local.addresses import answers, front_url, listens, port_of
 from millrace.cli.local.live import LiveSystem, SystemState
-from millrace.cli.local.model_changes import Models
+from millrace.cli.local.model_changes import StartingModels
 from millrace.cli.local.models import KNOWN_FILE
 from millrace.cli.local.ports import PortPicker
 from millrace.cli.local.private_files import (
@@ -95,7 +95,7 @@ class Plan:
     data: Path
     config: Config
     models: tuple[str, ...]
-    serving: Models
+    serving: StartingModels
     port_is_fixed: bool = False
     num_workers: int = 1
     roles: tuple[WorkerRole, ...] = ()

@@ -171,7 +171,7 @@ def _run_private(arguments: argparse.Namespace, data: Path) -> int:
 
 def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     from millrace.cli.local import models as local_models
-    from millrace.cli.local.model_changes import Models
+    from millrace.cli.local.model_changes import StartingModels
     from millrace.cli.local.stack import Plan
     from millrace.registry.catalogue import load_catalogue
 
@@ -198,7 +198,7 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
         data=data,
         config=msgspec.structs.replace(config, catalogue=catalogue),
         models=models,
-        serving=Models(
+        serving=StartingModels(
             known=known,
             entries={name: entries.get(name) for name in models},
             saved=local_models.without(saved, named),

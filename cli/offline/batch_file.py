@@ -12,7 +12,12 @@ from millrace.cli.adapter_options import Adapters, adapter_of
 from millrace.cli.offline.chat_row import ChatRow
 from millrace.cli.offline.engine_options import BadLine, BadLinesError, numbered_lines
 from millrace.engine.offline.chat import tool_calls
-from millrace.engine.offline.generated import Choice, Generated, OfflineRequest, generation_job
+from millrace.engine.offline.generated import (
+    Generated,
+    OfflineCompletion,
+    OfflineRequest,
+    generation_job,
+)
 from millrace.registry.served import ServedModel
 from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.errors import MillraceError, ParameterError
@@ -88,7 +93,7 @@ def answer_line(generated: Generated) -> str:
     return on_one_line(msgspec.json.encode(answer)).decode() + "\n"
 
 
-def _completion(choice: Choice, generated: Generated) -> dict[str, Any]:
+def _completion(choice: OfflineCompletion, generated: Generated) -> dict[str, Any]:
     """``tool_calls``, ``cancelled``, ``logprobs``, ``error``, and ``cumulative_logprob`` of a beam
     search's answer are there if there are any."""
     text = "".join(choice.text)

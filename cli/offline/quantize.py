@@ -8,7 +8,7 @@ from pathlib import Path
 
 from millrace.cli.numbers import whole_number
 from millrace.cli.paths import as_path, path_or_name
-from millrace.engine.quantizer.schemes import Scheme
+from millrace.engine.quantizer.schemes import QuantizerScheme
 from millrace.registry.catalogue import ModelEntry, load_catalogue
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import CheckpointError, ConfigError
@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--scheme",
         required=True,
-        choices=[scheme.value for scheme in Scheme],
+        choices=[scheme.value for scheme in QuantizerScheme],
         help="bits of weights (w) and of what they multiply (a): both in int8 or in fp8 with a "
         "scale for each output, or weights alone in int4 with a scale for each group of inputs",
     )
@@ -86,7 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
     making.check_output(arguments.output)
     source = resolve(entry)
     config = making.check_input(source)
-    recipe = making.Recipe(Scheme(arguments.scheme), arguments.group, _texts(arguments, source))
+    recipe = making.Recipe(
+        QuantizerScheme(arguments.scheme), arguments.group, _texts(arguments, source)
+    )
     with tqdm(total=config.num_hidden_layers, unit="layer", mininterval=0.5) as bar:
         made = making.quantize_checkpoint(
             source,

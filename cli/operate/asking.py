@@ -10,20 +10,20 @@ from millrace.cli.running import supervising
 from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from millrace.cli.local.control import Done, Request, SystemReport
+    from millrace.cli.local.control import ControlDone, Request, SystemReport
 
 
 def change(data: Path, request: Request) -> int:
     """Have it done, and say what was. Raises what ``ask_system`` does."""
-    from millrace.cli.local.control import Done
+    from millrace.cli.local.control import ControlDone
 
     done = ask_system(data, request, None)  # weights may take minutes to load
-    assert isinstance(done, Done)
+    assert isinstance(done, ControlDone)
     print(done.text)
     return 0
 
 
-def ask_system(data: Path, request: Request, timeout_s: float | None) -> SystemReport | Done:
+def ask_system(data: Path, request: Request, timeout_s: float | None) -> SystemReport | ControlDone:
     """Raises ConfigError if nothing runs there, and what ``ask`` does."""
     from millrace.cli.local.control import ask
 

@@ -14,7 +14,7 @@ from millrace.cli.simulate.groups import add_group
 from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
-    from millrace.simulation.traces.synthesise import Recipe
+    from millrace.simulation.traces.synthesise import TraceRecipe
     from millrace.simulation.traces.trace import TraceRequest
 
 _DESCRIPTION = """\
@@ -244,7 +244,7 @@ def run_synthesise(arguments: argparse.Namespace) -> int:
     from millrace.simulation.traces.synthesise import synthesise
     from millrace.simulation.traces.trace import write_trace
 
-    recipe: Recipe = recipe_of(arguments)
+    recipe: TraceRecipe = recipe_of(arguments)
     try:
         trace = synthesise(recipe)
     except ValueError as error:

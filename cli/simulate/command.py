@@ -17,7 +17,7 @@ from millrace.simulation.policies import Policy
 from millrace.simulation.report.measure import policy_report, report_of
 from millrace.simulation.report.page import render_page
 from millrace.simulation.report.table import render
-from millrace.simulation.settings import Settings
+from millrace.simulation.settings import SimulationSettings
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate
 
@@ -26,7 +26,7 @@ _GC_THRESHOLDS = (50_000, 50, 100)
 
 def compare(
     trace: Sequence[TraceRequest],
-    settings: Settings,
+    settings: SimulationSettings,
     policies: Sequence[Policy],
     *,
     json_file: Path | None,

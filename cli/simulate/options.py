@@ -21,8 +21,8 @@ from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.tenants import budgets_of, check_currency, parse_budget
-from millrace.simulation.settings import Failure, KvLink, Settings
-from millrace.simulation.traces.synthesise import Kind, Recipe, parse_tenants
+from millrace.simulation.settings import Failure, KvLink, SimulationSettings
+from millrace.simulation.traces.synthesise import TraceKind, TraceRecipe, parse_tenants
 from millrace.workers.simulated.latency_model import LatencyModel
 
 # What engines of a GPU have where a configuration leaves the choice to the device.
@@ -40,7 +40,7 @@ _FAILURE = re.compile(r"worker=(\d+)@(.+)")
 _MAX_WORKERS = 100_000
 
 
-def settings_of(arguments: argparse.Namespace) -> Settings:
+def settings_of(arguments: argparse.Namespace) -> SimulationSettings:
     """What to simulate. Raises ConfigError."""
     if not 0 <= arguments.seed < 1 << 63:
         raise ConfigError("--seed must be between 0 and 2^63 - 1")
@@ -49,7 +49,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         raise ConfigError("--switch-roles takes --workers with roles, such as prefill:1,decode:2")
     gpus = arguments.gpus_per_worker
     currency, gpu_hour_price = _price("--gpu-hour-price", arguments.gpu_hour_price)
-    return Settings(
+    return SimulationSettings(
         config=_config_of(arguments),
         num_workers=num_workers,
         roles=roles,
@@ -201,7 +201,7 @@ def _slo(arguments: argparse.Namespace) -> Slo | None:
     return None if slo == Slo() else slo
 
 
-def recipe_of(arguments: argparse.Namespace) -> Recipe:
+def recipe_of(arguments: argparse.Namespace) -> TraceRecipe:
     """What to draw. Raises ConfigError."""
     swing = arguments.swing
     if not 0 <= swing <= 1:
@@ -218,8 +218,8 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     deadline = arguments.deadline
     duration_s = _above_0("--duration", arguments.duration)
     check_number_of_arrivals(arguments.rate, duration_s)
-    return Recipe(
-        kind=Kind(arguments.kind),
+    return TraceRecipe(
+        kind=TraceKind(arguments.kind),
         rate_per_s=arguments.rate,
         duration_s=duration_s,
         tenants=parse_tenants(arguments.tenants),

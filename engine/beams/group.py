@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from millrace.engine.beams.search import Beam, BeamSearch, Candidate, Extension
+from millrace.engine.beams.search import BeamHypothesis, BeamSearch, Candidate, Extension
 from millrace.engine.step.sequence import UNREAD_TOKEN, Sequence
 from millrace.engine.types import EngineRequest
 
@@ -68,7 +68,7 @@ class BeamGroup:
         """What the search makes of a complete group, as ``BeamSearch.extend``."""
         num_prompt_tokens = self.first.num_prompt_tokens
         beams = [
-            Beam(sequence.token_ids[num_prompt_tokens:-1], self._logprobs[sequence])
+            BeamHypothesis(sequence.token_ids[num_prompt_tokens:-1], self._logprobs[sequence])
             for sequence in self.members
         ]
         return self.search.extend(beams, [self._candidates[s] for s in self.members])

@@ -17,7 +17,7 @@ class Candidate(NamedTuple):
     logprob: float
 
 
-class Beam(NamedTuple):
+class BeamHypothesis(NamedTuple):
     """The tokens of an unfinished completion, and the sum of their log-probabilities."""
 
     token_ids: Rows[int]
@@ -32,7 +32,7 @@ class Extension(NamedTuple):
     logprob: float
 
 
-class Answer(NamedTuple):
+class BeamCompletion(NamedTuple):
     """A completion that is over, its stop token included."""
 
     token_ids: tuple[int, ...]
@@ -64,7 +64,7 @@ class BeamSearch:
         self.temperature = sampling.temperature
         # If as many of them as are not wanted stop their beam, there are as many answers.
         self.num_candidates = 2 * self.width
-        self.answers: list[Answer] = []
+        self.answers: list[BeamCompletion] = []
         self._max_tokens = max_tokens
         self._min_tokens = sampling.min_tokens
         self._length_penalty = sampling.length_penalty
@@ -75,7 +75,9 @@ class BeamSearch:
         """The tokens that may not be token ``length`` of a completion, counted from 0."""
         return self._sorted_stops if length < self._min_tokens else ()
 
-    def extend(self, beams: Rows[Beam], candidates: Rows[Rows[Candidate]]) -> list[Extension]:
+    def extend(
+        self, beams: Rows[BeamHypothesis], candidates: Rows[Rows[Candidate]]
+    ) -> list[Extension]:
         """The beams that go on, the likeliest first; [] if the search is over.
 
         ``beams`` have one length, and come in the order of the extensions that they are.
@@ -99,11 +101,13 @@ class BeamSearch:
             return []
         return extensions
 
-    def _add_answer(self, beam: Beam, token: int, logprob: float, reason: FinishReason) -> None:
+    def _add_answer(
+        self, beam: BeamHypothesis, token: int, logprob: float, reason: FinishReason
+    ) -> None:
         score = logprob / (len(beam.token_ids) + 1) ** self._length_penalty
         if len(self.answers) == self.width and score <= self.answers[-1].score:
             return
-        answer = Answer((*beam.token_ids, token), logprob, score, reason)
+        answer = BeamCompletion((*beam.token_ids, token), logprob, score, reason)
         insort(self.answers, answer, key=_falling_score)
         del self.answers[self.width :]
 
@@ -122,5 +126,5 @@ def _best_first(extension: Extension) -> tuple[float, int, int]:
     return (-extension.logprob, extension.beam, extension.token)
 
 
-def _falling_score(answer: Answer) -> float:
+def _falling_score(answer: BeamCompletion) -> float:
     return -answer.score

@@ -21,7 +21,7 @@ _SHORTEST_TIMEOUT_S = 0.1
 Source = Literal["disk", "object", "peer"]
 
 
-class Part:
+class TierPart:
     """Blocks that one tier brings into slots of host memory; once it is done, ``num_good`` of the
     first are there. ``sequence`` is the one that asked first. It is predicted to be done by
     ``due_s``, and of no use to it after ``deadline_s``."""
@@ -38,7 +38,12 @@ class Part:
     )
 
     def __init__(
-        self, sequence: Sequence, tier: Tier, keys: list[bytes], begun_s: float, timeout_s: float
+        self,
+        sequence: Sequence,
+        tier: CacheTier,
+        keys: list[bytes],
+        begun_s: float,
+        timeout_s: float,
     ) -> None:
         self.sequence = sequence
         self.tier = tier
@@ -50,7 +55,7 @@ class Part:
         self.num_good = 0
 
 
-class Tier(Protocol):
+class CacheTier(Protocol):
     """What blocks can be brought from: a disk, an object store or another worker's engine. All but
     what ``begin`` starts is for the step's thread."""
 
@@ -63,10 +68,10 @@ class Tier(Protocol):
     def brings_s(self, sequence: Sequence, num_blocks: int, /) -> float:
         """What bringing so many for it will take, if they are there."""
 
-    def begin(self, part: Part, on_done: Callable[[Part], None]) -> None:
+    def begin(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
         """Begin to bring a part; ``on_done`` is called with it, on whatever thread, in any case."""
 
-    def finish(self, part: Part, now_s: float) -> None:
+    def finish(self, part: TierPart, now_s: float) -> None:
         """Take note of a part that is done, before anybody uses its blocks."""
 
 
@@ -74,8 +79,8 @@ class _Found(NamedTuple):
     """Where a block that the device lacks is: with a tier, on its way, or else in host memory."""
 
     key: bytes
-    tier: Tier | None = None
-    coming: Part | None = None
+    tier: CacheTier | None = None
+    coming: TierPart | None = None
 
 
 class _Arrival:
@@ -83,13 +88,13 @@ class _Arrival:
 
     __slots__ = ("deadline_s", "parts", "sequence")
 
-    def __init__(self, sequence: Sequence, parts: set[Part], deadline_s: float) -> None:
+    def __init__(self, sequence: Sequence, parts: set[TierPart], deadline_s: float) -> None:
         self.sequence = sequence
         self.parts = parts
         self.deadline_s = deadline_s
 
 
-class Arrivals:
+class BlockArrivals:
     """Has what is missing of a newcomer's prefix brought into host memory, each block from the tier
     that is fastest for all of it.
 
@@ -112,10 +117,10 @@ class Arrivals:
         self._compute_s = compute_s
         self._wake = wake
         self._monotonic = monotonic
-        self._tiers: list[Tier] = []
-        self._coming: dict[bytes, Part] = {}
-        self._parts: set[Part] = set()
-        self._done: deque[Part] = deque()
+        self._tiers: list[CacheTier] = []
+        self._coming: dict[bytes, TierPart] = {}
+        self._parts: set[TierPart] = set()
+        self._done: deque[TierPart] = deque()
         self._waiting: list[_Arrival] = []
         self._ahead: set[bytes] = set()
 
@@ -129,7 +134,7 @@ class Arrivals:
         """Of prefixes, on their way."""
         return len(self._coming) * self._tables.pool.block_size_tokens
 
-    def add_tier(self, tier: Tier) -> None:
+    def add_tier(self, tier: CacheTier) -> None:
         """Bring blocks from there, too."""
         self._tiers.append(tier)
 
@@ -141,7 +146,7 @@ class Arrivals:
         found = self._worth_waiting(sequence, self._look(sequence))
         held = [one.key for one in found if one.tier is None and one.coming is None]
         coming = [one.coming for one in found if one.coming is not None]
-        wanted: dict[Tier, list[bytes]] = {}
+        wanted: dict[CacheTier, list[bytes]] = {}
         for one in found:
             if one.tier is not None:
                 wanted.setdefault(one.tier, []).append(one.key)
@@ -208,7 +213,7 @@ class Arrivals:
             sequence.pulled_keys |= mine
 
     def _timeout_s(
-        self, sequence: Sequence, wanted: dict[Tier, list[bytes]], coming: list[Part]
+        self, sequence: Sequence, wanted: dict[CacheTier, list[bytes]], coming: list[TierPart]
     ) -> float | None:
         """How long to wait for what is wanted, and for blocks that come already; None if there is
         nothing to wait for, or it is computed sooner."""
@@ -225,12 +230,12 @@ class Arrivals:
         return min(max(computed_s, _SHORTEST_TIMEOUT_S), _TIMEOUT_S) if computed_s else _TIMEOUT_S
 
     def _begin(
-        self, sequence: Sequence, wanted: dict[Tier, list[bytes]], timeout_s: float
-    ) -> list[Part]:
+        self, sequence: Sequence, wanted: dict[CacheTier, list[bytes]], timeout_s: float
+    ) -> list[TierPart]:
         """Parts for all that there is host memory for, the beginning of the prefix first."""
         now_s = self._monotonic()
         slots = self._host.reserve(sum(map(len, wanted.values())))
-        parts = [Part(sequence, tier, keys, now_s, timeout_s) for tier, keys in wanted.items()]
+        parts = [TierPart(sequence, tier, keys, now_s, timeout_s) for tier, keys in wanted.items()]
         for part in parts:
             part.keys = part.keys[: len(slots)]
             part.host_slots, slots = slots[: len(part.keys)], slots[len(part.keys) :]
@@ -241,7 +246,7 @@ class Arrivals:
             self._coming |= dict.fromkeys(part.keys, part)
         return parts
 
-    def _note_done(self, part: Part) -> None:
+    def _note_done(self, part: TierPart) -> None:
         self._done.append(part)
         self._wake()
 
@@ -263,7 +268,7 @@ class Arrivals:
         self._waiting = [arrival for arrival in self._waiting if arrival.parts]
         return ready
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, part: TierPart) -> None:
         self._parts.remove(part)
         for key in part.keys:
             del self._coming[key]
@@ -276,7 +281,7 @@ class Arrivals:
                 arrival.parts.remove(part)
                 self._hold(arrival.sequence, good, part.tier)
 
-    def _hold(self, sequence: Sequence, good: list[bytes], tier: Tier) -> None:
+    def _hold(self, sequence: Sequence, good: list[bytes], tier: CacheTier) -> None:
         """Keep what came for a sequence until it is admitted."""
         if sequence.state is SequenceState.FINISHED:
             return

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from millrace.engine.kv.arrivals import Part, Source
+from millrace.engine.kv.arrivals import Source, TierPart
 from millrace.engine.kv.block_file import BlockFile
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.kv.host_cache import TierFigures
@@ -192,7 +192,7 @@ class DiskCache:
         """See ``Tier``."""
         return num_blocks * self._file.block_bytes / self.bytes_per_s
 
-    def begin(self, part: Part, on_done: Callable[[Part], None]) -> None:
+    def begin(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
         """See ``Tier``."""
         slots = [self._begin_reading(key) for key in part.keys]
         self._readers.submit(partial(self._read, part, slots, on_done))
@@ -205,7 +205,7 @@ class DiskCache:
         self._num_readers[key] = self._num_readers.get(key, 0) + 1
         return slot
 
-    def _read(self, part: Part, slots: list[int], on_done: Callable[[Part], None]) -> None:
+    def _read(self, part: TierPart, slots: list[int], on_done: Callable[[TierPart], None]) -> None:
         try:
             for key, slot, host_slot in zip(part.keys, slots, part.host_slots, strict=True):
                 if not self._file.read(slot, key, self._memory.pieces(host_slot)):
@@ -215,7 +215,7 @@ class DiskCache:
             _log.exception("the KV cache on disk cannot be read")
         on_done(part)
 
-    def finish(self, part: Part, now_s: float) -> None:
+    def finish(self, part: TierPart, now_s: float) -> None:
         """See ``Tier``."""
         for key in part.keys:
             self._num_readers[key] -= 1

@@ -23,7 +23,7 @@ from millrace.engine.transfer.addresses import (
 from millrace.engine.transfer.memory import BlockShape
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import BlockSplit, Peers
-from millrace.engine.transfer.server import BlockServer, Identity
+from millrace.engine.transfer.server import BlockServer, PeerIdentity
 from millrace.schemas.config.worker import TransferTransport
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import TransferEndpoint
@@ -94,7 +94,7 @@ class PeerExchange:
         nixl_here = transport == "nixl"
         self._peers = Peers(split, shape, self.endpoint.host, self._agent, nixl_here=nixl_here)
         self.tier = PeerTier(self._peers, memory, block_size_tokens, token, monotonic=monotonic)
-        identity = Identity(token, split.kind, LOAN_S)
+        identity = PeerIdentity(token, split.kind, LOAN_S)
         self._server = BlockServer(lending, identity, listeners, self._agent)
         self._server.start()
 

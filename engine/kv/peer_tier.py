@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from millrace.engine.kv.arrivals import Part, Source
+from millrace.engine.kv.arrivals import Source, TierPart
 from millrace.engine.kv.host_memory import SharedHostMemory
 from millrace.engine.step.sequence import Sequence
 from millrace.engine.threads.tasks import TaskThreads
-from millrace.engine.transfer.client import Pulled, Target
+from millrace.engine.transfer.client import PulledBlocks, PullTarget
 from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.peers import Peers
 from millrace.schemas.transfer import KvSource, TransferEndpoint
@@ -38,7 +38,7 @@ class _Speed:
         self.wait_s = _ASSUMED_WAIT_S
         self.bytes_per_s = bytes_per_s
 
-    def note(self, pulled: Pulled, num_bytes: int) -> None:
+    def note(self, pulled: PulledBlocks, num_bytes: int) -> None:
         self.wait_s += _NEWEST_WEIGHT * (pulled.wait_s - self.wait_s)
         measured = num_bytes / max(pulled.copy_s, 1e-9)
         self.bytes_per_s += _NEWEST_WEIGHT * (measured - self.bytes_per_s)
@@ -71,7 +71,7 @@ class PeerTier:
             False: _Speed(_ASSUMED_REMOTE_BYTES_PER_S),
         }
         self._shunned_until_s: dict[TransferEndpoint, float] = {}
-        self._outcomes: dict[Part, Pulled | None] = {}
+        self._outcomes: dict[TierPart, PulledBlocks | None] = {}
         self.num_pulled_blocks = 0
         self.num_pulled_bytes = 0
         self.num_failed_pulls = 0
@@ -101,13 +101,13 @@ class PeerTier:
     def _speed_of(self, sequence: Sequence) -> _Speed:
         return self._speeds[self._peers.is_local(_endpoint_of(sequence))]
 
-    def begin(self, part: Part, on_done: Callable[[Part], None]) -> None:
+    def begin(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
         """See ``Tier``."""
         self._threads.submit(partial(self._pull, part, on_done))
 
-    def _pull(self, part: Part, on_done: Callable[[Part], None]) -> None:
+    def _pull(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
         endpoint = _endpoint_of(part.sequence)
-        target = Target(self._memory.slots(), part.host_slots)
+        target = PullTarget(self._memory.slots(), part.host_slots)
         outcome = None
         try:
             timeout_s = part.deadline_s - self._monotonic()
@@ -118,7 +118,7 @@ class PeerTier:
             self._outcomes[part] = outcome
             on_done(part)
 
-    def finish(self, part: Part, now_s: float) -> None:
+    def finish(self, part: TierPart, now_s: float) -> None:
         """See ``Tier``."""
         pulled = self._outcomes.pop(part)
         endpoint = _endpoint_of(part.sequence)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from millrace.engine.config import ResolvedEngineConfig
-from millrace.engine.kv.arrivals import Arrivals
+from millrace.engine.kv.arrivals import BlockArrivals
 from millrace.engine.kv.block_file import BlockFile, block_file
 from millrace.engine.kv.block_identity import transfer_identity
 from millrace.engine.kv.block_tables import BlockTables
@@ -55,7 +55,7 @@ class Tiers:
         self._memory = memory
         self._wake = wake
         self._monotonic = monotonic
-        self.arrivals = Arrivals(tables, compute_s, wake, monotonic)
+        self.arrivals = BlockArrivals(tables, compute_s, wake, monotonic)
         self.disk: DiskCache | None = None
         self.objects: ObjectCache | None = None
         self.exchange: PeerExchange | None = None

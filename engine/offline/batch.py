@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from millrace.engine.offline.generated import Choice, Generated, OfflineRequest
+from millrace.engine.offline.generated import Generated, OfflineCompletion, OfflineRequest
 from millrace.engine.types import EngineOutput, EngineRequest, EngineStats
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.errors import MillraceError
@@ -209,7 +209,7 @@ class OfflineBatch:
         for choice in generated.choices:
             self._count_choice(choice, generated.added_s)
 
-    def _count_choice(self, choice: Choice, added_s: float) -> None:
+    def _count_choice(self, choice: OfflineCompletion, added_s: float) -> None:
         num_tokens = len(choice.token_ids)
         self._completion_tokens += num_tokens
         if num_tokens:

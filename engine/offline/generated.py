@@ -87,7 +87,7 @@ def generation_job(
 
 
 @dataclass
-class Choice:
+class OfflineCompletion:
     """One completion of a request. Times are monotonic seconds."""
 
     stream: TextStream
@@ -139,7 +139,7 @@ class Generated:
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         self.embedding: tuple[float, ...] = ()
         self.choices = [
-            Choice(TextStream(tokenizer, job.sampling, job.prompt_token_ids or ()))
+            OfflineCompletion(TextStream(tokenizer, job.sampling, job.prompt_token_ids or ()))
             for _ in range(job.sampling.n)
         ]
         self._num_in_engine = len(self.choices)

@@ -59,7 +59,7 @@ class ChatOptions(TypedDict, total=False):
     continue_final_message: bool
 
 
-class Requests:
+class OfflineRequests:
     """Makes the requests of calls, each with an id of its own. A request may name one of the
     ``adapters``. Methods raise ParameterError or ContextLengthError, with a note of the position in
     the argument."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from millrace.engine.offline.chat import tool_calls
-from millrace.engine.offline.generated import Choice, Generated
+from millrace.engine.offline.generated import Generated, OfflineCompletion
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason, TokenLogprob
 
@@ -137,7 +137,7 @@ def generation_output(generated: Generated) -> GenerationOutput:
     )
 
 
-def _completion(generated: Generated, choice: Choice) -> CompletionOutput:
+def _completion(generated: Generated, choice: OfflineCompletion) -> CompletionOutput:
     request, text = generated.request, "".join(choice.text)
     sampling = request.job.sampling
     calls = []
@@ -155,7 +155,7 @@ def _completion(generated: Generated, choice: Choice) -> CompletionOutput:
     )
 
 
-def _stop_reason(choice: Choice, stop_token_ids: Sequence[int]) -> str | int | None:
+def _stop_reason(choice: OfflineCompletion, stop_token_ids: Sequence[int]) -> str | int | None:
     if choice.finish_reason is not FinishReason.STOP:
         return None
     if choice.stream.stop_string is not None:

@@ -97,7 +97,7 @@ class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapte
     number: int
 
 
-class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
+class RankStarted(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     """The rank is there, and about to meet the others."""
 
 
@@ -127,7 +127,7 @@ class BlocksChecked(msgspec.Struct, frozen=True, array_like=True, tag="blocks_ch
 
 
 ToMember = Join | JoinDevices | LoadAdapter | DropAdapter
-FromMember = Started | Joined | Refused | AdapterLoaded | BlocksChecked
+FromMember = RankStarted | Joined | Refused | AdapterLoaded | BlocksChecked
 
 _encoder = msgspec.msgpack.Encoder()
 to_member_decoder: msgspec.msgpack.Decoder[ToMember] = msgspec.msgpack.Decoder(ToMember)

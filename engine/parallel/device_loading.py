@@ -18,7 +18,7 @@ from millrace.engine.devices.cuda.loading import Plans
 from millrace.engine.devices.cuda.steps import StepParts
 from millrace.engine.kernels.rank_view import MAX_RANKS, RanksFailedError
 from millrace.engine.kernels.stage_link import link_memory
-from millrace.engine.parallel.control import FolderPlace, JoinDevices, NetworkPlace, Started
+from millrace.engine.parallel.control import FolderPlace, JoinDevices, NetworkPlace, RankStarted
 from millrace.engine.parallel.device_lead import DeviceLead, DeviceParts, Patience, link_shape
 from millrace.engine.parallel.device_rank import load_steps, make_channel, meet
 from millrace.engine.parallel.device_runner import DeviceGroupRunner, PipelineGroupRunner
@@ -93,7 +93,7 @@ def _load_lead(
     """Rank 0, once all are loaded."""
     engine = join.config
     # A rank that does not come to the meeting is waited for in vain; one that is there comes.
-    members.wait_joined(engine.start_timeout_s, Started)
+    members.wait_joined(engine.start_timeout_s, RankStarted)
     try:
         ranks = meet(join, listener)
         lead = DeviceLead(members, ranks, make_channel(join, ranks), engine.rank_timeout_s)

@@ -25,7 +25,7 @@ from millrace.engine.parallel.control import (
     ControlSocket,
     JoinDevices,
     LoadAdapter,
-    Started,
+    RankStarted,
 )
 from millrace.engine.parallel.device_lead import Channel, LinkChannel
 from millrace.engine.parallel.device_ranks import DeviceRanks, PipelineStage
@@ -207,7 +207,7 @@ class DeviceMember:
     """One rank. Raises MillraceError if it cannot be loaded, RanksFailedError if another cannot."""
 
     def __init__(self, join: JoinDevices, control: ControlSocket) -> None:
-        control.send(Started())
+        control.send(RankStarted())
         self._ranks = meet(join)
         self._channel = make_channel(join, self._ranks)
         self._steps = load_steps(join, self._ranks, partial(member_steps, self._ranks))

@@ -12,7 +12,7 @@ from millrace.engine.devices.cuda.steps import DeviceDecoder, Stage, StepParts
 from millrace.engine.kernels.gpu.device_batch import DeviceBatch
 from millrace.engine.models.shard import Shard, vocabulary_range
 from millrace.engine.parallel.ranks import GlooRanks
-from millrace.engine.parallel.rendezvous import Exchange, Rendezvous
+from millrace.engine.parallel.rendezvous import RankExchange, Rendezvous
 
 # Of the two stages between which results go.
 _FIRST, _LAST = 0, 1
@@ -22,7 +22,7 @@ class Way:
     """Tensors from one rank of an exchange to another, which come in the order in which they are
     sent, and are of the same size and type on both sides."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: RankExchange) -> None:
         self.exchange = exchange
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
@@ -79,7 +79,7 @@ class StageLinks:
         self._shard = shard
 
         def way(name: str, rank: int, size: int) -> Way:
-            return Way(Exchange(place, name, device, rank=rank, size=size, timeout_s=timeout_s))
+            return Way(RankExchange(place, name, device, rank=rank, size=size, timeout_s=timeout_s))
 
         self._hidden = way(f"hidden-{shard.rank}", shard.stage, shard.num_stages)
         self._results: Way | None = None
@@ -90,7 +90,7 @@ class StageLinks:
         self._meet(torch.zeros(1, device=device))
 
     @property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[RankExchange]:
         """Those that this rank takes part in."""
         ways = (self._hidden, self._results, self._rows)
         return [way.exchange for way in ways if way is not None]
@@ -168,7 +168,7 @@ class DeviceRanks:
     NCCL's order, which depends on the place of a number among all of them.
 
     Who waits longer than he may, or for a rank that has ended, gets RanksFailedError, see
-    ``Exchange``. For one thread, but for ``abort``.
+    ``RankExchange``. For one thread, but for ``abort``.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class DeviceRanks:
             timeout_s=timeout_s,
         )
         self._adds_in_order = fixed or shard.size <= _MOST_GATHERED
-        self._exchange = Exchange(
+        self._exchange = RankExchange(
             place,
             f"stage-{shard.stage}",
             device,
@@ -262,7 +262,7 @@ class DeviceRanks:
             exchange.abort(why)
 
     @property
-    def _exchanges(self) -> tuple[Exchange, ...]:
+    def _exchanges(self) -> tuple[RankExchange, ...]:
         return (self._exchange, *(() if self.links is None else self.links.exchanges))
 
     def _all_parts(self, rows: torch.Tensor) -> torch.Tensor:

@@ -25,8 +25,8 @@ from millrace.engine.parallel.control import (
     JoinDevices,
     Joined,
     LoadAdapter,
+    RankStarted,
     Refused,
-    Started,
     ToMember,
     from_member_decoder,
     pack,
@@ -166,7 +166,9 @@ class Members:
         for member in self._processes:
             member.send(message(member.rank))
 
-    def wait_joined(self, timeout_s: float, until: type[Joined] | type[Started] = Joined) -> None:
+    def wait_joined(
+        self, timeout_s: float, until: type[Joined] | type[RankStarted] = Joined
+    ) -> None:
         """Until all are loaded, or say what is named. Raises ConfigError naming one that is not, or
         not in time; adapters have as much."""
         self._timeout_s = timeout_s

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from millrace.engine.kernels.operations import Collectives
-from millrace.engine.parallel.rendezvous import Exchange, Rendezvous
+from millrace.engine.parallel.rendezvous import RankExchange, Rendezvous
 from millrace.engine.types import DeviceLostError
 
 
@@ -52,7 +52,7 @@ class GlooRanks:
         self.size = size
         cpu = torch.device("cpu")
         self._exchange, self._messages = (
-            Exchange(place, name, cpu, rank=rank, size=size, timeout_s=limit_s)
+            RankExchange(place, name, cpu, rank=rank, size=size, timeout_s=limit_s)
             for name, limit_s in (("exchange", timeout_s), ("messages", _NO_LIMIT_S))
         )
 

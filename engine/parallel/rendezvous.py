@@ -78,7 +78,7 @@ class Rendezvous:
 _NCCL_TIMEOUT = datetime.timedelta(days=365)
 
 
-class Exchange:
+class RankExchange:
     """One rank's place in it: by NCCL on CUDA devices, by Gloo on the CPU.
 
     On a CUDA device to wait for something means that what is told later does; on the CPU the caller

@@ -27,7 +27,7 @@ from millrace.engine.quantizer.calibration import CalibratedLayers
 from millrace.engine.quantizer.schemes import (
     LINEAR_NAMES,
     ROUTERS,
-    Scheme,
+    QuantizerScheme,
     quantization_config,
 )
 from millrace.registry.checkpoints.checkpoint import (
@@ -141,7 +141,7 @@ class Recipe(NamedTuple):
     """How weights are made. ``group_inputs``: of int4, a multiple of 32. ``texts``: token ids for a
     calibration, of int4 only; None: weights are rounded to nearest."""
 
-    scheme: Scheme
+    scheme: QuantizerScheme
     group_inputs: int = GROUP_INPUTS
     texts: Sequence[Sequence[int]] | None = None
 
@@ -151,10 +151,10 @@ class Recipe(NamedTuple):
             raise ConfigError(
                 f"A group must be a multiple of {GROUP_STEP} inputs, got {self.group_inputs}."
             )
-        if self.texts is not None and self.scheme is not Scheme.W4A16:
+        if self.texts is not None and self.scheme is not QuantizerScheme.W4A16:
             raise ConfigError(
                 f"{self.scheme} needs no calibration: its scales follow from the weights, and from "
-                f"inputs as they come. {Scheme.W4A16} gains by one."
+                f"inputs as they come. {QuantizerScheme.W4A16} gains by one."
             )
         if self.texts is not None and not any(self.texts):
             raise ConfigError("The calibration has no tokens.")
@@ -310,10 +310,10 @@ class _Job:
 
     def _rounded(self, tensor: torch.Tensor) -> QuantizedWeight:
         recipe = self._recipe
-        by_scheme: dict[Scheme, _Rounded] = {
-            Scheme.W8A8_INT8: rounded_int8,
-            Scheme.W8A8_FP8: rounded_float8,
-            Scheme.W4A16: partial(rounded_int4, group_inputs=recipe.group_inputs),
+        by_scheme: dict[QuantizerScheme, _Rounded] = {
+            QuantizerScheme.W8A8_INT8: rounded_int8,
+            QuantizerScheme.W8A8_FP8: rounded_float8,
+            QuantizerScheme.W4A16: partial(rounded_int4, group_inputs=recipe.group_inputs),
         }
         return by_scheme[recipe.scheme](tensor.to(self._device), scale_dtype=self._scale_dtype)
 

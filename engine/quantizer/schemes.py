@@ -22,7 +22,7 @@ LINEAR_NAMES = frozenset(
 ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
 
 
-class Scheme(StrEnum):
+class QuantizerScheme(StrEnum):
     """Bits of weights (w) and of what they multiply (a)."""
 
     W8A8_INT8 = "w8a8-int8"
@@ -31,14 +31,14 @@ class Scheme(StrEnum):
 
 
 _FORMATS = {
-    Scheme.W8A8_INT8: "int-quantized",
-    Scheme.W8A8_FP8: "float-quantized",
-    Scheme.W4A16: "pack-quantized",
+    QuantizerScheme.W8A8_INT8: "int-quantized",
+    QuantizerScheme.W8A8_FP8: "float-quantized",
+    QuantizerScheme.W4A16: "pack-quantized",
 }
 
 
 def quantization_config(
-    scheme: Scheme, groups: Mapping[str, int | None], ignored: Sequence[str]
+    scheme: QuantizerScheme, groups: Mapping[str, int | None], ignored: Sequence[str]
 ) -> dict[str, Any]:
     """The field ``quantization_config``. ``groups`` has the names of the modules that are
     quantized, and how many inputs of each share a scale, None: all; ``ignored`` are linear maps
@@ -52,7 +52,7 @@ def quantization_config(
             # Several sizes are told apart by names; one is for all linear maps.
             "targets": ["Linear"] if len(targets) == 1 else sorted(patterns),
             "weights": _weights(scheme, size),
-            "input_activations": None if scheme is Scheme.W4A16 else _activations(scheme),
+            "input_activations": None if scheme is QuantizerScheme.W4A16 else _activations(scheme),
             "output_activations": None,
             "format": kind,
         }
@@ -75,10 +75,10 @@ def _pattern(name: str) -> str:
     return "re:.*" + re.sub(r"\d+(?=\\\.)", r"\\d+", re.escape(layers)) + "$"
 
 
-def _weights(scheme: Scheme, group_inputs: int | None) -> dict[str, Any]:
+def _weights(scheme: QuantizerScheme, group_inputs: int | None) -> dict[str, Any]:
     return {
-        "num_bits": 4 if scheme is Scheme.W4A16 else 8,
-        "type": "float" if scheme is Scheme.W8A8_FP8 else "int",
+        "num_bits": 4 if scheme is QuantizerScheme.W4A16 else 8,
+        "type": "float" if scheme is QuantizerScheme.W8A8_FP8 else "int",
         "symmetric": True,
         "strategy": "channel" if group_inputs is None else "group",
         "group_size": group_inputs,
@@ -86,10 +86,10 @@ def _weights(scheme: Scheme, group_inputs: int | None) -> dict[str, Any]:
     }
 
 
-def _activations(scheme: Scheme) -> dict[str, Any]:
+def _activations(scheme: QuantizerScheme) -> dict[str, Any]:
     return {
         "num_bits": 8,
-        "type": "float" if scheme is Scheme.W8A8_FP8 else "int",
+        "type": "float" if scheme is QuantizerScheme.W8A8_FP8 else "int",
         "symmetric": True,
         "strategy": "token",
         "group_size": None,

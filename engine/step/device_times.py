@@ -13,7 +13,7 @@ from millrace.engine.step.sequence import Sequence
 from millrace.engine.types import DeviceTime, EngineOutput
 
 
-class DeviceTimes:
+class StepDeviceTimes:
     """The last word for sequences that ended or were cancelled while a step that they had a part in
     was in flight comes when that is over."""
 

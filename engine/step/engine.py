@@ -28,7 +28,7 @@ from millrace.engine.scheduling.planner import Planner
 from millrace.engine.speculation.making import make_speculator
 from millrace.engine.step.adapter_pool import AdapterPool
 from millrace.engine.step.checkpoint_tokenizer import checkpoint_tokenizer
-from millrace.engine.step.device_times import DeviceTimes
+from millrace.engine.step.device_times import StepDeviceTimes
 from millrace.engine.step.executor import Executor
 from millrace.engine.step.live_requests import LiveRequests
 from millrace.engine.step.output_processor import OutputProcessor
@@ -160,7 +160,7 @@ class Engine:
             overlap=config.overlap and runner.overlaps,
             monotonic=monotonic,
         )
-        self._device_times = DeviceTimes(self._executor)
+        self._device_times = StepDeviceTimes(self._executor)
         self._num_arrived = 0
         self._num_steps = 0
         self._prefills = False

@@ -138,7 +138,7 @@ class FairTasks:
         stack_bytes: int = 0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._queue = FairQueue(max(1, count - 1), monotonic)
+        self._queue = FairTaskQueue(max(1, count - 1), monotonic)
         self._threads = TaskThreads(name, count, stack_bytes, tasks=self._queue)
 
     def submit(self, owner: str, task: Task) -> None:
@@ -157,7 +157,7 @@ class OwnedTask:
         self.task()
 
 
-class FairQueue:
+class FairTaskQueue:
     """The waiting tasks and the time that each owner has used. Safe for several threads.
 
     A task that ``get`` returns must be run: running it counts its time."""

@@ -15,21 +15,21 @@ from millrace.engine.transfer.checksum import checksum_of
 from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import Blocks, BlockShape, map_blocks
 from millrace.engine.transfer.reslicing import Reslicer
-from millrace.engine.transfer.runs import Run, copy_runs, cut, runs_of
+from millrace.engine.transfer.runs import BlockRun, copy_runs, cut, runs_of
 from millrace.engine.transfer.streams import Stream, failed
 
 # Copied between two looks at the clock.
 _COPY_BYTES = 32 << 20
 
 
-class Target(NamedTuple):
+class PullTarget(NamedTuple):
     """Where blocks go: the first of them to the first of ``slots``, in memory of one's own."""
 
     blocks: Blocks
     slots: list[int]
 
 
-class Pulled(NamedTuple):
+class PulledBlocks(NamedTuple):
     """How many blocks came, after how long the first of them could be read, and how long reading
     them took then."""
 
@@ -38,13 +38,13 @@ class Pulled(NamedTuple):
     copy_s: float
 
 
-class Connection(Protocol):
+class PeerConnection(Protocol):
     """A peer that has taken the hello."""
 
     def fileno(self) -> int:
         """Of its socket, which can be read while nothing is pulled only once the peer has gone."""
 
-    def pull(self, keys: list[bytes], target: Target, timeout_s: float) -> Pulled:
+    def pull(self, keys: list[bytes], target: PullTarget, timeout_s: float) -> PulledBlocks:
         """Copy the first blocks that the peer has of these. Raises PeerError; the target may hold
         anything then, and the connection is of no more use."""
 
@@ -86,7 +86,7 @@ class LocalConnection:
             if not header:
                 raise PeerError("it does not take the hello")
             header += self._stream.receive(wire.HEADER_BYTES - len(header))
-            _, count, size = wire.parse_header(header, wire.Kind.WELCOME)
+            _, count, size = wire.parse_header(header, wire.TransferFrameKind.WELCOME)
             shapes = wire.parse_shapes(self._stream.receive(size))
             if len(fds) != count:
                 raise PeerError("it hands over other memory than it says")
@@ -98,20 +98,20 @@ class LocalConnection:
                 os.close(fd)
 
     def fileno(self) -> int:
-        """See ``Connection``."""
+        """See ``PeerConnection``."""
         return self._stream.sock.fileno()
 
-    def pull(self, keys: list[bytes], target: Target, timeout_s: float) -> Pulled:
-        """See ``Connection``."""
+    def pull(self, keys: list[bytes], target: PullTarget, timeout_s: float) -> PulledBlocks:
+        """See ``PeerConnection``."""
 
         def read(_count: int, body: bytes) -> None:
             self._copy(wire.parse_places(body), target)
-            self._stream.send(wire.frame(wire.Kind.DONE, 0))
+            self._stream.send(wire.frame(wire.TransferFrameKind.DONE, 0))
 
         self._stream.allow(timeout_s)
-        return ask_and_read(self._stream, keys, wire.Kind.LENT, read)
+        return ask_and_read(self._stream, keys, wire.TransferFrameKind.LENT, read)
 
-    def _copy(self, places: Sequence[int], target: Target) -> None:
+    def _copy(self, places: Sequence[int], target: PullTarget) -> None:
         where = [wire.region_and_number(place) for place in places]
         for number, blocks in enumerate(self._regions):
             pairs = [
@@ -129,7 +129,7 @@ class LocalConnection:
         if any(region >= len(self._regions) for region, _ in where):
             raise PeerError("it lends a block that it has not")
 
-    def _copy_run(self, source: Blocks, target: Blocks, run: Run) -> None:
+    def _copy_run(self, source: Blocks, target: Blocks, run: BlockRun) -> None:
         if self._reslicer is None:
             copy_runs(source, target, [run])
             return
@@ -159,15 +159,15 @@ class RemoteConnection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream.send(hello)
         header = self._stream.receive(wire.HEADER_BYTES)
-        if wire.parse_header(header, wire.Kind.WELCOME)[1]:
+        if wire.parse_header(header, wire.TransferFrameKind.WELCOME)[1]:
             raise PeerError("it hands over memory")
 
     def fileno(self) -> int:
-        """See ``Connection``."""
+        """See ``PeerConnection``."""
         return self._stream.sock.fileno()
 
-    def pull(self, keys: list[bytes], target: Target, timeout_s: float) -> Pulled:
-        """See ``Connection``."""
+    def pull(self, keys: list[bytes], target: PullTarget, timeout_s: float) -> PulledBlocks:
+        """See ``PeerConnection``."""
 
         def read(count: int, _body: bytes) -> None:
             reslicer = self._reslicer
@@ -181,7 +181,7 @@ class RemoteConnection:
                 reslicer.copy(received, [0], target.blocks, [slot])
 
         self._stream.allow(timeout_s)
-        return ask_and_read(self._stream, keys, wire.Kind.SENT, read)
+        return ask_and_read(self._stream, keys, wire.TransferFrameKind.SENT, read)
 
     def _receive_block(self, pieces: list[memoryview]) -> None:
         checksum = bytearray(wire.CHECKSUM.size)
@@ -195,8 +195,11 @@ class RemoteConnection:
 
 
 def ask_and_read(
-    stream: Stream, keys: list[bytes], answer: wire.Kind, read: Callable[[int, bytes], None]
-) -> Pulled:
+    stream: Stream,
+    keys: list[bytes],
+    answer: wire.TransferFrameKind,
+    read: Callable[[int, bytes], None],
+) -> PulledBlocks:
     """Ask for blocks, ``read`` as many as the answer says there are, by its body, and hear whether
     they stayed what they were."""
     begin_s = time.monotonic()
@@ -206,7 +209,7 @@ def ask_and_read(
     if count > len(keys):
         raise PeerError("it has more than was asked for")
     read(count, body)
-    _, is_valid, _ = stream.receive_frame(wire.Kind.OVER)
+    _, is_valid, _ = stream.receive_frame(wire.TransferFrameKind.OVER)
     if not is_valid:
         raise PeerError("it had to give the blocks to others before they were read")
-    return Pulled(count, lent_s - begin_s, time.monotonic() - lent_s)
+    return PulledBlocks(count, lent_s - begin_s, time.monotonic() - lent_s)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from millrace.engine.transfer import wire
-from millrace.engine.transfer.client import Pulled, Target, ask_and_read
+from millrace.engine.transfer.client import PulledBlocks, PullTarget, ask_and_read
 from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import Blocks, BlockShape
 from millrace.engine.transfer.nixl_agent import (
@@ -22,7 +22,7 @@ from millrace.engine.transfer.nixl_agent import (
     Scratch,
 )
 from millrace.engine.transfer.reslicing import Reslicer
-from millrace.engine.transfer.runs import Run, copy_runs, runs_of, shares_of
+from millrace.engine.transfer.runs import BlockRun, copy_runs, runs_of, shares_of
 from millrace.engine.transfer.streams import Stream
 
 # One is read into while the other is copied out of.
@@ -35,7 +35,7 @@ class _Share(NamedTuple):
 
     read: Read
     blocks: Blocks
-    runs: list[Run]
+    runs: list[BlockRun]
 
 
 class NixlConnection:
@@ -61,7 +61,7 @@ class NixlConnection:
         if stream.sock.family != socket.AF_UNIX:
             stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         stream.send(hello)
-        _, _, body = stream.receive_frame(wire.Kind.AGENT)
+        _, _, body = stream.receive_frame(wire.TransferFrameKind.AGENT)
         said = wire.parse_agent(body)
         if any(one._replace(num_blocks=shape.num_blocks) != shape for one in said.shapes):
             raise PeerError("its blocks are of another shape")
@@ -75,17 +75,17 @@ class NixlConnection:
         """See ``Connection``."""
         return self._stream.sock.fileno()
 
-    def pull(self, keys: list[bytes], target: Target, timeout_s: float) -> Pulled:
+    def pull(self, keys: list[bytes], target: PullTarget, timeout_s: float) -> PulledBlocks:
         """See ``Connection``."""
 
         def read(_count: int, body: bytes) -> None:
             self._read(wire.parse_places(body), target)
-            self._stream.send(wire.frame(wire.Kind.DONE, 0))
+            self._stream.send(wire.frame(wire.TransferFrameKind.DONE, 0))
 
         self._stream.allow(timeout_s)
-        return ask_and_read(self._stream, keys, wire.Kind.LENT, read)
+        return ask_and_read(self._stream, keys, wire.TransferFrameKind.LENT, read)
 
-    def _read(self, places: Sequence[int], target: Target) -> None:
+    def _read(self, places: Sequence[int], target: PullTarget) -> None:
         where = [wire.region_and_number(place) for place in places]
         for region, number in where:
             if region >= len(self._shapes) or number >= self._shapes[region].num_blocks:
@@ -100,7 +100,7 @@ class NixlConnection:
                 runs = runs_of([source for source, _ in pairs], [slot for _, slot in pairs])
                 self._read_region(number, runs, target)
 
-    def _read_region(self, region: int, runs: list[Run], target: Target) -> None:
+    def _read_region(self, region: int, runs: list[BlockRun], target: PullTarget) -> None:
         """As much at a time as there is scratch for."""
         block_bytes = self._shapes[region].block_bytes
         num_blocks = sum(run.length for run in runs)
@@ -118,7 +118,7 @@ class NixlConnection:
                 self._agent.give_up(share.read)
             raise
 
-    def _begin(self, region: int, runs: list[Run]) -> _Share:
+    def _begin(self, region: int, runs: list[BlockRun]) -> _Share:
         """Have blocks of a region read into scratch, one behind the other."""
         shape = self._shapes[region]
         num_blocks = sum(run.length for run in runs)
@@ -126,7 +126,7 @@ class NixlConnection:
         here = shape._replace(num_blocks=num_blocks)
         from_scratch, at = [], 0
         for _, to, length in runs:
-            from_scratch.append(Run(at, to, length))
+            from_scratch.append(BlockRun(at, to, length))
             at += length
         lengths = [run.length for run in runs]
         theirs = _pieces(self._addresses[region], shape, [run.source for run in runs], lengths)
@@ -135,7 +135,7 @@ class NixlConnection:
         read = self._agent.begin(self._remote, scratch, theirs, own)
         return _Share(read, _blocks(scratch, here), from_scratch)
 
-    def _finish(self, coming: deque[_Share], target: Target) -> None:
+    def _finish(self, coming: deque[_Share], target: PullTarget) -> None:
         """Wait for the first share and copy it to where it goes."""
         read, blocks, runs = coming.popleft()
         self._agent.finish(read, self._stream.deadline_s)
@@ -144,7 +144,7 @@ class NixlConnection:
         finally:
             self._agent.give_back(read.scratch)
 
-    def _copy(self, source: Blocks, target: Blocks, runs: list[Run]) -> None:
+    def _copy(self, source: Blocks, target: Blocks, runs: list[BlockRun]) -> None:
         if self._reslicer is None:
             copy_runs(source, target, runs)
             return

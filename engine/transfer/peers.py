@@ -11,11 +11,11 @@ from typing import NamedTuple
 from millrace.engine.transfer import wire
 from millrace.engine.transfer.addresses import host_and_port
 from millrace.engine.transfer.client import (
-    Connection,
     LocalConnection,
-    Pulled,
+    PeerConnection,
+    PulledBlocks,
+    PullTarget,
     RemoteConnection,
-    Target,
 )
 from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import BlockLayout, BlockShape
@@ -36,7 +36,7 @@ _WATCH_MS = 500
 class _Idle(NamedTuple):
     """A connection that nobody uses, and since when."""
 
-    connection: Connection
+    connection: PeerConnection
     since_s: float
 
 
@@ -89,8 +89,8 @@ class Peers:
         )
 
     def pull(
-        self, endpoint: TransferEndpoint, keys: list[bytes], target: Target, timeout_s: float
-    ) -> Pulled:
+        self, endpoint: TransferEndpoint, keys: list[bytes], target: PullTarget, timeout_s: float
+    ) -> PulledBlocks:
         """Copy the first blocks that a peer has of these. Raises PeerError; the target may hold
         anything then."""
         deadline_s = time.monotonic() + timeout_s
@@ -108,12 +108,12 @@ class Peers:
 
     def _pull(
         self,
-        connection: Connection,
+        connection: PeerConnection,
         endpoint: TransferEndpoint,
         keys: list[bytes],
-        target: Target,
+        target: PullTarget,
         timeout_s: float,
-    ) -> Pulled:
+    ) -> PulledBlocks:
         try:
             pulled = connection.pull(keys, target, timeout_s)
         except BaseException:
@@ -122,7 +122,7 @@ class Peers:
         self._keep(endpoint, connection)
         return pulled
 
-    def _keep(self, endpoint: TransferEndpoint, connection: Connection) -> None:
+    def _keep(self, endpoint: TransferEndpoint, connection: PeerConnection) -> None:
         """For the next time; of those that were used least recently some make room."""
         with self._lock:
             kept = [*self._idle.pop(endpoint, []), _Idle(connection, time.monotonic())]
@@ -167,7 +167,7 @@ class Peers:
                     return True
         return False
 
-    def _connect(self, endpoint: TransferEndpoint, timeout_s: float) -> Connection:
+    def _connect(self, endpoint: TransferEndpoint, timeout_s: float) -> PeerConnection:
         deadline_s = time.monotonic() + timeout_s
         sock = self._dial(endpoint, timeout_s)
         try:

@@ -32,7 +32,7 @@ _BUSY_S, _BUSY_PAUSE_S, _PAUSE_MS = 0.02, 50e-6, 1
 
 
 @dataclass(frozen=True)
-class Identity:
+class PeerIdentity:
     """What peers have to show: the token, and that their blocks are of the same layout. A loan
     lasts ``loan_s`` at most."""
 
@@ -48,7 +48,7 @@ class BlockServer:
     def __init__(
         self,
         lender: Lender,
-        identity: Identity,
+        identity: PeerIdentity,
         listeners: Sequence[socket.socket],
         agent: NixlAgent | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class BlockServer:
 
 
 def serve_peer(
-    sock: socket.socket, lender: Lender, identity: Identity, agent: NixlAgent | None = None
+    sock: socket.socket, lender: Lender, identity: PeerIdentity, agent: NixlAgent | None = None
 ) -> None:
     """Answer one peer until it goes. Raises PeerError; PeerGoneError when it went as it should."""
     stream = Stream(sock, _HELLO_TIMEOUT_S)
@@ -131,7 +131,7 @@ def serve_peer(
     while True:
         stream.allow(_IDLE_TIMEOUT_S)
         header = stream.receive(wire.HEADER_BYTES, may_end=True)
-        _, _, size = wire.parse_header(header, wire.Kind.LEND)
+        _, _, size = wire.parse_header(header, wire.TransferFrameKind.LEND)
         stream.allow(_FRAME_TIMEOUT_S)
         keys = wire.parse_keys(stream.receive(size))
         loan = lender.ask(keys)
@@ -142,7 +142,7 @@ def serve_peer(
                 stream.send(wire.lent(places))
                 if read_by is not None:
                     _let_read(stream, read_by, stream.deadline_s)
-                stream.receive_frame(wire.Kind.DONE)
+                stream.receive_frame(wire.TransferFrameKind.DONE)
             else:
                 _send_blocks(stream, lender, places)
         finally:
@@ -187,7 +187,7 @@ def _let_read(stream: Stream, agent: NixlAgent, until_s: float) -> None:
 
 
 def _send_blocks(stream: Stream, lender: Lender, places: Sequence[int]) -> None:
-    stream.send(wire.frame(wire.Kind.SENT, len(places)))
+    stream.send(wire.frame(wire.TransferFrameKind.SENT, len(places)))
     regions = [region.blocks for region in lender.regions]
     for place in places:
         region, number = wire.region_and_number(place)

@@ -53,8 +53,8 @@ class Stream:
         return bytes(data)
 
     def receive_frame(
-        self, *expected: wire.Kind, may_end: bool = False
-    ) -> tuple[wire.Kind, int, bytes]:
+        self, *expected: wire.TransferFrameKind, may_end: bool = False
+    ) -> tuple[wire.TransferFrameKind, int, bytes]:
         """Kind, number of items and body of the next frame, which is of one of those kinds."""
         header = self.receive(wire.HEADER_BYTES, may_end=may_end)
         kind, count, size = wire.parse_header(header, *expected)

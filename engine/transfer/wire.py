@@ -44,7 +44,7 @@ _REGION_SHIFT = 31
 _NUMBER_MASK = (1 << _REGION_SHIFT) - 1
 
 
-class Kind(IntEnum):
+class TransferFrameKind(IntEnum):
     """What a frame is; see the module."""
 
     WELCOME = 1
@@ -58,22 +58,22 @@ class Kind(IntEnum):
 
 # How many items a frame of a kind may have, and of how many bytes.
 _MAX_ITEMS = {
-    Kind.WELCOME: MAX_REGIONS,
-    Kind.LEND: MAX_KEYS,
-    Kind.LENT: MAX_KEYS,
-    Kind.SENT: MAX_KEYS,
-    Kind.DONE: 0,
-    Kind.OVER: 1,
-    Kind.AGENT: MAX_AGENT_BYTES,
+    TransferFrameKind.WELCOME: MAX_REGIONS,
+    TransferFrameKind.LEND: MAX_KEYS,
+    TransferFrameKind.LENT: MAX_KEYS,
+    TransferFrameKind.SENT: MAX_KEYS,
+    TransferFrameKind.DONE: 0,
+    TransferFrameKind.OVER: 1,
+    TransferFrameKind.AGENT: MAX_AGENT_BYTES,
 }
 _ITEM_BYTES = {
-    Kind.WELCOME: _REGION.size,
-    Kind.LEND: KEY_BYTES,
-    Kind.LENT: 4,
-    Kind.SENT: 0,
-    Kind.DONE: 0,
-    Kind.OVER: 0,
-    Kind.AGENT: 1,
+    TransferFrameKind.WELCOME: _REGION.size,
+    TransferFrameKind.LEND: KEY_BYTES,
+    TransferFrameKind.LENT: 4,
+    TransferFrameKind.SENT: 0,
+    TransferFrameKind.DONE: 0,
+    TransferFrameKind.OVER: 0,
+    TransferFrameKind.AGENT: 1,
 }
 
 
@@ -110,12 +110,12 @@ def _digest(text: str, size: int) -> bytes:
     return blake2b(text.encode(), digest_size=size).digest()
 
 
-def frame(kind: Kind, count: int, body: bytes = b"") -> bytes:
+def frame(kind: TransferFrameKind, count: int, body: bytes = b"") -> bytes:
     """A frame with ``count`` items."""
     return _HEADER.pack(_MAGIC, kind, count) + body
 
 
-def parse_header(data: bytes, *expected: Kind) -> tuple[Kind, int, int]:
+def parse_header(data: bytes, *expected: TransferFrameKind) -> tuple[TransferFrameKind, int, int]:
     """Kind and number of items of a frame, and how many bytes of them follow. Raises PeerError for
     one that is not of those expected, or longer than it may be."""
     magic, number, count = _HEADER.unpack(data)
@@ -129,7 +129,9 @@ def parse_header(data: bytes, *expected: Kind) -> tuple[Kind, int, int]:
 
 def welcome(shapes: Sequence[BlockShape]) -> bytes:
     """The regions of memory that are handed over."""
-    return frame(Kind.WELCOME, len(shapes), b"".join(_REGION.pack(*shape) for shape in shapes))
+    return frame(
+        TransferFrameKind.WELCOME, len(shapes), b"".join(_REGION.pack(*shape) for shape in shapes)
+    )
 
 
 def parse_shapes(body: bytes) -> list[BlockShape]:
@@ -143,7 +145,7 @@ def agent(said: Agent) -> bytes:
     body = _COUNT.pack(len(said.shapes))
     body += b"".join(_PLACED_REGION.pack(address, *shape) for address, shape in regions)
     body += said.metadata
-    return frame(Kind.AGENT, len(body), body)
+    return frame(TransferFrameKind.AGENT, len(body), body)
 
 
 def parse_agent(body: bytes) -> Agent:
@@ -162,7 +164,7 @@ def parse_agent(body: bytes) -> Agent:
 
 def lend(keys: Sequence[bytes]) -> bytes:
     """Ask for blocks."""
-    return frame(Kind.LEND, len(keys), b"".join(keys))
+    return frame(TransferFrameKind.LEND, len(keys), b"".join(keys))
 
 
 def parse_keys(body: bytes) -> list[bytes]:
@@ -182,7 +184,7 @@ def region_and_number(place: int) -> tuple[int, int]:
 
 def lent(places: Sequence[int]) -> bytes:
     """Where the blocks are."""
-    return frame(Kind.LENT, len(places), struct.pack(f"<{len(places)}I", *places))
+    return frame(TransferFrameKind.LENT, len(places), struct.pack(f"<{len(places)}I", *places))
 
 
 def parse_places(body: bytes) -> tuple[int, ...]:
@@ -192,4 +194,4 @@ def parse_places(body: bytes) -> tuple[int, ...]:
 
 def over(*, is_valid: bool) -> bytes:
     """Whether the blocks stayed as they were for as long as they were read."""
-    return frame(Kind.OVER, int(is_valid))
+    return frame(TransferFrameKind.OVER, int(is_valid))

@@ -53,7 +53,7 @@ _CSV = "text/csv; charset=utf-8"
 _HEADERS = {"cache-control": "no-store", "vary": "accept"}
 
 
-class QueryError(MillraceError, code="query_failed", http_status=400):
+class QueryFailedError(MillraceError, code="query_failed", http_status=400):
     """The telemetry process could not answer a query."""
 
 
@@ -121,7 +121,7 @@ class OpsApi:
         alerts = own.alerts()
         try:
             alerts += self._told.decode((await self._answer_of(_ALERTS, params)).rows_json)
-        except (TelemetryUnavailableError, QueryError) as error:
+        except (TelemetryUnavailableError, QueryFailedError) as error:
             answers = not isinstance(error, TelemetryUnavailableError)
             known = {one.name for one in alerts} | {_ABSENT}
             alerts += [unknown_alert(name, error.message) for name in RULES if name not in known]
@@ -216,7 +216,7 @@ class OpsApi:
             return answer
         if answer.code == ParameterError.code:
             raise ParameterError(answer.param, answer.error)
-        raise _ERRORS.get(answer.code, QueryError)(answer.error)
+        raise _ERRORS.get(answer.code, QueryFailedError)(answer.error)
 
     def _fixed_range(self, params: dict[str, str]) -> dict[str, int]:
         """The bounds of the range as they are now; telemetry says what is wrong with others."""

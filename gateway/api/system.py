@@ -68,7 +68,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
-class Api:
+class GatewayApi:
     """Starlette endpoints over one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from millrace.gateway.rendering.rendering import Renderer
 from millrace.gateway.request.response_stream import ResponseStream
-from millrace.gateway.streams.parts import CallArguments, Part, ReasoningPart, TextPart
+from millrace.gateway.streams.parts import AnswerText, CallArguments, Part, ReasoningPart
 from millrace.gateway.transport.event_ids import EventId, event_id
 
 _END = b"\n\n"
-_OF_TOKENS = (TextPart, ReasoningPart)
-_WITH_TEXT = (TextPart, ReasoningPart, CallArguments)
+_OF_TOKENS = (AnswerText, ReasoningPart)
+_WITH_TEXT = (AnswerText, ReasoningPart, CallArguments)
 
 
 class ToldEvents:

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 
 from millrace.gateway.streams.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     ChoiceEnd,
     Part,
     ReasoningPart,
-    TextPart,
 )
 from millrace.schemas.anthropic.answers import (
     AnswerBlock,
@@ -50,7 +50,7 @@ class ContentBlocks:
 
     def add(self, part: Part) -> Iterator[BlockEvent]:
         """What is to be told of one more part."""
-        if isinstance(part, TextPart):
+        if isinstance(part, AnswerText):
             if part.text:
                 yield from self.open_text()
                 yield self._more(part.text, BlockTextDelta(text=part.text))

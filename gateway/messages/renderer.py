@@ -11,11 +11,11 @@ from millrace.gateway.errors import Refusal
 from millrace.gateway.messages.blocks import ContentBlocks
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import (
+    AnswerText,
     CallArguments,
     Part,
     PartEvents,
     ReasoningPart,
-    TextPart,
 )
 from millrace.gateway.tenancy.identity import AuthenticationError
 from millrace.schemas.anthropic.answers import (
@@ -53,7 +53,7 @@ _TYPES = {
 
 _encode = msgspec.json.encode
 _NOTHING = Usage()
-_WITH_DELTA = (TextPart, ReasoningPart, CallArguments)
+_WITH_DELTA = (AnswerText, ReasoningPart, CallArguments)
 
 
 class MessagesRefusal(Refusal, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from millrace.gateway.rendering.rendering import (
 from millrace.gateway.rendering.tokens import ToldTokens, logprob_infos, prompt_tokens
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     ChoiceEnd,
@@ -22,7 +23,6 @@ from millrace.gateway.streams.parts import (
     PartEvents,
     ReasoningPart,
     StepPart,
-    TextPart,
 )
 from millrace.registry.tool_formats.freeform import input_of
 from millrace.schemas.chat.completions import (
@@ -81,7 +81,7 @@ class ChatRenderer:
         return events
 
     def part(self, part: Part) -> PartEvents:
-        if type(part) is TextPart:
+        if type(part) is AnswerText:
             if part.logprobs or self._told:
                 return PartEvents(delta=self._delta(part.choice, {"content": part.text}, part))
             if not part.text:
@@ -112,7 +112,7 @@ class ChatRenderer:
         return sse_failure(refusal)
 
     def add(self, part: Part) -> None:
-        if isinstance(part, TextPart | ReasoningPart):
+        if isinstance(part, AnswerText | ReasoningPart):
             self._logprobs[part.choice] += self._infos(part)
             if self._told is not None:
                 self._told.add(part)
@@ -182,14 +182,14 @@ class ChatRenderer:
             return self._delta(part.choice, delta, part)
         return self._delta(part.choice, delta) if delta else b""
 
-    def _infos(self, part: TextPart | ReasoningPart) -> tuple[LogprobInfo, ...]:
+    def _infos(self, part: AnswerText | ReasoningPart) -> tuple[LogprobInfo, ...]:
         return logprob_infos(self._response.model.tokenizer, part.logprobs)
 
     def _delta(
         self,
         choice: int,
         delta: dict[str, object],
-        told_of: TextPart | ReasoningPart | None = None,
+        told_of: AnswerText | ReasoningPart | None = None,
     ) -> bytes:
         """A chunk with what was asked for about the tokens of ``told_of``."""
         body = b',"delta":' + encode(delta)

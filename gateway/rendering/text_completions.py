@@ -21,7 +21,7 @@ from millrace.gateway.rendering.tokens import (
     prompt_tokens,
 )
 from millrace.gateway.request.response_reader import ResponseReader
-from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents, TextPart
+from millrace.gateway.streams.parts import AnswerText, ChoiceEnd, Part, PartEvents
 from millrace.registry.tokenizers.silent_tokens import silent_tokens
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.notices import field_of
@@ -67,7 +67,7 @@ class CompletionRenderer:
         return b""
 
     def part(self, part: Part) -> PartEvents:
-        if isinstance(part, TextPart):
+        if isinstance(part, AnswerText):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
             if not self._response.request.tells_completion:
                 return PartEvents(echoed)
@@ -94,7 +94,7 @@ class CompletionRenderer:
         return sse_failure(refusal)
 
     def add(self, part: Part) -> None:
-        if isinstance(part, TextPart):
+        if isinstance(part, AnswerText):
             self._logprobs[part.choice] += part.logprobs
             if self._told is not None:
                 self._told.add(part)
@@ -177,7 +177,7 @@ class CompletionRenderer:
         index: int,
         text: str,
         lists: CompletionLogprobs | None,
-        told_of: TextPart | None = None,
+        told_of: AnswerText | None = None,
     ) -> bytes:
         more = b',"logprobs":' + encode(lists) + b',"finish_reason":null'
         if self._told is not None and index not in self._told_prompts:

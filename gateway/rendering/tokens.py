@@ -9,7 +9,7 @@ import msgspec
 from millrace.bus.stored_results import UNKNOWN_TOKEN_ID
 from millrace.gateway.models import TokenizerLike
 from millrace.gateway.request.response_reader import ResponseReader
-from millrace.gateway.streams.parts import Part, ReasoningPart, TextPart
+from millrace.gateway.streams.parts import AnswerText, Part, ReasoningPart
 from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import (
@@ -34,10 +34,10 @@ class ToldTokens:
 
     def add(self, part: Part) -> None:
         """Right after the part was read."""
-        if isinstance(part, TextPart | ReasoningPart):
+        if isinstance(part, AnswerText | ReasoningPart):
             self._token_ids[part.choice] += self._ids(part)
 
-    def of_part(self, part: TextPart | ReasoningPart) -> TokenIds:
+    def of_part(self, part: AnswerText | ReasoningPart) -> TokenIds:
         """Those that a part tells of, right after it was read."""
         return _known(self._ids(part))
 
@@ -45,7 +45,7 @@ class ToldTokens:
         """All that were added."""
         return _known(self._token_ids[choice])
 
-    def _ids(self, part: TextPart | ReasoningPart) -> tuple[int, ...]:
+    def _ids(self, part: AnswerText | ReasoningPart) -> tuple[int, ...]:
         choice = self._response.choices[part.choice]
         return choice.token_ids(part.first_index, part.num_tokens)
 

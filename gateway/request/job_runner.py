@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from millrace.bus.api import Bus
 from millrace.bus.frame_reader import StreamReader
 from millrace.gateway.errors import DrainingError, refusal_of_end
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.request.admission import Admission
 from millrace.gateway.request.job_maker import JobMaker, bare_job
 from millrace.gateway.request.submitter import publish_jobs
@@ -61,14 +61,14 @@ class _JobClient(Client):
             raise DrainingError("This gateway is shutting down. Send the request again.")
 
 
-class JobRunner:
+class GatewayJobRunner:
     """Queues jobs whose frames come to this gateway."""
 
     def __init__(
         self,
         bus: Bus,
         config: GatewayConfig,
-        models: Models,
+        models: LoadedModels,
         maker: JobMaker,
         streams: StreamTable,
         admission: Admission,

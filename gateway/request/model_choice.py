@@ -8,13 +8,13 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.sessions.sessions import Sessions
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.rollouts.versions import REASON
 from millrace.registry.routing.router import Chosen, ModelState, check_routable
-from millrace.registry.routing.score import Question, question_of
+from millrace.registry.routing.score import RoutingQuestion, question_of
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tools import ToolMode
 
@@ -25,7 +25,7 @@ class ModelChoice:
     is left as it is. Raises ParameterError for what no choice can be made of, ModelNotFoundError
     for a version that is not there."""
 
-    def __init__(self, models: Models, fleet: FleetView, sessions: Sessions) -> None:
+    def __init__(self, models: LoadedModels, fleet: FleetView, sessions: Sessions) -> None:
         self._models = models
         self._fleet = fleet
         self._sessions = sessions
@@ -103,7 +103,7 @@ def route_headers(request: GenerationRequest) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-def _question(request: GenerationRequest, tier: Tier) -> Question:
+def _question(request: GenerationRequest, tier: Tier) -> RoutingQuestion:
     check_routable(
         request.model, (request.prompt_token_ids, *request.other_prompts), request.sampling
     )

@@ -55,7 +55,7 @@ class _Tally:
             self.request_ids.append(request_id)
 
 
-class Refusals:
+class RefusalRecords:
     """Counts refusals and publishes a record of each kind every second, so that however many come,
     the outbox gets ``MAX_KINDS`` + 1 records a second at most.
 

@@ -63,7 +63,7 @@ class Keeper(Protocol):
         """The response has ended, well or not."""
 
 
-class Phase(Enum):
+class ReaderPhase(Enum):
     """Who reads a response. ``_NEXT`` says what may follow what."""
 
     ATTACHED = auto()  # a client reads it
@@ -75,12 +75,17 @@ class Phase(Enum):
 
 
 _NEXT = {
-    Phase.ATTACHED: {Phase.DETACHED, Phase.ABORTED, Phase.FINISHED, Phase.HANDED_OFF},
-    Phase.DETACHED: {Phase.CONCLUDING, Phase.FINISHED, Phase.HANDED_OFF},
-    Phase.CONCLUDING: {Phase.FINISHED, Phase.HANDED_OFF},
-    Phase.ABORTED: {Phase.FINISHED, Phase.HANDED_OFF},
-    Phase.FINISHED: {Phase.HANDED_OFF},
-    Phase.HANDED_OFF: set[Phase](),
+    ReaderPhase.ATTACHED: {
+        ReaderPhase.DETACHED,
+        ReaderPhase.ABORTED,
+        ReaderPhase.FINISHED,
+        ReaderPhase.HANDED_OFF,
+    },
+    ReaderPhase.DETACHED: {ReaderPhase.CONCLUDING, ReaderPhase.FINISHED, ReaderPhase.HANDED_OFF},
+    ReaderPhase.CONCLUDING: {ReaderPhase.FINISHED, ReaderPhase.HANDED_OFF},
+    ReaderPhase.ABORTED: {ReaderPhase.FINISHED, ReaderPhase.HANDED_OFF},
+    ReaderPhase.FINISHED: {ReaderPhase.HANDED_OFF},
+    ReaderPhase.HANDED_OFF: set[ReaderPhase](),
 }
 
 
@@ -118,7 +123,7 @@ class ResponseStream(ResponseReader):
         self.was_cancelled = False
         self.trace: RequestTrace | None = None
         self._settled: list[Usage | None] = []
-        self._phase = Phase.ATTACHED
+        self._phase = ReaderPhase.ATTACHED
         self._detached_until_s: float | None = None
         self._keeper: Keeper | None = None
 
@@ -148,18 +153,18 @@ class ResponseStream(ResponseReader):
     @property
     def is_attached(self) -> bool:
         """Whether its client still waits for it."""
-        return self._phase is Phase.ATTACHED
+        return self._phase is ReaderPhase.ATTACHED
 
     @property
     def was_handed_off(self) -> bool:
         """Whether another connection has it now."""
-        return self._phase is Phase.HANDED_OFF
+        return self._phase is ReaderPhase.HANDED_OFF
 
     @property
     def clients(self) -> set[Client]:
         return {choice.stream.client for choice in self.choices}
 
-    def _enter(self, phase: Phase) -> bool:
+    def _enter(self, phase: ReaderPhase) -> bool:
         """Go on to a phase, if it may follow; whether it did."""
         if phase not in _NEXT[self._phase]:
             return False
@@ -189,7 +194,7 @@ class ResponseStream(ResponseReader):
 
     def abort(self, outcome: str) -> None:
         """The client is gone and wants nothing more: cancel what runs."""
-        if not self._enter(Phase.ABORTED):
+        if not self._enter(ReaderPhase.ABORTED):
             return
         for choice in self.choices:
             self.context.streams.abort(choice.stream, outcome)
@@ -200,7 +205,7 @@ class ResponseStream(ResponseReader):
         ``keeper`` gets what comes."""
         if self.is_copy:
             self.abort(outcome)
-        if not self._enter(Phase.DETACHED):
+        if not self._enter(ReaderPhase.DETACHED):
             return
         self._detached_until_s = None if for_s is None else self.context.clock.monotonic() + for_s
         self._keeper = keeper
@@ -213,7 +218,7 @@ class ResponseStream(ResponseReader):
 
     def hand_off(self) -> None:
         """Another connection has it now."""
-        self._enter(Phase.HANDED_OFF)
+        self._enter(ReaderPhase.HANDED_OFF)
         self.context.responses.remove(self)
         for choice in self.choices:
             if choice.runs_tools:
@@ -241,7 +246,7 @@ class ResponseStream(ResponseReader):
     def finish(self) -> None:
         """The client has read the end."""
         was_attached = self.is_attached
-        self._enter(Phase.FINISHED)
+        self._enter(ReaderPhase.FINISHED)
         context = self.context
         for choice in self.choices:
             if choice.stream.ended:
@@ -283,7 +288,7 @@ class ResponseStream(ResponseReader):
             return
         if not self.must_conclude and self._keeper is None:
             self.finish()
-        elif self._enter(Phase.CONCLUDING):
+        elif self._enter(ReaderPhase.CONCLUDING):
             self.context.responses.tasks.spawn(self._conclude_and_finish(), "conclude a response")
 
     async def _conclude_and_finish(self) -> None:
@@ -299,7 +304,7 @@ class ResponseStream(ResponseReader):
     def note_end(self, stream: OpenStream) -> None:
         """A stream of this response has left the table: settle what was reserved for it."""
         context = self.context
-        if self._phase is not Phase.FINISHED or stream.outcome:
+        if self._phase is not ReaderPhase.FINISHED or stream.outcome:
             context.history.keep_stream(self.request_id, stream)
         if not any(choice.stream is stream and choice.runs_tools for choice in self.choices):
             self._unlink(stream)
@@ -344,7 +349,7 @@ class ResponseStream(ResponseReader):
 
     def awaits_round(self, choice: Choice) -> bool:
         """Whether somebody here wants a choice to go on with the results of its tools."""
-        is_wanted = self._phase in (Phase.ATTACHED, Phase.DETACHED)
+        is_wanted = self._phase in (ReaderPhase.ATTACHED, ReaderPhase.DETACHED)
         return is_wanted and choice.is_between_rounds()
 
     def start_round(self, choice: Choice, stream: OpenStream, *, may_call: bool) -> None:
@@ -359,7 +364,7 @@ class ResponseStream(ResponseReader):
         if not self.awaits_round(choice):
             streams.abort(stream, former.outcome or "cancelled")
             return
-        if self._phase is Phase.DETACHED:
+        if self._phase is ReaderPhase.DETACHED:
             stream.outcome = former.outcome
             stream.detach(self._detached_until_s)
         choice.start_round(stream, may_call=may_call)

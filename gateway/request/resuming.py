@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from millrace.bus.api import Bus
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.request.index import RequestIndex, RequestState
 from millrace.gateway.request.job_maker import job_id, job_of
 from millrace.gateway.request.response_reader import AcceptedRequest
@@ -42,7 +42,7 @@ class Resuming:
         bus: Bus,
         config: GatewayConfig,
         index: RequestIndex,
-        models: Models,
+        models: LoadedModels,
         identity: Identity,
         context: ResponseContext,
     ) -> None:

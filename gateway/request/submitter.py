@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from millrace.bus.api import Bus
-from millrace.gateway.models import Models, ServedModelLike
+from millrace.gateway.models import LoadedModels, ServedModelLike
 from millrace.gateway.request.admission import tier_of
 from millrace.gateway.request.index import RequestIndex, RequestState
 from millrace.gateway.request.job_maker import JobMaker, job_of, prompt_token_ids
@@ -53,7 +53,7 @@ class RequestSubmitter:
     def __init__(
         self,
         config: GatewayConfig,
-        models: Models,
+        models: LoadedModels,
         choice: ModelChoice,
         identity: Identity,
         index: RequestIndex,

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from millrace.gateway.responses.growing_items import GrowingCall, GrowingMessage, GrowingThoughts
 from millrace.gateway.responses.tools import CallKind
 from millrace.gateway.streams.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     ChoiceEnd,
     Part,
     ReasoningPart,
     StepPart,
-    TextPart,
 )
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
@@ -108,7 +108,7 @@ class OutputItems:
     def add(self, part: Part) -> list[ResponseEvent]:
         """The events of a part."""
         events: list[ResponseEvent] = []
-        if isinstance(part, TextPart):
+        if isinstance(part, AnswerText):
             self._take_text(part, events)
         elif isinstance(part, ReasoningPart):
             self._take_thoughts(part.text, events)
@@ -122,7 +122,7 @@ class OutputItems:
             self._end(part, events)
         return events
 
-    def _take_text(self, part: TextPart, events: list[ResponseEvent]) -> None:
+    def _take_text(self, part: AnswerText, events: list[ResponseEvent]) -> None:
         self._hidden += part.logprobs
         if not part.text:
             return

@@ -18,11 +18,11 @@ from millrace.gateway.responses.store import ResponseStore
 from millrace.gateway.responses.thoughts import THOUGHTS
 from millrace.gateway.responses.tools import call_kinds
 from millrace.gateway.streams.parts import (
+    AnswerText,
     CallArguments,
     Part,
     PartEvents,
     ReasoningPart,
-    TextPart,
 )
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.errors import ContextLengthError
@@ -55,7 +55,7 @@ from millrace.schemas.responses.items import (
 
 _log = logging.getLogger(__name__)
 _encode = msgspec.json.encode
-_WITH_DELTA = (TextPart, ReasoningPart, CallArguments)
+_WITH_DELTA = (AnswerText, ReasoningPart, CallArguments)
 
 
 class ResponseRenderer:

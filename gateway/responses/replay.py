@@ -16,13 +16,13 @@ from millrace.gateway.responses.cursor import events_after
 from millrace.gateway.responses.items import LENGTH, OutputItems
 from millrace.gateway.responses.tools import CallKind, told_name
 from millrace.gateway.streams.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     ChoiceEnd,
     Part,
     ReasoningPart,
     StepPart,
-    TextPart,
 )
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
@@ -119,7 +119,7 @@ def _parts(output: Sequence[Item]) -> Iterator[Part]:
         if isinstance(item, MessageItem):
             for piece in item.content:
                 kept = piece.logprobs if isinstance(piece, OutputText) else None
-                yield TextPart(0, 0, 1, piece.text, cast("tuple[TokenLogprob, ...]", kept or ()))
+                yield AnswerText(0, 0, 1, piece.text, cast("tuple[TokenLogprob, ...]", kept or ()))
         elif isinstance(item, ReasoningItem):
             yield ReasoningPart(0, 0, 1, "".join(piece.text for piece in item.content))
         elif isinstance(item, FunctionCallItem):

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 from msgspec.structs import replace
 
-from millrace.gateway.models import Models, ServedModelLike
+from millrace.gateway.models import LoadedModels, ServedModelLike
 from millrace.gateway.sessions.context_window import (
     Counted,
     Fitted,
@@ -72,7 +72,7 @@ class Sessions:
         link: RedisLink | None,
         config: GatewayConfig,
         clock: Clock,
-        models: Models,
+        models: LoadedModels,
         generate: Generate,
         definitions: Definitions,
         prompts: PromptPool,

@@ -10,12 +10,12 @@ import msgspec
 
 from millrace.bus.frame_reader import Progress
 from millrace.gateway.streams.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     ChoiceEnd,
     Part,
     ReasoningPart,
-    TextPart,
 )
 from millrace.gateway.streams.stream import OpenStream, TokenGaps, total_usage, usage_so_far
 from millrace.registry.reasoning import ReasoningParser
@@ -300,7 +300,7 @@ class Choice:
             self._think(thoughts, index, 0, (), parts)
         if self._parser is None:
             self._texts.append(text)
-            parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
+            parts.append(AnswerText(self.index, index, num_tokens, text, logprobs))
         else:
             self._parse(self._parser.push(text), index, num_tokens, logprobs, parts)
 
@@ -347,10 +347,10 @@ class Choice:
                         told.append(CallArguments(self.index, number, shown, custom))
         if num_tokens:
             text = ""
-            if told and isinstance(told[0], TextPart):
+            if told and isinstance(told[0], AnswerText):
                 text = told[0].text
                 del told[0]
-            parts.append(TextPart(self.index, index, num_tokens, text, logprobs))
+            parts.append(AnswerText(self.index, index, num_tokens, text, logprobs))
         parts += told
 
     def _say(self, text: str, index: int, told: list[Part]) -> None:
@@ -360,10 +360,10 @@ class Choice:
         self._texts.append(text)
         self._round_texts.append(text)
         last = told[-1] if told else None
-        if isinstance(last, TextPart):
+        if isinstance(last, AnswerText):
             told[-1] = last._replace(text=last.text + text)
         else:
-            told.append(TextPart(self.index, index, 0, text))
+            told.append(AnswerText(self.index, index, 0, text))
 
     def _end_round(self, terminal: TerminalFrame, parts: list[Part]) -> None:
         self._before(self.stream.reader.next_index)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from millrace.schemas.frames import TokenLogprob
 
 
-class TextPart(NamedTuple):
+class AnswerText(NamedTuple):
     """``num_tokens`` more tokens of a choice from ``first_index`` on, and the text that they add,
     which may be empty. ``logprobs`` has an entry for each token if the request asked for them, but
     for one that ended the completion."""
@@ -20,8 +20,8 @@ class TextPart(NamedTuple):
 
 
 class ReasoningPart(NamedTuple):
-    """As ``TextPart``, of the thoughts that come before the answer. The tokens with which they end
-    and the answer begins are counted there, if they come together."""
+    """As ``AnswerText``, of the thoughts that come before the answer. The tokens with which they
+    end and the answer begins are counted there, if they come together."""
 
     choice: int
     first_index: int
@@ -81,7 +81,7 @@ class ChoiceEnd(NamedTuple):
     is_call_cut: bool = False
 
 
-Part = TextPart | ReasoningPart | CallStart | CallArguments | StepPart | ChoiceEnd
+Part = AnswerText | ReasoningPart | CallStart | CallArguments | StepPart | ChoiceEnd
 
 
 class PartEvents(NamedTuple):

@@ -31,7 +31,7 @@ _MAX_OTHERS = 16
 _SILENT_WORKER_TIMEOUT_S = 0.3
 
 
-class RunningRequestIndex(Protocol):
+class RunningRequestReader(Protocol):
     """What the gateway uses of ``bus.running_requests.RunningRequestIndex``."""
 
     async def lookup(self, request_id: str) -> RunningRequest | None: ...
@@ -47,7 +47,7 @@ class Replays:
         gateway_id: str,
         fleet: FleetView,
         clock: Clock,
-        generations: RunningRequestIndex | None,
+        generations: RunningRequestReader | None,
         on_frame: Callable[[str, Frame], None],
         on_lost: Callable[[OpenStream, Failed], None],
     ) -> None:

@@ -24,7 +24,7 @@ _STALL_S = STALL_MS / 1e3
 _UNDER_STALL_S = math.nextafter(_STALL_S, 0.0)
 
 
-class Phase(IntEnum):
+class StreamPhase(IntEnum):
     """Who is at the far end. DETACHED may be skipped; none is entered again, as whoever comes back
     gets a stream of its own."""
 
@@ -125,7 +125,7 @@ class TokenGaps(Collector):
 
 
 # An attribute of an enum takes longer to look up, and each frame does so.
-_ATTACHED, _, _ABORTED = Phase
+_ATTACHED, _, _ABORTED = StreamPhase
 
 
 class Client(ABC):
@@ -203,7 +203,7 @@ class OpenStream:
         self.job = job
         self.client = client
         self.owner = owner
-        self.phase = Phase.ATTACHED
+        self.phase = StreamPhase.ATTACHED
         self.detached_until_s: float | None = None
         self.is_copy = False
         self.was_counted = False
@@ -218,7 +218,7 @@ class OpenStream:
         self.opened_s = self.last_frame_s = self.look_at_s = now_s
         self.delivery = DeliveryFigures(now_s)
 
-    def _enter(self, phase: Phase) -> bool:
+    def _enter(self, phase: StreamPhase) -> bool:
         """The one transition of phases: only forward; whether it was one."""
         if phase <= self.phase:
             return False
@@ -298,14 +298,14 @@ class OpenStream:
     def detach(self, until_s: float | None) -> None:
         """Nobody is connected; somebody may come before ``until_s`` (monotonic; None: at any
         time)."""
-        if self._enter(Phase.DETACHED):
+        if self._enter(StreamPhase.DETACHED):
             self.detached_until_s = until_s
             self.look_at_s = 0.0
 
     def abort(self, outcome: str) -> bool:
         """The client is gone for good; what still comes is read and thrown away. Whether it was not
         before."""
-        if not self._enter(Phase.ABORTED):
+        if not self._enter(StreamPhase.ABORTED):
             return False
         self.outcome = self.outcome or outcome
         self.client.pending_bytes -= self.reader.pending_bytes

@@ -13,8 +13,8 @@ from millrace.bus.api import Bus
 from millrace.bus.frame_reader import Outcome
 from millrace.bus.transport import Subscription
 from millrace.gateway.streams.fleet_view import FleetView
-from millrace.gateway.streams.replays import Replays, RunningRequestIndex
-from millrace.gateway.streams.stream import Cancellation, Client, OpenStream, Phase
+from millrace.gateway.streams.replays import Replays, RunningRequestReader
+from millrace.gateway.streams.stream import Cancellation, Client, OpenStream, StreamPhase
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import GatewayConfig
@@ -94,7 +94,7 @@ class StreamTable:
         fleet: FleetView,
         clock: Clock,
         on_end: Callable[[OpenStream], None],
-        generations: RunningRequestIndex | None = None,
+        generations: RunningRequestReader | None = None,
     ) -> None:
         self._bus = bus
         self._config = config
@@ -121,7 +121,7 @@ class StreamTable:
     @property
     def num_served(self) -> int:
         """Streams whose client is still there."""
-        return sum(stream.phase is Phase.ATTACHED for stream in self)
+        return sum(stream.phase is StreamPhase.ATTACHED for stream in self)
 
     async def start(self) -> None:
         """Listen for frames and for questions about streams; probe after every reconnect."""
@@ -232,7 +232,7 @@ class StreamTable:
         and a record."""
         stream.accepted = True
         stream.stream_sequence = stream_sequence
-        if stream.ended and stream.phase is Phase.ABORTED:
+        if stream.ended and stream.phase is StreamPhase.ABORTED:
             self.finish(stream)
         elif stream.cancellation is not None:
             self._send_cancel(stream, stream.cancellation)
@@ -286,7 +286,7 @@ class StreamTable:
         outcome = stream.feed(frame, self._clock.monotonic())
         if outcome is Outcome.GAP:
             self._ask_replay(stream)
-        elif outcome is Outcome.END and stream.phase is Phase.ABORTED and stream.accepted:
+        elif outcome is Outcome.END and stream.phase is StreamPhase.ABORTED and stream.accepted:
             self.finish(stream)
 
     def resume_point(self, request_id: str) -> ResumePoint | None:
@@ -294,7 +294,7 @@ class StreamTable:
         stream = self._streams.get(request_id)
         if stream is None or stream.ended:
             return None
-        if stream.phase is Phase.ABORTED or stream.cancellation is not None:
+        if stream.phase is StreamPhase.ABORTED or stream.cancellation is not None:
             return ResumePoint(open=False)
         return ResumePoint(token_ids=tuple(stream.reader.token_ids))
 
@@ -318,7 +318,7 @@ class StreamTable:
         silent_s = now_s - max(stream.last_frame_s, replay.not_before_s)
         sending_since_s = stream.client.sending_since_s
         if (
-            stream.phase is not Phase.ABORTED
+            stream.phase is not StreamPhase.ABORTED
             and sending_since_s is not None
             and now_s - sending_since_s > config.client_stall_timeout_s
         ):
@@ -326,7 +326,7 @@ class StreamTable:
         elif stream.ended:
             return
         elif (
-            stream.phase is Phase.DETACHED
+            stream.phase is StreamPhase.DETACHED
             and stream.detached_until_s is not None
             and now_s >= stream.detached_until_s
             and not self._copies.of(stream.request_id)
@@ -354,7 +354,7 @@ class StreamTable:
         if stream.ended:
             return due_s
         heard_s = max(stream.last_frame_s, stream.replay.not_before_s)
-        if stream.phase is Phase.DETACHED and stream.detached_until_s is not None:
+        if stream.phase is StreamPhase.DETACHED and stream.detached_until_s is not None:
             due_s = min(due_s, stream.detached_until_s)
         return min(
             due_s,
@@ -382,7 +382,7 @@ class StreamTable:
     def _end(self, stream: OpenStream, frame: TerminalFrame) -> None:
         stream.reader.end(frame)
         stream.wake()
-        if stream.phase is Phase.ABORTED and stream.accepted:
+        if stream.phase is StreamPhase.ABORTED and stream.accepted:
             self.finish(stream)
 
     def _send_cancel(self, stream: OpenStream, cancellation: Cancellation) -> None:

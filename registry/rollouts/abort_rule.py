@@ -20,7 +20,7 @@ _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 _FIELD = "abort_if"
 
 
-class Outcome(NamedTuple):
+class VersionOutcome(NamedTuple):
     """How a request of a version ended, and when (UTC epoch, ns). Times are in milliseconds, None
     where it did not get so far."""
 
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
     figures: Mapping[str, float]
 
     @classmethod
-    def of(cls, outcomes: list[Outcome]) -> Seen:
+    def of(cls, outcomes: list[VersionOutcome]) -> Seen:
         """Percentiles are nearest ranks: values that were seen."""
         figures = {}
         if outcomes:

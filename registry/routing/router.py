@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from millrace.registry.routing.score import Cue, Question, score
+from millrace.registry.routing.score import Cue, RoutingQuestion, score
 from millrace.schemas.config import TierPolicies, TierPolicy
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Job, Tier
@@ -76,7 +76,7 @@ TIER, CONTEXT, ABSENT, SATURATED = "tier", "context", "absent", "saturated"
 
 def choose(
     route: Route,
-    question: Question,
+    question: RoutingQuestion,
     small: ModelState,
     large: ModelState,
     policy: TierPolicy,
@@ -120,7 +120,7 @@ class Router:
     def choose(
         self,
         name: str,
-        question: Question,
+        question: RoutingQuestion,
         state_of: Callable[[str, Tier], ModelState],
         former: str = "",
     ) -> Chosen:
@@ -166,7 +166,7 @@ def check_routable(
             )
 
 
-def _by_question(route: Route, question: Question, former: str) -> tuple[Size, str, float]:
+def _by_question(route: Route, question: RoutingQuestion, former: str) -> tuple[Size, str, float]:
     found = score(question)
     rule = route.tiers.get(question.tier, route.threshold)
     if isinstance(rule, str):
@@ -187,7 +187,7 @@ def _chosen(route: Route, size: Size, reason: str, value: float) -> Chosen:
     return Chosen(model=model, reason=reason, score=value)
 
 
-def _fits(question: Question, state: ModelState) -> bool:
+def _fits(question: RoutingQuestion, state: ModelState) -> bool:
     """Whether the prompt surely fits; its length is an estimate."""
     window = state.context_window_tokens
     if window is None:
@@ -211,7 +211,7 @@ def _is_late(large: ModelState, small: ModelState, policy: TierPolicy) -> bool:
 
 
 # What a model must have, the most important first.
-_NEEDS: tuple[tuple[str, Callable[[Question, ModelState], bool]], ...] = (
+_NEEDS: tuple[tuple[str, Callable[[RoutingQuestion, ModelState], bool]], ...] = (
     (TIER, lambda _question, state: state.allows_tier),
     (CONTEXT, _fits),
     (ABSENT, lambda _question, state: state.num_workers > 0),

@@ -72,7 +72,7 @@ WEIGHTS = {
 TIER_WEIGHTS = {Tier.ENTERPRISE: 0.1, Tier.PRO: 0.05, Tier.FREE: 0.0, Tier.BATCH: -0.05}
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
+class RoutingQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks, as far as the choice of a model looks at it.
 
     ``text`` is the beginning and the end of what is asked now, ``task`` where a task is likely to
@@ -91,7 +91,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     tier: Tier = Tier.FREE
 
 
-class Score(msgspec.Struct, frozen=True, kw_only=True):
+class ComplexityScore(msgspec.Struct, frozen=True, kw_only=True):
     """``value`` in [0, 1], and the cues that made it, those for a large model and those against."""
 
     value: float
@@ -106,7 +106,7 @@ def question_of(
     tier: Tier,
     *,
     has_tools: bool,
-) -> Question:
+) -> RoutingQuestion:
     """The question of a prompt, or of a conversation, in which the user's last message counts
     most, and cues of earlier ones go on counting: a conversation does not change its model with
     every turn."""
@@ -127,7 +127,7 @@ def question_of(
         before = "\n".join(text[:_EARLIER_CHARACTERS] for text in earlier)
         first = messages[0] if messages else None
         instructions = first.content if first is not None and first.role == "system" else ""
-    return Question(
+    return RoutingQuestion(
         text=_ends(now, _HEAD_CHARACTERS, _TAIL_CHARACTERS),
         task=f"{instructions[:_TASK_CHARACTERS]}\n{_ends(now, _TASK_CHARACTERS, _TASK_CHARACTERS)}",
         earlier=before,
@@ -140,14 +140,14 @@ def question_of(
     )
 
 
-def score(question: Question) -> Score:
+def score(question: RoutingQuestion) -> ComplexityScore:
     """The same question has the same score, always."""
     found = [cue for cue, there in _cues(question) if there]
     value = _BASE + TIER_WEIGHTS[question.tier] + sum(WEIGHTS[cue] for cue in found)
     up = [cue for cue in found if WEIGHTS[cue] > 0]
     if TIER_WEIGHTS[question.tier] > 0:
         up.append(Cue.TIER)
-    return Score(
+    return ComplexityScore(
         value=round(min(max(value, 0.0), 1.0), 3),
         up=tuple(up),
         down=tuple(cue for cue in found if WEIGHTS[cue] < 0),
@@ -163,7 +163,7 @@ def estimated_tokens(text: str) -> int:
     return num_bytes // _BYTES_PER_TOKEN
 
 
-def _cues(question: Question) -> Iterable[tuple[Cue, bool]]:
+def _cues(question: RoutingQuestion) -> Iterable[tuple[Cue, bool]]:
     task = question.task.casefold()
     words = _words_of(task)
     num_tokens, max_tokens = question.num_prompt_tokens, question.max_tokens
@@ -203,7 +203,7 @@ def _is_code(text: str, words: set[str]) -> bool:
     return num_symbols >= _MIN_SYMBOLS and num_symbols >= _SYMBOL_SHARE * len(text)
 
 
-def _is_maths(question: Question, task: str, words: set[str]) -> bool:
+def _is_maths(question: RoutingQuestion, task: str, words: set[str]) -> bool:
     return (
         not cues.MATHS_WORDS.isdisjoint(words)
         or any(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from millrace.registry.tool_formats.argument_types import ArgumentTypes
-from millrace.registry.tool_formats.scanners.base import BLANKS, Status, start_of_partial
+from millrace.registry.tool_formats.scanners.base import BLANKS, ScanStatus, start_of_partial
 from millrace.registry.tool_formats.syntax import SYNTAXES
 from millrace.schemas.tools import ToolDefinition, ToolFormat
 
@@ -192,18 +192,18 @@ class ToolCallParser:
             self._candidate.append(text[:end])
         rest = text[end:]
         match scanner.status:
-            case Status.OPEN:
+            case ScanStatus.OPEN:
                 return ""
-            case Status.ENDED:
+            case ScanStatus.ENDED:
                 self._has_ended_call = True
                 self._step = self._between
                 return rest
-            case Status.CLOSED:
+            case ScanStatus.CLOSED:
                 self._has_ended_call = True
                 self._step = self._content
                 self._after_call = True
                 return rest
-            case Status.FAILED:
+            case ScanStatus.FAILED:
                 return self._refuse("".join(self._candidate), rest, pieces)
 
     def _between(self, text: str, pieces: list[Piece]) -> str:

@@ -23,7 +23,7 @@ class AlertState(StrEnum):
     UNKNOWN = "unknown"
 
 
-class Condition(msgspec.Struct, frozen=True, kw_only=True):
+class AlertCondition(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen of a rule for a ``subject`` (a model, a worker, a store; empty: the system):
     the value, if it can be told, and whether the condition ``holds``. ``bound`` is this system's,
     if that is not the rule's own."""
@@ -54,7 +54,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
 
 
-def alert_of(condition: Condition, since_s: float | None, now_s: float) -> Alert:
+def alert_of(condition: AlertCondition, since_s: float | None, now_s: float) -> Alert:
     """The alert at ``now_s`` of a condition that has held since ``since_s``, or does not hold."""
     state = AlertState.OK
     if condition.holds:
@@ -66,10 +66,10 @@ def alert_of(condition: Condition, since_s: float | None, now_s: float) -> Alert
 
 def unknown_alert(name: str, why: str) -> Alert:
     """An alert of which nobody can tell at the moment."""
-    return _alert(Condition(name=name, detail=why), AlertState.UNKNOWN, None)
+    return _alert(AlertCondition(name=name, detail=why), AlertState.UNKNOWN, None)
 
 
-def _alert(condition: Condition, state: AlertState, since_s: float | None) -> Alert:
+def _alert(condition: AlertCondition, state: AlertState, since_s: float | None) -> Alert:
     rule = RULES[condition.name]
     return Alert(
         name=rule.name,
@@ -94,9 +94,9 @@ class AlertWatch:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since_s: dict[tuple[str, str], float] = {}
-        self._latest: list[Condition] = []
+        self._latest: list[AlertCondition] = []
 
-    def look(self, conditions: Iterable[Condition]) -> None:
+    def look(self, conditions: Iterable[AlertCondition]) -> None:
         """Take in all conditions as they are now."""
         now_s = self._now_s()
         self._latest = list(conditions)

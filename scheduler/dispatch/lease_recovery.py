@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from millrace.scheduler.stages import watch
-from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.stages.pull import JobPuller
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.errors import BusUnavailableError, MillraceError
@@ -30,7 +30,7 @@ class LeaseRecovery:
     job at once, to one scheduler. All ``pullers`` count their jobs again after that.
     """
 
-    def __init__(self, state: SchedulerState, pullers: Mapping[str, Puller]) -> None:
+    def __init__(self, state: SchedulerState, pullers: Mapping[str, JobPuller]) -> None:
         self._state = state
         self._pullers = pullers
         self._unheard: dict[str, int] = {}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from millrace.scheduler.dispatch.warming import Warming
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.stages import place
 from millrace.scheduler.stages.place import PlacementRound
 from millrace.scheduler.state import SchedulerState
@@ -29,7 +29,7 @@ class _Asked(NamedTuple):
     request_ids: frozenset[str]
 
 
-class Migration:
+class JobMigration:
     """Has other workers go on with what a worker runs, as far as there is capacity.
 
     From a worker whose engine runs, a stream stands still from when its run is taken away until its
@@ -221,7 +221,7 @@ class Migration:
     def _held(self, worker: WorkerView) -> Iterator[ScheduledJob]:
         for request_id in list(worker.runs):
             scheduled = self._state.job_table.get(request_id)
-            if scheduled is not None and scheduled.phase is Phase.RUNNING:
+            if scheduled is not None and scheduled.phase is JobPhase.RUNNING:
                 yield scheduled
 
     async def _clear_suspects(self, worker: WorkerView) -> None:

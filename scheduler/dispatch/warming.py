@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.placement import placement
 from millrace.scheduler.placement.placement import pull_token_s
 from millrace.scheduler.stages.place import Place
@@ -140,7 +140,7 @@ class Warming:
         self._pulls = {
             request_id: pull
             for request_id, pull in self._pulls.items()
-            if not pull.is_over or pull.scheduled.phase is Phase.RUNNING
+            if not pull.is_over or pull.scheduled.phase is JobPhase.RUNNING
         }
 
 

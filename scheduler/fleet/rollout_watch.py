@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from millrace.bus.fleet.rollouts import RolloutDirectory, RolloutStore
-from millrace.registry.rollouts.abort_rule import Outcome, Seen
+from millrace.registry.rollouts.abort_rule import Seen, VersionOutcome
 from millrace.registry.rollouts.decisions import Situation, decide
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.fleet.fleet import Fleet
-from millrace.scheduler.jobs.finalizer import Finalizer
+from millrace.scheduler.jobs.finalizer import JobFinalizer
 from millrace.schemas.control import AnswerTimes
 from millrace.schemas.models.rollouts import Rollout, RolloutState, VersionFigures
 from millrace.schemas.records import Status
@@ -45,7 +45,7 @@ class RolloutWatch:
         self,
         rollouts: RolloutDirectory,
         fleet: Fleet,
-        finalizer: Finalizer,
+        finalizer: JobFinalizer,
         num_waiting: Callable[[str], int],
         clock: Clock,
     ) -> None:
@@ -55,7 +55,7 @@ class RolloutWatch:
         self._finalizer = finalizer
         self._num_waiting = num_waiting
         self._clock = clock
-        self._outcomes: dict[str, deque[Outcome]] = {}
+        self._outcomes: dict[str, deque[VersionOutcome]] = {}
         self._num_finished: Counter[tuple[str, Status, str]] = Counter()
         self._stranded_since_s: dict[str, float] = {}
         # When a rollout was first seen as it is, by this machine's clock.
@@ -80,7 +80,7 @@ class RolloutWatch:
             return
         is_error = answer.status in _ERRORS
         times = (answer.ttft_ms or None, answer.tpot_ms or None, answer.total_ms or None)
-        self._add(version, Outcome(self._clock.now_ns(), is_error, *times))
+        self._add(version, VersionOutcome(self._clock.now_ns(), is_error, *times))
 
     async def look(self) -> None:
         """Decide on every rollout that goes on."""
@@ -143,7 +143,7 @@ class RolloutWatch:
             stable = Seen.of(self._since(rollout.stable, 0))
         return Situation(has_worker, stranded_s, candidate, stable)
 
-    def _since(self, version: str, since_ns: int) -> list[Outcome]:
+    def _since(self, version: str, since_ns: int) -> list[VersionOutcome]:
         return [one for one in self._outcomes.get(version, ()) if one.at_ns >= since_ns]
 
     def _count_finished(self) -> None:
@@ -154,9 +154,9 @@ class RolloutWatch:
             num_new, self._num_finished[key] = count - self._num_finished[key], count
             if code in _CODES and self._is_watched(version):
                 for _ in range(min(num_new, _MAX_OUTCOMES)):
-                    self._add(version, Outcome(now_ns, is_error=True))
+                    self._add(version, VersionOutcome(now_ns, is_error=True))
 
-    def _add(self, version: str, outcome: Outcome) -> None:
+    def _add(self, version: str, outcome: VersionOutcome) -> None:
         self._outcomes.setdefault(version, deque(maxlen=_MAX_OUTCOMES)).append(outcome)
 
     def _is_watched(self, version: str) -> bool:

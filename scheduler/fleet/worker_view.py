@@ -17,7 +17,7 @@ from millrace.schemas.jobs import Tier
 _LOAD_S = 0.1
 
 
-class AdapterSlots:
+class WorkerAdapterSlots:
     """What the last heartbeat said, and the adapters of requests that were sent there since. By
     version."""
 
@@ -177,7 +177,7 @@ class WorkerView:
         self.pull_token_s = 0.0
         self.kv_kind: tuple[str, str] | None = None
         self.last_turn = 0
-        self.adapters = AdapterSlots()
+        self.adapters = WorkerAdapterSlots()
         self._steps = StepTimes()
         self.joined_s = self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS

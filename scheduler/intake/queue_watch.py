@@ -15,12 +15,12 @@ from millrace.runtime.tasks import wait_or_sleep
 from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
 from millrace.scheduler.fleet.autoscaler import Autoscaler, Signals
 from millrace.scheduler.intake.served_models import ServedModels
-from millrace.scheduler.jobs.scheduled_job import Phase, Tenant
+from millrace.scheduler.jobs.scheduled_job import JobPhase, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_waiting_jobs, shed
 from millrace.scheduler.queues.fair_queue import weights_of
 from millrace.scheduler.queues.measurements import eta_s, retry_after_s
 from millrace.scheduler.stages import end
-from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.stages.pull import JobPuller
 from millrace.scheduler.state import ModelQueue, SchedulerState
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.errors import BusUnavailableError
@@ -53,7 +53,7 @@ class QueueWatch:
     def __init__(self, state: SchedulerState, models: ServedModels) -> None:
         self._state = state
         self._models = models
-        self._pullers: Mapping[str, Puller] = models.pullers
+        self._pullers: Mapping[str, JobPuller] = models.pullers
         self._queue_estimates: Mapping[str, QueueEstimate] = models.queue_estimates
         self._unknown_models = models.unknown_models
         self._weights = weights_of(state.config.tiers)
@@ -276,7 +276,7 @@ class QueueWatch:
             count = min(num_to_shed, waiting.pop(longest))
             num_to_shed -= await self._shed_newest(longest, count, terminal_status)
         for scheduled in held[len(held) - max(num_to_shed, 0) :]:
-            if scheduled.phase is Phase.HELD:
+            if scheduled.phase is JobPhase.HELD:
                 end.finish(self._state, scheduled, terminal_status)
         return num_over > _MAX_SHED_AT_ONCE
 

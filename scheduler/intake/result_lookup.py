@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.stages.pull import JobPuller
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.errors import (
     BusUnavailableError,
@@ -23,7 +23,7 @@ _MAX_AT_ONCE = 256
 class ResultLookup:
     """``pullers`` know by model how many jobs wait in the queue, where ids cannot be seen."""
 
-    def __init__(self, state: SchedulerState, pullers: Mapping[str, Puller]) -> None:
+    def __init__(self, state: SchedulerState, pullers: Mapping[str, JobPuller]) -> None:
         self._state = state
         self._pullers = pullers
         self._num_asked: Counter[str] = Counter()

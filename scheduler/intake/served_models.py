@@ -17,7 +17,7 @@ from millrace.scheduler.intake.unknown_models import UnknownModelJobs
 from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.scheduler.jobs.model_cache import Preparer
 from millrace.scheduler.stages import place
-from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.stages.pull import JobPuller
 from millrace.scheduler.stages.routing import Chooser, RoutingPuller
 from millrace.scheduler.state import ModelQueue, SchedulerState
 from millrace.schemas.errors import ModelNotFoundError
@@ -57,7 +57,7 @@ class ServedModels:
         self._rollouts = state.directories.rollouts
         self._model_queues = state.model_queues
         self.queue_estimates: dict[str, QueueEstimate] = {}
-        self.pullers: dict[str, Puller] = {}
+        self.pullers: dict[str, JobPuller] = {}
         self.unknown_models = UnknownModelJobs(state, _all_names(catalogue))
         self._tasks: dict[str, Tasks] = {}  # by the name of a puller, or of a model
         self._is_running = False
@@ -112,7 +112,7 @@ class ServedModels:
         for tasks in closing:
             await tasks.close()
 
-    def waits_for(self, puller: Puller) -> ModelQueue:
+    def waits_for(self, puller: JobPuller) -> ModelQueue:
         """The queue that jobs wait for which are in the queue under the name of a puller, as
         far as anybody knows: that of the stable version, where the name stands for several."""
         if puller.model in self._versions.models():
@@ -154,7 +154,7 @@ class ServedModels:
                 if name not in self.pullers:
                     self._add_puller(self._routing_puller(name, chooser, served))
         for name in self._model_queues.keys() - self.pullers.keys():
-            self._add_puller(Puller(self._state, name, [name]))
+            self._add_puller(JobPuller(self._state, name, [name]))
         self._route(router, chooser)
 
     def _route(self, router: Router | None, versions: VersionChooser) -> None:
@@ -168,10 +168,10 @@ class ServedModels:
             if models:
                 self._add_puller(self._routing_puller(name, chooser, models))
 
-    def _routing_puller(self, name: str, chooser: Chooser, models: Sequence[str]) -> Puller:
+    def _routing_puller(self, name: str, chooser: Chooser, models: Sequence[str]) -> JobPuller:
         return RoutingPuller(self._state, name, models, chooser)
 
-    def _add_puller(self, puller: Puller) -> None:
+    def _add_puller(self, puller: JobPuller) -> None:
         self.pullers[puller.model] = puller
         if self._is_running:
             self._start(puller.model)

@@ -31,7 +31,7 @@ _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0
 
 
-class Finalizer:
+class JobFinalizer:
     """Record, stored result, terminal frame, a note in the index, then the ack. Until the ack the
     queue has the job: if we die before, it is delivered and answered again, and its record is known
     by then. The frame comes after what the bus confirms, because nobody could send it again: it

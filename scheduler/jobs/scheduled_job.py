@@ -79,7 +79,7 @@ class TenantQueueCounts:
     idle_since_s: float | None = None
 
 
-class Phase(Enum):
+class JobPhase(Enum):
     """Where a job is. This scheduler extends the lease, until a worker runs the job."""
 
     PREPARING = auto()  # pulled; its prompt is tokenized, its admission checked
@@ -91,12 +91,12 @@ class Phase(Enum):
 
 
 _NEXT_PHASES = {
-    Phase.PREPARING: (Phase.HELD, Phase.WAITING, Phase.DISPATCHING, Phase.ENDED),
-    Phase.HELD: (Phase.WAITING, Phase.ENDED),
-    Phase.WAITING: (Phase.DISPATCHING, Phase.ENDED),
-    Phase.DISPATCHING: (Phase.RUNNING, Phase.WAITING, Phase.ENDED),
-    Phase.RUNNING: (Phase.WAITING, Phase.DISPATCHING, Phase.ENDED),
-    Phase.ENDED: (),
+    JobPhase.PREPARING: (JobPhase.HELD, JobPhase.WAITING, JobPhase.DISPATCHING, JobPhase.ENDED),
+    JobPhase.HELD: (JobPhase.WAITING, JobPhase.ENDED),
+    JobPhase.WAITING: (JobPhase.DISPATCHING, JobPhase.ENDED),
+    JobPhase.DISPATCHING: (JobPhase.RUNNING, JobPhase.WAITING, JobPhase.ENDED),
+    JobPhase.RUNNING: (JobPhase.WAITING, JobPhase.DISPATCHING, JobPhase.ENDED),
+    JobPhase.ENDED: (),
 }
 
 
@@ -125,7 +125,7 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Timing:
+class JobTiming:
     """When the queue stored the job (UTC epoch), and on the monotonic clock when it was pulled, its
     lease extended, and its end looked up in the queue."""
 
@@ -147,7 +147,7 @@ class ClientView:
 
 
 @dataclass(slots=True)
-class Service:
+class ExpectedService:
     """What a prepared job is expected to take: ``output_tokens`` of completion, ``tokens`` worth of
     service in all. ``charged_tokens`` is what its tenant was charged for the attempt under way."""
 
@@ -172,12 +172,12 @@ class ScheduledJob:
     job: Job
     lease: Lease
     queue_counts: TenantQueueCounts
-    timing: Timing
+    timing: JobTiming
     claim: JobClaim
     ran_before: bool = False
     interrupted: bool = False
-    phase: Phase = Phase.PREPARING
-    service: Service = field(default_factory=Service)
+    phase: JobPhase = JobPhase.PREPARING
+    service: ExpectedService = field(default_factory=ExpectedService)
     tenant: Tenant = field(init=False)
     worker_id: str = field(default="", init=False)
     waits_here: bool = field(default=False, init=False)
@@ -208,7 +208,7 @@ class ScheduledJob:
                 leased.uncertain,
             ),
             queue_counts=queue_counts,
-            timing=Timing(leased.stored_ns, now_s, now_s),
+            timing=JobTiming(leased.stored_ns, now_s, now_s),
             claim=JobClaim(sequence=leased.stream_sequence)
             if leased.tenant_queue.reserved
             else JobClaim.of(leased.job, leased.stream_sequence),
@@ -224,11 +224,16 @@ class ScheduledJob:
     @property
     def holds_lease(self) -> bool:
         """The lease is ours to extend."""
-        return self.phase in (Phase.PREPARING, Phase.HELD, Phase.WAITING, Phase.DISPATCHING)
+        return self.phase in (
+            JobPhase.PREPARING,
+            JobPhase.HELD,
+            JobPhase.WAITING,
+            JobPhase.DISPATCHING,
+        )
 
     @property
     def is_ended(self) -> bool:
-        return self.phase is Phase.ENDED
+        return self.phase is JobPhase.ENDED
 
     @property
     def next_epoch(self) -> int:
@@ -256,7 +261,7 @@ class ScheduledJob:
 
     # --- what happens to it ---
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: JobPhase) -> None:
         """Every change of phase. AssertionError: there is no way from the phase before."""
         assert phase in _NEXT_PHASES[self.phase], f"{self.phase.name} is followed by {phase.name}"
         self.phase = phase
@@ -336,7 +341,7 @@ class ScheduledJob:
         """The worker is gone, and the attempt with it."""
         self.attempts.num_lost += 1
         if self.trace is not None:
-            self.trace.worker_lost(began=self.phase is Phase.RUNNING)
+            self.trace.worker_lost(began=self.phase is JobPhase.RUNNING)
 
     def interrupt(self, error: str, left_worker_id: str = "") -> None:
         """Another worker is to continue it; ``error``: why. The one that it leaves keeps its blocks
@@ -382,7 +387,7 @@ class JobTable:
     def remove(self, scheduled: ScheduledJob, error: str = "") -> None:
         """The job is over here, for ``error`` if it failed; what is still in flight for it finds it
         ended."""
-        scheduled.enter(Phase.ENDED)
+        scheduled.enter(JobPhase.ENDED)
         scheduled.stop_waiting_here()
         scheduled.queue_counts.num_ours -= 1
         if scheduled.trace is not None:

@@ -12,7 +12,7 @@ from millrace.bus.job_queue import TenantQueue
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.scheduler.jobs.admission import JobAdmission, NotYet, Places
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.tenants import LOCAL_TENANT
 
@@ -136,7 +136,7 @@ class TenantLines:
         if not scheduled.is_ended:
             tenant = scheduled.job.tenant
             line = self._of(tenant)
-            scheduled.enter(Phase.HELD)
+            scheduled.enter(JobPhase.HELD)
             line.held[scheduled] = asyncio.get_running_loop().create_future()
             self._held[scheduled] = line
             self._put_off(tenant, line, answer)

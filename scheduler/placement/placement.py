@@ -18,7 +18,7 @@ from millrace.schemas.transfer import KvSource
 PULL_OVERHEAD_S = 0.005
 
 
-class Holder(NamedTuple):
+class PrefixHolder(NamedTuple):
     """A worker that has so many of a request's leading tokens."""
 
     worker: WorkerView
@@ -37,7 +37,7 @@ class Holder(NamedTuple):
 class Pull(NamedTuple):
     """``num_tokens`` that a worker lacks are pulled from ``holder``, in ``seconds``."""
 
-    holder: Holder
+    holder: PrefixHolder
     num_tokens: int
     seconds: float
 
@@ -47,7 +47,7 @@ class KvHolders:
     each request that is placed: O(workers that have some of it)."""
 
     def __init__(self, workers: Iterable[WorkerView], cached: Mapping[str, int]) -> None:
-        self._by_kind: dict[tuple[str, str], Holder] = {}
+        self._by_kind: dict[tuple[str, str], PrefixHolder] = {}
         if not cached:
             return
         for worker in workers:
@@ -55,7 +55,7 @@ class KvHolders:
             if num_tokens and worker.kv_kind is not None:
                 known = self._by_kind.get(worker.kv_kind)
                 if known is None or num_tokens > known.num_tokens:
-                    self._by_kind[worker.kv_kind] = Holder(worker, num_tokens)
+                    self._by_kind[worker.kv_kind] = PrefixHolder(worker, num_tokens)
 
     def pull(
         self, worker: WorkerView, num_cached_tokens: int, prefill_token_s: float

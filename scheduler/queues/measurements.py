@@ -40,7 +40,7 @@ class _Asked:
         self.times_s: deque[float] = deque(maxlen=_MAX_TIMES)
 
 
-class Arrivals:
+class ArrivalRates:
     """Jobs by tenant: how many a second, and how large. Pure: the time is passed in."""
 
     def __init__(self, now_s: float) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from millrace.scheduler.jobs.poison_pills import PoisonPillDetector
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed
 from millrace.scheduler.state import MovedBy, Rerun, SchedulerState
 from millrace.schemas.errors import BusUnavailableError
@@ -148,7 +148,7 @@ def requeue(state: SchedulerState, scheduled: ScheduledJob) -> None:
     model_queue.queue.refund_attempt(scheduled)
     scheduled.unassign("not_taken")
     if not scheduled.is_ended:
-        scheduled.enter(Phase.WAITING)
+        scheduled.enter(JobPhase.WAITING)
         scheduled.start_waiting_here()
         model_queue.queue.push(scheduled)
         model_queue.has_waiting.set()

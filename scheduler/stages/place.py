@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.prompt_keys import PromptKeys
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, refused
 from millrace.scheduler.placement import placement, roles
 from millrace.scheduler.placement.placement import KvHolders
@@ -193,7 +193,7 @@ def enqueue(state: SchedulerState, scheduled: ScheduledJob) -> None:
     """Have a prepared job wait for a worker."""
     model_queue = state.queue_of(scheduled)
     _estimate_service(state, scheduled)
-    scheduled.enter(Phase.WAITING)
+    scheduled.enter(JobPhase.WAITING)
     model_queue.queue.push(scheduled)
     dispatch_ready(state, model_queue)
     if scheduled in model_queue.queue:
@@ -315,7 +315,7 @@ def migrate(state: SchedulerState, scheduled: ScheduledJob, place: Place) -> Non
 def continue_where_it_runs(state: SchedulerState, scheduled: ScheduledJob, worker_id: str) -> None:
     """Have a live worker go on with a job that the queue delivered again, under the new lease. If
     the worker does not have the job after all, it is sent as any other."""
-    if scheduled.phase is Phase.PREPARING:
+    if scheduled.phase is JobPhase.PREPARING:
         _estimate_service(state, scheduled)
     worker = state.fleet.get(worker_id)
     state.queue_of(scheduled).queue.remove(scheduled)
@@ -327,7 +327,7 @@ def continue_where_it_runs(state: SchedulerState, scheduled: ScheduledJob, worke
 def _assign(scheduled: ScheduledJob, worker_id: str, place: Place | None) -> None:
     """Assign a job to a worker; without a ``place``, this scheduler does not know the worker."""
     scheduled.stop_waiting_here()
-    scheduled.enter(Phase.DISPATCHING)
+    scheduled.enter(JobPhase.DISPATCHING)
     if place is None:
         scheduled.assign(worker_id, 0)
         return
@@ -350,5 +350,5 @@ async def _run(
     """Send a job, act on the answer, and use the capacity that the job did not take."""
     outcome = await send.outcome_of(state, scheduled, sending)
     send.apply(state, scheduled, outcome)
-    if outcome.result is not DispatchResult.UNSENT and scheduled.phase is not Phase.RUNNING:
+    if outcome.result is not DispatchResult.UNSENT and scheduled.phase is not JobPhase.RUNNING:
         dispatch_ready(state, state.queue_of(scheduled))

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.scheduler.jobs.running_requests import last_worker
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, refused
 from millrace.scheduler.stages import end, place, repeated
 from millrace.scheduler.state import SchedulerState
@@ -97,7 +97,7 @@ async def _admit(state: SchedulerState, scheduled: ScheduledJob) -> None:
         end.acknowledge(state, scheduled)
         return
     terminal_status = await state.lines.admit(scheduled)
-    if scheduled.phase is Phase.HELD:
+    if scheduled.phase is JobPhase.HELD:
         # It takes no place of the window, in which other tenants' jobs wait.
         state.queue_of(scheduled).queue.remove(scheduled)
         terminal_status = await state.lines.until_admitted(scheduled)

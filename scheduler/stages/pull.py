@@ -11,7 +11,7 @@ from typing import NamedTuple
 from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.bus.running_requests import JobClaim
 from millrace.runtime.tasks import Tasks
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob, Tenant
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob, Tenant
 from millrace.scheduler.queues.backlog import Backlog, Pullable
 from millrace.scheduler.stages import end, place, prepare, repeated
 from millrace.scheduler.state import ModelQueue, SchedulerState
@@ -41,7 +41,7 @@ class _Limits(NamedTuple):
     window: int
 
 
-class Puller:
+class JobPuller:
     """Pulls the jobs of one name from its tenant queues: those of the tenants that were served
     least come first."""
 
@@ -253,7 +253,7 @@ class Puller:
             state.tasks.spawn(self._accept_repeated(leased, scheduled), name)
             return
         scheduled.renew_lease(leased, state.clock.monotonic())
-        if scheduled.phase is Phase.RUNNING:
+        if scheduled.phase is JobPhase.RUNNING:
             place.continue_where_it_runs(state, scheduled, scheduled.worker_id)
 
     async def _accept_repeated(self, leased: LeasedJob, former: ScheduledJob) -> None:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from millrace.bus.running_requests import JobClaim, RunningRequest
 from millrace.bus.stored_results import frames_of
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import Replay
 from millrace.schemas.errors import BusForbiddenError, BusUnavailableError
@@ -133,7 +133,7 @@ async def _result_of(state: SchedulerState, job: Job) -> JobResult | None:
 
 async def _known(state: SchedulerState, request_id: str) -> RunningRequest | None:
     here = state.job_table.get(request_id)
-    if here is not None and here.phase is Phase.RUNNING:
+    if here is not None and here.phase is JobPhase.RUNNING:
         epoch = here.attempts.epoch
         return RunningRequest(worker_id=here.worker_id, epoch=epoch, finished=False)
     return await state.running_requests.lookup(request_id)

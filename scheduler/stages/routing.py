@@ -11,7 +11,7 @@ from millrace.bus.job_queue import LeasedJob
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 from millrace.scheduler.stages import prepare
-from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.stages.pull import JobPuller
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
 from millrace.schemas.jobs import Job
@@ -41,9 +41,9 @@ class Chooser(Protocol):
         may have tokens of that one, which no other model can go on with."""
 
 
-class RoutingPuller(Puller):
-    """A ``Puller`` for a name that stands for several models. The choice is noted before the job is
-    made ready, so whoever gets it after us runs the same model."""
+class RoutingPuller(JobPuller):
+    """Pulls jobs for a name that stands for several models. The choice is noted before the job is
+    made ready, so the next scheduler that gets the job runs the same model."""
 
     def __init__(
         self,

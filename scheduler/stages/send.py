@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from millrace.runtime.tracing import recorded_trace_id
 from millrace.scheduler.jobs.poison_pills import MAX_FAILURES
 from millrace.scheduler.jobs.running_requests import last_worker
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import (
     TerminalStatus,
     cancelled,
@@ -258,7 +258,7 @@ def accepted(state: SchedulerState, scheduled: ScheduledJob) -> None:
         # It was silent for too long meanwhile, and came back without our reservations.
         worker.reserve(request_id, scheduled.resources, scheduled.service.output_tokens)
     worker.confirm(request_id)
-    scheduled.enter(Phase.RUNNING)
+    scheduled.enter(JobPhase.RUNNING)
     if not scheduled.ran_before and scheduled.job.received_ns:
         job = scheduled.job
         wait_s = max(0.0, (state.clock.now_ns() - job.received_ns) / 1e9)

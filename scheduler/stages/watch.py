@@ -9,7 +9,7 @@ from millrace.bus.worker_losses import publish_loss
 from millrace.runtime.clock import until_beat_s
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.scheduler.fleet.fleet import Departed, Departure
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import cancelled
 from millrace.scheduler.stages import end, place
 from millrace.scheduler.state import SchedulerState
@@ -117,7 +117,7 @@ def ended(state: SchedulerState, message: Ended) -> None:
 
 
 def _runs_at(scheduled: ScheduledJob, worker_id: str) -> bool:
-    return scheduled.phase is Phase.RUNNING and scheduled.worker_id == worker_id
+    return scheduled.phase is JobPhase.RUNNING and scheduled.worker_id == worker_id
 
 
 def _free_places(state: SchedulerState, message: Ended) -> None:
@@ -145,7 +145,7 @@ def cancel(state: SchedulerState, message: Cancel) -> None:
     if scheduled is None:
         state.kept_cancels.note(message)
         return
-    if scheduled.phase not in (Phase.HELD, Phase.WAITING):
+    if scheduled.phase not in (JobPhase.HELD, JobPhase.WAITING):
         return
     reason = state.cancel_reason(scheduled)
     if reason is not None:
@@ -265,7 +265,7 @@ class HealthMonitor:
         try:
             for scheduled in scheduled_jobs:
                 is_open = await self._state.bus.jobs.is_open(scheduled.lease.stream_sequence)
-                if not is_open and scheduled.phase in (Phase.RUNNING, Phase.WAITING):
+                if not is_open and scheduled.phase in (JobPhase.RUNNING, JobPhase.WAITING):
                     end.complete(self._state, scheduled)
                     place.dispatch_ready(self._state, self._state.queue_of(scheduled))
         except BusUnavailableError as error:
@@ -277,6 +277,6 @@ class HealthMonitor:
 def _is_due(scheduled: ScheduledJob, now_s: float) -> bool:
     """Whether to look up if the job has ended meanwhile."""
     checked_s = scheduled.timing.checked_s
-    if scheduled.phase is Phase.RUNNING:
+    if scheduled.phase is JobPhase.RUNNING:
         return now_s - checked_s >= _CHECK_AFTER_S
-    return scheduled.phase is Phase.WAITING and checked_s == _NEVER_S
+    return scheduled.phase is JobPhase.WAITING and checked_s == _NEVER_S

@@ -14,7 +14,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return shown(self)
 
 
-class TlsFiles(Section, frozen=True, kw_only=True):
+class TlsSettings(Section, frozen=True, kw_only=True):
     """PEM files of a connection; any of them demands TLS."""
 
     ca_file: str = ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from millrace.schemas.config.section import Section, TlsFiles
+from millrace.schemas.config.section import Section, TlsSettings
 from millrace.schemas.redaction import Secret
 
 
-class NatsConfig(TlsFiles, frozen=True, kw_only=True):
+class NatsConfig(TlsSettings, frozen=True, kw_only=True):
     """The bus. One of ``user`` with ``password``, ``token``, ``nkey_seed`` and ``creds_file`` says
     who we are."""
 
@@ -63,7 +63,7 @@ class NatsConfig(TlsFiles, frozen=True, kw_only=True):
     """How long records wait for Kafka at most, and can be replayed."""
 
 
-class RedisConfig(TlsFiles, frozen=True, kw_only=True):
+class RedisConfig(TlsSettings, frozen=True, kw_only=True):
     """Request state, limits, keys, sessions. With ``sentinels`` these say which server is the
     master now, and ``url`` is used for its database and TLS only."""
 
@@ -89,7 +89,7 @@ class RedisConfig(TlsFiles, frozen=True, kw_only=True):
     """Password at the Sentinels."""
 
 
-class KafkaConfig(TlsFiles, frozen=True, kw_only=True):
+class KafkaConfig(TlsSettings, frozen=True, kw_only=True):
     """The log of records, which analytics reads."""
 
     bootstrap_servers: str = "127.0.0.1:9092"
@@ -125,7 +125,7 @@ class KafkaConfig(TlsFiles, frozen=True, kw_only=True):
     """Maven repository from which ``millrace up`` fetches Apache Kafka, once for a machine."""
 
 
-class ClickHouseConfig(TlsFiles, frozen=True, kw_only=True):
+class ClickHouseConfig(TlsSettings, frozen=True, kw_only=True):
     """Where rows go: a server at ``url``, or an embedded store at ``path`` that the telemetry
     process owns and serves to others on ``serve_host`` and ``serve_port``."""
 

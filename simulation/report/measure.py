@@ -16,15 +16,15 @@ from millrace.simulation.report.columns import UNFINISHED, Columns, Flags, Float
 from millrace.simulation.report.fairness import fairness_of
 from millrace.simulation.report.report import (
     SCHEMA,
-    Bin,
     Cost,
     Group,
     Percentiles,
     PolicyReport,
-    Report,
     Setup,
+    SimulatedBin,
+    SimulationReport,
 )
-from millrace.simulation.settings import Settings
+from millrace.simulation.settings import SimulationSettings
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.workers.fleet import WorkerIncarnation
 from millrace.simulation.world import Result
@@ -36,8 +36,8 @@ _S_PER_HOUR = 3_600.0
 
 
 def report_of(
-    trace: Sequence[TraceRequest], settings: Settings, policies: Sequence[PolicyReport]
-) -> Report:
+    trace: Sequence[TraceRequest], settings: SimulationSettings, policies: Sequence[PolicyReport]
+) -> SimulationReport:
     models = sorted({request.model for request in trace})
     setup = Setup(
         num_requests=len(trace),
@@ -57,10 +57,10 @@ def report_of(
         scheduler=settings.config.scheduler,
         worker=settings.config.worker,
     )
-    return Report(schema=SCHEMA, setup=setup, policies=tuple(policies))
+    return SimulationReport(schema=SCHEMA, setup=setup, policies=tuple(policies))
 
 
-def policy_report(name: str, result: Result, settings: Settings) -> PolicyReport:
+def policy_report(name: str, result: Result, settings: SimulationSettings) -> PolicyReport:
     """What one policy came to."""
     columns = columns_of(result.outcomes)
     everyone = np.ones(len(columns.sent_s), dtype=np.bool_)
@@ -222,7 +222,9 @@ def _memory_tokens(workers: Sequence[WorkerIncarnation], span_s: float) -> float
     )
 
 
-def _cost(workers: Sequence[WorkerIncarnation], overall: Group, settings: Settings) -> Cost:
+def _cost(
+    workers: Sequence[WorkerIncarnation], overall: Group, settings: SimulationSettings
+) -> Cost:
     paid_s = sum(max(0.0, (worker.gone_s or 0.0) - max(worker.paid_s, 0.0)) for worker in workers)
     gpu_hours = paid_s * settings.num_gpus_paid / _S_PER_HOUR
     total = gpu_hours * settings.gpu_hour_price
@@ -243,7 +245,7 @@ def _cost(workers: Sequence[WorkerIncarnation], overall: Group, settings: Settin
 
 def _timeline(
     columns: Columns, incarnations: Sequence[WorkerIncarnation], span_s: float
-) -> tuple[Bin, ...]:
+) -> tuple[SimulatedBin, ...]:
     width_s = max(span_s / _MAX_BINS, 0.1)
     edges_s = np.arange(0.0, span_s + width_s * 0.999, width_s)
     middles_s = (edges_s[:-1] + edges_s[1:]) / 2
@@ -264,7 +266,7 @@ def _timeline(
     for place, at_s in enumerate(edges_s[:-1]):
         within = ttft_ms[places == place]
         bins.append(
-            Bin(
+            SimulatedBin(
                 at_s=round(float(at_s), 3),
                 width_s=round(width_s, 3),
                 arrivals_per_s=float(arrivals[place]) / width_s,

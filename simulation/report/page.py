@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from millrace.bench.report.document import card, document, escape, figure, table
-from millrace.bench.report.plots import Marker, Series, line_chart, number
-from millrace.simulation.report.report import Bin, Group, Percentiles, PolicyReport, Report
+from millrace.bench.report.plots import Marker, PlotSeries, line_chart, number
+from millrace.simulation.report.report import (
+    Group,
+    Percentiles,
+    PolicyReport,
+    SimulatedBin,
+    SimulationReport,
+)
 from millrace.simulation.report.table import render, shown_at
 
 # The style sheet has as many colours of lines.
@@ -29,7 +35,7 @@ _GROUP_COLUMNS = (
 )
 
 
-def render_page(report: Report) -> str:
+def render_page(report: SimulationReport) -> str:
     """The whole document; plots show the first four policies."""
     setup = report.setup
     lead = f"""<p>{setup.num_requests:,} requests of {setup.num_tenants:,} tenants in
@@ -56,18 +62,18 @@ def _card(one: PolicyReport) -> str:
     return card(one.policy, shown, more, cost)
 
 
-def _drawn(report: Report) -> list[tuple[PolicyReport, str]]:
+def _drawn(report: SimulationReport) -> list[tuple[PolicyReport, str]]:
     return list(zip(report.policies, _COLOURS, strict=False))
 
 
-def _latency(report: Report, field: str, title: str) -> str:
+def _latency(report: SimulationReport, field: str, title: str) -> str:
     series, worst = [], 0.0
     for one, colour in _drawn(report):
         of: Percentiles | None = getattr(one.overall, field)
         if of is not None:
             shown = of.quantiles_ms[: _LAST_QUANTILE + 1]
             points = [(value, float(share)) for share, value in enumerate(shown)]
-            series.append(Series(one.policy, points, colour))
+            series.append(PlotSeries(one.policy, points, colour))
             worst = max(worst, of.max)
     slo_ms = getattr(report.setup.slo, field, None)
     drawn = line_chart(
@@ -81,17 +87,17 @@ def _latency(report: Report, field: str, title: str) -> str:
     return figure(title, drawn)
 
 
-def _over_time(report: Report) -> str:
+def _over_time(report: SimulationReport) -> str:
     figures = []
     for field, title, unit in _OVER_TIME:
         series = [
-            Series(one.policy, _steps(one.timeline, field), colour, stepped=True)
+            PlotSeries(one.policy, _steps(one.timeline, field), colour, stepped=True)
             for one, colour in _drawn(report)
         ]
         figures.append(_chart(title, unit, series))
-    first = [Series(one.policy, _first(one.timeline), colour) for one, colour in _drawn(report)]
+    first = [PlotSeries(one.policy, _first(one.timeline), colour) for one, colour in _drawn(report)]
     arrivals = [
-        Series(one.policy, _steps(one.timeline, "arrivals_per_s"), colour, stepped=True)
+        PlotSeries(one.policy, _steps(one.timeline, "arrivals_per_s"), colour, stepped=True)
         for one, colour in _drawn(report)[:1]
     ]
     figures.append(_chart("TTFT, median", "ms", first))
@@ -99,17 +105,17 @@ def _over_time(report: Report) -> str:
     return "".join(figures)
 
 
-def _chart(title: str, unit: str, series: Sequence[Series]) -> str:
+def _chart(title: str, unit: str, series: Sequence[PlotSeries]) -> str:
     label = f"{title} over time"
     return figure(title, line_chart(series, x_title="seconds", y_title=unit, label=label))
 
 
-def _steps(timeline: Sequence[Bin], field: str) -> list[tuple[float, float]]:
+def _steps(timeline: Sequence[SimulatedBin], field: str) -> list[tuple[float, float]]:
     points = [(one.at_s, float(getattr(one, field))) for one in timeline]
     return [*points, (timeline[-1].at_s + timeline[-1].width_s, points[-1][1])] if points else []
 
 
-def _first(timeline: Sequence[Bin]) -> list[tuple[float, float]]:
+def _first(timeline: Sequence[SimulatedBin]) -> list[tuple[float, float]]:
     return [
         (one.at_s + one.width_s / 2, one.ttft_p50_ms)
         for one in timeline

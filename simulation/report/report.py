@@ -81,7 +81,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     per_1m_tokens: float | None
 
 
-class Bin(msgspec.Struct, frozen=True, kw_only=True):
+class SimulatedBin(msgspec.Struct, frozen=True, kw_only=True):
     """A stretch of the run from ``at_s`` on; what is counted in things is the mean."""
 
     at_s: float
@@ -127,7 +127,7 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     num_role_changes: int
     num_preemptions: int
     cost: Cost
-    timeline: tuple[Bin, ...]
+    timeline: tuple[SimulatedBin, ...]
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,7 +153,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     worker: WorkerConfig
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
     setup: Setup
     policies: tuple[PolicyReport, ...]

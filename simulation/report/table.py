@@ -7,7 +7,13 @@ from operator import attrgetter
 
 from millrace.runtime.text_table import text_table
 from millrace.schemas.engines import WorkerRole
-from millrace.simulation.report.report import Group, Percentiles, PolicyReport, Report, Setup
+from millrace.simulation.report.report import (
+    Group,
+    Percentiles,
+    PolicyReport,
+    Setup,
+    SimulationReport,
+)
 
 _SHARES = ("p50", "p90", "p99")
 _LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
@@ -23,7 +29,7 @@ _COSTS: tuple[Row, ...] = (
 )
 
 
-def render(report: Report) -> str:
+def render(report: SimulationReport) -> str:
     """The whole report, ending with a line break."""
     policies = report.policies
     rows = [*_totals(report), *_overall(policies), *_fairness(policies), *_COSTS]
@@ -78,7 +84,7 @@ def _setup_lines(setup: Setup) -> list[str]:
     return lines
 
 
-def _totals(report: Report) -> list[Row]:
+def _totals(report: SimulationReport) -> list[Row]:
     rows: list[Row] = [
         ("ended after, s", lambda one: f"{one.end_s:,.1f}"),
         ("answered", lambda one: f"{one.overall.num_done:,}"),

@@ -20,7 +20,7 @@ from millrace.simulation.traces.trace import TraceRequest
 _MAX_TENANTS = 100_000
 
 
-class Kind(StrEnum):
+class TraceKind(StrEnum):
     """How requests arrive: at random; in bursts; by the time of the day; or as conversations, which
     begin at random and go on when their user has read and typed."""
 
@@ -38,7 +38,7 @@ class TenantShare(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
 
 
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+class TraceRecipe(msgspec.Struct, frozen=True, kw_only=True):
     """What to draw. ``rate_per_s`` counts requests, turns of conversations among them.
 
     ``burstiness`` is the shape of the gaps' gamma distribution: 1 is Poisson, lower is burstier.
@@ -48,7 +48,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     ``system_tokens``. ``max_tokens`` 0: each request states the length that its answer will have.
     """
 
-    kind: Kind
+    kind: TraceKind
     rate_per_s: float
     duration_s: float
     tenants: tuple[TenantShare, ...]
@@ -67,10 +67,10 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
-def synthesise(recipe: Recipe) -> list[TraceRequest]:
+def synthesise(recipe: TraceRecipe) -> list[TraceRequest]:
     """The requests by arrival; the same for the same recipe."""
     draw = _Draw(recipe)
-    if recipe.kind is Kind.MULTITURN:
+    if recipe.kind is TraceKind.MULTITURN:
         requests: Iterable[TraceRequest] = (
             turn
             for number, at_s in enumerate(_starts_of_conversations(recipe), start=1)
@@ -80,15 +80,15 @@ def synthesise(recipe: Recipe) -> list[TraceRequest]:
     return [draw.request(at_s) for at_s in _arrivals(recipe)]
 
 
-def _starts_of_conversations(recipe: Recipe) -> Iterator[float]:
+def _starts_of_conversations(recipe: TraceRecipe) -> Iterator[float]:
     rate_per_s = recipe.rate_per_s / recipe.turns
     yield from map(float, arrival_times(rate_per_s, 1.0, recipe.duration_s, None, recipe.seed))
 
 
-def _arrivals(recipe: Recipe) -> Iterator[float]:
+def _arrivals(recipe: TraceRecipe) -> Iterator[float]:
     seed, duration_s = recipe.seed, recipe.duration_s
-    if recipe.kind is not Kind.DIURNAL:
-        shape = recipe.burstiness if recipe.kind is Kind.BURSTY else 1.0
+    if recipe.kind is not TraceKind.DIURNAL:
+        shape = recipe.burstiness if recipe.kind is TraceKind.BURSTY else 1.0
         yield from map(float, arrival_times(recipe.rate_per_s, shape, duration_s, None, seed))
         return
     # Thin out what would come if it were always the busiest time. A day begins at its mean.
@@ -103,7 +103,7 @@ def _arrivals(recipe: Recipe) -> Iterator[float]:
 class _Draw:
     """Draws requests one after the other."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: TraceRecipe) -> None:
         self._recipe = recipe
         self._source = random.Random(f"{recipe.seed} requests")
         self._reached = list(accumulate(tenant.weight for tenant in recipe.tenants))

@@ -12,7 +12,7 @@ from millrace.schemas.config import WorkerConfig
 from millrace.schemas.control import Cancel, QueueStatus
 from millrace.schemas.engines import WorkerRole
 from millrace.simulation.outcomes import Outcomes
-from millrace.simulation.settings import Settings
+from millrace.simulation.settings import SimulationSettings
 from millrace.simulation.workers.context import FleetContext, Spawn
 from millrace.simulation.workers.heartbeats import Heartbeats, WorkerIdentity
 from millrace.simulation.workers.kv_network import KvNetwork
@@ -60,7 +60,7 @@ class _Place:
     death: asyncio.TimerHandle | None = None
 
 
-class Fleet:
+class SimulatedFleet:
     """Owns the workers, and the ``network`` between their caches. ``incarnations`` is all there
     ever were, of which each costs money."""
 
@@ -68,7 +68,7 @@ class Fleet:
         self,
         bus: Bus,
         clock: Clock,
-        settings: Settings,
+        settings: SimulationSettings,
         models: list[str],
         outcomes: Outcomes,
         spawn: Spawn,

@@ -10,7 +10,7 @@ from millrace.schemas.control import Prefilled, Pulled, Warm, WorkerReply
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.transfer import TransferEndpoint
 from millrace.simulation.workers.context import FleetContext
-from millrace.simulation.workers.runs import Run, prefix_of
+from millrace.simulation.workers.runs import SimulatedRun, prefix_of
 from millrace.workers.host.departures import Departures
 from millrace.workers.simulated.blocks import SimulatedBlocks
 
@@ -62,7 +62,7 @@ class SimulatedMoves:
 
     # --- what leaves ---
 
-    def left(self, run: Run) -> None:
+    def left(self, run: SimulatedRun) -> None:
         """Another worker goes on with what ran here."""
         if self._moves_blocks and run.started_ns:
             self._departures.add(run.request_id)
@@ -78,7 +78,7 @@ class SimulatedMoves:
 
     # --- what comes, and what may go on ---
 
-    def pull(self, run: Run, on_done: Callable[[], None]) -> bool:
+    def pull(self, run: SimulatedRun, on_done: Callable[[], None]) -> bool:
         """Whether a run waits for blocks; ``on_done`` is called when it does no longer."""
         source = run.dispatch.kv_source
         if source is None or run.sequence is None:
@@ -97,7 +97,7 @@ class SimulatedMoves:
         self.on_pulled()
         return WorkerReply(ok=True)
 
-    def advanced(self, started: Sequence[Run], made_first: Sequence[Run]) -> None:
+    def advanced(self, started: Sequence[SimulatedRun], made_first: Sequence[SimulatedRun]) -> None:
         """The batch has begun with some runs, and made the first token of some that go on."""
         pulled: defaultdict[str, list[str]] = defaultdict(list)
         for run in started:
@@ -109,7 +109,7 @@ class SimulatedMoves:
         if pulled or prefilled:
             self._context.spawn(self._publish(pulled, [run.request_id for run in prefilled]))
 
-    def hand_on(self, runs: Iterable[Run]) -> None:
+    def hand_on(self, runs: Iterable[SimulatedRun]) -> None:
         """Of those that run, the streams may go on elsewhere if the worker is for prompts now."""
         request_ids = [run.request_id for run in runs if run.first_token_ns]
         if request_ids and self.role is WorkerRole.PREFILL:

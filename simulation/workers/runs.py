@@ -23,7 +23,7 @@ _NS_PER_US = 1e3
 
 
 @dataclass(slots=True, eq=False)
-class Run:
+class SimulatedRun:
     """``sequence`` is None when the client had all tokens before it began. Times are UTC in ns, 0
     for what did not happen."""
 
@@ -37,7 +37,7 @@ class Run:
     expiry: TimerHandle | None = None
 
     @classmethod
-    def of(cls, dispatch: Dispatch, outcome: RequestOutcome, *, apart: bool) -> Run:
+    def of(cls, dispatch: Dispatch, outcome: RequestOutcome, *, apart: bool) -> SimulatedRun:
         """``apart``: tenants do not share what is cached of their prompts."""
         run = cls(dispatch, outcome, epoch=dispatch.epoch, lease=dispatch.lease)
         job = dispatch.job

@@ -30,7 +30,7 @@ from millrace.simulation.workers.context import FleetContext
 from millrace.simulation.workers.heartbeats import Heartbeats
 from millrace.simulation.workers.leaps import LeapingBatch
 from millrace.simulation.workers.moves import SimulatedMoves
-from millrace.simulation.workers.runs import Run
+from millrace.simulation.workers.runs import SimulatedRun
 from millrace.workers.simulated.sequence import SimulatedSequence
 
 # Those that make way for higher tiers wait here too: so many times the capacity in all.
@@ -59,7 +59,7 @@ class SimulatedWorker:
         self.worker_id = heartbeats.worker_id
         self.model = heartbeats.model
         self.batch = batch
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, SimulatedRun] = {}
         self.alive = False
         self._bus = context.bus
         self._clock = context.clock
@@ -72,7 +72,7 @@ class SimulatedWorker:
         self._spawn = context.spawn
         self._on_idle = on_idle
         self._capacity = batch.max_num_sequences + context.config.max_num_waiting
-        self._superseded: list[Run] = []
+        self._superseded: list[SimulatedRun] = []
         self._step: asyncio.TimerHandle | None = None
         self._subscriptions: list[Subscription] = []
         self._loops: list[asyncio.Task[None]] = []
@@ -188,7 +188,7 @@ class SimulatedWorker:
         if veto is not None:
             return veto
         apart = self._config.prefix_scope == "tenant"
-        self._start(Run.of(dispatch, self._outcomes[dispatch.job.request_id], apart=apart))
+        self._start(SimulatedRun.of(dispatch, self._outcomes[dispatch.job.request_id], apart=apart))
         return WorkerReply(ok=True)
 
     def _veto(self, dispatch: Dispatch) -> WorkerReply | None:
@@ -207,7 +207,7 @@ class SimulatedWorker:
             return _no("bad_request", "the request does not fit the KV cache")
         return None
 
-    def _start(self, run: Run) -> None:
+    def _start(self, run: SimulatedRun) -> None:
         outcome = run.outcome
         self.runs[run.request_id] = run
         outcome.begin_run(self.worker_id, lambda: self._num_tokens(run), self._outcomes.now_s())
@@ -220,7 +220,7 @@ class SimulatedWorker:
         elif not self._moves.pull(run, lambda: self._enter(run)):
             self._enter(run)
 
-    def _enter(self, run: Run) -> None:
+    def _enter(self, run: SimulatedRun) -> None:
         """Into the batch, unless it is over or superseded by now."""
         if self.runs.get(run.request_id) is not run:
             return
@@ -231,7 +231,7 @@ class SimulatedWorker:
         if not self.batch.is_stepping:
             self._plan()
 
-    def _num_tokens(self, run: Run) -> int:
+    def _num_tokens(self, run: SimulatedRun) -> int:
         self.batch.settle(self._loop.time())
         return run.num_tokens
 
@@ -247,7 +247,7 @@ class SimulatedWorker:
         late = cancel.reason is CancelReason.DEADLINE
         self._end(run, Status.EXPIRED if late else Status.CANCELLED)
 
-    def _supersede(self, run: Run) -> None:
+    def _supersede(self, run: SimulatedRun) -> None:
         """Another worker goes on with it. What it took here is told when the step that it may be in
         is over, as a device's time is known then."""
         self._moves.left(run)
@@ -277,7 +277,7 @@ class SimulatedWorker:
         for run in started:
             run.started_ns = now_ns
             frames.append((run.request_id, run.started_frame(self.worker_id)))
-        made_first: list[Run] = []
+        made_first: list[SimulatedRun] = []
         for sequence in step.made:
             run = _run_of(sequence)
             if not run.first_token_ns:
@@ -294,7 +294,7 @@ class SimulatedWorker:
         if ended:
             self._heartbeats.note_room()
 
-    def _tell_of_moves(self, started: list[Run], made_first: list[Run]) -> None:
+    def _tell_of_moves(self, started: list[SimulatedRun], made_first: list[SimulatedRun]) -> None:
         self._moves.advanced(started, made_first)
         superseded, self._superseded = self._superseded, []
         if superseded:
@@ -302,12 +302,12 @@ class SimulatedWorker:
 
     # --- ends ---
 
-    def _end(self, run: Run, status: Status) -> None:
+    def _end(self, run: SimulatedRun, status: Status) -> None:
         """End a run that the batch would go on with, or that has nothing to make."""
         self._drop(run)
         self._spawn(self._tell([], [run], status))
 
-    def _drop(self, run: Run) -> None:
+    def _drop(self, run: SimulatedRun) -> None:
         """Take a run out of the batch, too; the step under way goes on without it."""
         if run.sequence is not None:
             if self.batch.is_stepping:
@@ -316,18 +316,18 @@ class SimulatedWorker:
         self._leave(run)
         self._heartbeats.note_room()
 
-    def _leave(self, run: Run) -> None:
+    def _leave(self, run: SimulatedRun) -> None:
         del self.runs[run.request_id]
         self._forget(run)
 
-    def _forget(self, run: Run) -> None:
+    def _forget(self, run: SimulatedRun) -> None:
         sequence = run.sequence
         run.outcome.stop_run(None if sequence is None else sequence.last_token_s)
         if run.expiry is not None:
             run.expiry.cancel()
 
     async def _tell(
-        self, frames: list[tuple[str, Frame]], ended: list[Run], status: Status
+        self, frames: list[tuple[str, Frame]], ended: list[SimulatedRun], status: Status
     ) -> None:
         for run in ended:
             frames.extend((run.request_id, frame) for frame in run.closing_frames(status))
@@ -339,7 +339,7 @@ class SimulatedWorker:
         if ended:
             await self._notice(ended)
 
-    async def _notice(self, ended: list[Run], *, released: bool = False) -> None:
+    async def _notice(self, ended: list[SimulatedRun], *, released: bool = False) -> None:
         request_ids = tuple(run.request_id for run in ended)
         served: tuple[Served, ...] = tuple(run.served() for run in ended)
         await self._bus.control.publish_ended(
@@ -359,12 +359,12 @@ class SimulatedWorker:
                 await self._bus.jobs.extend(run.lease)
 
 
-def _run_of(sequence: SimulatedSequence) -> Run:
-    assert isinstance(sequence.tag, Run)
+def _run_of(sequence: SimulatedSequence) -> SimulatedRun:
+    assert isinstance(sequence.tag, SimulatedRun)
     return sequence.tag
 
 
-def _first_delta(run: Run, sequence: SimulatedSequence) -> Frame:
+def _first_delta(run: SimulatedRun, sequence: SimulatedSequence) -> Frame:
     index = sequence.num_resumed + sequence.num_made - 1
     return Delta(index=index, token_ids=(sequence.token_ids[-1],), epoch=run.epoch)
 

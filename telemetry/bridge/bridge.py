@@ -53,7 +53,7 @@ _IDLE_WATCH_INTERVAL_S = 10.0
 _SLOW_S = 5.0
 
 
-class Backlog:
+class InFlightBytes:
     """The bytes of each partition that the sink has not stored yet."""
 
     def __init__(self, num_behind: Callable[[Offsets], int]) -> None:
@@ -122,7 +122,7 @@ class Bridge:
         self._bridged_sequence = 0
         self._promise: Promise | None = None
         self._rewound_to: int | None = None
-        self._backlog = Backlog(num_behind)
+        self._backlog = InFlightBytes(num_behind)
         self.num_bridged = 0
         self.num_dead = 0
         self.num_waiting = 0

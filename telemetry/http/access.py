@@ -24,7 +24,7 @@ _ACCESS_DENIED = 497
 _DEFAULT_USER = "default"
 
 
-class Refusal(NamedTuple):
+class AccessRefusal(NamedTuple):
     """What is answered instead. ``number`` is ClickHouse's code."""
 
     status: int
@@ -55,7 +55,7 @@ class AccessCheck:
             analyst = config.analyst_username.encode(), config.analyst_password.encode()
             self._users["analyst"] = analyst
 
-    def refusal_of_origin(self, scope: Scope) -> Refusal | None:
+    def refusal_of_origin(self, scope: Scope) -> AccessRefusal | None:
         """For a request of a web page, or for a name that may be somebody else's."""
         host, origin = header_of(scope, b"host"), header_of(scope, b"origin")
         if host and not self._is_here(host):
@@ -71,7 +71,7 @@ class AccessCheck:
             )
         return None
 
-    def user_of(self, scope: Scope, arguments: Mapping[str, str]) -> User | Refusal:
+    def user_of(self, scope: Scope, arguments: Mapping[str, str]) -> User | AccessRefusal:
         """The user whose name and password a request has. Both are compared in a time that says
         nothing of how much of them was right."""
         given = _credentials(scope, arguments)
@@ -148,5 +148,5 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _refusal(status: int, number: int, why: str) -> Refusal:
-    return Refusal(status, number, f"Code: {number}. DB::Exception: {why}")
+def _refusal(status: int, number: int, why: str) -> AccessRefusal:
+    return AccessRefusal(status, number, f"Code: {number}. DB::Exception: {why}")

@@ -11,7 +11,7 @@ from importlib.resources.abc import Traversable
 
 import msgspec
 
-from millrace.runtime.alerts.watch import Alert, Condition, alert_of
+from millrace.runtime.alerts.watch import Alert, AlertCondition, alert_of
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
 from millrace.schemas.errors import ParameterError
 from millrace.telemetry.http.parameters import Parameter, parameters_of, read_values
@@ -87,7 +87,7 @@ def _read(folder: Traversable) -> Iterator[tuple[str, str]]:
             yield file.name.removesuffix(".sql"), file.read_text(encoding="utf-8").strip()
 
 
-class Answers:
+class SavedQueryAnswers:
     """Runs a saved query and answers its rows, as a JSON array of objects or as CSV. In JSON 64-bit
     integers are strings, as browsers and many others round numbers above 2^53. ``alerts`` is
     no query: it is how the alerts stand that rows tell, and those of ``own_alerts``."""
@@ -137,7 +137,7 @@ class Answers:
         now_s = time.time()
         alerts = [
             alert_of(
-                Condition(
+                AlertCondition(
                     name=row.alert,
                     subject=row.subject,
                     value=row.value,

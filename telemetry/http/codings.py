@@ -37,7 +37,7 @@ class Coding(ABC):
         """The rest of the output."""
 
 
-class Identity(Coding):
+class IdentityCoding(Coding):
     """No compression."""
 
     def encode(self, data: bytes) -> bytes:
@@ -96,4 +96,4 @@ def accepted_coding(headers: Headers) -> Coding:
     for name, make in _CODINGS.items():
         if weight_of(headers, b"accept-encoding", name.encode()):
             return make()
-    return Identity()
+    return IdentityCoding()

@@ -30,13 +30,13 @@ from millrace.runtime.http.protocol import HttpProtocol
 from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
-from millrace.telemetry.http.access import AccessCheck, Refusal
+from millrace.telemetry.http.access import AccessCheck, AccessRefusal
 from millrace.telemetry.http.answer_body import AnswerBody, held
 from millrace.telemetry.http.arguments import TIMEZONE, Arguments, given_in, read_arguments
 from millrace.telemetry.http.blocks import decompressed
 from millrace.telemetry.http.external_data import has_form, read_form
 from millrace.telemetry.http.formats import content_type, spelled
-from millrace.telemetry.http.sql_sessions import Change, Session, Sessions, change_of
+from millrace.telemetry.http.sql_sessions import Change, SqlSession, SqlSessions, change_of
 from millrace.telemetry.store.reading import (
     TOO_MANY_QUERIES,
     UNKNOWN_ERROR,
@@ -85,7 +85,7 @@ class HttpInterface:
         self._reader = reader
         self._views = views
         self._access = AccessCheck(config)
-        self._sessions = Sessions()
+        self._sessions = SqlSessions()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,7 +113,7 @@ class HttpInterface:
     async def _query(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = given_in(scope["query_string"])
         user = self._access.user_of(scope, given)
-        if isinstance(user, Refusal):
+        if isinstance(user, AccessRefusal):
             await _refuse(send, user)
             return
         headers = {"X-ClickHouse-Server-Display-Name": "millrace"}
@@ -177,7 +177,7 @@ class HttpInterface:
         self,
         send: Send,
         question: Question,
-        session: Session,
+        session: SqlSession,
         change: Change,
         headers: Mapping[str, str],
     ) -> None:
@@ -307,7 +307,7 @@ def _question(
     sql: str,
     user: User,
     arguments: Arguments,
-    session: Session,
+    session: SqlSession,
     scope: Scope,
     external: tuple[ExternalTable, ...],
 ) -> Question:
@@ -337,7 +337,7 @@ def _status(number: int) -> int:
     return 500 if number == UNKNOWN_ERROR else 400
 
 
-async def _refuse(send: Send, refusal: Refusal) -> None:
+async def _refuse(send: Send, refusal: AccessRefusal) -> None:
     headers = {"X-ClickHouse-Exception-Code": str(refusal.number)}
     if refusal.status == 401:
         headers["WWW-Authenticate"] = 'Basic realm="Millrace", charset="UTF-8"'

@@ -28,7 +28,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     is_analyst: bool | None = None
 
 
-class Session(msgspec.Struct, kw_only=True):
+class SqlSession(msgspec.Struct, kw_only=True):
     """The state of a session. Arguments in a statement's address override it."""
 
     expires_s: float
@@ -52,20 +52,20 @@ class Session(msgspec.Struct, kw_only=True):
             self.is_analyst = change.is_analyst
 
 
-class Sessions:
+class SqlSessions:
     """The sessions of all users, each until it has not been used for its timeout."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._sessions: dict[tuple[str, str], Session] = {}
+        self._sessions: dict[tuple[str, str], SqlSession] = {}
 
-    def session(self, user: str, arguments: Arguments) -> Session:
+    def session(self, user: str, arguments: Arguments) -> SqlSession:
         """The session that a request names, a new one for each request without a name. Raises
         QueryError if it must exist and does not."""
         now_s = self._now_s()
         expires_s = now_s + arguments.session_s
         if not arguments.session_id:
-            return Session(expires_s=expires_s)
+            return SqlSession(expires_s=expires_s)
         self._sessions = {
             key: session for key, session in self._sessions.items() if session.expires_s > now_s
         }
@@ -82,7 +82,7 @@ class Sessions:
                     f"There are {_MAX_SESSIONS} sessions: ask without session_id, or wait until "
                     "some have expired.",
                 )
-            session = self._sessions[key] = Session(expires_s=expires_s)
+            session = self._sessions[key] = SqlSession(expires_s=expires_s)
         session.expires_s = expires_s
         return session
 

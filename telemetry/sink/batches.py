@@ -25,7 +25,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     message: ConsumerRecord
 
 
-class Batch:
+class MessageBatch:
     """Consumed messages, in order within each partition."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ _POSITION_TIMEOUT_S = 0.5
 _REFRESH_TIMEOUT_S = 5.0
 
 
-class Progress:
+class SinkProgress:
     """What is known of every partition of the record topics, those of other members included.
 
     A partition that this member consumes is stored up to its position as of the last batch; one of

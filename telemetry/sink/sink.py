@@ -22,10 +22,10 @@ from millrace.telemetry.kafka.kafka import (
     start_consumer,
     stop_client,
 )
-from millrace.telemetry.sink.batches import Batch
+from millrace.telemetry.sink.batches import MessageBatch
 from millrace.telemetry.sink.insertion import Insertion
 from millrace.telemetry.sink.merging import merge_generations
-from millrace.telemetry.sink.progress import Progress
+from millrace.telemetry.sink.progress import SinkProgress
 from millrace.telemetry.sink.rebalance_listener import RebalanceListener
 from millrace.telemetry.sink.tracing import StoredTraces
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
@@ -84,7 +84,7 @@ class Sink:
         self._on_stored = on_stored
         self._on_sampled = on_sampled
         self.insertion = Insertion(store, clock)
-        self._progress = Progress()
+        self._progress = SinkProgress()
         self._stopping = False
         self._restart = asyncio.Event()
         self._wake = asyncio.Event()
@@ -208,11 +208,11 @@ class Sink:
 
     async def _gather(
         self, consumer: AIOKafkaConsumer, rebalance: RebalanceListener, *, may_rest: bool
-    ) -> Batch:
+    ) -> MessageBatch:
         """What came within ``batch_interval_s`` of the first message and until sparse batches have
         rested, or as many as a batch has at most. Short of that if partitions are about to change
         hands."""
-        batch = Batch()
+        batch = MessageBatch()
         most = self._most_messages()
         interval_s = self._telemetry.batch_interval_s
         deadline_s = self._clock.monotonic() + interval_s
@@ -237,7 +237,7 @@ class Sink:
             await asyncio.sleep(0)
         return batch
 
-    def _has_all_shipped(self, batch: Batch) -> bool:
+    def _has_all_shipped(self, batch: MessageBatch) -> bool:
         """Nothing more is in Kafka, as far as this process's bridge knows."""
         if self._shipped is None or not batch.num_messages:
             return False
@@ -258,7 +258,7 @@ class Sink:
         most = self._telemetry.batch_rows
         return min(max(most, sum(self.lag().values())), _CATCH_UP_FACTOR * most)
 
-    async def _store_batch(self, batch: Batch, dead_letters: RecordDeadLetters) -> None:
+    async def _store_batch(self, batch: MessageBatch, dead_letters: RecordDeadLetters) -> None:
         letters = list(batch.poison)
         for table, rows in batch.tables():
             since_ns = self._clock.now_ns()
@@ -302,7 +302,7 @@ def sparse_rest_s(took_s: float, batch_interval_s: float) -> float:
     return min(took_s * (1 / _SPARSE_SHARE - 1), longest_s)
 
 
-async def _commit(consumer: AIOKafkaConsumer, batch: Batch) -> None:
+async def _commit(consumer: AIOKafkaConsumer, batch: MessageBatch) -> None:
     mine = consumer.assignment()
     offsets = {tp: offset for tp, offset in batch.next_offsets.items() if tp in mine}
     if len(offsets) < len(batch.next_offsets):

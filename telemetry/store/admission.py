@@ -8,7 +8,7 @@ from collections import Counter
 from millrace.telemetry.store.reading import TOO_MANY_QUERIES, QueryError
 
 
-class Admission:
+class QueryAdmission:
     """Lets ``max_running`` queries run, at most ``max_per_user`` of one user. A query that waits
     gets the next place if its user has the fewest queries running; of several such queries, the
     oldest."""

@@ -30,7 +30,7 @@ from millrace.telemetry.store.sql_guard import tokens_of, unquoted
 from millrace.telemetry.store.view_statements import (
     ANALYSTS,
     Create,
-    Exchange,
+    ExchangeTables,
     Nothing,
     Rename,
     ViewStatement,
@@ -170,7 +170,7 @@ class AnalystViews:
         elif isinstance(statement, Rename):
             for old, new in statement.pairs:
                 after[new] = after.pop(old, [])
-        elif isinstance(statement, Exchange):
+        elif isinstance(statement, ExchangeTables):
             first, second = statement.first, statement.second
             after[first], after[second] = after.get(second, []), after.get(first, [])
         taken = sorted((after.keys() - before.keys()) & self._taken)

@@ -16,7 +16,7 @@ import msgspec
 from chdb import ChdbError
 
 from millrace.telemetry.store import external_tables, own_processes
-from millrace.telemetry.store.admission import Admission
+from millrace.telemetry.store.admission import QueryAdmission
 from millrace.telemetry.store.answer_pipe import AnswerPipe
 from millrace.telemetry.store.embedded_engine import ANALYST, connect, connect_again
 from millrace.telemetry.store.query_watch import QueryWatch, RunningQuery
@@ -67,7 +67,7 @@ class EmbeddedReader(StreamingReader):
         self._database = database
         self._path = path
         self._known: dict[str, Statement] = {}
-        self._admission = Admission(
+        self._admission = QueryAdmission(
             limits.max_queries,
             limits.max_queries_per_user,
             limits.max_queries_waiting,

@@ -81,7 +81,7 @@ class Rename(msgspec.Struct, frozen=True):
         return f"RENAME TABLE {', '.join(parts)}"
 
 
-class Exchange(msgspec.Struct, frozen=True):
+class ExchangeTables(msgspec.Struct, frozen=True):
     """EXCHANGE TABLES: two views take each other's name."""
 
     first: str
@@ -107,7 +107,7 @@ class Nothing(msgspec.Struct, frozen=True):
     """CREATE DATABASE IF NOT EXISTS of the database that is there."""
 
 
-ViewStatement = Create | Drop | Rename | Exchange | Comment | Nothing
+ViewStatement = Create | Drop | Rename | ExchangeTables | Comment | Nothing
 
 
 def changes_views(sql: str) -> bool:
@@ -213,11 +213,11 @@ class _Reader:
             raise self.refuse()
         return old, self._view()
 
-    def exchange(self) -> Exchange:
+    def exchange(self) -> ExchangeTables:
         first = self._view()
         if not self.takes("AND"):
             raise self.refuse()
-        return Exchange(first, self._view())
+        return ExchangeTables(first, self._view())
 
     def alter(self) -> Comment:
         name = self._view()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.runtime.metrics_server import render
@@ -61,12 +61,12 @@ async def _says(program: Path, front: RunningGateway, home: Path) -> tuple[str, 
     return output.decode(), process.returncode
 
 
-def _models(window_tokens: int) -> Models:
+def _models(window_tokens: int) -> LoadedModels:
     """The demo's model with a window of so many tokens."""
     model = copy.copy(ServedModel.load(load_catalogue(""), "demo"))
     model.context_window_tokens = window_tokens
     card = ModelCard(id=MODEL, created=0, max_model_len=window_tokens)
-    return Models({MODEL: card}, lambda _name: model)
+    return LoadedModels({MODEL: card}, lambda _name: model)
 
 
 async def test_a_wrong_key(program: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.gateway.core import Backends, Gateway
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.runtime.metrics_server import Monitor
 from millrace.scheduler.metrics import SchedulerMetrics
 from millrace.schemas.config import ClickHouseConfig, Config
@@ -82,7 +82,9 @@ def _families(registry: CollectorRegistry) -> Iterator[Known]:
 def _gateway() -> CollectorRegistry:
     clock = ManualClock()
     bus = MemoryBus(MemoryBroker(clock))
-    return Gateway(Backends(bus), Config(), Models({}, cast("Any", None)), clock).metrics.registry
+    return Gateway(
+        Backends(bus), Config(), LoadedModels({}, cast("Any", None)), clock
+    ).metrics.registry
 
 
 async def _scheduler() -> CollectorRegistry:

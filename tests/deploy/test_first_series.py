@@ -21,7 +21,7 @@ from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.gateway.app import build_app
 from millrace.gateway.core import Backends, Gateway
 from millrace.gateway.metrics import SERVER_FAULTS
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.served import ServedModel
 from millrace.runtime.metrics_server import Monitor
 from millrace.scheduler.fleet.fleet import Departure
@@ -105,7 +105,7 @@ async def fresh(demo: ServedModel) -> AsyncIterator[list[CollectorRegistry]]:  #
     clock = ManualClock()
     bus = MemoryBus(MemoryBroker(clock))
     cards = {"m": ModelCard(id="m", created=0, max_model_len=None)}
-    gateway = Gateway(Backends(bus), Config(), Models(cards, cast("Any", None)), clock)
+    gateway = Gateway(Backends(bus), Config(), LoadedModels(cards, cast("Any", None)), clock)
     build_app(gateway)
     service = TelemetryService(
         Config(clickhouse=ClickHouseConfig(url="http://unused:1")),

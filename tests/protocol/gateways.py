@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from millrace.bus.api import Bus
 from millrace.gateway.streams.fleet_view import FleetView
-from millrace.gateway.streams.replays import RunningRequestIndex
+from millrace.gateway.streams.replays import RunningRequestReader
 from millrace.gateway.streams.stream import Client, OpenStream, TokenGaps
 from millrace.gateway.streams.streams import StreamTable
 from millrace.runtime.clock import Clock
@@ -32,7 +32,7 @@ class Gateway:
         process: Process,
         bus: Bus,
         clock: Clock,
-        generations: RunningRequestIndex,
+        generations: RunningRequestReader,
     ) -> None:
         self.gateway_id = gateway_id
         self.process = process

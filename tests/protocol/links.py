@@ -18,7 +18,7 @@ from millrace.bus.job_queue import (
     QueueDepth,
     TenantQueue,
 )
-from millrace.bus.jobs.ends import Refusals
+from millrace.bus.jobs.ends import JobRefusals
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.memory.jobs import MemoryJobQueue
 from millrace.bus.running_requests import JobClaim, RunningRequest
@@ -218,7 +218,7 @@ class FaultyBus:
         self.journal: Journal = inner.journal
         self.objects: Objects = inner.objects
         self.storage: Storage = inner.storage
-        refusals = Refusals(self.frames, self.results, self.outbox, clock)
+        refusals = JobRefusals(self.frames, self.results, self.outbox, clock)
         self.jobs: JobQueue = FaultyJobs(MemoryJobQueue(broker, transport, refusals), link)
         broker.on_start.append(self._restarted)
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.registry.routing.score import (
+    ComplexityScore,
     Cue,
-    Question,
-    Score,
+    RoutingQuestion,
     estimated_tokens,
     question_of,
     score,
@@ -31,7 +31,7 @@ def asked(
     tier: Tier = Tier.FREE,
     has_tools: bool = False,
     grammar: Grammar | None = None,
-) -> Score:
+) -> ComplexityScore:
     turns = [ChatMessage("user", one) for one in (*earlier, text)]
     messages = ([ChatMessage("system", system)] if system else []) + turns
     sampling = SamplingParams(max_tokens=max_tokens, grammar=grammar)
@@ -150,7 +150,7 @@ def test_any_question_has_one_score(
     tier: Tier,
     has_tools: bool,
 ) -> None:
-    def made() -> Question:
+    def made() -> RoutingQuestion:
         sampling = SamplingParams(max_tokens=max_tokens)
         return question_of(*prompt, sampling, tier, has_tools=has_tools)
 

@@ -19,15 +19,15 @@ from millrace.registry.routing.router import (
     choose,
     routed,
 )
-from millrace.registry.routing.score import Cue, Question
+from millrace.registry.routing.score import Cue, RoutingQuestion
 from millrace.schemas.config import TierPolicies, TierPolicy
 from millrace.schemas.errors import ConfigError, ParameterError
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, Job, Tier
 from millrace.schemas.sampling import SamplingParams
 
 ROUTE = Route(small="s", large="l")
-EASY = Question(text="hi", task="hi", num_prompt_tokens=100)
-HARD = Question(text="prove it", task="prove it", num_prompt_tokens=100)
+EASY = RoutingQuestion(text="hi", task="hi", num_prompt_tokens=100)
+HARD = RoutingQuestion(text="prove it", task="prove it", num_prompt_tokens=100)
 THERE = ModelState(num_workers=1, context_window_tokens=4_096)
 GONE = replace(THERE, num_workers=0)
 LATE = replace(THERE, ttft_ms=9_000.0)
@@ -37,7 +37,7 @@ PATIENT = TierPolicy(weight=1, ttft_bound_ms=1_000)
 
 
 def chosen(
-    question: Question,
+    question: RoutingQuestion,
     small: ModelState = THERE,
     large: ModelState = THERE,
     policy: TierPolicy = BEST_EFFORT,
@@ -123,7 +123,7 @@ _STATES = st.builds(
     context_window_tokens=st.none() | st.integers(2, 10**6),
 )
 _QUESTIONS = st.builds(
-    Question,
+    RoutingQuestion,
     text=st.text(max_size=50),
     task=st.sampled_from(["prove", "translate", "", "∫", "12 + 7", "```"]),
     num_prompt_tokens=st.integers(0, 10**6),
@@ -146,7 +146,7 @@ _ROUTES = st.builds(
 
 @given(_ROUTES, _QUESTIONS, _STATES, _STATES, st.sampled_from(["", "s", "l", "x"]))
 def test_there_is_always_one_choice_and_it_says_why(
-    route: Route, question: Question, small: ModelState, large: ModelState, former: str
+    route: Route, question: RoutingQuestion, small: ModelState, large: ModelState, former: str
 ) -> None:
     policy = getattr(TierPolicies(), question.tier.value)
     found = choose(route, question, small, large, policy, former)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 
 from millrace.runtime.alerts.rules import RULES
-from millrace.runtime.alerts.watch import AlertState, AlertWatch, Condition, alert_of, unknown_alert
+from millrace.runtime.alerts.watch import (
+    AlertCondition,
+    AlertState,
+    AlertWatch,
+    alert_of,
+    unknown_alert,
+)
 from tests.support.manual_clock import ManualClock
 
 _NAME = "MillraceQueueOld"
 
 
-def old(subject: str = "demo", *, holds: bool = True) -> Condition:
-    return Condition(name=_NAME, subject=subject, value=31.0, holds=holds)
+def old(subject: str = "demo", *, holds: bool = True) -> AlertCondition:
+    return AlertCondition(name=_NAME, subject=subject, value=31.0, holds=holds)
 
 
 def states(watch: AlertWatch) -> dict[str, AlertState]:
@@ -43,7 +49,7 @@ async def test_it_fires_when_it_has_held_for_as_long_as_its_rule_says() -> None:
 
 
 def test_a_bound_of_ones_own_and_what_nobody_can_tell() -> None:
-    known = Condition(name="MillraceFirstTokensLate", value=0.5, holds=True, bound=0.144)
+    known = AlertCondition(name="MillraceFirstTokensLate", value=0.5, holds=True, bound=0.144)
     alert = alert_of(known, since_s=100.0, now_s=100.0)
     assert (alert.state, alert.bound, alert.since_s) == (AlertState.FIRING, 0.144, 100.0)
     unknown = unknown_alert("MillracePoison", "telemetry does not answer")

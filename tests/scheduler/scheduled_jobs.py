@@ -7,12 +7,12 @@ import itertools
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.running_requests import JobClaim
 from millrace.scheduler.jobs.scheduled_job import (
+    ExpectedService,
+    JobPhase,
+    JobTiming,
     Lease,
-    Phase,
     ScheduledJob,
-    Service,
     TenantQueueCounts,
-    Timing,
 )
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.sampling import SamplingParams
@@ -46,10 +46,10 @@ def scheduled_job(
         job=job,
         lease=Lease(f"lease-{number}", 1, number, TenantQueue("m", tier, tenant)),
         queue_counts=TenantQueueCounts(),
-        timing=Timing(pulled_s=pulled_s),
+        timing=JobTiming(pulled_s=pulled_s),
         claim=JobClaim.of(job, number),
         ran_before=interrupted,
         interrupted=interrupted,
-        phase=Phase.WAITING,
-        service=Service(tokens, tokens),
+        phase=JobPhase.WAITING,
+        service=ExpectedService(tokens, tokens),
     )

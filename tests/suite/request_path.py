@@ -32,7 +32,7 @@ from unittest import mock
 import httpx
 
 from millrace.bus.memory import MemoryBroker, MemoryBus
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.catalogue import ModelEntry, load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
@@ -174,7 +174,7 @@ async def _system(model: ServedModel) -> AsyncIterator[str]:
     worker = Worker(MemoryBus(broker), config, model, engine, clock, index)
     working = asyncio.create_task(worker.run(stopping))
     cards = {MODEL: ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)}
-    models = Models(cards, lambda _name: model)
+    models = LoadedModels(cards, lambda _name: model)
     try:
         async with running_gateway(models=models, broker=broker) as front:
             yield front.url

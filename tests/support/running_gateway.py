@@ -15,7 +15,7 @@ import msgspec
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import RunningRequestIndex
 from millrace.gateway.core import Backends, Gateway
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.server import Server, listen
 from millrace.gateway.tools.catalogue import ToolCatalogue
 from millrace.registry.checkpoints.adapters.outline import AdapterOutline, read_adapter_outline
@@ -153,8 +153,8 @@ class ByteModel:
         return None
 
 
-def byte_models() -> Models:
-    return Models(
+def byte_models() -> LoadedModels:
+    return LoadedModels(
         {MODEL: ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)},
         lambda _name: ByteModel(),
     )
@@ -193,7 +193,7 @@ class RunningGateway:
 @asynccontextmanager
 async def running_gateway(
     config: GatewayConfig | None = None,
-    models: Models | None = None,
+    models: LoadedModels | None = None,
     *,
     gateway_id: str = "gw-test",
     broker: MemoryBroker | None = None,

@@ -13,7 +13,7 @@ from millrace.bus.transport import Subscription
 from millrace.runtime.alerts.watch import AlertWatch
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
-from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.http.answers import SavedQueryAnswers
 from millrace.telemetry.store.store import Store
 from tests.support.running_gateway import RunningGateway, running_gateway
 
@@ -51,7 +51,7 @@ class OpsPage:
         self.front = front
         self.asked: list[TelemetryQuery] = []
         self.alerts = AlertWatch(SystemClock())
-        self._answers = Answers(store.reader, self.alerts.alerts)
+        self._answers = SavedQueryAnswers(store.reader, self.alerts.alerts)
         self._browser = browser
         self._pages: list[Page] = []
         self._subscription: Subscription | None = None

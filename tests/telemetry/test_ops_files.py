@@ -15,7 +15,7 @@ import pytest
 
 from millrace.gateway.api import ops as ops_api
 from millrace.schemas.control import TelemetryAnswer, TelemetryQuery
-from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.http.answers import SavedQueryAnswers
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REQUESTS
 from tests.support.running_gateway import running_gateway
@@ -30,7 +30,7 @@ class Door:
     """A client of a gateway whose telemetry answers ``num_answers`` questions, if that is set."""
 
     http: httpx.AsyncClient
-    answers: Answers
+    answers: SavedQueryAnswers
     num_answers: int | None = None
     asked: list[TelemetryQuery] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ class Door:
 @pytest.fixture
 async def door(store: Store) -> AsyncIterator[Door]:
     async with running_gateway() as front, httpx.AsyncClient(base_url=front.url) as http:
-        made = Door(http, Answers(store.reader))
+        made = Door(http, SavedQueryAnswers(store.reader))
         subscription = await front.worker.bus.control.serve_telemetry(made.answer)
         yield made
         await subscription.close()

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 from playwright.async_api import Locator, Page, expect
 
-from millrace.runtime.alerts.watch import Condition
+from millrace.runtime.alerts.watch import AlertCondition
 from millrace.schemas.models.rollouts import Rollout, RolloutState, VersionFigures
 from millrace.schemas.records import RefusalRecord, RequestRecord
 from millrace.telemetry.store.store import Store
@@ -109,7 +109,7 @@ async def test_alerts_say_what_since_when_and_what_to_do(store: Store, ops: OpsP
     ]
     await store.insert(REQUESTS, REQUESTS.to_columns(failing, range(20)), "poison")
     await fill(store)
-    full = Condition(name="MillraceOutboxFills", value=150_000.0, holds=True)
+    full = AlertCondition(name="MillraceOutboxFills", value=150_000.0, holds=True)
     ops.alerts.look([full])
     page, complaints = await ops.open()
     rows = page.locator("#alerts tbody tr")

@@ -15,7 +15,7 @@ from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.departures import Departures
 from millrace.workers.host.generations.engine_requests import cache_salt_of, warming_request
 from millrace.workers.host.generations.generation import Generation
-from millrace.workers.host.generations.state import Phase
+from millrace.workers.host.generations.state import GenerationPhase
 
 # What a pull still counts when the next one comes.
 _KEPT_SHARE = 0.8
@@ -53,7 +53,7 @@ class StreamMoves:
 
     def left(self, generation: Generation) -> None:
         """Another worker goes on with what ran here."""
-        has_blocks = generation.phase in (Phase.PREFILLING, Phase.DECODING)
+        has_blocks = generation.phase in (GenerationPhase.PREFILLING, GenerationPhase.DECODING)
         if not has_blocks or self._context.engine.transfer_endpoint is None:
             return
         self._departures.add(generation.request_id)
@@ -81,7 +81,7 @@ class StreamMoves:
             self._note_prefilled(generation)
 
     def _note_prefilled(self, generation: Generation) -> None:
-        if generation.phase is Phase.DECODING and generation.output.beams is None:
+        if generation.phase is GenerationPhase.DECODING and generation.output.beams is None:
             self._prefilled.append(generation.request_id)
             self._has_pending.set()
 

@@ -15,7 +15,7 @@ from millrace.schemas.jobs import Tier
 from millrace.workers.host.capacity import OK, Capacity, rejected, rejection_of_dispatch, stale
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.endings.device_times import DeviceTimes
-from millrace.workers.host.endings.finalizer import Finalizer
+from millrace.workers.host.endings.finalizer import GenerationFinalizer
 from millrace.workers.host.engine_intake import EngineIntake, EngineKilledError
 from millrace.workers.host.flusher import Flusher
 from millrace.workers.host.generations.accounting import DeviceUse
@@ -32,7 +32,7 @@ from millrace.workers.host.generations.generated_output import GeneratedOutput
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.latencies import RequestTimes
 from millrace.workers.host.generations.outcomes import EXPIRED, GenerationOutcome, cancelled, failed
-from millrace.workers.host.generations.state import Phase
+from millrace.workers.host.generations.state import GenerationPhase
 from millrace.workers.host.generations.tracing import RunTraces
 from millrace.workers.host.leases.index import Generations, IndexWriter
 from millrace.workers.host.leases.ownership import LeaseOwnership
@@ -87,7 +87,7 @@ class Requests:
             self._on_lost,
         )
         self._device_times = DeviceTimes()
-        self._finalizer = Finalizer(
+        self._finalizer = GenerationFinalizer(
             context,
             flusher,
             self._device_times,
@@ -262,8 +262,8 @@ class Requests:
             self.times.note_tokens(generation.timing, num_tokens, before_ns, trace)
         has_advanced = generation.phase is not before
         if has_advanced:
-            self.moves.advanced(generation, began=before is Phase.QUEUED)
-            if before is Phase.QUEUED:
+            self.moves.advanced(generation, began=before is GenerationPhase.QUEUED)
+            if before is GenerationPhase.QUEUED:
                 self._flusher.post(generation, [started_frame(generation, self._context.worker_id)])
         if outcome is None:
             if not output.token_ids and (generation.output.beams is None or output.started):

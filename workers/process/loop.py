@@ -47,7 +47,7 @@ _DEVICE_TIMES_INTERVAL_S = 0.5
 logger = logging.getLogger(__name__)
 
 
-class Link:
+class EngineLink:
     """The engine's end of the socket pair. Raises EOFError once the bus side is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -97,7 +97,7 @@ class Link:
         self._payloads.extend(self._unpacker.feed(data))
 
 
-def drive(engine: Engine, link: Link, gather_s: float = 0.0) -> NoReturn:
+def drive(engine: Engine, link: EngineLink, gather_s: float = 0.0) -> NoReturn:
     """Step as long as the bus side is there; a report a step, or one for all within ``gather_s`` in
     which no answer began or ended, and one before a step where something was cancelled. Raises
     EOFError at its end."""
@@ -144,7 +144,7 @@ def serve(fd: int, parent_pid: int) -> int:
     # The bus side decides when this process ends: it closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = Link(socket.socket(fileno=fd))
+    link = EngineLink(socket.socket(fileno=fd))
     try:
         load = link.receive_load()
         engine = _load(load)
@@ -174,7 +174,7 @@ def _load(load: Load) -> Engine:
     return Engine.load(Path(load.path), load.config, among_others=True)
 
 
-def _break(link: Link, message: str) -> int:
+def _break(link: EngineLink, message: str) -> int:
     try:
         link.send(Broken(message))
     except EOFError:

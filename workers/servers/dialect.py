@@ -77,7 +77,7 @@ class Call(NamedTuple):
     streams: bool = True
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """What one event of a stream says: tokens in order, and how they ended, if they did.
     ``num_cached_tokens`` of the prompt, once it is known. Of ``num_hidden`` tokens that come next
     the server does not tell the ids in a stream."""
@@ -98,11 +98,11 @@ class RefusedByServerError(MillraceError, code="invalid_parameter", http_status=
     """The server takes this request for a mistake of the caller."""
 
 
-class Reader(ABC):
+class AnswerReader(ABC):
     """Reads the events of one answer, in order."""
 
     @abstractmethod
-    def read(self, event: bytes) -> Part | None:
+    def read(self, event: bytes) -> AnswerPart | None:
         """What the data of one server-sent event says; None behind the last one. Raises
         ServerStreamError for one that is malformed or reports that the server failed, and
         RefusedByServerError for one that blames the request."""
@@ -213,7 +213,7 @@ class Dialect(ABC):
         """The server has it no more, or is not given it any more."""
 
     @abstractmethod
-    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
+    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> AnswerReader:
         """What reads the answer to that call."""
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from millrace.engine.types import EngineRequest
 from millrace.schemas.frames import FinishReason
-from millrace.workers.servers.dialect import Part
+from millrace.workers.servers.dialect import AnswerPart
 from millrace.workers.servers.guided import Guide
 
 
@@ -64,7 +64,7 @@ class LiveRequest:
         return prefill + max(0, self._wanted_tokens - len(self.token_ids))
 
     def accept(
-        self, part: Part, *, is_complete: bool = False
+        self, part: AnswerPart, *, is_complete: bool = False
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """The tokens of a part that belong to the completion, and how it ends by them.
         ``is_complete``: its grammar has come to its end. A server that stops before it has made as

@@ -12,7 +12,7 @@ from millrace.engine.types import EngineRequest
 from millrace.schemas.engines import PROMISES
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import MAX_SEED, SamplingParams
-from millrace.workers.servers.dialect import Call, Dialect, Part
+from millrace.workers.servers.dialect import AnswerPart, Call, Dialect
 from millrace.workers.servers.guided import Guide
 from millrace.workers.servers.live_request import LiveRequest
 
@@ -30,7 +30,7 @@ class CarriedPenalties(NamedTuple):
     known: frozenset[int] | None
     keeps_parts: bool = False
 
-    def head(self, part: Part) -> tuple[Part, bool]:
+    def head(self, part: AnswerPart) -> tuple[AnswerPart, bool]:
         """The part up to the first token that the server has to be told, and whether there is
         one."""
         if self.known is None:
@@ -59,7 +59,7 @@ def carried_penalties(
     return CarriedPenalties(bias, frozenset(counts) if presence else None, keeps_parts)
 
 
-class Question(NamedTuple):
+class ServerQuestion(NamedTuple):
     """``call`` is what to send, ``request`` as the server sees it; without a call ``forced`` is the
     one token that fits the grammar. ``is_single``: it asks for one token alone. ``penalties`` are
     in the call."""
@@ -70,12 +70,12 @@ class Question(NamedTuple):
     is_single: bool = False
     penalties: CarriedPenalties | None = None
 
-    def head(self, part: Part) -> tuple[Part, bool]:
+    def head(self, part: AnswerPart) -> tuple[AnswerPart, bool]:
         """What of a part can be taken, and whether the server is to be asked anew behind it."""
         return (part, False) if self.penalties is None else self.penalties.head(part)
 
 
-def next_question(dialect: Dialect, live: LiveRequest) -> Question:
+def next_question(dialect: Dialect, live: LiveRequest) -> ServerQuestion:
     """Raises ParameterError for what the server cannot do, GrammarError where no token fits."""
     has_exact_ids = PROMISES[dialect.kind].exact_token_ids
     penalties = carried_penalties(
@@ -92,7 +92,7 @@ def next_question(dialect: Dialect, live: LiveRequest) -> Question:
     return question._replace(call=call, penalties=penalties)
 
 
-def _question(dialect: Dialect, live: LiveRequest, request: EngineRequest) -> Question:
+def _question(dialect: Dialect, live: LiveRequest, request: EngineRequest) -> ServerQuestion:
     guide, token_ids = live.guide, live.token_ids
     sampling = request.sampling
     if token_ids and sampling.seed is not None:
@@ -103,22 +103,22 @@ def _question(dialect: Dialect, live: LiveRequest, request: EngineRequest) -> Qu
     if guide is None:
         request = msgspec.structs.replace(request, sampling=sampling)
         if num_hidden:
-            return Question(request, dialect.call_whole(request, token_ids, num_hidden))
-        return Question(request, dialect.call(request, token_ids))
+            return ServerQuestion(request, dialect.call_whole(request, token_ids, num_hidden))
+        return ServerQuestion(request, dialect.call(request, token_ids))
     sampling = msgspec.structs.replace(sampling, grammar=None)
     request = msgspec.structs.replace(request, sampling=sampling)
     allowed = guide.allowed()
     if len(allowed) == 1 and sampling.logprobs is None:
-        return Question(request, None, forced=(int(allowed[0]),))
+        return ServerQuestion(request, None, forced=(int(allowed[0]),))
     if guide.asks_for_one:
         call = dialect.call_one_of(request, token_ids, allowed.tolist())
-        return Question(request, call, is_single=True)
+        return ServerQuestion(request, call, is_single=True)
     if num_hidden:
-        return Question(request, dialect.call_whole(request, token_ids, num_hidden))
-    return Question(request, dialect.call(request, token_ids))
+        return ServerQuestion(request, dialect.call_whole(request, token_ids, num_hidden))
+    return ServerQuestion(request, dialect.call(request, token_ids))
 
 
-def fitting_part(guide: Guide, part: Part, eos_token_ids: Sequence[int]) -> Part:
+def fitting_part(guide: Guide, part: AnswerPart, eos_token_ids: Sequence[int]) -> AnswerPart:
     """What of a part fits the grammar. The end of a call, or of a server that was not asked to keep
     to the grammar, is not the end of the completion."""
     num_fitting = guide.accept(part.token_ids)

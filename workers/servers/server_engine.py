@@ -28,9 +28,9 @@ from millrace.schemas.errors import MillraceError, PrefixCacheKeptError
 from millrace.workers.engine_like import EngineLike
 from millrace.workers.servers.client import AnswerError, ServerClient, ServerUnreachableError
 from millrace.workers.servers.dialect import (
+    AnswerPart,
     Call,
     Dialect,
-    Part,
     RefusedByServerError,
     ServerFacts,
     ServerStreamError,
@@ -217,7 +217,7 @@ class ServerEngine(EngineLike):
             return
         live.guide = await self._guides.start(live.request, read, live.token_ids)
         if live.guide.complete:
-            self._accept(live, Part())
+            self._accept(live, AnswerPart())
 
     async def _read_stream(self, live: LiveRequest) -> _StreamEnd:
         """Ask for what is missing, and take what comes. Raises MillraceError for what is wrong with
@@ -229,7 +229,7 @@ class ServerEngine(EngineLike):
         call, is_single, num_before = question.call, question.is_single, len(live.token_ids)
         if call is None:
             await asyncio.sleep(0)
-            is_over = self._accept(live, Part(token_ids=question.forced))
+            is_over = self._accept(live, AnswerPart(token_ids=question.forced))
             return _StreamEnd.OVER if is_over else _StreamEnd.CONTINUES
         reader = self._dialect.reader(question.request, live.token_ids)
         live.num_calls += 1
@@ -285,7 +285,7 @@ class ServerEngine(EngineLike):
     async def _is_healthy(self) -> bool:
         return await self._client.is_healthy(self._dialect.health_path)
 
-    def _accept(self, live: LiveRequest, part: Part) -> bool:
+    def _accept(self, live: LiveRequest, part: AnswerPart) -> bool:
         """Take what an event says; whether the request is over by it."""
         if live.guide is not None:
             part = fitting_part(live.guide, part, live.request.eos_token_ids)

@@ -12,7 +12,7 @@ from millrace.schemas.prefix import extend_keys, root_key
 _root = lru_cache(maxsize=4_096)(root_key)
 
 
-class Holder(Protocol):
+class BlockHolder(Protocol):
     """Whoever has blocks: the first ``num_cached_blocks`` of its ``num_blocks`` are full and can be
     found by its ``keys``."""
 
@@ -32,7 +32,7 @@ class Hit(NamedTuple):
     num_idle: int = 0
 
 
-class PrefixChanges(NamedTuple):
+class SimulatedPrefixChanges(NamedTuple):
     """Keys that are kept, those used last at the end, and keys that are not any more; ``whole``:
     the kept ones are all there are."""
 
@@ -66,7 +66,7 @@ class SimulatedBlocks:
     def num_idle(self) -> int:
         return len(self._idle)
 
-    def match(self, holder: Holder) -> Hit:
+    def match(self, holder: BlockHolder) -> Hit:
         """The longest kept prefix that leaves at least one token to compute; changes nothing."""
         if not self._keep:
             return Hit()
@@ -81,7 +81,7 @@ class SimulatedBlocks:
             found += 1
         return Hit(found, num_idle)
 
-    def open(self, holder: Holder, hit: Hit, num_fresh: int) -> None:
+    def open(self, holder: BlockHolder, hit: Hit, num_fresh: int) -> None:
         """Give a holder without blocks those of its hit, and so many fresh ones behind them."""
         for key in holder.keys[: hit.num_blocks]:
             self._idle.pop(key, None)
@@ -90,7 +90,7 @@ class SimulatedBlocks:
         holder.num_blocks = holder.num_cached_blocks = hit.num_blocks
         self.allocate(holder, num_fresh)
 
-    def allocate(self, holder: Holder, count: int) -> None:
+    def allocate(self, holder: BlockHolder, count: int) -> None:
         """Give more; there must be as many free ones."""
         assert count <= self.num_free
         self._num_private += count
@@ -129,7 +129,7 @@ class SimulatedBlocks:
             self.num_evicted += 1
             self._note(key)
 
-    def cache_full_blocks(self, holder: Holder, num_full: int) -> None:
+    def cache_full_blocks(self, holder: BlockHolder, num_full: int) -> None:
         """The first ``num_full`` blocks are full. One that somebody else filled alike is shared
         from now on."""
         if not self._keep:
@@ -147,7 +147,7 @@ class SimulatedBlocks:
                 self._note(key)
         holder.num_cached_blocks = num_full
 
-    def release(self, holder: Holder) -> None:
+    def release(self, holder: BlockHolder) -> None:
         """Take all blocks back; the ends of prefixes go before their beginnings."""
         self._num_private -= holder.num_blocks - holder.num_cached_blocks
         for key in reversed(holder.keys[: holder.num_cached_blocks]):
@@ -159,17 +159,17 @@ class SimulatedBlocks:
                 self._idle[key] = None
         holder.num_blocks = holder.num_cached_blocks = 0
 
-    def take_changes(self) -> PrefixChanges | None:
+    def take_changes(self) -> SimulatedPrefixChanges | None:
         """What came, was used again or went since the last call; None if nothing did."""
         if self._noted_too_much:
             self._noted_too_much = False
-            return PrefixChanges([*self._idle, *self._users], [], whole=True)
+            return SimulatedPrefixChanges([*self._idle, *self._users], [], whole=True)
         if not self._noted:
             return None
         noted, self._noted = self._noted, {}
         kept = [key for key in noted if self.holds(key)]
         gone = [key for key in noted if not self.holds(key)] if len(kept) < len(noted) else []
-        return PrefixChanges(kept, gone, whole=False)
+        return SimulatedPrefixChanges(kept, gone, whole=False)
 
     def holds(self, key: bytes) -> bool:
         """Whether it would be found."""
@@ -185,7 +185,7 @@ class SimulatedBlocks:
             noted.clear()
             self._noted_too_much = True
 
-    def _extend_keys(self, holder: Holder, count: int) -> None:
+    def _extend_keys(self, holder: BlockHolder, count: int) -> None:
         if len(holder.keys) < count:
             extend_keys(
                 holder.keys,
@@ -195,7 +195,7 @@ class SimulatedBlocks:
                 block_size_tokens=self._size,
             )
 
-    def check_integrity(self, holders: Sequence[Holder]) -> None:
+    def check_integrity(self, holders: Sequence[BlockHolder]) -> None:
         """Raise AssertionError unless these holders, and nobody else, have what is in use."""
         users: dict[bytes, int] = {}
         for holder in holders:

@@ -37,7 +37,7 @@ from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.models.adapters import AdapterRef
 
 
-class Choice(NamedTuple):
+class TokenChoice(NamedTuple):
     """Which sampled rows there are, and who chooses from them: the device or the host; places are
     indices of ``rows``."""
 
@@ -53,7 +53,7 @@ class PlannedStep(NamedTuple):
 
     plan: Rows[ScheduledSequence]
     layout: BatchLayout
-    choice: Choice
+    choice: TokenChoice
     told: ToldStep
 
 
@@ -174,9 +174,9 @@ class DeviceRunner(DeviceSteps, Runner):
 
     def _divide(
         self, layout: BatchLayout, rows: dict[Sequence, StateRow], shape: StepShape
-    ) -> Choice:
+    ) -> TokenChoice:
         """Who chooses the next token of which sequence; behind proposed tokens the host does."""
-        choice = Choice([], [], [], [], [])
+        choice = TokenChoice([], [], [], [], [])
         for place, (sequence, row) in enumerate(
             zip(layout.sampled, layout.sampled_rows, strict=True)
         ):

@@ -47,7 +47,7 @@ class NoObjectError(Exception):
     """There is no object of such a name."""
 
 
-class Place(NamedTuple):
+class ObjectPlace(NamedTuple):
     """Memory for the block that has such a ``number`` in its object."""
 
     number: int
@@ -125,7 +125,7 @@ class BlockObjects:
         except BaseException as error:  # a panic of the library is no Exception
             raise _told(error) from error
 
-    def read(self, last_key: bytes, places: Sequence[Place]) -> int:
+    def read(self, last_key: bytes, places: Sequence[ObjectPlace]) -> int:
         """Fill the places, in order of their number; how many of the first are what was written.
         Raises NoObjectError and ObjectStoreError."""
         import obstore
@@ -146,7 +146,7 @@ class BlockObjects:
                 return num_good
         return len(places)
 
-    def _filled(self, place: Place, slot: memoryview) -> bool:
+    def _filled(self, place: ObjectPlace, slot: memoryview) -> bool:
         if slot.nbytes != self._slot_bytes:
             return False
         magic, checksum = _HEADER.unpack_from(slot)

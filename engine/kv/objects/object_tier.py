@@ -11,12 +11,12 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from millrace.engine.kv.arrivals import Part, Source
+from millrace.engine.kv.arrivals import Source, TierPart
 from millrace.engine.kv.disk_cache import SlotMemory
 from millrace.engine.kv.objects.block_objects import (
     NoObjectError,
+    ObjectPlace,
     ObjectStoreError,
-    Place,
 )
 from millrace.engine.kv.objects.store_view import StoreView
 from millrace.engine.step.sequence import Sequence
@@ -40,14 +40,14 @@ class _Object(NamedTuple):
     """What is wanted of an object."""
 
     last_key: bytes
-    places: list[Place]
+    places: list[ObjectPlace]
 
 
 class _Reading:
     """The objects of a part, which several threads read at once. The first that does not come ends
     it: what is behind that is of no use."""
 
-    def __init__(self, part: Part, objects: list[_Object]) -> None:
+    def __init__(self, part: TierPart, objects: list[_Object]) -> None:
         self.part = part
         self.objects = objects
         self.ended = [_Ended.NOT_READ] * len(objects)
@@ -102,7 +102,7 @@ class ObjectTier:
         self._size = block_size_tokens
         self._monotonic = monotonic
         self._threads = threads
-        self._readings: dict[Part, _Reading] = {}
+        self._readings: dict[TierPart, _Reading] = {}
         self.num_read_blocks = 0
         self.num_absent = 0
         self.num_failures = 0
@@ -136,13 +136,13 @@ class ObjectTier:
         """See ``Tier``."""
         return self._speed.brings_s(num_blocks * self._objects.block_bytes)
 
-    def begin(self, part: Part, on_done: Callable[[Part], None]) -> None:
+    def begin(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
         """See ``Tier``."""
         reading = self._readings[part] = _Reading(part, self._objects_of(part))
         for number in range(len(reading.objects)):
             self._threads.submit(partial(self._read, reading, number, on_done))
 
-    def _objects_of(self, part: Part) -> list[_Object]:
+    def _objects_of(self, part: TierPart) -> list[_Object]:
         keys, num_blocks = part.sequence.block_keys, self._objects.num_blocks
         index_of = {key: index for index, key in enumerate(keys)}
         wanted = [
@@ -152,7 +152,7 @@ class ObjectTier:
             _Object(
                 keys[(run + 1) * num_blocks - 1],
                 [
-                    Place(index % num_blocks, key, self._memory.pieces(slot))
+                    ObjectPlace(index % num_blocks, key, self._memory.pieces(slot))
                     for index, key, slot in blocks
                 ],
             )
@@ -161,7 +161,7 @@ class ObjectTier:
 
     # --- on threads ---
 
-    def _read(self, reading: _Reading, number: int, on_done: Callable[[Part], None]) -> None:
+    def _read(self, reading: _Reading, number: int, on_done: Callable[[TierPart], None]) -> None:
         one = reading.objects[number]
         ended, num_good = _Ended.FAILED, 0
         begin_s = time.perf_counter()
@@ -184,7 +184,7 @@ class ObjectTier:
 
     # --- what came of it ---
 
-    def finish(self, part: Part, _now_s: float) -> None:
+    def finish(self, part: TierPart, _now_s: float) -> None:
         """See ``Tier``."""
         reading = self._readings.pop(part)
         part.num_good = self._num_leading(reading)

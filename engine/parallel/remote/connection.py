@@ -39,7 +39,7 @@ _MAX_ASSIGNMENT_BYTES = 1 << 20
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class Kind(IntEnum):
+class GroupFrameKind(IntEnum):
     """What a frame is.
 
     ``ASSIGNMENT`` says what a host that has joined is to compute, which it has ``ACCEPTED`` or
@@ -57,21 +57,21 @@ class Kind(IntEnum):
     END = 7
 
 
-JOINING: Mapping[Kind, int] = {
-    Kind.ASSIGNMENT: _MAX_ASSIGNMENT_BYTES,
-    Kind.ACCEPTED: 0,
-    Kind.REFUSED: _MAX_TEXT_BYTES,
+JOINING: Mapping[GroupFrameKind, int] = {
+    GroupFrameKind.ASSIGNMENT: _MAX_ASSIGNMENT_BYTES,
+    GroupFrameKind.ACCEPTED: 0,
+    GroupFrameKind.REFUSED: _MAX_TEXT_BYTES,
 }
 """The kinds of frames until a host computes, and how many bytes they have at most."""
 
 
-def computing(message_bytes: int) -> Mapping[Kind, int]:
+def computing(message_bytes: int) -> Mapping[GroupFrameKind, int]:
     """The same from then on; ``message_bytes`` is for a part of a message."""
     return {
-        Kind.MESSAGE: message_bytes,
-        Kind.CONTROL: MAX_PACKET_BYTES,
-        Kind.BEAT: 0,
-        Kind.END: _MAX_TEXT_BYTES,
+        GroupFrameKind.MESSAGE: message_bytes,
+        GroupFrameKind.CONTROL: MAX_PACKET_BYTES,
+        GroupFrameKind.BEAT: 0,
+        GroupFrameKind.END: _MAX_TEXT_BYTES,
     }
 
 
@@ -79,13 +79,13 @@ class Header(NamedTuple):
     """Of a frame: ``at`` is which writer or rank of a stage, ``number`` that of a message, ``size``
     of what follows."""
 
-    kind: Kind
+    kind: GroupFrameKind
     at: int
     number: int
     size: int
 
 
-class Assignment(msgspec.Struct, frozen=True, array_like=True):
+class StageAssignment(msgspec.Struct, frozen=True, array_like=True):
     """What a host has of a group. ``join``: what the first rank of its stage is to load, with the
     shapes of the links of that host and the kind of its devices; ``fingerprint`` and
     ``config_digest`` are those of the checkpoint."""
@@ -95,12 +95,12 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     config_digest: str
 
 
-def header(kind: Kind, size: int = 0, *, at: int = 0, number: int = 0) -> bytes:
+def header(kind: GroupFrameKind, size: int = 0, *, at: int = 0, number: int = 0) -> bytes:
     """That of a frame."""
     return _HEADER.pack(_MAGIC, kind, at, number, size)
 
 
-def parse_header(data: bytes, limits: Mapping[Kind, int]) -> Header:
+def parse_header(data: bytes, limits: Mapping[GroupFrameKind, int]) -> Header:
     """The header of a frame of one of the kinds in ``limits``. Raises StageError for any other, or
     for a longer one."""
     magic, kind_number, at, number, size = _HEADER.unpack(data)
@@ -141,7 +141,7 @@ _BEATS_PER_SILENCE = 5
 _END_TIMEOUT_S = 0.5
 
 
-class Connection:
+class RankConnection:
     """One end. Whoever is heard nothing of for ``silence_s`` is taken for gone, so each end says
     something every ``beat_s``. One thread receives; any may send, and ``end``. Owns the socket,
     which ``close`` closes once no thread uses it."""
@@ -153,7 +153,7 @@ class Connection:
         self.peer = (
             f"[{self.peer_host}]:{port}" if ":" in self.peer_host else f"{self.peer_host}:{port}"
         )
-        self.limits: Mapping[Kind, int] = JOINING
+        self.limits: Mapping[GroupFrameKind, int] = JOINING
         self.set_silence(silence_s)
         # Two of them: a time limit belongs to one, and both sides of it are used at a time.
         self.reading = Stream(sock, silence_s)
@@ -166,7 +166,7 @@ class Connection:
         self.beat_s = silence_s / _BEATS_PER_SILENCE
 
     def send(
-        self, kind: Kind, body: bytes | memoryview = b"", *, at: int = 0, number: int = 0
+        self, kind: GroupFrameKind, body: bytes | memoryview = b"", *, at: int = 0, number: int = 0
     ) -> None:
         """A frame. Raises StageError."""
         head = header(kind, len(body), at=at, number=number)
@@ -196,7 +196,7 @@ class Connection:
             self._writing.allow(_END_TIMEOUT_S)
             try:
                 with contextlib.suppress(PeerError):
-                    self._writing.send(header(Kind.END, len(body)) + body)
+                    self._writing.send(header(GroupFrameKind.END, len(body)) + body)
             finally:
                 self._lock.release()
         with contextlib.suppress(OSError):

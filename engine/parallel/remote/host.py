@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from millrace.engine.parallel.remote import connection as wire
 from millrace.engine.parallel.remote.connection import (
-    Assignment,
-    Connection,
-    Kind,
+    GroupFrameKind,
+    RankConnection,
+    StageAssignment,
     StageError,
     greet,
 )
@@ -107,7 +107,7 @@ class StageHost:
         """Compute a stage of the next group until that has ended; why it has. Raises StageError and
         OSError if there is none, others for what is refused."""
         sock = socket.create_connection(self._joining.address, _CONNECT_TIMEOUT_S)
-        connection = Connection(sock, _ANSWER_TIMEOUT_S)
+        connection = RankConnection(sock, _ANSWER_TIMEOUT_S)
         try:
             with self._waking(sock):
                 greet(connection.reading, self._joining.token)
@@ -142,20 +142,20 @@ class StageHost:
             with self._lock:
                 self._sockets.discard(sock)
 
-    def _receive_assignment(self, connection: Connection) -> Assignment:
+    def _receive_assignment(self, connection: RankConnection) -> StageAssignment:
         header, body = connection.receive()
-        if header.kind is not Kind.ASSIGNMENT:
+        if header.kind is not GroupFrameKind.ASSIGNMENT:
             raise StageError("it says what makes no sense here")
-        return wire.decode(body, Assignment)
+        return wire.decode(body, StageAssignment)
 
-    def _accept(self, connection: Connection, assignment: Assignment, slot: int) -> Stage:
+    def _accept(self, connection: RankConnection, assignment: StageAssignment, slot: int) -> Stage:
         """Raises what keeps a stage from being computed here, which the worker is told, too."""
         try:
             place = Slot(self._joining.path, slot, self._joining.max_stages)
             stage = Stage(connection, assignment, place)
         except MillraceError as error:
             with contextlib.suppress(StageError):
-                connection.send(Kind.REFUSED, wire.encode_text(error.message))
+                connection.send(GroupFrameKind.REFUSED, wire.encode_text(error.message))
             raise
-        connection.send(Kind.ACCEPTED)
+        connection.send(GroupFrameKind.ACCEPTED)
         return stage

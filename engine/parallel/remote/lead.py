@@ -19,9 +19,9 @@ from millrace.engine.parallel.layout import make_link, stages_address
 from millrace.engine.parallel.members import Member, end_members
 from millrace.engine.parallel.remote import connection as wire
 from millrace.engine.parallel.remote.connection import (
-    Assignment,
-    Connection,
-    Kind,
+    GroupFrameKind,
+    RankConnection,
+    StageAssignment,
     StageError,
     welcome,
 )
@@ -58,7 +58,7 @@ class Meeting:
     def __exit__(self, *_: object) -> None:
         self._listener.close()
 
-    def take(self, stage: int, assignment: Assignment) -> Connection:
+    def take(self, stage: int, assignment: StageAssignment) -> RankConnection:
         """Have the next host that comes compute a stage, from which it hears within
         ``rank_timeout_s`` again. Raises ConfigError naming the stage that has no host in time, or
         that its host refuses."""
@@ -71,7 +71,7 @@ class Meeting:
         connection.set_silence(self._engine.rank_timeout_s)
         return connection
 
-    def _wait_for(self, stage: int) -> Connection:
+    def _wait_for(self, stage: int) -> RankConnection:
         """A host that knows the token."""
         address = self._engine.stages_address
         _log.info("stage %d is waited for at %s", stage, address)
@@ -93,8 +93,8 @@ class Meeting:
             "millrace stages --join with this address there."
         )
 
-    def _greet(self, sock: socket.socket) -> Connection:
-        connection = Connection(sock, _GREETING_TIMEOUT_S)
+    def _greet(self, sock: socket.socket) -> RankConnection:
+        connection = RankConnection(sock, _GREETING_TIMEOUT_S)
         try:
             welcome(connection.reading, self._engine.stages_token)
         except BaseException:
@@ -117,18 +117,18 @@ class Meeting:
             time.sleep(_PAUSE_S)
 
 
-def _assign(connection: Connection, stage: int, assignment: Assignment) -> None:
+def _assign(connection: RankConnection, stage: int, assignment: StageAssignment) -> None:
     """Have a host take a stage. Raises ConfigError with its reason if it does not."""
     connection.set_silence(_ACCEPT_TIMEOUT_S)
     try:
-        connection.send(Kind.ASSIGNMENT, wire.encode(assignment))
+        connection.send(GroupFrameKind.ASSIGNMENT, wire.encode(assignment))
         header, body = connection.receive()
     except StageError as error:
         raise ConfigError(
             f"engine.remote_stages: stage {stage} at {connection.peer} was not taken: "
             f"{error.message}."
         ) from error
-    if header.kind is not Kind.ACCEPTED:
+    if header.kind is not GroupFrameKind.ACCEPTED:
         raise ConfigError(
             f"engine.remote_stages: stage {stage} is refused by {connection.peer}: "
             f"{wire.text(body)}"
@@ -165,7 +165,7 @@ class RemoteMember(Member):
     connection."""
 
     def __init__(
-        self, rank: int, sock: socket.socket, connection: Connection, relay: Relay
+        self, rank: int, sock: socket.socket, connection: RankConnection, relay: Relay
     ) -> None:
         super().__init__(rank, sock)
         self.name = f"rank {rank} (at {connection.peer})"
@@ -205,7 +205,7 @@ def join_remote(
             for number in range(first, engine.pipeline_parallel):
                 stage = stage_of(number)
                 join = msgspec.structs.replace(stage.join, config=_without_secrets(engine))
-                connection = meeting.take(number, Assignment(join, *identity))
+                connection = meeting.take(number, StageAssignment(join, *identity))
                 # At once, as each host is to hear from here while others are waited for.
                 members += _members(number, engine, connection, stage.links)
     except BaseException:
@@ -244,7 +244,7 @@ def _without_secrets(engine: ResolvedEngineConfig) -> ResolvedEngineConfig:
 
 
 def _members(
-    number: int, engine: ResolvedEngineConfig, connection: Connection, links: LinkEnds
+    number: int, engine: ResolvedEngineConfig, connection: RankConnection, links: LinkEnds
 ) -> list[RemoteMember]:
     """The ranks of a stage."""
     size = engine.tensor_parallel

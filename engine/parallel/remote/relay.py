@@ -18,7 +18,12 @@ from millrace.engine.kernels.ranks import RanksFailedError
 from millrace.engine.kernels.stage_link import StageLink
 from millrace.engine.parallel.control import MAX_PACKET_BYTES
 from millrace.engine.parallel.remote import connection as wire
-from millrace.engine.parallel.remote.connection import Connection, Header, Kind, StageError
+from millrace.engine.parallel.remote.connection import (
+    GroupFrameKind,
+    Header,
+    RankConnection,
+    StageError,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +64,9 @@ class Relay:
     thread.
     """
 
-    def __init__(self, connection: Connection, links: LinkEnds, ranks: Sequence[RankEnd]) -> None:
+    def __init__(
+        self, connection: RankConnection, links: LinkEnds, ranks: Sequence[RankEnd]
+    ) -> None:
         self.why = ""
         self.ended = threading.Event()
         self._connection = connection
@@ -121,19 +128,19 @@ class Relay:
             source.wait_written(number, bound=False)
             for writer in range(self._links.num_writers):
                 part = source.part(number, writer)
-                self._connection.send(Kind.MESSAGE, part, at=writer, number=number)
+                self._connection.send(GroupFrameKind.MESSAGE, part, at=writer, number=number)
             source.done(number)
 
     def _receive(self) -> None:
         while True:
             header, body = self._connection.receive()
-            if header.kind is Kind.MESSAGE:
+            if header.kind is GroupFrameKind.MESSAGE:
                 self._take_message(header, body)
-            elif header.kind is Kind.CONTROL:
+            elif header.kind is GroupFrameKind.CONTROL:
                 if header.at >= len(self._ranks):
                     raise StageError("it has a message for a rank that there is not")
                 self._ranks[header.at].socket.send(body)
-            elif header.kind is Kind.END:
+            elif header.kind is GroupFrameKind.END:
                 # What it says is said as it is: the reason is there, and not this connection.
                 self.end(f"{self._connection.peer} says: {wire.text(body)}")
                 return
@@ -157,7 +164,7 @@ class Relay:
             for fd, _ in poll.poll(max(0.0, left_s) * 1e3):
                 self._pass_on(by_fd[fd])
             if time.monotonic() >= next_beat_s:
-                self._connection.send(Kind.BEAT)
+                self._connection.send(GroupFrameKind.BEAT)
                 next_beat_s = time.monotonic() + beat_s
 
     def _pass_on(self, index: int) -> None:
@@ -167,7 +174,7 @@ class Relay:
         except OSError:
             packet = b""
         if packet:
-            self._connection.send(Kind.CONTROL, packet, at=index)
+            self._connection.send(GroupFrameKind.CONTROL, packet, at=index)
         elif not self.ended.is_set():
             self.end(rank.how_it_ended())
 

@@ -20,7 +20,7 @@ from millrace.engine.models.shard import shard_config
 from millrace.engine.parallel.control import Join, JoinDevices, NetworkPlace
 from millrace.engine.parallel.layout import device_link, make_link, shard_of
 from millrace.engine.parallel.members import MemberProcess, end_members
-from millrace.engine.parallel.remote.connection import Assignment, Connection
+from millrace.engine.parallel.remote.connection import RankConnection, StageAssignment
 from millrace.engine.parallel.remote.relay import LinkEnds, RankEnd, Relay
 from millrace.engine.threads.choice import configure_threads, environment_of_rank
 from millrace.registry.checkpoints.checkpoint import read_model_config
@@ -111,7 +111,9 @@ class DeviceStage:
     """What a stage of ranks with a device each has on this host. The ranks in the slot of number
     ``slot`` have the devices behind those of the slots before it."""
 
-    def __init__(self, join: JoinDevices, path: Path, slot: int, connection: Connection) -> None:
+    def __init__(
+        self, join: JoinDevices, path: Path, slot: int, connection: RankConnection
+    ) -> None:
         """``path``: of the checkpoint on this host; ``connection``: to the worker's."""
         self._first_device = slot * join.config.tensor_parallel
         place = join.place
@@ -171,7 +173,7 @@ class Stage:
     ``start`` and ``wait`` for its end; ``close`` leaves nothing of it.
     """
 
-    def __init__(self, connection: Connection, assignment: Assignment, slot: Slot) -> None:
+    def __init__(self, connection: RankConnection, assignment: StageAssignment, slot: Slot) -> None:
         join = assignment.join
         path = Path(join.path) if slot.path is None else slot.path
         self._engine = join.config
@@ -239,7 +241,7 @@ class Stage:
         end_members(self._members)
 
 
-def _check_checkpoint(path: Path, assignment: Assignment) -> None:
+def _check_checkpoint(path: Path, assignment: StageAssignment) -> None:
     """Raise ConfigError if it is not the worker's."""
     own = CheckpointIdentity.of(path)
     if own.fingerprint != assignment.fingerprint:

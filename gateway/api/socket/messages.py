@@ -11,13 +11,13 @@ from millrace.gateway.rendering.tokens import logprob_infos
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.tracing import RequestTrace
 from millrace.gateway.streams.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     ChoiceEnd,
     Part,
     ReasoningPart,
     StepPart,
-    TextPart,
 )
 from millrace.gateway.streams.stream import OpenStream
 from millrace.schemas.notices import field_of
@@ -98,7 +98,7 @@ class SocketRequest:
 
     def say(self, part: Part) -> bytes:
         """The message for a part; empty for one that needs none."""
-        if type(part) is TextPart:
+        if type(part) is AnswerText:
             return self._delta(part)
         match part:
             case ReasoningPart():
@@ -155,7 +155,7 @@ class SocketRequest:
         """Thoughts that are not wanted are tokens without text."""
         assert self.response is not None
         if not self.response.request.include_reasoning:
-            return self._delta(TextPart(*part)._replace(text="")) if part.num_tokens else b""
+            return self._delta(AnswerText(*part)._replace(text="")) if part.num_tokens else b""
         tokenizer = self.response.model.tokenizer
         return encode(
             Reasoning(
@@ -168,7 +168,7 @@ class SocketRequest:
             )
         )
 
-    def _delta(self, part: TextPart) -> bytes:
+    def _delta(self, part: AnswerText) -> bytes:
         payload = b'%b%d,"num_tokens":%d,"text":%b' % (
             self._delta_head,
             part.first_index,

@@ -15,7 +15,7 @@ _NOT_BLANK = re.compile(r"[^ \t\n\r]")
 _WORD = re.compile(r"[A-Za-z0-9_-]*")
 
 
-class Status(Enum):
+class ScanStatus(Enum):
     """OPEN: more is to come. ENDED: the call is there. CLOSED: so is what ends all calls. FAILED:
     this is no call."""
 
@@ -36,7 +36,7 @@ class Scanner(ABC):
     """
 
     def __init__(self) -> None:
-        self.status = Status.OPEN
+        self.status = ScanStatus.OPEN
         self.certain = False
         self.name = ""
         self._step: Step = self._opening
@@ -49,14 +49,14 @@ class Scanner(ABC):
     def feed(self, text: str) -> int:
         """Go on by ``text``; how many of its characters belong here (all, while OPEN)."""
         at = 0
-        while at < len(text) and self.status is Status.OPEN:
+        while at < len(text) and self.status is ScanStatus.OPEN:
             at = self._step(text, at)
         return at
 
     @property
     def is_whole(self) -> bool:
         """Whether all of the arguments have come."""
-        return self.status is not Status.OPEN
+        return self.status is not ScanStatus.OPEN
 
     @property
     def is_malformed(self) -> bool:
@@ -108,7 +108,7 @@ class Scanner(ABC):
         return at, at < len(text)
 
     def _fail(self, at: int) -> int:
-        self.status = Status.ENDED if self.certain else Status.FAILED
+        self.status = ScanStatus.ENDED if self.certain else ScanStatus.FAILED
         return at
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.registry.tool_formats.scanners.base import Status, skip_blanks
+from millrace.registry.tool_formats.scanners.base import ScanStatus, skip_blanks
 from millrace.registry.tool_formats.scanners.json_arguments import JsonScanner
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
@@ -19,7 +19,7 @@ class DeepseekScanner(JsonScanner):
     arguments in a fence, as V3 and R1 do, from the tag that begins a call on."""
 
     def __init__(self) -> None:
-        super().__init__(CALL_END, Status.ENDED)
+        super().__init__(CALL_END, ScanStatus.ENDED)
 
     def _opening(self, text: str, at: int) -> int:
         at = skip_blanks(text, at)
@@ -74,5 +74,5 @@ class DeepseekScanner(JsonScanner):
         return at
 
     def _after_arguments(self, _text: str, at: int) -> int:
-        self.status = Status.ENDED
+        self.status = ScanStatus.ENDED
         return at

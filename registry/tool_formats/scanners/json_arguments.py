@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 
-from millrace.registry.tool_formats.scanners.base import Scanner, Status, start_of_partial
+from millrace.registry.tool_formats.scanners.base import Scanner, ScanStatus, start_of_partial
 
 _IN_STRING = re.compile(r'["\\]')
 # "<" is nowhere in JSON but in strings: it begins the tag that should have come later.
@@ -17,7 +17,7 @@ class JsonScanner(Scanner):
     """What stops being JSON in the arguments belongs to them up to ``closing_tag`` (or to the end,
     if that is empty); behind it the status is ``behind_tag``."""
 
-    def __init__(self, closing_tag: str = "", behind_tag: Status = Status.CLOSED) -> None:
+    def __init__(self, closing_tag: str = "", behind_tag: ScanStatus = ScanStatus.CLOSED) -> None:
         super().__init__()
         self._closing_tag = closing_tag
         self._behind_tag = behind_tag

@@ -8,7 +8,7 @@ import re
 from millrace.registry.tool_formats.scanners.base import (
     MAX_WORD_CHARACTERS,
     NO_ARGUMENTS,
-    Status,
+    ScanStatus,
     run,
     skip_blanks,
 )
@@ -123,7 +123,7 @@ class CallScanner(JsonScanner):
             if not self.certain and not self._arguments:
                 self._arguments.append(NO_ARGUMENTS)
             self.certain = True
-            self.status = Status.ENDED
+            self.status = ScanStatus.ENDED
             return at + 1
         return self._fail(at)
 

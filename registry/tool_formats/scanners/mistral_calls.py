@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from millrace.registry.tool_formats.scanners.base import Status, run, skip_blanks
+from millrace.registry.tool_formats.scanners.base import ScanStatus, run, skip_blanks
 from millrace.registry.tool_formats.scanners.json_calls import CallScanner
 
 CALLS_TAG = "[TOOL_CALLS]"
@@ -88,12 +88,12 @@ class BracketScanner(CallScanner):
 
     def _after_arguments(self, text: str, at: int) -> int:
         if not self._is_listed:
-            self.status = Status.CLOSED
+            self.status = ScanStatus.CLOSED
             return at
         if not self.certain:
             return super()._after_arguments(text, at)
         at, _ = run(_BEHIND_ARGUMENTS, text, at)
         if at < len(text):
-            self.status = Status.ENDED
+            self.status = ScanStatus.ENDED
             at += text[at] == "}"
         return at

@@ -10,7 +10,7 @@ from millrace.registry.tool_formats.scanners.base import (
     MAX_WORD_CHARACTERS,
     NO_ARGUMENTS,
     Scanner,
-    Status,
+    ScanStatus,
     run,
     skip_blanks,
 )
@@ -62,7 +62,7 @@ class PythonScanner(Scanner):
         if at < len(text) and text[at] == ")":
             self.certain = True
             self._arguments.append(NO_ARGUMENTS)
-            self.status = Status.ENDED
+            self.status = ScanStatus.ENDED
             return at + 1
         return self._begin_key(text, at)
 
@@ -188,5 +188,5 @@ class PythonScanner(Scanner):
     def _end(self, at: int) -> int:
         """The call is over, by its bracket or by what does not belong to it."""
         self._arguments.append("}")
-        self.status = Status.ENDED
+        self.status = ScanStatus.ENDED
         return at

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from millrace.registry.tool_formats.argument_types import ArgumentTypes
 from millrace.registry.tool_formats.scanners.base import (
     Scanner,
-    Status,
+    ScanStatus,
     Step,
     run,
     skip_blanks,
@@ -123,7 +123,7 @@ class XmlScanner(Scanner):
     def _before_key(self, text: str, at: int) -> int:
         """The step before each argument, and behind the last one."""
 
-    def _close(self, status: Status) -> None:
+    def _close(self, status: ScanStatus) -> None:
         self._begin_arguments()
         self._arguments.append("}")
         self.status = status
@@ -132,7 +132,7 @@ class XmlScanner(Scanner):
         """What comes here does not belong to a call."""
         if not self.certain:
             return self._fail(at)
-        self._close(Status.ENDED)
+        self._close(ScanStatus.ENDED)
         return at
 
 
@@ -181,11 +181,11 @@ class QwenScanner(XmlScanner):
         return at
 
     def _ended(self, _text: str, at: int) -> int:
-        self._close(Status.ENDED)
+        self._close(ScanStatus.ENDED)
         return at
 
     def _closed(self, _text: str, at: int) -> int:
-        self._close(Status.CLOSED)
+        self._close(ScanStatus.CLOSED)
         return at
 
     def _in_key(self, text: str, at: int) -> int:
@@ -233,7 +233,7 @@ class GlmScanner(XmlScanner):
         return at
 
     def _closed(self, _text: str, at: int) -> int:
-        self._close(Status.CLOSED)
+        self._close(ScanStatus.CLOSED)
         return at
 
     def _in_key(self, text: str, at: int) -> int:

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from millrace.bench.report.report import Report, read_report
+from millrace.bench.report.report import LoadReport, read_report
 from millrace.bench.report.schema import report_schema, to_text
 from millrace.bench.runner import run_load
-from millrace.bench.settings import Api, LoadError, Settings, Slo
+from millrace.bench.settings import LoadError, LoadSettings, Slo, TargetApi
 from millrace.bench.spread import Spread, SpreadKind, fixed
 from millrace.cli.bench.arguments import settings_of
 from millrace.cli.load_arguments import parse_slo
@@ -30,8 +30,8 @@ NUM_TOKENS = 6
 NUM_PARTS = 3
 
 
-def settings(url: str, **changes: object) -> Settings:
-    base = Settings(
+def settings(url: str, **changes: object) -> LoadSettings:
+    base = LoadSettings(
         url=url,
         concurrency=4,
         num_requests=20,
@@ -46,10 +46,10 @@ def settings(url: str, **changes: object) -> Settings:
 # Whole runs.
 
 
-@pytest.mark.parametrize("api", list(Api))
-def test_a_closed_loop_counts_what_the_server_sent(api: Api) -> None:
+@pytest.mark.parametrize("api", list(TargetApi))
+def test_a_closed_loop_counts_what_the_server_sent(api: TargetApi) -> None:
     with scripted_server(gap_s=0.02) as server:
-        is_socket = api is Api.WEBSOCKET
+        is_socket = api is TargetApi.WEBSOCKET
         url = server.socket_url if is_socket else server.url
         model = "scripted" if is_socket else ""
         report = run_load(settings(url, api=api, model=model), keep_samples=True)
@@ -214,7 +214,7 @@ def test_the_command_writes_a_report_and_a_page(
     assert "settings that differ" not in compared
 
 
-def _check_page(text: str, report: Report) -> None:
+def _check_page(text: str, report: LoadReport) -> None:
     """It needs nothing from anywhere, and its pictures are well formed."""
     for fetching in ("<script", "src=", "href=", "@import", "url("):
         assert fetching not in text

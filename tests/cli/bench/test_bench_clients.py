@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.bench.arrivals import arrival_times
-from millrace.bench.clients.exchange import Exchange
+from millrace.bench.clients.exchange import ClientExchange
 from millrace.bench.clients.http_client import HttpConnection
 from millrace.bench.clients.socket_client import SocketConnection, frame
 from millrace.bench.spread import parse_spread
@@ -34,11 +34,13 @@ class _Wire(asyncio.Transport):
         self.aborted = True
 
 
-def _exchange(loop: asyncio.AbstractEventLoop) -> Exchange:
-    return Exchange(0, 0.0, loop)
+def _exchange(loop: asyncio.AbstractEventLoop) -> ClientExchange:
+    return ClientExchange(0, 0.0, loop)
 
 
-def _http(answer: bytes, cuts: list[int], *, then_close: bool = False) -> tuple[Exchange, _Wire]:
+def _http(
+    answer: bytes, cuts: list[int], *, then_close: bool = False
+) -> tuple[ClientExchange, _Wire]:
     """What an exchange holds after an answer that comes in pieces of these lengths."""
     loop = asyncio.new_event_loop()
     try:
@@ -180,7 +182,7 @@ def _message(kind: str, **fields: object) -> bytes:
     return json.dumps({"type": kind, "id": "0", "request_id": "r", **fields}).encode()
 
 
-async def _socket(data: bytes, cuts: list[int]) -> tuple[Exchange, _Wire]:
+async def _socket(data: bytes, cuts: list[int]) -> tuple[ClientExchange, _Wire]:
     connection, wire = SocketConnection(), _Wire()
     connection.connection_made(wire)
     connection.data_received(b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\n\r\n")

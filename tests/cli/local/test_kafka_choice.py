@@ -8,7 +8,7 @@ import pytest
 
 from millrace.cli.endpoints import Endpoints
 from millrace.cli.greeting import greeting
-from millrace.cli.local.model_changes import Models
+from millrace.cli.local.model_changes import StartingModels
 from millrace.cli.local.models import SavedModels
 from millrace.cli.local.ports import PortPicker
 from millrace.cli.local.records.kafka_servers import ApacheServer, StandIn, kafka_server
@@ -178,7 +178,7 @@ def test_the_start_message_says_which_clients_may_come(
         kafka="127.0.0.1:9092",
         clickhouse="http://127.0.0.1:8123",
     )
-    models = Models(known=load_catalogue(""), entries={}, saved=SavedModels())
+    models = StartingModels(known=load_catalogue(""), entries={}, saved=SavedModels())
     plan = Plan(data=tmp_path, config=Config(), models=("demo",), serving=models, kafka=program)
     said = greeting(endpoints, plan)
     assert [word for word in says if word not in said] == []

@@ -11,7 +11,7 @@ import pytest
 from millrace.cli.local.control import AddModelRequest, ControlError, RemoveModelRequest
 from millrace.cli.local.live import _wish
 from millrace.cli.local.machine_memory import MemoryTooSmallError, check_memory
-from millrace.cli.local.model_changes import ModelChanges, Models
+from millrace.cli.local.model_changes import ModelChanges, StartingModels
 from millrace.cli.local.models import (
     AddedModel,
     SavedModels,
@@ -147,7 +147,9 @@ class System:
         self.data = data
         self.host = Host()
         known = load_catalogue("")
-        models = Models(known=known, entries={"demo": known.get("demo")}, saved=SavedModels())
+        models = StartingModels(
+            known=known, entries={"demo": known.get("demo")}, saved=SavedModels()
+        )
         self.changes = ModelChanges(data, models, self.host)
         self.changes.write()
         self.said: list[str] = []

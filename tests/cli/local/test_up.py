@@ -10,7 +10,7 @@ import pytest
 
 from millrace.cli.endpoints import Endpoints
 from millrace.cli.greeting import greeting
-from millrace.cli.local.model_changes import Models
+from millrace.cli.local.model_changes import StartingModels
 from millrace.cli.local.models import SavedModels, catalogue_for
 from millrace.cli.local.stack import Plan
 from millrace.cli.local.up import _plan
@@ -21,7 +21,7 @@ from tests.support.engine.checkpoints_made import write_checkpoint
 
 
 def _plan_of(data: Path, config: Config) -> Plan:
-    models = Models(known=load_catalogue(""), entries={}, saved=SavedModels())
+    models = StartingModels(known=load_catalogue(""), entries={}, saved=SavedModels())
     return Plan(data=data, config=config, models=("demo",), serving=models)
 
 

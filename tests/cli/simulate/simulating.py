@@ -19,7 +19,7 @@ from millrace.schemas.engines import EngineKind
 from millrace.simulation.policies import parse_policies
 from millrace.simulation.report.measure import policy_report
 from millrace.simulation.report.report import PolicyReport
-from millrace.simulation.settings import Settings
+from millrace.simulation.settings import SimulationSettings
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import Result, simulate
 
@@ -33,7 +33,7 @@ SIMULATION = SimulationConfig(
 
 def make_settings(
     num_workers: int = 2, slots: int = 4, waiting: int = 0, **changes: Any
-) -> Settings:
+) -> SimulationSettings:
     engine = EngineConfig(
         kind=EngineKind.SIMULATED,
         simulation=changes.pop("simulation", SIMULATION),
@@ -53,15 +53,17 @@ def make_settings(
             engine=engine,
         ),
     )
-    return Settings(config=config, num_workers={"": num_workers}, **changes)
+    return SimulationSettings(config=config, num_workers={"": num_workers}, **changes)
 
 
-def run_trace(trace: Sequence[TraceRequest], settings: Settings, policy: str = "fair") -> Result:
+def run_trace(
+    trace: Sequence[TraceRequest], settings: SimulationSettings, policy: str = "fair"
+) -> Result:
     return simulate(trace, settings, parse_policies(policy)[0])
 
 
 def report_trace(
-    trace: Sequence[TraceRequest], settings: Settings, policy: str = "fair"
+    trace: Sequence[TraceRequest], settings: SimulationSettings, policy: str = "fair"
 ) -> PolicyReport:
     return policy_report(policy, run_trace(trace, settings, policy), settings)
 

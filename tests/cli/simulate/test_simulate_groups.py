@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from millrace.cli.main import main
 from millrace.simulation.collectives import GroupLink, ModelShape, collective_times
-from millrace.simulation.settings import Settings
+from millrace.simulation.settings import SimulationSettings
 from millrace.simulation.traces.trace import write_trace
 from tests.cli.simulate.simulating import (
     SIMULATION,
@@ -23,7 +23,7 @@ from tests.cli.simulate.simulating import (
 )
 
 
-def _group(num_devices: int, **collectives: float) -> Settings:
+def _group(num_devices: int, **collectives: float) -> SimulationSettings:
     settings = make_settings(1, slots=1, simulation=replace(SIMULATION, **collectives))
     engine = replace(settings.config.worker.engine, tensor_parallel=num_devices)
     worker = replace(settings.config.worker, engine=engine)

@@ -15,7 +15,7 @@ from millrace.schemas.config import AutoscaleConfig, SchedulerConfig
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.records import Status
 from millrace.simulation.report.measure import policy_report
-from millrace.simulation.settings import Failure, KvLink, Settings
+from millrace.simulation.settings import Failure, KvLink, SimulationSettings
 from millrace.simulation.traces.trace import TraceRequest, write_trace
 from millrace.simulation.world import Result
 from tests.cli.simulate.simulating import make_load, make_request, make_settings, run_trace
@@ -25,7 +25,9 @@ _PREFILL, _DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 _LINK = KvLink(bytes_per_token=1_000.0, bytes_per_s=1e8, overhead_s=0.005)
 
 
-def _settings(*roles: WorkerRole, transfer: bool | None = None, **changes: Any) -> Settings:
+def _settings(
+    *roles: WorkerRole, transfer: bool | None = None, **changes: Any
+) -> SimulationSettings:
     settings = make_settings(
         len(roles) or changes.pop("num_workers", 2), slots=16, roles=roles, link=_LINK, **changes
     )

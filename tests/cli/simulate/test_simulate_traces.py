@@ -19,9 +19,9 @@ from millrace.cli.simulate import history
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.jobs import Tier
 from millrace.simulation.traces.synthesise import (
-    Kind,
-    Recipe,
     TenantShare,
+    TraceKind,
+    TraceRecipe,
     parse_tenants,
     synthesise,
 )
@@ -105,7 +105,7 @@ def test_a_turn_goes_on_behind_the_answer_before_it() -> None:
 # --- drawing ---
 
 
-def _recipe(kind: Kind, **changes: Any) -> Recipe:
+def _recipe(kind: TraceKind, **changes: Any) -> TraceRecipe:
     fields: dict[str, Any] = {
         "kind": kind,
         "rate_per_s": 20.0,
@@ -116,11 +116,11 @@ def _recipe(kind: Kind, **changes: Any) -> Recipe:
         "period_s": 200.0,
         "think_s": 2.0,
     }
-    return Recipe(**(fields | changes))
+    return TraceRecipe(**(fields | changes))
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_recipe_gives_its_rate_and_always_the_same(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(TraceKind))
+def test_a_recipe_gives_its_rate_and_always_the_same(kind: TraceKind) -> None:
     requests = synthesise(_recipe(kind))
     assert requests == synthesise(_recipe(kind))
     assert requests != synthesise(_recipe(kind, seed=1))
@@ -139,16 +139,17 @@ def _spread_of_counts(requests: list[TraceRequest]) -> float:
 
 def test_kinds_differ_in_how_requests_arrive() -> None:
     steady, bursty = (
-        _spread_of_counts(synthesise(_recipe(kind))) for kind in (Kind.POISSON, Kind.BURSTY)
+        _spread_of_counts(synthesise(_recipe(kind)))
+        for kind in (TraceKind.POISSON, TraceKind.BURSTY)
     )
     assert 0.6 < steady < 1.5 < 2.5 < bursty
-    day = [request.at_s for request in synthesise(_recipe(Kind.DIURNAL))]
+    day = [request.at_s for request in synthesise(_recipe(TraceKind.DIURNAL))]
     morning = sum(at_s < 100 for at_s in day)
     assert morning > 2 * (len(day) - morning)
 
 
 def test_conversations_grow_by_what_was_said() -> None:
-    recipe = _recipe(Kind.MULTITURN, num_system_prompts=2, system_tokens=30, rate_per_s=5.0)
+    recipe = _recipe(TraceKind.MULTITURN, num_system_prompts=2, system_tokens=30, rate_per_s=5.0)
     by_session: dict[str, list[TraceRequest]] = {}
     for request in synthesise(recipe):
         by_session.setdefault(request.session, []).append(request)
@@ -164,7 +165,7 @@ def test_conversations_grow_by_what_was_said() -> None:
 
 
 def test_stated_lengths_bound_answers() -> None:
-    recipe = _recipe(Kind.POISSON, output_tokens=parse_spread("uniform:10:90"), max_tokens=64)
+    recipe = _recipe(TraceKind.POISSON, output_tokens=parse_spread("uniform:10:90"), max_tokens=64)
     requests = synthesise(recipe)
     assert {request.max_tokens for request in requests} == {64}
     assert max(request.output_tokens for request in requests) == 64
@@ -174,7 +175,7 @@ def test_tenants_have_their_shares() -> None:
     tenants = parse_tenants("quiet:pro:1,noisy::3")
     assert tenants[0] == TenantShare(name="quiet", tier=Tier.PRO, weight=1.0)
     counts = Counter(
-        request.tenant for request in synthesise(_recipe(Kind.POISSON, tenants=tenants))
+        request.tenant for request in synthesise(_recipe(TraceKind.POISSON, tenants=tenants))
     )
     assert 2.5 < counts["noisy"] / counts["quiet"] < 3.5
     assert [tenant.name for tenant in parse_tenants("3")] == ["t1", "t2", "t3"]

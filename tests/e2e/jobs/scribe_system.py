@@ -18,7 +18,7 @@ import msgspec
 from millrace.bus import codec
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.engine.types import EngineOutput, EngineRequest, EngineStats
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.catalogue import ModelEntry
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.routing.router import Route, Router
@@ -262,7 +262,7 @@ async def scribe_system(
     scheduling = asyncio.create_task(scheduler.run(stopping))
     system.start_worker()
     cards = {MODEL: ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)}
-    models = Models(cards, lambda _name: model)
+    models = LoadedModels(cards, lambda _name: model)
     await system.bus.frames.subscribe(TENANT, system.on_frame)
     async with (
         running_gateway(models=models, broker=system.broker) as front,

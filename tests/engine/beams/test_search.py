@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.engine.beams.search import Answer, Beam, BeamSearch, Candidate
+from millrace.engine.beams.search import BeamCompletion, BeamHypothesis, BeamSearch, Candidate
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import SamplingParams
 
@@ -34,7 +34,7 @@ def search_of(max_tokens: int, **params: Any) -> BeamSearch:
 
 def run(search: BeamSearch, model: Callable[[tuple[int, ...]], list[float]]) -> int:
     """Search to the end; how many tokens it took."""
-    beams = [Beam((), 0.0)]
+    beams = [BeamHypothesis((), 0.0)]
     for step in range(1, 100):
         candidates = []
         for beam in beams:
@@ -45,7 +45,7 @@ def run(search: BeamSearch, model: Callable[[tuple[int, ...]], list[float]]) -> 
         extensions = search.extend(beams, candidates)
         if not extensions:
             return step
-        beams = [Beam((*beams[e.beam].token_ids, e.token), e.logprob) for e in extensions]
+        beams = [BeamHypothesis((*beams[e.beam].token_ids, e.token), e.logprob) for e in extensions]
     raise AssertionError("the search does not end")
 
 
@@ -112,7 +112,7 @@ def test_a_search_is_over_when_nothing_better_can_come() -> None:
     certain[0] = -0.001
     search = search_of(50, n=1)
     assert run(search, lambda _: certain) == 1
-    assert search.answers == [Answer((0,), -0.001, -0.001, FinishReason.STOP)]
+    assert search.answers == [BeamCompletion((0,), -0.001, -0.001, FinishReason.STOP)]
 
 
 def test_a_longer_answer_is_waited_for_if_length_is_rewarded() -> None:
@@ -128,7 +128,7 @@ def test_a_longer_answer_is_waited_for_if_length_is_rewarded() -> None:
 
 def test_equals_come_in_the_order_of_beams_and_tokens() -> None:
     search = search_of(3, n=2)
-    beams = [Beam((5,), -1.0), Beam((4,), -1.0)]
+    beams = [BeamHypothesis((5,), -1.0), BeamHypothesis((4,), -1.0)]
     even = [Candidate(token, -1.0) for token in (7, 3, 8, 6)]
     extensions = search.extend(beams, [even, even])
     assert [(e.beam, e.token) for e in extensions] == [(0, 3), (0, 6)]

@@ -16,7 +16,7 @@ from millrace.engine.grammar.library import Matcher
 from millrace.engine.grammar.probe import GrammarProbe
 from millrace.engine.grammar.reasoning import ReasoningMatchers
 from millrace.engine.step.sequence import Sequence
-from millrace.engine.threads.tasks import FairQueue, OwnedTask
+from millrace.engine.threads.tasks import FairTaskQueue, OwnedTask
 from millrace.schemas.errors import GrammarError
 from millrace.schemas.sampling import Grammar
 from tests.engine.grammar.grammars import ask, helper_processes, regex, schema
@@ -118,7 +118,7 @@ class _Clock:
         self.now_s += time_s
 
 
-def _order(clock: _Clock, queue: FairQueue, count: int, done: list[str]) -> list[str]:
+def _order(clock: _Clock, queue: FairTaskQueue, count: int, done: list[str]) -> list[str]:
     for _ in range(count):
         task = queue.get()
         assert task is not None
@@ -127,7 +127,7 @@ def _order(clock: _Clock, queue: FairQueue, count: int, done: list[str]) -> list
 
 
 def _put(
-    queue: FairQueue, done: list[str], clock: _Clock, owner: str, time_s: float
+    queue: FairTaskQueue, done: list[str], clock: _Clock, owner: str, time_s: float
 ) -> Callable[[], None]:
     def run() -> None:
         clock.take(time_s)
@@ -139,7 +139,7 @@ def _put(
 
 def test_owners_get_equal_time_and_not_equally_many_tasks() -> None:
     clock, done = _Clock(), list[str]()
-    queue = FairQueue(1, lambda: clock.now_s)
+    queue = FairTaskQueue(1, lambda: clock.now_s)
     put = partial(_put, queue, done, clock)
     for _ in range(20):
         put("slow", 4.0)
@@ -149,7 +149,7 @@ def test_owners_get_equal_time_and_not_equally_many_tasks() -> None:
 
 def test_who_was_idle_has_saved_nothing_and_who_used_much_is_not_forgiven() -> None:
     clock, done = _Clock(), list[str]()
-    queue = FairQueue(1, lambda: clock.now_s)
+    queue = FairTaskQueue(1, lambda: clock.now_s)
     put = partial(_put, queue, done, clock)
     for _ in range(8):
         put("busy", 1.0)
@@ -165,7 +165,7 @@ def test_who_was_idle_has_saved_nothing_and_who_used_much_is_not_forgiven() -> N
 
 def test_an_error_of_a_task_frees_the_owner_s_place() -> None:
     clock = _Clock()
-    queue = FairQueue(1, lambda: clock.now_s)
+    queue = FairTaskQueue(1, lambda: clock.now_s)
 
     def fail() -> None:
         raise ValueError("no")

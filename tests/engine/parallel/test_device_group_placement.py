@@ -21,7 +21,7 @@ from millrace.engine.parallel.device_lead import DeviceLead as Lead
 from millrace.engine.parallel.device_loading import runner_of_rank_0
 from millrace.engine.parallel.device_rank import MemberSteps, member_steps
 from millrace.engine.parallel.device_ranks import DeviceRanks, StageLinks, Way
-from millrace.engine.parallel.rendezvous import Exchange
+from millrace.engine.parallel.rendezvous import RankExchange
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from tests.engine.devices.cuda.pretended_device import (
     CUDA,
@@ -71,7 +71,7 @@ class PretendedGroup:
         self.calls.append(name)
 
 
-class PretendedExchange(Exchange):
+class PretendedExchange(RankExchange):
     """One that all have met in."""
 
     def __init__(self, calls: list[str]) -> None:

@@ -14,7 +14,7 @@ from millrace.engine.quantization.rounding import rounded_int4
 from millrace.engine.quantizer.calibration import MAX_TEXT_TOKENS, CalibratedLayers
 from millrace.engine.quantizer.checkpoint import Recipe, quantize_checkpoint
 from millrace.engine.quantizer.gptq import gptq_int4
-from millrace.engine.quantizer.schemes import Scheme
+from millrace.engine.quantizer.schemes import QuantizerScheme
 from millrace.registry.checkpoints.checkpoint import open_tensors, read_model_config
 from tests.engine.checkpoints import reference_logits, save_base_model, save_model
 from tests.engine.support import prompt
@@ -146,7 +146,7 @@ def test_a_calibrated_checkpoint_is_closer_to_the_wide_one(tmp_path: Path) -> No
     errors = []
     for name, texts in (("nearest", None), ("calibrated", [prompt(s, 200) for s in range(20)])):
         quantize_checkpoint(
-            tmp_path / "wide", tmp_path / name, Recipe(Scheme.W4A16, texts=texts), CPU
+            tmp_path / "wide", tmp_path / name, Recipe(QuantizerScheme.W4A16, texts=texts), CPU
         )
         made = type(model).from_pretrained(tmp_path / name, dtype=torch.float32).eval()
         errors.append(float((reference_logits(made, held_out) - plain).norm()))
@@ -158,7 +158,7 @@ def test_long_texts_are_cut_and_a_model_for_embeddings_can_be_calibrated(tmp_pat
     save_base_model(tmp_path / "wide", "Qwen3", **(SHAPE | {"max_position_embeddings": 4096}))
     made = []
     for name, length in (("long", MAX_TEXT_TOKENS + 300), ("cut", MAX_TEXT_TOKENS)):
-        recipe = Recipe(Scheme.W4A16, texts=[prompt(1, 2000)[:length], [], prompt(2, 5)])
+        recipe = Recipe(QuantizerScheme.W4A16, texts=[prompt(1, 2000)[:length], [], prompt(2, 5)])
         quantize_checkpoint(tmp_path / "wide", tmp_path / name, recipe, CPU)
         made.append((tmp_path / name / "model.safetensors").read_bytes())
     assert made[0] == made[1]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from millrace.engine.quantization.rounding import rounded_float8, rounded_int4, rounded_int8
 from millrace.engine.quantization.weight import QuantizedWeight
 from millrace.engine.quantizer.checkpoint import Made, Recipe, quantize_checkpoint
-from millrace.engine.quantizer.schemes import Scheme
+from millrace.engine.quantizer.schemes import QuantizerScheme
 from millrace.registry.checkpoints.checkpoint import open_tensors
 from millrace.schemas.errors import CheckpointError, ConfigError
 from tests.engine.checkpoints import reference_logits, save_base_model, save_classifier, save_model
@@ -30,14 +30,14 @@ CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 320, "num_hidden_layers": 2}
 MIXTURE = {"num_local_experts": 3, "num_experts_per_tok": 2}
 TOKENS = [5, 17, 40, 99, 3, 3, 120, 64, 181]
-ROUNDED: dict[Scheme, Callable[..., QuantizedWeight]] = {
-    Scheme.W8A8_INT8: rounded_int8,
-    Scheme.W8A8_FP8: rounded_float8,
-    Scheme.W4A16: rounded_int4,
+ROUNDED: dict[QuantizerScheme, Callable[..., QuantizedWeight]] = {
+    QuantizerScheme.W8A8_INT8: rounded_int8,
+    QuantizerScheme.W8A8_FP8: rounded_float8,
+    QuantizerScheme.W4A16: rounded_int4,
 }
 
 
-def made(source: Path, output: Path, scheme: Scheme, **options: Any) -> Made:
+def made(source: Path, output: Path, scheme: QuantizerScheme, **options: Any) -> Made:
     shard = {"shard_bytes": options.pop("shard_bytes")} if "shard_bytes" in options else {}
     return quantize_checkpoint(source, output, Recipe(scheme, **options), CPU, **shard)
 
@@ -55,33 +55,33 @@ def linears(model: Any) -> dict[str, torch.nn.Linear]:
     }
 
 
-def rounded_rows(scheme: Scheme, rows: torch.Tensor) -> torch.Tensor:
+def rounded_rows(scheme: QuantizerScheme, rows: torch.Tensor) -> torch.Tensor:
     """Rows as compressed-tensors rounds them; to int8 by half of 255 steps, where others take
     127."""
     most = rows.abs().amax(-1, keepdim=True)
-    if scheme is Scheme.W8A8_INT8:
+    if scheme is QuantizerScheme.W8A8_INT8:
         scales = most / 127.5
         return (rows / scales).round().clamp(-128, 127) * scales
     scales = most / 448
     return (rows / scales).to(torch.float8_e4m3fn).float() * scales
 
 
-def rounded(model: Any, scheme: Scheme) -> Any:
+def rounded(model: Any, scheme: QuantizerScheme) -> Any:
     """``model`` with weights that were rounded and widened again; so are the rows that they
     multiply, if the scheme says so."""
     for module in linears(model).values():
         module.weight.data = ROUNDED[scheme](module.weight.detach()).values()
-        if scheme is not Scheme.W4A16:
+        if scheme is not QuantizerScheme.W4A16:
             module.register_forward_pre_hook(
                 lambda _, inputs: (rounded_rows(scheme, inputs[0]), *inputs[1:])
             )
     return model
 
 
-@pytest.mark.parametrize("scheme", list(Scheme))
+@pytest.mark.parametrize("scheme", list(QuantizerScheme))
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 def test_transformers_computes_with_the_rounded_weights(
-    tmp_path: Path, scheme: Scheme, family: str
+    tmp_path: Path, scheme: QuantizerScheme, family: str
 ) -> None:
     tied = family == "Qwen3"
     wide = save_model(tmp_path / "wide", family, tie_word_embeddings=tied, **SHAPE)
@@ -92,13 +92,13 @@ def test_transformers_computes_with_the_rounded_weights(
     expected = reference_logits(rounded(wide, scheme), TOKENS)
     given = reference_logits(read(tmp_path / "made"), TOKENS)
     # A row's value in the middle of two codes may fall to either.
-    tolerance = 1e-4 if scheme is Scheme.W4A16 else 2e-2
+    tolerance = 1e-4 if scheme is QuantizerScheme.W4A16 else 2e-2
     torch.testing.assert_close(given, expected, atol=tolerance, rtol=1e-4)
     assert (given - plain).norm() > 3 * (given - expected).norm()
 
 
-@pytest.mark.parametrize("scheme", list(Scheme))
-def test_it_says_what_it_is(tmp_path: Path, scheme: Scheme) -> None:
+@pytest.mark.parametrize("scheme", list(QuantizerScheme))
+def test_it_says_what_it_is(tmp_path: Path, scheme: QuantizerScheme) -> None:
     save_model(tmp_path / "wide", "Llama", **SHAPE)
     made(tmp_path / "wide", tmp_path / "made", scheme, group_inputs=64)
     config = json.loads((tmp_path / "made" / "config.json").read_text())
@@ -106,20 +106,20 @@ def test_it_says_what_it_is(tmp_path: Path, scheme: Scheme) -> None:
     assert config == json.loads((tmp_path / "wide" / "config.json").read_text())
     assert (said["quant_method"], said["ignore"]) == ("compressed-tensors", ["lm_head"])
     groups = [group["weights"]["group_size"] for group in said["config_groups"].values()]
-    assert groups == ([64, 32] if scheme is Scheme.W4A16 else [None])
+    assert groups == ([64, 32] if scheme is QuantizerScheme.W4A16 else [None])
     for group in said["config_groups"].values():
         assert QuantizationScheme.model_validate(group).format == said["format"]
 
 
 def test_what_inputs_no_group_divides_have_a_scale_for_each_output(tmp_path: Path) -> None:
     wide = save_model(tmp_path / "wide", "Llama", hidden_size=48, intermediate_size=60)
-    made(tmp_path / "wide", tmp_path / "made", Scheme.W4A16)
+    made(tmp_path / "wide", tmp_path / "made", QuantizerScheme.W4A16)
     tensors = load_file(tmp_path / "made" / "model.safetensors")
     down = "model.layers.1.mlp.down_proj."
     assert tensors[down + "weight_shape"].tolist() == [48, 60]
     assert tensors[down + "weight_packed"].shape == (48, 8)
     assert tensors[down + "weight_scale"].shape == (48, 1)
-    expected = reference_logits(rounded(wide, Scheme.W4A16), TOKENS)
+    expected = reference_logits(rounded(wide, QuantizerScheme.W4A16), TOKENS)
     given = reference_logits(read(tmp_path / "made"), TOKENS)
     torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-4)
 
@@ -127,7 +127,7 @@ def test_what_inputs_no_group_divides_have_a_scale_for_each_output(tmp_path: Pat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_scales_are_in_the_dtype_of_the_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
     save_model(tmp_path / "wide", "Llama", stored_dtype=dtype, **SHAPE)
-    made(tmp_path / "wide", tmp_path / "made", Scheme.W4A16)
+    made(tmp_path / "wide", tmp_path / "made", QuantizerScheme.W4A16)
     before = load_file(tmp_path / "wide" / "model.safetensors")
     after = load_file(tmp_path / "made" / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj"
@@ -169,7 +169,7 @@ def scheme_of(module: str, groups: Iterable[dict[str, Any]]) -> QuantizationSche
     return QuantizationScheme.model_validate(group)
 
 
-@pytest.mark.parametrize("scheme", list(Scheme))
+@pytest.mark.parametrize("scheme", list(QuantizerScheme))
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
@@ -178,7 +178,7 @@ def scheme_of(module: str, groups: Iterable[dict[str, Any]]) -> QuantizationSche
     ],
 )
 def test_each_expert_is_quantized_and_routers_are_not(
-    tmp_path: Path, scheme: Scheme, family: str, changes: dict[str, Any]
+    tmp_path: Path, scheme: QuantizerScheme, family: str, changes: dict[str, Any]
 ) -> None:
     sizes = {"hidden_size": 96, "intermediate_size": 128, "num_hidden_layers": 2}
     save_model(tmp_path / "wide", family, **(sizes | changes))
@@ -187,7 +187,7 @@ def test_each_expert_is_quantized_and_routers_are_not(
     wide = load_file(tmp_path / "wide" / "model.safetensors")
     values = widened(tmp_path / "made")
     assert len(values) == summary.num_quantized
-    options = {"group_inputs": 64} if scheme is Scheme.W4A16 else {}
+    options = {"group_inputs": 64} if scheme is QuantizerScheme.W4A16 else {}
     for module, value in values.items():
         expected = ROUNDED[scheme](wide[f"{module}.weight"], **options).values()
         torch.testing.assert_close(value, expected)
@@ -203,8 +203,10 @@ def test_each_expert_is_quantized_and_routers_are_not(
 def test_shards_come_and_go(tmp_path: Path) -> None:
     save_model(tmp_path / "wide", "Llama", max_shard_size="200KB", **SHAPE)
     assert not (tmp_path / "wide" / "model.safetensors").exists()
-    first = made(tmp_path / "wide", tmp_path / "whole", Scheme.W8A8_INT8)
-    second = made(tmp_path / "wide", tmp_path / "cut", Scheme.W8A8_INT8, shard_bytes=50_000)
+    first = made(tmp_path / "wide", tmp_path / "whole", QuantizerScheme.W8A8_INT8)
+    second = made(
+        tmp_path / "wide", tmp_path / "cut", QuantizerScheme.W8A8_INT8, shard_bytes=50_000
+    )
     assert first == second
     files = sorted(file.name for file in (tmp_path / "cut").glob("*.safetensors"))
     assert len(files) > 5
@@ -225,7 +227,7 @@ def test_what_lies_beside_the_weights_comes_along(tmp_path: Path) -> None:
     (wide / "1_Pooling").mkdir()
     (wide / "1_Pooling" / "config.json").write_text("{}")
     (wide / "pytorch_model.bin").write_text("weights of another format")
-    made(wide, tmp_path / "new" / "made", Scheme.W8A8_INT8)
+    made(wide, tmp_path / "new" / "made", QuantizerScheme.W8A8_INT8)
     files = {str(f.relative_to(tmp_path / "new")) for f in (tmp_path / "new").rglob("*")}
     assert files == {
         "made",
@@ -242,7 +244,7 @@ def test_what_lies_beside_the_weights_comes_along(tmp_path: Path) -> None:
 
 def test_a_classifier_keeps_its_head(tmp_path: Path) -> None:
     save_classifier(tmp_path / "wide", "Llama", 3, **SHAPE)
-    made(tmp_path / "wide", tmp_path / "made", Scheme.W8A8_INT8)
+    made(tmp_path / "wide", tmp_path / "made", QuantizerScheme.W8A8_INT8)
     said = json.loads((tmp_path / "made" / "config.json").read_text())
     assert said["quantization_config"]["ignore"] == ["score"]
     tensors = load_file(tmp_path / "made" / "model.safetensors")
@@ -263,7 +265,7 @@ def refused(error: type[Exception], match: str, source: Path, output: Path, **op
     """Nothing is left of what was begun."""
     before = set(output.parent.iterdir())
     with pytest.raises(error, match=match):
-        made(source, output, options.pop("scheme", Scheme.W4A16), **options)
+        made(source, output, options.pop("scheme", QuantizerScheme.W4A16), **options)
     assert set(output.parent.iterdir()) == before
 
 
@@ -273,12 +275,12 @@ def test_a_folder_with_something_in_it_is_left_alone(wide: Path, tmp_path: Path)
     refused(ConfigError, "made is not empty", wide, tmp_path / "made")
     refused(ConfigError, "is a file", wide, tmp_path / "made" / "notes")
     (tmp_path / "made" / "notes").unlink()
-    made(wide, tmp_path / "made", Scheme.W4A16)
+    made(wide, tmp_path / "made", QuantizerScheme.W4A16)
     refused(ConfigError, "made is not empty", wide, tmp_path / "made")
 
 
 def test_what_is_quantized_is_not_quantized_again(wide: Path, tmp_path: Path) -> None:
-    made(wide, tmp_path / "made", Scheme.W8A8_INT8)
+    made(wide, tmp_path / "made", QuantizerScheme.W8A8_INT8)
     refused(CheckpointError, "quantized already", tmp_path / "made", tmp_path / "again")
     copy = shutil.copytree(wide, tmp_path / "older")
     config = json.loads((copy / "config.json").read_text())
@@ -310,7 +312,7 @@ def test_a_full_disk_is_told(wide: Path, tmp_path: Path) -> None:
     [
         ({"group_inputs": 0}, "multiple of 32 inputs, got 0"),
         ({"group_inputs": 100}, "multiple of 32 inputs, got 100"),
-        ({"scheme": Scheme.W8A8_INT8, "texts": [[1]]}, "w8a8-int8 needs no calibration"),
+        ({"scheme": QuantizerScheme.W8A8_INT8, "texts": [[1]]}, "w8a8-int8 needs no calibration"),
         ({"texts": []}, "no tokens"),
         ({"texts": [[], []]}, "no tokens"),
     ],

@@ -17,7 +17,7 @@ import pytest
 
 from millrace.engine.transfer import nixl_client
 from millrace.engine.transfer.addresses import this_host
-from millrace.engine.transfer.client import Target
+from millrace.engine.transfer.client import PullTarget
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import Peers
 from millrace.engine.transfer.runs import copy_runs
@@ -88,7 +88,7 @@ def pull(
     peers: Peers, endpoint: TransferEndpoint, count: int, timeout_s: float = TIMEOUT_S
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The first blocks, which are read from there."""
-    target = Target(np.zeros((3, count, 4096), np.uint8), list(range(count)))
+    target = PullTarget(np.zeros((3, count, 4096), np.uint8), list(range(count)))
     keys = [key(number) for number in range(count)]
     assert peers.pull(endpoint, keys, target, timeout_s).num_blocks == count
     return target.blocks

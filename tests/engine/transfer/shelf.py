@@ -23,7 +23,7 @@ from millrace.engine.transfer.memory import (
 )
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import BlockSplit
-from millrace.engine.transfer.server import BlockServer, Identity
+from millrace.engine.transfer.server import BlockServer, PeerIdentity
 from millrace.engine.transfer.wire import place
 from millrace.schemas.transfer import BlockPart, TransferEndpoint
 
@@ -87,7 +87,7 @@ class Served:
         self.agent = NixlAgent([one.blocks for one in self.shelf.regions]) if by_nixl else None
         local, self.path = listen_on_path(folder)
         remote, address = listen_on_address("127.0.0.1:0")
-        identity = Identity(TOKEN, LAYOUT, loan_s)
+        identity = PeerIdentity(TOKEN, LAYOUT, loan_s)
         self._server = BlockServer(self.shelf, identity, [local, remote], self.agent)
         self._server.start()
         self.local = TransferEndpoint(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from millrace.engine.transfer import nixl_client, wire
 from millrace.engine.transfer.addresses import this_host
-from millrace.engine.transfer.client import Target
+from millrace.engine.transfer.client import PullTarget
 from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import Peers
@@ -57,7 +57,7 @@ def test_more_than_fits_into_scratch_comes_in_parts(
     peers = peers_of(agent, 101)
     assert (pull(peers, served.nixl, 101) == served.shelf.regions[1].blocks).all()
     numbers = [int(one) for one in np.random.default_rng(5).permutation(101)]
-    target = Target(np.zeros((3, 101, 4096), np.uint8), numbers[::-1])
+    target = PullTarget(np.zeros((3, 101, 4096), np.uint8), numbers[::-1])
     peers.pull(served.nixl, [key(one) for one in numbers], target, TIMEOUT_S)
     for number, slot in zip(numbers, target.slots, strict=True):
         assert (target.blocks[:, slot] == served.shelf.block(number)).all()
@@ -98,10 +98,10 @@ def _says(body: bytes, name: str) -> Iterator[TransferEndpoint]:
                 with sock, contextlib.suppress(PeerError):
                     stream = Stream(sock, TIMEOUT_S)
                     stream.receive(wire.HELLO_BYTES)
-                    stream.send(wire.frame(wire.Kind.AGENT, len(body), body))
-                    stream.receive_frame(wire.Kind.LEND)
+                    stream.send(wire.frame(wire.TransferFrameKind.AGENT, len(body), body))
+                    stream.receive_frame(wire.TransferFrameKind.LEND)
                     stream.send(wire.lent([wire.place(0, 0)]))
-                    stream.receive_frame(wire.Kind.DONE)
+                    stream.receive_frame(wire.TransferFrameKind.DONE)
                     stream.send(wire.over(is_valid=True))
 
     thread = threading.Thread(target=serve)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from millrace.engine.transfer import addresses, wire
 from millrace.engine.transfer.addresses import host_and_port, listen_on_path, this_host
 from millrace.engine.transfer.checksum import checksum_of
-from millrace.engine.transfer.client import LocalConnection, Pulled, Target
+from millrace.engine.transfer.client import LocalConnection, PulledBlocks, PullTarget
 from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import (
     BlockLayout,
@@ -69,11 +69,13 @@ def _peers(split: BlockSplit = SPLIT, shape: BlockShape = SHAPE, way: str = "") 
     return Peers(split, shape, this_host(), _agent() if way == "nixl" else None)
 
 
-def _target(slots: list[int]) -> Target:
-    return Target(np.zeros(SHAPE, dtype=np.uint8), slots)
+def _target(slots: list[int]) -> PullTarget:
+    return PullTarget(np.zeros(SHAPE, dtype=np.uint8), slots)
 
 
-def _pull(peers: Peers, endpoint: TransferEndpoint, numbers: list[int], target: Target) -> Pulled:
+def _pull(
+    peers: Peers, endpoint: TransferEndpoint, numbers: list[int], target: PullTarget
+) -> PulledBlocks:
     return peers.pull(endpoint, [key(number) for number in numbers], target, _TIMEOUT_S)
 
 
@@ -224,7 +226,7 @@ def test_a_server_that_says_nonsense_is_not_believed(
             stream.receive(wire.HELLO_BYTES)
             if is_framed:
                 stream.send(wire.welcome([]))
-                stream.receive_frame(wire.Kind.LEND)
+                stream.receive_frame(wire.TransferFrameKind.LEND)
             stream.send(junk)
 
     thread = threading.Thread(target=serve, args=(listener if is_local else port,))
@@ -253,7 +255,9 @@ def test_a_peer_that_lends_what_is_not_there_is_not_believed(
 ) -> None:
     monkeypatch.setattr(
         "millrace.engine.transfer.server.wire.lent",
-        lambda _: wire.frame(wire.Kind.LENT, len(places), np.array(places, "<u4").tobytes()),
+        lambda _: wire.frame(
+            wire.TransferFrameKind.LENT, len(places), np.array(places, "<u4").tobytes()
+        ),
     )
     with pytest.raises(PeerError):
         _pull(_peers(way=way), served.endpoint(way), [1, 2], _target([0, 1]))
@@ -300,7 +304,7 @@ def test_blocks_that_are_split_otherwise_come_as_they_are_split_here(
     there = served.shelf
     peers = _peers(split, BlockShape(3, 50, 16384), way)
     endpoint = msgspec.structs.replace(served.endpoint(way), parts=theirs)
-    target = Target(np.zeros((3, 50, 16384), np.uint8), [7, 8, 1])
+    target = PullTarget(np.zeros((3, 50, 16384), np.uint8), [7, 8, 1])
     assert _pull(peers, endpoint, [3, 4, 39], target).num_blocks == 3
     for number, slot in zip([3, 4, 39], target.slots, strict=True):
         by_head = there.block(number).reshape(2, 3, 16, 2, 256)

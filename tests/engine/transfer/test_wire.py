@@ -10,11 +10,11 @@ from millrace.engine.transfer import wire
 from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import BlockShape
 
-_KINDS = st.sampled_from(wire.Kind)
+_KINDS = st.sampled_from(wire.TransferFrameKind)
 
 
 @given(st.binary(min_size=wire.HEADER_BYTES, max_size=wire.HEADER_BYTES), _KINDS)
-def test_a_header_is_refused_or_bounded(data: bytes, expected: wire.Kind) -> None:
+def test_a_header_is_refused_or_bounded(data: bytes, expected: wire.TransferFrameKind) -> None:
     try:
         kind, count, size = wire.parse_header(data, expected)
     except PeerError:
@@ -26,10 +26,14 @@ def test_a_header_is_refused_or_bounded(data: bytes, expected: wire.Kind) -> Non
 
 @given(_KINDS, st.integers(0, 2**32 - 1), _KINDS)
 def test_a_frame_of_another_kind_or_too_many_items_is_refused(
-    kind: wire.Kind, count: int, expected: wire.Kind
+    kind: wire.TransferFrameKind, count: int, expected: wire.TransferFrameKind
 ) -> None:
     header = wire.frame(kind, count)
-    most = {wire.Kind.WELCOME: 2, wire.Kind.DONE: 0, wire.Kind.OVER: 1}.get(kind, wire.MAX_KEYS)
+    most = {
+        wire.TransferFrameKind.WELCOME: 2,
+        wire.TransferFrameKind.DONE: 0,
+        wire.TransferFrameKind.OVER: 1,
+    }.get(kind, wire.MAX_KEYS)
     if kind is expected and count <= most:
         assert wire.parse_header(header, expected)[:2] == (kind, count)
     else:
@@ -62,7 +66,7 @@ def test_another_version_is_refused() -> None:
 @given(st.lists(st.binary(min_size=16, max_size=16), max_size=20))
 def test_keys_come_as_they_were_sent(keys: list[bytes]) -> None:
     data = wire.lend(keys)
-    _, _, size = wire.parse_header(data[: wire.HEADER_BYTES], wire.Kind.LEND)
+    _, _, size = wire.parse_header(data[: wire.HEADER_BYTES], wire.TransferFrameKind.LEND)
     assert wire.parse_keys(data[wire.HEADER_BYTES :]) == keys
     assert size == len(data) - wire.HEADER_BYTES
 
@@ -89,7 +93,7 @@ def test_an_agent_comes_as_it_was_sent(regions: list[tuple[int, int]], metadata:
     shapes = [BlockShape(3, num_blocks, 2**40) for _, num_blocks in regions]
     said = wire.Agent(shapes, [address for address, _ in regions], metadata)
     data = wire.agent(said)
-    _, _, size = wire.parse_header(data[: wire.HEADER_BYTES], wire.Kind.AGENT)
+    _, _, size = wire.parse_header(data[: wire.HEADER_BYTES], wire.TransferFrameKind.AGENT)
     assert size == len(data) - wire.HEADER_BYTES
     assert wire.parse_agent(data[wire.HEADER_BYTES :]) == said
 

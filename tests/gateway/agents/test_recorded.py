@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.schemas.engines import EngineKind
@@ -54,7 +54,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 async def front(model: ServedModel) -> AsyncIterator[RunningGateway]:
     card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=model.context_window_tokens)
-    async with running_gateway(models=Models({MODEL: card}, lambda _name: model)) as running:
+    async with running_gateway(models=LoadedModels({MODEL: card}, lambda _name: model)) as running:
         yield running
 
 

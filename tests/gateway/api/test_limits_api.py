@@ -11,7 +11,7 @@ import pytest
 from redis.asyncio import Redis
 
 from millrace.bus.tenancy.tenants import TenantStore
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.pricing import PriceBook
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
@@ -133,7 +133,7 @@ class _Euros(ByteModel):
 async def test_a_budget_bounds_its_own_currency(
     redis_config: RedisConfig, store: TenantStore
 ) -> None:
-    models = Models(
+    models = LoadedModels(
         {MODEL: ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)},
         lambda _name: _Euros(),
     )

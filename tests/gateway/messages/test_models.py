@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from millrace.bus.tenancy.tenants import TenantStore
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.routing.router import Route, Router
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
@@ -29,7 +29,7 @@ _VERSION = {"anthropic-version": "2023-06-01"}
 @pytest.fixture
 async def front() -> AsyncIterator[RunningGateway]:
     cards = {name: ModelCard(id=name, created=_CREATED, max_model_len=256) for name in _NAMES}
-    async with running_gateway(models=Models(cards, lambda _name: ByteModel())) as running:
+    async with running_gateway(models=LoadedModels(cards, lambda _name: ByteModel())) as running:
         yield running
 
 
@@ -105,7 +105,7 @@ async def test_errors_have_anthropics_shape(
 async def test_routes_are_listed() -> None:
     cards = {name: ModelCard(id=name, created=_CREATED, max_model_len=256) for name in _NAMES[:2]}
     router = Router({"auto-1": Route(small="model-0", large="model-1")})
-    models = Models(cards, lambda _name: ByteModel(), router)
+    models = LoadedModels(cards, lambda _name: ByteModel(), router)
     async with (
         running_gateway(models=models) as front,
         anthropic.AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as sdk,
@@ -119,7 +119,7 @@ async def test_what_the_caller_may_have_of_the_window(redis_server: RedisServer)
     _, token = await TenantStore(link).create_key("a", 0, limits=LimitOverrides(context_tokens=99))
     await link.close()
     cards = {MODEL: ModelCard(id=MODEL, created=_CREATED, max_model_len=256)}
-    models = Models(cards, lambda _name: ByteModel())
+    models = LoadedModels(cards, lambda _name: ByteModel())
     async with (
         running_gateway(GatewayConfig(auth="required"), models, redis=redis) as front,
         anthropic.AsyncAnthropic(base_url=front.url, api_key=token) as sdk,

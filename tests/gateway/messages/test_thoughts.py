@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.models.cards import ModelCard
 from tests.support.running_gateway import MODEL, ByteModel, RunningGateway, running_gateway
@@ -27,7 +27,7 @@ async def front() -> AsyncIterator[RunningGateway]:
     model = ByteModel()
     model.reasoning_format = ReasoningFormat()
     card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
-    async with running_gateway(models=Models({MODEL: card}, lambda _name: model)) as running:
+    async with running_gateway(models=LoadedModels({MODEL: card}, lambda _name: model)) as running:
         yield running
 
 

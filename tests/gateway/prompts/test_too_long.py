@@ -15,7 +15,7 @@ import pytest
 from websockets.asyncio.client import connect
 
 from millrace.bus.tenancy.tenants import TenantStore
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.runtime.redis.link import RedisLink
@@ -52,13 +52,13 @@ def demo() -> ServedModel:
 
 
 @pytest.fixture
-def models(demo: ServedModel) -> Models:
+def models(demo: ServedModel) -> LoadedModels:
     card = ModelCard(id=MODEL, created=0, max_model_len=None)
-    return Models({MODEL: card}, lambda _name: demo)
+    return LoadedModels({MODEL: card}, lambda _name: demo)
 
 
 @pytest.fixture
-async def front(models: Models) -> AsyncIterator[RunningGateway]:
+async def front(models: LoadedModels) -> AsyncIterator[RunningGateway]:
     async with running_gateway(models=models) as running:
         running.worker.script = lambda _job: ["Well", ", ", "it ", "turns."]
         yield running
@@ -194,7 +194,7 @@ async def test_over_a_socket(front: RunningGateway) -> None:
     assert "In the prompt: 120 tools take " in error["message"]
 
 
-async def test_what_a_key_may_hold(models: Models, redis_server: RedisServer) -> None:
+async def test_what_a_key_may_hold(models: LoadedModels, redis_server: RedisServer) -> None:
     redis = RedisConfig(url=redis_server.url)
     link = RedisLink(redis)
     _, token = await TenantStore(link).create_key(

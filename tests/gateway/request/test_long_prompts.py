@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from millrace.bus.tenancy.tenants import TenantStore
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import SystemClock
@@ -47,10 +47,12 @@ class HeldTokenizer(ByteTokenizer):
         return super().encode(text, add_special_tokens)
 
 
-def models_of(tokenizer: ByteTokenizer) -> Models:
+def models_of(tokenizer: ByteTokenizer) -> LoadedModels:
     model = ByteModel()
     model.tokenizer = tokenizer
-    return Models({MODEL: ModelCard(id=MODEL, created=0, max_model_len=None)}, lambda _name: model)
+    return LoadedModels(
+        {MODEL: ModelCard(id=MODEL, created=0, max_model_len=None)}, lambda _name: model
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ async def test_what_cannot_fit_is_refused_and_not_tokenised(
     monkeypatch.setattr(demo.tokenizer, "_encode", counted)
     card = ModelCard(id="demo", created=0, max_model_len=None)
     async with (
-        running_gateway(models=Models({"demo": card}, lambda _name: demo)) as front,
+        running_gateway(models=LoadedModels({"demo": card}, lambda _name: demo)) as front,
         httpx.AsyncClient(base_url=front.url, timeout=30) as client,
     ):
         message = {"role": "user", "content": "word " * 700_000}

@@ -14,7 +14,7 @@ import openai
 import pytest
 from websockets.asyncio.client import connect
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.models.cards import ModelCard
@@ -34,7 +34,7 @@ async def front(redis_server: RedisServer) -> AsyncIterator[RunningGateway]:
     model = ByteModel()
     model.reasoning_format = ReasoningFormat()
     card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
-    models = Models({MODEL: card}, lambda _name: model)
+    models = LoadedModels({MODEL: card}, lambda _name: model)
     async with running_gateway(models=models, redis=RedisConfig(url=redis_server.url)) as running:
         yield running
 

@@ -22,7 +22,7 @@ from millrace.gateway.errors import Refusal
 from millrace.gateway.metrics import Metrics
 from millrace.gateway.request import failure_log
 from millrace.gateway.request.failure_log import FailureLog
-from millrace.gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, Refusals
+from millrace.gateway.request.refusals import MAX_KINDS, MAX_KINDS_OF_TENANT, RefusalRecords
 from millrace.gateway.tenancy.identity import Caller
 from millrace.runtime.metrics_server import render
 from millrace.runtime.redis.link import RedisLink
@@ -374,9 +374,9 @@ class FlakyOutbox:
 
 
 @asynccontextmanager
-async def _refusals() -> AsyncIterator[tuple[Refusals, FlakyOutbox, ManualClock]]:
+async def _refusals() -> AsyncIterator[tuple[RefusalRecords, FlakyOutbox, ManualClock]]:
     outbox, clock = FlakyOutbox(), ManualClock(1_000)
-    made = Refusals(outbox, clock, "gw", Metrics(), FailureLog(clock))  # type: ignore[arg-type]
+    made = RefusalRecords(outbox, clock, "gw", Metrics(), FailureLog(clock))  # type: ignore[arg-type]
     yield made, outbox, clock
 
 

@@ -15,7 +15,7 @@ import openai
 import pytest
 import yaml
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.tools.catalogue import load_tools
 from millrace.registry.tool_formats.call_ids import WITH_SHORT_IDS
 from millrace.registry.tool_formats.written import calls_as_text
@@ -42,11 +42,11 @@ CALLS = [ToolCall(id="", name=name, arguments=json.dumps(value)) for name, value
 WITHOUT_CONTENT = (ToolFormat.LLAMA3, ToolFormat.PYTHONIC)
 
 
-def models_of(tool_format: ToolFormat) -> Models:
+def models_of(tool_format: ToolFormat) -> LoadedModels:
     model = ByteModel()
     model.tool_format = tool_format
     card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
-    return Models({MODEL: card}, lambda _name: model)
+    return LoadedModels({MODEL: card}, lambda _name: model)
 
 
 @pytest.fixture(params=list(ToolFormat))

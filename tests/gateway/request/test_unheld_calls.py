@@ -11,7 +11,7 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.schemas.engines import EngineKind, can_hold_calls
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.notices import NOTICE_NAME
@@ -34,11 +34,11 @@ FITS = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
 FITS_NOT = FITS.replace('"sky"', "7")
 
 
-def models_of(kind: EngineKind) -> Models:
+def models_of(kind: EngineKind) -> LoadedModels:
     model = ByteModel()
     model.engine_kind = kind
     card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
-    return Models({MODEL: card}, lambda _name: model)
+    return LoadedModels({MODEL: card}, lambda _name: model)
 
 
 @pytest.fixture

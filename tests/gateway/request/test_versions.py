@@ -15,7 +15,7 @@ from websockets.asyncio.client import connect
 
 from millrace.bus.fleet.rollouts import RolloutStore
 from millrace.bus.memory import MemoryBus
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.routing.router import Route, Router
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import GatewayConfig, RedisConfig
@@ -64,7 +64,7 @@ async def fronts(redis_server: RedisServer) -> AsyncIterator[Fronts]:
         for created, name in enumerate((OLD, NEW))
     }
     router = Router({"auto": Route(small=NEW, large=OLD)})
-    models = Models(cards, lambda _name: ByteModel(), router)
+    models = LoadedModels(cards, lambda _name: ByteModel(), router)
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(
             running_gateway(GatewayConfig(), models, redis=redis)

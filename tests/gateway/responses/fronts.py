@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.schemas.jobs import ChatMessage, Job
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.tools import ToolDefinition, ToolFormat
@@ -43,9 +43,9 @@ class TranscribingModel(ByteModel):
         self.tool_format = ToolFormat.HERMES
 
 
-def transcribing_models() -> Models:
+def transcribing_models() -> LoadedModels:
     card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
-    return Models({MODEL: card}, lambda _name: TranscribingModel())
+    return LoadedModels({MODEL: card}, lambda _name: TranscribingModel())
 
 
 def says(front: RunningGateway, *texts: str) -> None:

@@ -16,13 +16,13 @@ from millrace.gateway.api.told_events import ToldEvents
 from millrace.gateway.errors import Refusal
 from millrace.gateway.responses.items import _without_end
 from millrace.gateway.streams.parts import (
+    AnswerText,
     CallArguments,
     CallStart,
     ChoiceEnd,
     Part,
     ReasoningPart,
     StepPart,
-    TextPart,
 )
 from millrace.gateway.transport.event_ids import parse_event_id
 from millrace.registry.requests.decoding import decode
@@ -43,11 +43,11 @@ _GOLDEN = Path(__file__).parents[1] / "golden" / "responses_tools.sse"
 _PARTS: list[Part] = [
     ReasoningPart(0, 0, 2, "A clöck"),
     ReasoningPart(0, 2, 1, "?"),
-    TextPart(0, 3, 1, "Let me "),
-    TextPart(0, 4, 2, "löok."),
+    AnswerText(0, 3, 1, "Let me "),
+    AnswerText(0, 4, 2, "löok."),
     StepPart("call_1", "clock", '{"zone":"UTC"}', True, "12:00", 3.5),
-    TextPart(0, 6, 1, "Noon;"),
-    TextPart(0, 7, 2, ""),
+    AnswerText(0, 6, 1, "Noon;"),
+    AnswerText(0, 7, 2, ""),
     CallStart(0, 0, "call_2", "weather"),
     CallArguments(0, 0, '{"city":'),
     CallArguments(0, 0, '"Bath"}'),
@@ -64,7 +64,7 @@ def _cut(parts: Sequence[Part], cuts: set[int]) -> list[Part]:
         last = result[-1] if result else None
         if number in cuts or type(last) is not type(part):
             result.append(part)
-        elif isinstance(part, TextPart | ReasoningPart) and type(last) is type(part):
+        elif isinstance(part, AnswerText | ReasoningPart) and type(last) is type(part):
             num_tokens = last.num_tokens + part.num_tokens
             result[-1] = last._replace(num_tokens=num_tokens, text=last.text + part.text)
         elif isinstance(part, CallArguments) and isinstance(last, CallArguments):
@@ -94,10 +94,10 @@ def test_the_whole_is_what_the_last_event_says() -> None:
 def test_numbers_do_not_depend_on_how_the_answer_is_cut(
     texts: list[str], arguments: list[str], more: list[str], cuts: set[int]
 ) -> None:
-    parts: list[Part] = [TextPart(0, i, 1, text) for i, text in enumerate(texts)]
+    parts: list[Part] = [AnswerText(0, i, 1, text) for i, text in enumerate(texts)]
     parts.append(CallStart(0, 0, "call_1", "f"))
     parts += [CallArguments(0, 0, text) for text in arguments if text]
-    parts += [TextPart(0, len(texts) + i, 1, text) for i, text in enumerate(more)]
+    parts += [AnswerText(0, len(texts) + i, 1, text) for i, text in enumerate(more)]
     parts.append(ChoiceEnd(0, "stop"))
     one, other = (events_of(stream_of(cut)) for cut in (parts, _cut(parts, cuts)))
     assert one[-1] == other[-1]
@@ -133,7 +133,7 @@ def test_ids_do_not_depend_on_how_the_answer_is_cut(cuts: set[int], other_cuts: 
     # No token of its own, so that the whole of it is read again.
     bare = [
         part._replace(num_tokens=0, first_index=0)
-        if isinstance(part, TextPart | ReasoningPart)
+        if isinstance(part, AnswerText | ReasoningPart)
         else part
         for part in _PARTS
     ]
@@ -144,7 +144,7 @@ def test_ids_do_not_depend_on_how_the_answer_is_cut(cuts: set[int], other_cuts: 
 
 
 def test_an_answer_of_no_words_is_an_empty_message() -> None:
-    events = events_of(stream_of([TextPart(0, 0, 1, ""), ChoiceEnd(0, "stop")]))
+    events = events_of(stream_of([AnswerText(0, 0, 1, ""), ChoiceEnd(0, "stop")]))
     (item,) = events[-1]["response"]["output"]
     assert item["content"] == [
         {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -154,7 +154,7 @@ def test_an_answer_of_no_words_is_an_empty_message() -> None:
 
 def test_an_answer_that_was_too_long_is_incomplete() -> None:
     renderer = renderer_of(request_of(max_output_tokens=1))
-    event = events_of(stream_of([TextPart(0, 0, 1, "a"), ChoiceEnd(0, "length")], renderer))[-1]
+    event = events_of(stream_of([AnswerText(0, 0, 1, "a"), ChoiceEnd(0, "length")], renderer))[-1]
     assert event["type"] == "response.incomplete"
     response = event["response"]
     assert response["status"] == response["output"][0]["status"] == "incomplete"
@@ -176,7 +176,7 @@ def test_a_failure_is_told_twice() -> None:
     renderer = renderer_of()
     events = events_of(
         renderer.first()
-        + bytes_of(renderer, [TextPart(0, 0, 2, "ab")])
+        + bytes_of(renderer, [AnswerText(0, 0, 2, "ab")])
         + renderer.failed(Refusal(status=503, code="worker_failed", message="it broke"))
     )
     assert [event["type"] for event in events[-2:]] == ["error", "response.failed"]
@@ -192,11 +192,11 @@ def test_log_probabilities_are_those_of_the_text() -> None:
     """Those of half a character go with the whole one, those of a call's markup with nothing."""
     one = (TokenLogprob(1, -0.5),)
     parts: list[Part] = [
-        TextPart(0, 0, 1, "", one),
-        TextPart(0, 1, 1, "é", one),
-        TextPart(0, 2, 1, "", one),
+        AnswerText(0, 0, 1, "", one),
+        AnswerText(0, 1, 1, "é", one),
+        AnswerText(0, 2, 1, "", one),
         CallStart(0, 0, "call_1", "f"),
-        TextPart(0, 3, 1, "!", one),
+        AnswerText(0, 3, 1, "!", one),
         ChoiceEnd(0, "tool_calls"),
     ]
     events = events_of(stream_of(parts))

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.bus.control import Control
 from millrace.gateway.request import tool_loop
-from millrace.gateway.streams.stream import Phase
+from millrace.gateway.streams.stream import StreamPhase
 from millrace.gateway.tools.catalogue import load_tools
 from millrace.schemas.config import RedisConfig
 from tests.gateway.resuming.clients import (
@@ -109,7 +109,7 @@ async def test_who_leaves_takes_nothing_from_the_others(pair: Pair, who: str) ->
     leaver.cancel()
     streams = pair.first.gateway.streams
     if who == "first":
-        await eventually(lambda: any(stream.phase is Phase.DETACHED for stream in streams))
+        await eventually(lambda: any(stream.phase is StreamPhase.DETACHED for stream in streams))
     else:
         await eventually(lambda: num_copies(pair) == 1)
     pair.worker.gate.set()

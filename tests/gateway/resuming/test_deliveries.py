@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from millrace.bus import codec
-from millrace.gateway.streams.stream import Phase
+from millrace.gateway.streams.stream import StreamPhase
 from millrace.runtime.metrics_server import render
 from millrace.schemas.records import DeliveryRecord
 from tests.gateway.resuming.clients import (
@@ -106,7 +106,9 @@ async def test_an_end_that_came_while_the_client_was_away(pair: Pair) -> None:
     reading = Reading()
     dripping = await slow(pair.worker)
     await begin_and_cut(pair.first, reading, dripping)
-    await eventually(lambda: all(s.phase is Phase.DETACHED for s in pair.first.gateway.streams))
+    await eventually(
+        lambda: all(s.phase is StreamPhase.DETACHED for s in pair.first.gateway.streams)
+    )
     num_seen = [stream.num_seen for stream in pair.first.gateway.streams]
     pair.worker.gate.set()
     [early] = await records(pair)

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.transport.event_ids import EventId, event_id, parse_event_id
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import RedisConfig
@@ -261,7 +261,7 @@ async def test_the_rest_comes_behind_each_event_of_thoughts(
     model = ByteModel()
     model.reasoning_format = ReasoningFormat()
     card = ModelCard(id=MODEL, created=1_700_000_000, max_model_len=None)
-    models = Models({MODEL: card}, lambda _name: model)
+    models = LoadedModels({MODEL: card}, lambda _name: model)
     async with (
         running_gateway(models=models, redis=redis) as first,
         running_gateway(

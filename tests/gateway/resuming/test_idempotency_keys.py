@@ -10,7 +10,7 @@ import pytest
 
 from millrace.bus.job_queue import PublishedJob
 from millrace.gateway.request.response_stream import ResponseStream
-from millrace.gateway.streams.stream import Phase
+from millrace.gateway.streams.stream import StreamPhase
 from millrace.runtime.metrics_server import render
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import Job
@@ -124,7 +124,9 @@ async def test_a_key_outlives_its_connection(pair: Pair) -> None:
                 break
             dripping.cancel()
             pair.worker.gate.clear()
-        await eventually(lambda: all(s.phase is Phase.DETACHED for s in pair.first.gateway.streams))
+        await eventually(
+            lambda: all(s.phase is StreamPhase.DETACHED for s in pair.first.gateway.streams)
+        )
         assert len(pair.first.gateway.streams) == 1
         assert not pair.worker.cancelled
         pair.worker.gate.set()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from redis.asyncio import Redis
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.sessions.sessions import FittedSession, Sessions
 from millrace.gateway.sessions.summaries import Generate
 from millrace.gateway.tenancy.identity import LOCAL, Caller, Identity
@@ -58,7 +58,7 @@ class Front:
         self.model = model
         self.link = RedisLink(RedisConfig(url=url), clock)
         card = ModelCard(id=MODEL, created=0, max_model_len=None)
-        models = Models({MODEL: card}, lambda _name: model)
+        models = LoadedModels({MODEL: card}, lambda _name: model)
         self.prompts = PromptPool()
         self.sessions = Sessions(
             self.link, config, clock, models, generate, lambda _names: (), self.prompts

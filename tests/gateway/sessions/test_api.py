@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from websockets.asyncio.client import connect
 
 from millrace.bus.redis_keys import session_key
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.served import ServedModel
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.frames import Failed
@@ -25,8 +25,10 @@ from tests.support.waiting import eventually
 
 
 @pytest.fixture
-def models(model: ServedModel) -> Models:
-    return Models({MODEL: ModelCard(id=MODEL, created=0, max_model_len=None)}, lambda _: model)
+def models(model: ServedModel) -> LoadedModels:
+    return LoadedModels(
+        {MODEL: ModelCard(id=MODEL, created=0, max_model_len=None)}, lambda _: model
+    )
 
 
 @pytest.fixture
@@ -35,7 +37,7 @@ def redis_config(redis: Redis, redis_server: RedisServer) -> RedisConfig:
 
 
 @pytest.fixture
-async def front(models: Models, redis_config: RedisConfig) -> AsyncIterator[RunningGateway]:
+async def front(models: LoadedModels, redis_config: RedisConfig) -> AsyncIterator[RunningGateway]:
     async with running_gateway(models=models, redis=redis_config) as running:
         running.worker.script = lambda _job: ["Well", ", ", "yes."]
         yield running
@@ -169,7 +171,7 @@ async def test_a_stopped_answer_keeps_what_was_said(
 
 
 async def test_another_gateway_goes_on(
-    front: RunningGateway, http: httpx.AsyncClient, models: Models, redis_config: RedisConfig
+    front: RunningGateway, http: httpx.AsyncClient, models: LoadedModels, redis_config: RedisConfig
 ) -> None:
     await request(http, "q1")
     async with (
@@ -183,7 +185,7 @@ async def test_another_gateway_goes_on(
     assert len((await http.get(f"/v1/sessions/{SESSION}")).json()["messages"]) == 4
 
 
-async def test_without_redis(models: Models) -> None:
+async def test_without_redis(models: LoadedModels) -> None:
     async with (
         running_gateway(models=models) as running,
         httpx.AsyncClient(base_url=running.url, timeout=10) as http,
@@ -196,7 +198,9 @@ async def test_without_redis(models: Models) -> None:
         assert (await http.get(f"/v1/sessions/{SESSION}")).status_code == 503
 
 
-async def test_a_summary_is_a_job_of_its_own(models: Models, redis_config: RedisConfig) -> None:
+async def test_a_summary_is_a_job_of_its_own(
+    models: LoadedModels, redis_config: RedisConfig
+) -> None:
     config = GatewayConfig(session_summary_share=0.1)
     async with (
         running_gateway(config, models=models, redis=redis_config) as running,

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.sessions.sessions import SessionNotFoundError, Sessions
 from millrace.gateway.tenancy.identity import LOCAL
 from millrace.registry.requests.generation_request import GenerationRequest
@@ -194,7 +194,7 @@ async def test_without_redis(model: ServedModel) -> None:
         None,
         GatewayConfig(),
         SystemClock(),
-        Models({}, lambda _: model),
+        LoadedModels({}, lambda _: model),
         no_summary,
         lambda _: (),
         PromptPool(),

@@ -10,7 +10,7 @@ from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import RunningRequest
 from millrace.gateway.streams.fleet_view import FleetView
-from millrace.gateway.streams.stream import Client, OpenStream, Phase, TokenGaps, status_of
+from millrace.gateway.streams.stream import Client, OpenStream, StreamPhase, TokenGaps, status_of
 from millrace.gateway.streams.streams import StreamTable
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.control import (
@@ -333,7 +333,7 @@ async def test_a_stream_that_is_left_is_given_up_in_time(table: Table) -> None:
     for _ in range(2):
         await table.clock.advance(0.4)
         phases.append(stream.phase)
-    assert phases == [Phase.DETACHED, Phase.ABORTED]
+    assert phases == [StreamPhase.DETACHED, StreamPhase.ABORTED]
 
 
 async def test_streams_are_looked_after_when_time_may_change_them(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.registry.rollouts.abort_rule import AbortRule, Outcome, Seen
+from millrace.registry.rollouts.abort_rule import AbortRule, Seen, VersionOutcome
 from millrace.schemas.errors import ParameterError
 
 
 def _seen(num_errors: int = 0, ttfts_ms: tuple[float, ...] = (), num_requests: int = 0) -> Seen:
-    outcomes = [Outcome(0, is_error=True)] * num_errors
-    outcomes += [Outcome(0, is_error=False, ttft_ms=ttft) for ttft in ttfts_ms]
-    outcomes += [Outcome(0, is_error=False)] * (num_requests - len(outcomes))
+    outcomes = [VersionOutcome(0, is_error=True)] * num_errors
+    outcomes += [VersionOutcome(0, is_error=False, ttft_ms=ttft) for ttft in ttfts_ms]
+    outcomes += [VersionOutcome(0, is_error=False)] * (num_requests - len(outcomes))
     return Seen.of(outcomes)
 
 

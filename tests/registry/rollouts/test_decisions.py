@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from millrace.registry.rollouts.abort_rule import Outcome, Seen
+from millrace.registry.rollouts.abort_rule import Seen, VersionOutcome
 from millrace.registry.rollouts.decisions import Situation, begin, decide, returned
 from millrace.schemas.errors import ModelNotFoundError, ParameterError
 from millrace.schemas.models.rollouts import (
@@ -29,7 +29,10 @@ ASKED = StartRolloutRequest(
 
 def _seen(num_requests: int, num_errors: int = 0) -> Seen:
     return Seen.of(
-        [Outcome(0, is_error=number < num_errors, ttft_ms=1.0) for number in range(num_requests)]
+        [
+            VersionOutcome(0, is_error=number < num_errors, ttft_ms=1.0)
+            for number in range(num_requests)
+        ]
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from millrace.registry.catalogue import load_catalogue
 from millrace.registry.served import ServedModel
-from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.stages.pull import JobPuller
 from millrace.schemas.control import Cancel
 from millrace.schemas.frames import Cancelled, Expired, Failed, Queued, Shed
 from millrace.schemas.jobs import JobResult, Tier
@@ -62,8 +62,8 @@ async def test_with_room_the_next_job_of_a_line_is_waited_for(
     await world.client.jobs.publish(job("r1"))
     await world.until(lambda: "r1" in worker.running)
     # Neither the news of it nor a count says that there is another one.
-    monkeypatch.setattr(Puller, "published", lambda _puller, _tenant_queue: None)
-    monkeypatch.setattr(Puller, "counted", lambda _puller, _totals: None)
+    monkeypatch.setattr(JobPuller, "published", lambda _puller, _tenant_queue: None)
+    monkeypatch.setattr(JobPuller, "counted", lambda _puller, _totals: None)
     await world.client.jobs.publish(job("r2"))
     await world.until(lambda: "r2" in worker.running, within_s=0.1)
 

@@ -15,7 +15,7 @@ from millrace.registry.routing.router import Route, Router
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.jobs.admission import JobAdmission, Learn, NotYet
 from millrace.scheduler.jobs.admission import Places as PlacesLeft
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus
 from millrace.schemas.control import Cancel
@@ -288,30 +288,30 @@ async def _live(steps: list[str], num_places: int, chance: random.Random) -> Non
 
     async def arrive() -> None:
         scheduled = scheduled_job("acme", priority=chance.randint(-1, 1))
-        scheduled.phase = Phase.PREPARING
+        scheduled.phase = JobPhase.PREPARING
         ends[scheduled] = []
         lines.undecided(scheduled)
 
         await lines.admit(scheduled)
         lines.decided(scheduled)
-        if scheduled.phase is Phase.HELD:
+        if scheduled.phase is JobPhase.HELD:
             tasks.spawn(admitted(scheduled), "wait for a place")
         else:
             start(scheduled)
 
     async def admitted(scheduled: ScheduledJob) -> None:
         await lines.until_admitted(scheduled)
-        if scheduled.phase is Phase.HELD:
+        if scheduled.phase is JobPhase.HELD:
             start(scheduled)
 
     def start(scheduled: ScheduledJob) -> None:
         ends[scheduled].append(None)
-        scheduled.enter(Phase.WAITING)
+        scheduled.enter(JobPhase.WAITING)
         active.append(scheduled)
 
     def cancel(scheduled: ScheduledJob) -> None:
         ends[scheduled].append(EXPIRED)
-        scheduled.enter(Phase.ENDED)
+        scheduled.enter(JobPhase.ENDED)
         lines.leave(scheduled)
 
     def end(*, is_heard: bool) -> None:

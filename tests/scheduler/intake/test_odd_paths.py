@@ -7,7 +7,7 @@ import pytest
 
 from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.registry.routing.router import Route, Router
-from millrace.scheduler.jobs.scheduled_job import Phase
+from millrace.scheduler.jobs.scheduled_job import JobPhase
 from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.config import AutoscaleConfig, TierPolicies, TierPolicy
 from millrace.schemas.control import Cancel, CancelReason
@@ -76,7 +76,7 @@ async def test_a_job_that_ends_as_it_is_delivered_again_is_over(world: World) ->
     scheduler = world.schedulers[0]
     scheduled = scheduler.state.job_table.get("r1")
     assert scheduled is not None
-    await world.until(lambda: scheduled.phase is Phase.RUNNING)
+    await world.until(lambda: scheduled.phase is JobPhase.RUNNING)
     scheduler.pullers["m"].accept(redelivered(scheduler, "r1"))
     await worker.finish("r1")
     await world.pass_s(0.5)
@@ -94,7 +94,7 @@ async def test_a_job_whose_worker_goes_as_it_is_delivered_again_runs_once(world:
     scheduler = world.schedulers[0]
     scheduled = scheduler.state.job_table.get("r1")
     assert scheduled is not None
-    await world.until(lambda: scheduled.phase is Phase.RUNNING)
+    await world.until(lambda: scheduled.phase is JobPhase.RUNNING)
     scheduler.pullers["m"].accept(redelivered(scheduler, "r1"))
     scheduler._on_status(first.status(retired=True))
     await first.kill()
@@ -165,7 +165,7 @@ async def test_our_own_claim_of_an_epoch_does_not_take_a_job_away(world: World) 
     scheduler._on_cancel(Cancel(request_id="r1", reason=CancelReason.SUPERSEDED, below_epoch=2))
     scheduled = scheduler.state.job_table.get("r1")
     assert scheduled is not None
-    assert scheduled.phase is Phase.WAITING
+    assert scheduled.phase is JobPhase.WAITING
     second.rejection = ""
     await world.until(lambda: "r1" in second.running, within_s=2.0)
     assert second.history[0].epoch == 2

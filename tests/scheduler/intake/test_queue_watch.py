@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.scheduler.stages.pull import Puller
+from millrace.scheduler.stages.pull import JobPuller
 from millrace.scheduler.state import SchedulerState
 from tests.scheduler.world import CONFIG, World, job
 
@@ -48,7 +48,7 @@ async def test_a_worker_that_comes_is_told_of_at_once() -> None:
 async def test_a_job_that_was_not_announced_is_found_by_the_next_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Puller, "published", lambda *_: None)
+    monkeypatch.setattr(JobPuller, "published", lambda *_: None)
     monkeypatch.setattr(SchedulerState, "count_queue_soon", lambda *_: None)
     world = World(CONFIG)
     await world.open()

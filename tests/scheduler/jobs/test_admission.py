@@ -18,7 +18,7 @@ from millrace.registry.pricing import PriceBook
 from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.jobs.admission import JobAdmission, NotYet, Places
-from millrace.scheduler.jobs.scheduled_job import Phase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
 from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.config import RedisConfig
@@ -187,9 +187,9 @@ async def test_schedulers_share_the_places_of_a_tenant(bench: LimitBench) -> Non
         admitted.append(job)
 
     for number, job in enumerate(jobs):
-        job.phase = Phase.PREPARING
+        job.phase = JobPhase.PREPARING
         assert await lines[number % 2].admit(job) is None
-        if job.phase is Phase.HELD:
+        if job.phase is JobPhase.HELD:
             tasks.spawn(until_admitted(job, lines[number % 2]), "wait")
         else:
             admitted.append(job)
@@ -338,5 +338,5 @@ def delivered_again(known: ScheduledJob) -> ScheduledJob:
     made = scheduled_job(known.job.tenant)
     made.job, made.lease = known.job, known.lease
     made.ran_before = True
-    made.phase = Phase.PREPARING
+    made.phase = JobPhase.PREPARING
     return made

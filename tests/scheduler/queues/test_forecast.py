@@ -10,7 +10,7 @@ from millrace.registry.routing.router import Route, Router
 from millrace.scheduler.jobs.scheduled_job import Tenant
 from millrace.scheduler.queues.fair_queue import FairQueue
 from millrace.scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
-from millrace.scheduler.queues.measurements import Arrivals, JobSize
+from millrace.scheduler.queues.measurements import ArrivalRates, JobSize
 from millrace.schemas.config import SchedulerConfig, TierPolicies, TierPolicy
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.frames import Queued, Shed
@@ -97,7 +97,7 @@ def test_a_part_of_very_many_workers_stands_for_all() -> None:
 
 
 def test_arrivals_are_counted_over_a_while_and_forgotten() -> None:
-    arrivals = Arrivals(0.0)
+    arrivals = ArrivalRates(0.0)
     one, tenant = scheduled_job("t"), Tenant(Tier.FREE, "t")
     assert arrivals.size_of(tenant) is None
     for number in range(40):

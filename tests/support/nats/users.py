@@ -15,15 +15,15 @@ from millrace.schemas.config import NatsConfig
 from millrace.schemas.jobs import Tier
 from tests.support.servers import NatsServer
 
-ACME = accounts.Service("acme", (Tier.FREE, Tier.BATCH))
-SHOP = accounts.Service("shop", (Tier.PRO,))
+ACME = accounts.TenantService("acme", (Tier.FREE, Tier.BATCH))
+SHOP = accounts.TenantService("shop", (Tier.PRO,))
 
 
 class NatsWithUsers(NatsServer):
     """Its file is that of ``python -m millrace.bus.nats.accounts``, with passwords in its
     environment."""
 
-    def __init__(self, directory: Path, services: tuple[accounts.Service, ...]) -> None:
+    def __init__(self, directory: Path, services: tuple[accounts.TenantService, ...]) -> None:
         super().__init__(directory, "include ./accounts.conf")
         (directory / "accounts.conf").write_text(accounts.text(services))
         users = [*(part.value for part in Part), *(service.user for service in services)]

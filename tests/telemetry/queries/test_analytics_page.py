@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from millrace.schemas.control import TelemetryQuery
-from millrace.telemetry.http.answers import Answers, load_queries
+from millrace.telemetry.http.answers import SavedQueryAnswers, load_queries
 from millrace.telemetry.rollups.budgets import TABLE as BUDGETS
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import REFUSALS, REQUESTS
@@ -76,7 +76,7 @@ async def test_saved_queries_tell_times_as_such(store: Store) -> None:
     now_ns = time.time_ns()
     refused = REFUSALS.to_columns([refusal_record(now_ns, 0, tenant="acme")], [1])
     await store.insert(REFUSALS, refused, "refused")
-    answers = Answers(store.reader)
+    answers = SavedQueryAnswers(store.reader)
     given: dict[str, str | int | float]
     given = {"id": REQUEST_ROWS[0].request_id, "from_s": FIRST_S, "to_s": 0, "step_s": 3600}
     num_rows = 0
@@ -105,7 +105,7 @@ async def test_the_page_of_tables_is_of_today(store: Store) -> None:
 @pytest.mark.parametrize("name", ["usage_by_minute", "usage_by_minute_once"])
 async def test_the_tables_are_asked_for_by_either_name(store: Store, name: str) -> None:
     query = TelemetryQuery(name="tables", params={"table": name})
-    rows = rows_of(await Answers(store.reader).answer(query))
+    rows = rows_of(await SavedQueryAnswers(store.reader).answer(query))
     assert {row["table"] for row in rows} == {"usage_by_minute", "usage_by_minute_once"}
     assert {"ttft_ms", "ttft_p95_ms", "cost"} <= {row["column"] for row in rows}
     assert "fingerprint" not in {row["column"] for row in rows}

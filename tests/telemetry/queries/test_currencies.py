@@ -22,7 +22,7 @@ from millrace.registry.pricing import PriceBook, cost, device_cost
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import TelemetryQuery
 from millrace.schemas.records import RequestRecord, WorkerSample
-from millrace.telemetry.http.answers import Answers, load_queries
+from millrace.telemetry.http.answers import SavedQueryAnswers, load_queries
 from millrace.telemetry.rollups.prices import record_prices
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
@@ -183,7 +183,7 @@ async def ask(store: Store, name: str) -> list[dict[str, Any]]:
         "step_s": 60,
     }
     params = {one: given[one] for one in query.parameters if one in given}
-    answer = await Answers(store.reader).answer(TelemetryQuery(name=name, params=params))
+    answer = await SavedQueryAnswers(store.reader).answer(TelemetryQuery(name=name, params=params))
     assert not answer.error, (name, answer.error)
     return rows_of(answer)
 

@@ -12,7 +12,7 @@ import pytest
 from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import TelemetryQuery
 from millrace.schemas.records import DeliveryRecord, LossCause, LossObserver, RequestRecord, Status
-from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.http.answers import SavedQueryAnswers
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import (
@@ -35,7 +35,7 @@ NS = 10**9
 
 
 async def ask(store: Store, name: str, **params: str | int | float) -> list[dict[str, Any]]:
-    answer = await Answers(store.reader).answer(TelemetryQuery(name=name, params=params))
+    answer = await SavedQueryAnswers(store.reader).answer(TelemetryQuery(name=name, params=params))
     assert answer.error == ""
     return rows_of(answer)
 

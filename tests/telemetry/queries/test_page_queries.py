@@ -14,7 +14,7 @@ from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import TelemetryQuery
 from millrace.schemas.jobs import Source, Tier
 from millrace.schemas.records import Attempt, DeliveryRecord, RequestRecord, Status, WorkerSample
-from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.http.answers import SavedQueryAnswers
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.sink.merging import merge_generations
 from millrace.telemetry.store.store import Store
@@ -144,7 +144,7 @@ def sample(at_s: int, worker: str) -> WorkerSample:
 
 
 async def ask(store: Store, name: str, **params: str | int | float) -> list[dict[str, Any]]:
-    answers = Answers(store.reader)
+    answers = SavedQueryAnswers(store.reader)
     known = answers._queries[name].parameters
     chosen = {key: value for key, value in RANGE.items() if key in known}
     answer = await answers.answer(TelemetryQuery(name=name, params={**chosen, **params}))

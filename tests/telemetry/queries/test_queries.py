@@ -14,7 +14,7 @@ from millrace.runtime.clock import SystemClock
 from millrace.schemas.control import TelemetryQuery
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.records import LossCause, Status, WorkerSample
-from millrace.telemetry.http.answers import Answers, load_queries
+from millrace.telemetry.http.answers import SavedQueryAnswers, load_queries
 from millrace.telemetry.http.parameters import read_values
 from millrace.telemetry.rollups.budgets import TABLE as BUDGETS
 from millrace.telemetry.rollups.rollups import Rollups
@@ -60,7 +60,7 @@ async def fill(store: Store) -> None:
 
 
 async def ask(store: Store, name: str, **params: str | int | float) -> list[dict[str, Any]]:
-    answer = await Answers(store.reader).answer(TelemetryQuery(name=name, params=params))
+    answer = await SavedQueryAnswers(store.reader).answer(TelemetryQuery(name=name, params=params))
     assert answer.error == "", name
     return rows_of(answer)
 
@@ -90,7 +90,9 @@ async def test_integers_of_64_bits_are_text_that_the_page_reads(store: Store) ->
         described = json.loads(await store.reader.read(query.sql, values, "JSONCompact"))
         columns = {one["name"] for one in described["meta"] if "Int64" in one["type"]}
         found |= columns
-        answer = await Answers(store.reader).answer(TelemetryQuery(name=name, params={**given}))
+        answer = await SavedQueryAnswers(store.reader).answer(
+            TelemetryQuery(name=name, params={**given})
+        )
         for row in json.loads(answer.rows_json):
             assert all(isinstance(row[one], str | None) for one in columns), (name, row)
     # The page does not count with a hash, which may be above 2^53.
@@ -246,7 +248,7 @@ async def test_recent_requests_are_the_latest(store: Store) -> None:
 async def test_what_is_wrong_is_said(
     store: Store, name: str, params: dict[str, str | int | float], error: str
 ) -> None:
-    answer = await Answers(store.reader).answer(TelemetryQuery(name=name, params=params))
+    answer = await SavedQueryAnswers(store.reader).answer(TelemetryQuery(name=name, params=params))
     assert error in answer.error
     assert answer.rows_json == b"[]"
 

@@ -32,7 +32,7 @@ from millrace.schemas.tenants import (
     TierLimits,
 )
 from millrace.telemetry import service as telemetry_service
-from millrace.telemetry.http.answers import Answers
+from millrace.telemetry.http.answers import SavedQueryAnswers
 from millrace.telemetry.rollups.budgets import record_budgets
 from millrace.telemetry.rollups.rollups import Rollups
 from millrace.telemetry.service import TelemetryService
@@ -70,7 +70,9 @@ async def held(store: Store) -> list[tuple[Any, ...]]:
 
 
 async def ask(store: Store, **params: str | int | float) -> list[dict[str, Any]]:
-    answer = await Answers(store.reader).answer(TelemetryQuery(name="budgets", params=params))
+    answer = await SavedQueryAnswers(store.reader).answer(
+        TelemetryQuery(name="budgets", params=params)
+    )
     assert answer.error == ""
     rows: list[dict[str, Any]] = json.loads(answer.rows_json)
     return rows

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from millrace.telemetry.store.admission import Admission
+from millrace.telemetry.store.admission import QueryAdmission
 from millrace.telemetry.store.query_watch import QueryWatch, RunningQuery
 from millrace.telemetry.store.reading import QueryError
 
@@ -19,12 +19,12 @@ async def entered(tasks: list[asyncio.Task[None]]) -> list[bool]:
     return [task.done() for task in tasks]
 
 
-def entering(admission: Admission, *users: str) -> list[asyncio.Task[None]]:
+def entering(admission: QueryAdmission, *users: str) -> list[asyncio.Task[None]]:
     return [asyncio.create_task(admission.enter(user)) for user in users]
 
 
 async def test_a_user_cannot_hold_all_places() -> None:
-    admission = Admission(max_running=4, max_per_user=3, max_waiting=10, max_wait_s=60)
+    admission = QueryAdmission(max_running=4, max_per_user=3, max_waiting=10, max_wait_s=60)
     tasks = entering(admission, "a", "a", "a", "a", "a", "b")
     assert await entered(tasks) == [True, True, True, False, False, True]
     # All places are taken: the next is for the user with the fewest queries, not for the oldest.
@@ -38,7 +38,7 @@ async def test_a_user_cannot_hold_all_places() -> None:
 
 
 async def test_waiting_is_bounded_and_says_so() -> None:
-    admission = Admission(max_running=1, max_per_user=5, max_waiting=1, max_wait_s=0.01)
+    admission = QueryAdmission(max_running=1, max_per_user=5, max_waiting=1, max_wait_s=0.01)
     await admission.enter("a")
     (waiting,) = entering(admission, "a")
     await entered([waiting])
@@ -52,7 +52,7 @@ async def test_waiting_is_bounded_and_says_so() -> None:
 
 
 async def test_a_query_that_is_cancelled_as_its_turn_comes_gives_its_place_on() -> None:
-    admission = Admission(max_running=1, max_per_user=1, max_waiting=5, max_wait_s=60)
+    admission = QueryAdmission(max_running=1, max_per_user=1, max_waiting=5, max_wait_s=60)
     await admission.enter("a")
     first, second = entering(admission, "a", "b")
     await entered([first, second])

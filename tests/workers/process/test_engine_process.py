@@ -33,7 +33,7 @@ from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.process import loop as engine_loop
 from millrace.workers.process.engine_process import EngineClient
-from millrace.workers.process.loop import Link, drive
+from millrace.workers.process.loop import EngineLink, drive
 from millrace.workers.process.wire import (
     Add,
     Broken,
@@ -267,7 +267,7 @@ def looped() -> Iterator[tuple[_Counting, socket.socket, threading.Thread]]:
 
     def run() -> None:
         with pytest.raises(EOFError):
-            drive(cast(Engine, engine), Link(theirs))
+            drive(cast(Engine, engine), EngineLink(theirs))
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.workers.servers.dialects.llamacpp_slots import Assignment, Slots
+from millrace.workers.servers.dialects.llamacpp_slots import SlotAssignment, SlotTable
 
 
 async def _turns() -> None:
@@ -17,25 +17,25 @@ async def _turns() -> None:
 
 
 async def test_a_slot_is_used_again_for_its_salt_and_longest_prefix() -> None:
-    slots = Slots(3)
+    slots = SlotTable(3)
     await slots.acquire("a", "x", (1, 2, 3, 4))
     await slots.acquire("b", "x", (1, 2, 9))
     await slots.acquire("c", "y", (5,))
     assert [slots.slot_of(name) for name in "abc"] == [
-        Assignment(0, may_reuse=False),
-        Assignment(1, may_reuse=False),
-        Assignment(2, may_reuse=False),
+        SlotAssignment(0, may_reuse=False),
+        SlotAssignment(1, may_reuse=False),
+        SlotAssignment(2, may_reuse=False),
     ]
     for name in "abc":
         slots.release(name)
     await slots.acquire("d", "x", (1, 2, 3, 7))
-    assert slots.slot_of("d") == Assignment(0, may_reuse=True)
+    assert slots.slot_of("d") == SlotAssignment(0, may_reuse=True)
     await slots.acquire("e", "z", (1, 2, 9))
-    assert slots.slot_of("e") == Assignment(1, may_reuse=False)
+    assert slots.slot_of("e") == SlotAssignment(1, may_reuse=False)
 
 
 async def test_those_who_wait_get_the_first_slot_that_is_free_by_rank() -> None:
-    slots = Slots(1)
+    slots = SlotTable(1)
     await slots.acquire("runs", "", (1,))
     low = asyncio.ensure_future(slots.acquire("low", "", (1,), priority=0))
     high = asyncio.ensure_future(slots.acquire("high", "", (1,), priority=5))
@@ -57,7 +57,7 @@ def test_no_slot_is_given_twice_or_lost(steps: list[tuple[int, int, bool]]) -> N
     """Requests come, leave and are cancelled in any order."""
 
     async def run() -> None:
-        slots = Slots(3)
+        slots = SlotTable(3)
         tasks: dict[str, asyncio.Task[None]] = {}
         for number, salt, is_slow in steps:
             name = str(number)
@@ -83,6 +83,6 @@ def test_no_slot_is_given_twice_or_lost(steps: list[tuple[int, int, bool]]) -> N
 
 
 def test_of_nobody_nothing_is_released() -> None:
-    slots = Slots(1)
+    slots = SlotTable(1)
     slots.release("nobody")
     assert slots.share_in_use == pytest.approx(0.0)

@@ -22,7 +22,7 @@ from millrace.schemas.frames import FinishReason, TokenLogprob
 from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS, Grammar, GrammarKind
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.dialect import (
-    Part,
+    AnswerPart,
     RefusedByServerError,
     ServerAddress,
     ServerStreamError,
@@ -467,7 +467,7 @@ def test_priorities_are_sent_where_the_server_has_them(model: ServedModel) -> No
 # --- answers ---
 
 
-def _read(reader: VllmReader, *events: Any) -> list[Part | None]:
+def _read(reader: VllmReader, *events: Any) -> list[AnswerPart | None]:
     return [
         reader.read(event if isinstance(event, bytes) else msgspec.json.encode(event))
         for event in events
@@ -517,12 +517,12 @@ def test_log_probabilities_of_a_prompt_that_is_echoed() -> None:
 def test_the_end_is_held_until_the_cached_tokens_are_known() -> None:
     parts = _read(VllmReader(num_logprobs=None), _event([30], "stop"), _USAGE, b"[DONE]")
     assert parts == [
-        Part(),
-        Part(token_ids=[30], finish_reason=FinishReason.STOP, num_cached_tokens=16),
+        AnswerPart(),
+        AnswerPart(token_ids=[30], finish_reason=FinishReason.STOP, num_cached_tokens=16),
         None,
     ]
     parts = _read(VllmReader(num_logprobs=None), _event([30], "stop"), b"[DONE]", b"[DONE]")
-    assert parts[1] == Part(token_ids=[30], finish_reason=FinishReason.STOP)
+    assert parts[1] == AnswerPart(token_ids=[30], finish_reason=FinishReason.STOP)
     assert parts[2] is None
 
 

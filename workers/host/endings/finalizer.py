@@ -41,7 +41,7 @@ class _NotOursError(Exception):
         self.ownership = ownership
 
 
-class Finalizer:
+class GenerationFinalizer:
     """Ends generations whose last frames are posted: result, transcript if it is to be kept,
     record, what the tenant is charged, ack, in this order. The record waits for
     the final device time. Without ``settlements`` nothing is charged.

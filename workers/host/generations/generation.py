@@ -18,10 +18,16 @@ from millrace.workers.host.generations import outcomes
 from millrace.workers.host.generations.accounting import Accounting, DeviceUse
 from millrace.workers.host.generations.generated_output import GeneratedOutput
 from millrace.workers.host.generations.outcomes import GenerationOutcome
-from millrace.workers.host.generations.state import Delivery, LeaseState, Listener, Phase, Timing
+from millrace.workers.host.generations.state import (
+    FrameDelivery,
+    GenerationPhase,
+    GenerationTiming,
+    LeaseState,
+    Listener,
+)
 
 # An attribute of an enum takes longer to look up, and each output does so.
-_QUEUED, _PREFILLING, _, _ENDED = Phase
+_QUEUED, _PREFILLING, _, _ENDED = GenerationPhase
 # Batch work has one below 0, so it is preempted for all other work.
 PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), start=-1)}
 
@@ -82,32 +88,32 @@ class Generation:
         self.engine_id = f"{job.request_id}:{dispatch.epoch}"
         self.output = output
         self.accounting = Accounting(device_use)
-        self.phase = Phase.QUEUED
-        self.timing = Timing(dispatch.sent_ns, accepted_ns)
+        self.phase = GenerationPhase.QUEUED
+        self.timing = GenerationTiming(dispatch.sent_ns, accepted_ns)
         self.lease = LeaseState.of(dispatch, now_s)
-        self.delivery = Delivery(output.num_resumed)
+        self.delivery = FrameDelivery(output.num_resumed)
         if job.reply:
             self.delivery.add(self.listener(job.reply))
         self.known_outcome: GenerationOutcome | None = None
         self.outcome: GenerationOutcome | None = None
         self.trace: Trace | None = None
 
-    def _enter(self, phase: Phase, at_ns: int) -> None:
+    def _enter(self, phase: GenerationPhase, at_ns: int) -> None:
         """The one transition of phases: only forward, and noted in ``timing``."""
         assert phase > self.phase, f"{self.phase.name} to {phase.name}"
         self.phase = phase
         match phase:
-            case Phase.PREFILLING:
+            case GenerationPhase.PREFILLING:
                 self.timing.started_ns = at_ns
-            case Phase.DECODING:
+            case GenerationPhase.DECODING:
                 self.timing.first_token_ns = at_ns
-            case Phase.ENDED:
+            case GenerationPhase.ENDED:
                 self.timing.done_ns = at_ns
 
     def end(self, outcome: GenerationOutcome, now_ns: int) -> None:
         """Nothing of it is computed any more."""
         self.outcome = outcome
-        self._enter(Phase.ENDED, now_ns)
+        self._enter(GenerationPhase.ENDED, now_ns)
         output = self.output
         if output.answer is not None:
             output.answer.read(output.pieces)
@@ -218,7 +224,7 @@ class Generation:
         made, accounting = self.output, self.accounting
         if self.phase is _QUEUED and (output.started or output.error is None):
             admitted_ns = self.timing.accepted_ns + round(output.queued_s * 1e9)
-            self._enter(Phase.PREFILLING, min(now_ns, admitted_ns))
+            self._enter(GenerationPhase.PREFILLING, min(now_ns, admitted_ns))
             self.timing.note_pull(output.num_pulled_tokens, output.pulled_s)
             accounting.begin(output, self.attempts, len(self.prompt_token_ids))
         elif output.num_cached_tokens > accounting.num_found_tokens and not output.started:
@@ -228,7 +234,7 @@ class Generation:
         made.add_scores(output)
         if output.token_ids and self.known_outcome is None:
             if self.phase is _PREFILLING:
-                self._enter(Phase.DECODING, now_ns)
+                self._enter(GenerationPhase.DECODING, now_ns)
                 if self.trace is not None:
                     self.trace.end_prefill(self)
             self.timing.last_token_ns = now_ns

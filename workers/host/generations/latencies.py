@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from millrace.runtime.histogram import DURATION_S, FIRST_TOKEN_S, PER_TOKEN_S, Histogram
 from millrace.runtime.tracing import recorded_trace_id
 from millrace.schemas.records import Status
-from millrace.workers.host.generations.state import Timing
+from millrace.workers.host.generations.state import GenerationTiming
 
 _NS_PER_S = 1e9
 
@@ -33,7 +33,7 @@ class RequestTimes:
         self._num_since: defaultdict[int, int] = defaultdict(int)
 
     def note_tokens(
-        self, timing: Timing, num_tokens: int, before_ns: int, traceparent: str = ""
+        self, timing: GenerationTiming, num_tokens: int, before_ns: int, traceparent: str = ""
     ) -> None:
         """A generation has got so many just now, and the token before them at ``before_ns``, 0 if
         there was none. ``traceparent`` is the trace of its request."""
@@ -52,7 +52,7 @@ class RequestTimes:
             self.gap_s.add((now_ns - before_ns) / _NS_PER_S, num_tokens)
         self._num_since.clear()
 
-    def add_end(self, timing: Timing, status: Status, traceparent: str = "") -> None:
+    def add_end(self, timing: GenerationTiming, status: Status, traceparent: str = "") -> None:
         """A generation has ended here."""
         self.ended[status] += 1
         if not timing.started_ns:

@@ -15,7 +15,7 @@ _NS_PER_MS = 1e6
 _MAX_LISTENERS = 4
 
 
-class Phase(IntEnum):
+class GenerationPhase(IntEnum):
     """QUEUED until the engine admits the request, PREFILLING until its first token, DECODING until
     its outcome is known, ENDED from then on. A phase may be skipped; none is entered again."""
 
@@ -26,7 +26,7 @@ class Phase(IntEnum):
 
 
 @dataclass(slots=True)
-class Timing:
+class GenerationTiming:
     """UTC epoch in ns; 0 for what has not happened. ``dispatched_ns`` is when the scheduler sent
     the request to this worker: a later delivery that this worker continues does not change it."""
 
@@ -101,7 +101,7 @@ class Listener(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(slots=True)
-class Delivery:
+class FrameDelivery:
     """Who gets the frames; ``num_flushed`` tokens have been posted, and what goes before them."""
 
     num_flushed: int

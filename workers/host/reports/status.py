@@ -42,7 +42,7 @@ class Pulls(Protocol):
     def pull_tokens_per_s(self) -> float: ...
 
 
-class WorkerLoad(Protocol):
+class WorkerRequestCounts(Protocol):
     """How many requests the worker has; ``workers.host.requests.Requests`` is the one."""
 
     @property
@@ -66,7 +66,9 @@ class StatusReporter:
     not be stored; the next sample covers their time.
     """
 
-    def __init__(self, context: WorkerContext, load: WorkerLoad, device: DeviceWatch) -> None:
+    def __init__(
+        self, context: WorkerContext, load: WorkerRequestCounts, device: DeviceWatch
+    ) -> None:
         self._context = context
         self._config = context.config
         self._clock = context.clock

@@ -10,14 +10,19 @@ import msgspec
 
 from millrace.registry.tokenizers.incremental import IncrementalTokenizer
 from millrace.schemas.frames import FinishReason
-from millrace.workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
+from millrace.workers.servers.dialect import (
+    AnswerPart,
+    AnswerReader,
+    RefusedByServerError,
+    ServerStreamError,
+)
 
 _DONE = b"[DONE]"
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _CALLERS_FAULT = frozenset(map(str, range(400, 500)))
 
 
-class Choice(msgspec.Struct):
+class ServerChoice(msgspec.Struct):
     """What all have of a part of the answer."""
 
     text: str | None = None
@@ -25,7 +30,7 @@ class Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-ChoiceT = TypeVar("ChoiceT", bound=Choice)
+ChoiceT = TypeVar("ChoiceT", bound=ServerChoice)
 
 
 class _CachedTokens(msgspec.Struct):
@@ -47,19 +52,19 @@ class _Event(msgspec.Struct, Generic[ChoiceT]):
     error: _Error | None = None
 
 
-class CompletionsReader(Reader, Generic[ChoiceT]):
+class CompletionsReader(AnswerReader, Generic[ChoiceT]):
     """How many tokens of the prompt were cached is said with the end or behind it, so the end is
     held back for so long."""
 
     def __init__(self, choice: type[ChoiceT]) -> None:
         self._decoder = _decoder_of(choice)
-        self._last: Part | None = None
+        self._last: AnswerPart | None = None
 
     @abstractmethod
-    def part_of(self, choice: ChoiceT) -> Part:
+    def part_of(self, choice: ChoiceT) -> AnswerPart:
         """What a part of the answer makes certain, but for its end."""
 
-    def read(self, event: bytes) -> Part | None:
+    def read(self, event: bytes) -> AnswerPart | None:
         if event == _DONE:
             last, self._last = self._last, None
             return last
@@ -78,35 +83,35 @@ class CompletionsReader(Reader, Generic[ChoiceT]):
                 return part
             self._last = part._replace(finish_reason=_reason_of(choice.finish_reason))
         if said.usage is None:
-            return Part()
-        last, self._last = self._last or Part(), None
+            return AnswerPart()
+        last, self._last = self._last or AnswerPart(), None
         return last._replace(num_cached_tokens=_cached_of(said.usage))
 
 
-class TextReader(CompletionsReader[Choice]):
+class TextReader(CompletionsReader[ServerChoice]):
     """Reads text, of which it makes token ids by ``tokenizer``."""
 
     def __init__(self, tokenizer: IncrementalTokenizer) -> None:
-        super().__init__(Choice)
+        super().__init__(ServerChoice)
         self._tokenizer = tokenizer
 
-    def part_of(self, choice: Choice) -> Part:
+    def part_of(self, choice: ServerChoice) -> AnswerPart:
         token_ids = self._tokenizer.push(choice.text or "")
         if choice.finish_reason is not None:
             token_ids += self._tokenizer.flush()
-        return Part(token_ids=token_ids)
+        return AnswerPart(token_ids=token_ids)
 
 
-class TokenIdsReader(CompletionsReader[Choice]):
+class TokenIdsReader(CompletionsReader[ServerChoice]):
     """Reads token ids, of a server that tells them, be it with the text or in place of it."""
 
     def __init__(self) -> None:
-        super().__init__(Choice)
+        super().__init__(ServerChoice)
 
-    def part_of(self, choice: Choice) -> Part:
+    def part_of(self, choice: ServerChoice) -> AnswerPart:
         if choice.text and choice.token_ids is None:
             raise ServerStreamError("The server sent text where it was asked for token ids.")
-        return Part(token_ids=choice.token_ids or ())
+        return AnswerPart(token_ids=choice.token_ids or ())
 
 
 @cache

@@ -18,17 +18,17 @@ from millrace.schemas.sampling import SamplingParams
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.client import ServerClient
 from millrace.workers.servers.dialect import (
+    AnswerReader,
     Call,
     Command,
     Dialect,
-    Reader,
     ServerAddress,
     ServerFacts,
     ServerLoad,
 )
 from millrace.workers.servers.dialects.commands import check_settings
 from millrace.workers.servers.dialects.llamacpp_answers import LlamaReader
-from millrace.workers.servers.dialects.llamacpp_slots import Slots
+from millrace.workers.servers.dialects.llamacpp_slots import SlotTable
 from millrace.workers.servers.dialects.server_facts import read_samples
 
 _NUM_SLOTS = 8
@@ -55,7 +55,7 @@ class LlamaCppDialect(Dialect):
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         super().__init__(model, config, owned=owned)
-        self._slots = Slots(config.max_num_sequences or _NUM_SLOTS)
+        self._slots = SlotTable(config.max_num_sequences or _NUM_SLOTS)
 
     def command(self, program: Path, address: ServerAddress) -> Command:
         entry, config = self.model.entry, self.config
@@ -113,7 +113,7 @@ class LlamaCppDialect(Dialect):
             raise EngineFailedError(
                 f"What listens at {client.url} is no llama.cpp server: it does not tell {error}."
             ) from error
-        self._slots = Slots(num_slots)
+        self._slots = SlotTable(num_slots)
         return ServerFacts(
             model=str(model.get("id", "")),
             context_window_tokens=window,
@@ -167,7 +167,7 @@ class LlamaCppDialect(Dialect):
         self,
         request: EngineRequest,
         token_ids: Sequence[int],  # noqa: ARG002  (it counts by itself)
-    ) -> Reader:
+    ) -> AnswerReader:
         return LlamaReader(self.model.tokenizer.table, request.sampling.logprobs)
 
     async def begin(self, request: EngineRequest) -> None:

@@ -9,7 +9,12 @@ import msgspec
 
 from millrace.registry.tokenizers.token_bytes import TokenBytes
 from millrace.schemas.frames import FinishReason, TokenLogprob
-from millrace.workers.servers.dialect import Part, Reader, RefusedByServerError, ServerStreamError
+from millrace.workers.servers.dialect import (
+    AnswerPart,
+    AnswerReader,
+    RefusedByServerError,
+    ServerStreamError,
+)
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CALLERS_FAULT = range(400, 500)
@@ -17,7 +22,7 @@ _CALLERS_FAULT = range(400, 500)
 _UNKNOWN_LOGPROB = -9999.0
 
 
-class LlamaReader(Reader):
+class LlamaReader(AnswerReader):
     """An event has the id of its last token only, and none comes for tokens that end within a
     character: these are found by the text that they gave later. Where that leaves a doubt the part
     says how many tokens were ``num_hidden``."""
@@ -28,7 +33,7 @@ class LlamaReader(Reader):
         self._num_tokens = 0
         self._by_bytes: dict[bytes, list[int]] | None = None
 
-    def read(self, event: bytes) -> Part | None:
+    def read(self, event: bytes) -> AnswerPart | None:
         try:
             said = msgspec.json.decode(event)
             return self._part(said)
@@ -36,34 +41,34 @@ class LlamaReader(Reader):
             kind = type(error).__name__
             raise ServerStreamError(f"llama.cpp's server sent nonsense ({kind}).") from error
 
-    def _part(self, said: dict[str, Any]) -> Part:
+    def _part(self, said: dict[str, Any]) -> AnswerPart:
         if "error" in said:
             raise _error(said["error"])
         if said.get("stop"):
             return self._last_part(said)
         progress = said.get("prompt_progress")
         if progress is not None:
-            return Part(num_cached_tokens=int(progress["cache"]))
+            return AnswerPart(num_cached_tokens=int(progress["cache"]))
         num_tokens, last = int(said["tokens_predicted"]), int(said["tokens"][-1])
         num_hidden = num_tokens - self._num_tokens - 1
         if num_hidden <= 0:
             self._num_tokens = num_tokens
-            return Part(token_ids=(last,), logprobs=self._logprobs_of(said, (last,)))
+            return AnswerPart(token_ids=(last,), logprobs=self._logprobs_of(said, (last,)))
         hidden = self._hidden(said["content"], last, num_hidden)
         if hidden is None or self._logprobs is not None:
-            return Part(num_hidden=num_hidden + 1)
+            return AnswerPart(num_hidden=num_hidden + 1)
         self._num_tokens = num_tokens
-        return Part(token_ids=(*hidden, last))
+        return AnswerPart(token_ids=(*hidden, last))
 
-    def _last_part(self, said: dict[str, Any]) -> Part:
+    def _last_part(self, said: dict[str, Any]) -> AnswerPart:
         ids = tuple(map(int, said.get("tokens") or ()))
         if ids:  # not streamed
-            return Part(token_ids=ids, logprobs=self._logprobs_of(said, ids))
+            return AnswerPart(token_ids=ids, logprobs=self._logprobs_of(said, ids))
         num_hidden = int(said["tokens_predicted"]) - self._num_tokens
         if num_hidden > 0:
-            return Part(num_hidden=num_hidden)
+            return AnswerPart(num_hidden=num_hidden)
         is_end = said.get("stop_type") == "eos"
-        return Part(finish_reason=FinishReason.STOP if is_end else FinishReason.LENGTH)
+        return AnswerPart(finish_reason=FinishReason.STOP if is_end else FinishReason.LENGTH)
 
     def _hidden(self, text: str, last: int, num_hidden: int) -> tuple[int, ...] | None:
         """The one sequence of so many tokens whose bytes come before those of ``last`` in ``text``;

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 
-class Assignment(NamedTuple):
+class SlotAssignment(NamedTuple):
     """A slot by its number; ``may_reuse``: what it has cached is of the same salt."""
 
     number: int
@@ -35,14 +35,14 @@ class _Slot:
         self.used = 0
 
 
-class Slots:
+class SlotTable:
     """Gives each request a slot of its own, those of higher priority first, then in the order in
     which they came. Among free slots of the same salt it is the one whose last prompt has the
     longest beginning in common with its own, else the one that was unused for longest."""
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot() for _ in range(num_slots)]
-        self._of_request: dict[str, Assignment] = {}
+        self._of_request: dict[str, SlotAssignment] = {}
         self._waiting: list[_Wish] = []
         self._order = itertools.count()
 
@@ -51,7 +51,7 @@ class Slots:
         """Of the slots, 0 to 1."""
         return sum(not slot.is_free for slot in self._slots) / len(self._slots)
 
-    def slot_of(self, request_id: str) -> Assignment | None:
+    def slot_of(self, request_id: str) -> SlotAssignment | None:
         """What ``acquire`` gave, until ``release``."""
         return self._of_request.get(request_id)
 
@@ -84,7 +84,7 @@ class Slots:
                 continue  # it was cancelled
             number = self._choose(wish.salt, wish.prompt)
             slot = self._slots[number]
-            self._of_request[wish.request_id] = Assignment(number, slot.salt == wish.salt)
+            self._of_request[wish.request_id] = SlotAssignment(number, slot.salt == wish.salt)
             slot.salt, slot.prompt, slot.is_free = wish.salt, wish.prompt, False
             slot.used = next(self._order)
             wish.turn.set_result(None)

@@ -28,10 +28,10 @@ from millrace.schemas.sampling import Grammar, GrammarKind
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.client import AnswerError, ServerClient
 from millrace.workers.servers.dialect import (
+    AnswerReader,
     Call,
     Command,
     Dialect,
-    Reader,
     ServerAddress,
     ServerFacts,
     ServerLoad,
@@ -224,7 +224,7 @@ class OpenAiDialect(Dialect):
         add_bias(call.body, bias)
         return call
 
-    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
+    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> AnswerReader:
         if self._has_token_ids:
             return TokenIdsReader()
         before = (*request.prompt_token_ids, *token_ids)

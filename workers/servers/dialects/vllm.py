@@ -21,10 +21,10 @@ from millrace.schemas.sampling import Grammar, GrammarKind
 from millrace.workers.engine_like import EngineFailedError
 from millrace.workers.servers.client import AnswerError, ServerClient
 from millrace.workers.servers.dialect import (
+    AnswerReader,
     Call,
     Command,
     Dialect,
-    Reader,
     ServerAddress,
     ServerFacts,
     ServerLoad,
@@ -186,7 +186,7 @@ class VllmDialect(Dialect):
         add_bias(_sampling_of(call), bias)
         return call
 
-    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
+    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> AnswerReader:
         sampling = request.sampling
         if not _wants_prompt_logprobs(request, token_ids):
             return VllmReader(num_logprobs=sampling.logprobs)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from millrace.schemas.frames import TokenLogprob
-from millrace.workers.servers.dialect import Part, ServerStreamError
-from millrace.workers.servers.dialects.completions_answers import Choice, CompletionsReader
+from millrace.workers.servers.dialect import AnswerPart, ServerStreamError
+from millrace.workers.servers.dialects.completions_answers import CompletionsReader, ServerChoice
 
 _TOKEN_ID = "token_id:"  # noqa: S105  (how it writes a token as its id)
 
@@ -26,7 +26,7 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class _Choice(Choice):
+class _Choice(ServerChoice):
     logprobs: _Logprobs | None = None
 
 
@@ -49,7 +49,7 @@ class VllmReader(CompletionsReader[_Choice]):
         self._num_prompt_tokens = num_prompt_tokens
         self._num_prompt_logprobs = num_prompt_logprobs
 
-    def part_of(self, choice: _Choice) -> Part:
+    def part_of(self, choice: _Choice) -> AnswerPart:
         prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
         logprobs: tuple[TokenLogprob, ...] = ()
         if choice.logprobs is not None:
@@ -61,7 +61,7 @@ class VllmReader(CompletionsReader[_Choice]):
             if self._num_logprobs is not None:
                 limit = self._num_logprobs
                 logprobs = tuple(entry for one in entries if (entry := _limited(one, limit)))
-        return Part(
+        return AnswerPart(
             token_ids=choice.token_ids or (),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

@@ -14,8 +14,8 @@ from obstore.store import MemoryStore, ObjectStore
 from millrace.engine.kv.objects.block_objects import (
     BlockObjects,
     NoObjectError,
+    ObjectPlace,
     ObjectStoreError,
-    Place,
     open_store,
 )
 from millrace.schemas.prefix import extend_keys, root_key
@@ -53,7 +53,7 @@ def _write(objects: BlockObjects, keys: list[bytes]) -> None:
 
 def _read(objects: BlockObjects, run: list[bytes], numbers: Sequence[int]) -> list[bytes]:
     """What came of the blocks with these numbers."""
-    places = [Place(number, run[number], _pieces(bytes(_BLOCK_BYTES))) for number in numbers]
+    places = [ObjectPlace(number, run[number], _pieces(bytes(_BLOCK_BYTES))) for number in numbers]
     num_good = objects.read(run[-1], places)
     return [b"".join(place.pieces) for place in places[:num_good]]
 

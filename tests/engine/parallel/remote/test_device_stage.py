@@ -11,7 +11,7 @@ import pytest
 from millrace.engine.parallel.control import JoinDevices, NetworkPlace
 from millrace.engine.parallel.device_lead import link_shape
 from millrace.engine.parallel.remote import stage as device_stage
-from millrace.engine.parallel.remote.connection import Connection
+from millrace.engine.parallel.remote.connection import RankConnection
 from millrace.engine.parallel.remote.stage import DeviceStage
 from millrace.schemas.errors import ConfigError
 from tests.engine.support import resolved
@@ -20,18 +20,18 @@ ENGINE = resolved(tensor_parallel=2, pipeline_parallel=3, remote_stages=2)
 
 
 @pytest.fixture
-def connection() -> Iterator[Connection]:
+def connection() -> Iterator[RankConnection]:
     """To a worker that has another address than its host."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname(), source_address=("127.0.0.2", 0))
         theirs = listener.accept()[0]
-    made = Connection(ours, 30.0)
+    made = RankConnection(ours, 30.0)
     with theirs:
         yield made
     made.close()
 
 
-def stage(connection: Connection, device: str, slot: int) -> DeviceStage:
+def stage(connection: RankConnection, device: str, slot: int) -> DeviceStage:
     """The last of three."""
     join = JoinDevices(
         path="/at/the/worker",
@@ -54,7 +54,7 @@ def stage(connection: Connection, device: str, slot: int) -> DeviceStage:
     ],
 )
 def test_each_rank_has_a_device_of_the_slot(
-    connection: Connection, device: str, slot: int, devices: list[str]
+    connection: RankConnection, device: str, slot: int, devices: list[str]
 ) -> None:
     joins = [stage(connection, device, slot).join_of(index) for index in range(2)]
     assert [join.device for join in joins] == devices
@@ -66,7 +66,7 @@ def test_each_rank_has_a_device_of_the_slot(
 
 @pytest.mark.parametrize(("num_devices", "slot"), [(1, 0), (3, 1), (0, 0)])
 def test_devices_that_are_not_there_are_named(
-    connection: Connection, monkeypatch: pytest.MonkeyPatch, num_devices: int, slot: int
+    connection: RankConnection, monkeypatch: pytest.MonkeyPatch, num_devices: int, slot: int
 ) -> None:
     monkeypatch.setattr(device_stage, "_num_devices", lambda: num_devices)
     message = rf"stage 2 takes .* from number {2 * slot} to {2 * slot + 1}, .* {num_devices};"

@@ -13,7 +13,7 @@ from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.ranks import RanksFailedError
 from millrace.engine.kernels.stage_link import LinkShape, StageLink, link_memory
 from millrace.engine.parallel.remote import connection as wire
-from millrace.engine.parallel.remote.connection import Connection, Kind
+from millrace.engine.parallel.remote.connection import GroupFrameKind, RankConnection
 from millrace.engine.parallel.remote.relay import LinkEnds, RankEnd, Relay
 
 WAIT_S = 30.0
@@ -46,7 +46,7 @@ class End(NamedTuple):
 
 def end(sock: socket.socket, written: LinkShape, read: LinkShape) -> End:
     """A relay that sends what is ``written`` at its host, and writes what is ``read`` there."""
-    connection = Connection(sock, WAIT_S)
+    connection = RankConnection(sock, WAIT_S)
     writers, source = link(written)
     targets, reader = link(read)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -114,11 +114,11 @@ def test_one_end_is_told_why_the_other_ended(ends: tuple[End, End]) -> None:
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (wire.header(Kind.MESSAGE, number=1), "a message that was not to come"),
-        (wire.header(Kind.MESSAGE, at=2), "a message that was not to come"),
-        (wire.header(Kind.MESSAGE, 201), "201 bytes where 200 are most"),
-        (wire.header(Kind.CONTROL, at=1), "a rank that there is not"),
-        (wire.header(Kind.ASSIGNMENT), "makes no sense"),
+        (wire.header(GroupFrameKind.MESSAGE, number=1), "a message that was not to come"),
+        (wire.header(GroupFrameKind.MESSAGE, at=2), "a message that was not to come"),
+        (wire.header(GroupFrameKind.MESSAGE, 201), "201 bytes where 200 are most"),
+        (wire.header(GroupFrameKind.CONTROL, at=1), "a rank that there is not"),
+        (wire.header(GroupFrameKind.ASSIGNMENT), "makes no sense"),
         (bytes(wire.HEADER_BYTES), "makes no sense"),
         (b"", "has closed the connection"),
     ],

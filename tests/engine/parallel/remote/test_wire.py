@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from millrace.engine.parallel.remote import connection as handshake
 from millrace.engine.parallel.remote import connection as wire
 from millrace.engine.parallel.remote.connection import (
-    Assignment,
-    Connection,
-    Kind,
+    GroupFrameKind,
+    RankConnection,
+    StageAssignment,
     StageError,
     StageRefusedError,
 )
@@ -27,7 +27,7 @@ LIMITS = wire.computing(message_bytes=1000)
 SILENCE_S = 30.0
 FRAMES = st.lists(
     st.tuples(
-        st.sampled_from([Kind.MESSAGE, Kind.CONTROL, Kind.END]),
+        st.sampled_from([GroupFrameKind.MESSAGE, GroupFrameKind.CONTROL, GroupFrameKind.END]),
         st.binary(max_size=1000),
         st.integers(0, 2**16 - 1),
         st.integers(0, 2**64 - 1),
@@ -37,12 +37,12 @@ FRAMES = st.lists(
 
 
 @contextmanager
-def receiving(silence_s: float = SILENCE_S) -> Iterator[tuple[Connection, socket.socket]]:
+def receiving(silence_s: float = SILENCE_S) -> Iterator[tuple[RankConnection, socket.socket]]:
     """A connection that takes frames of a group that computes, and its other end."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         other = stack.enter_context(socket.create_connection(listener.getsockname()))
-        connection = Connection(listener.accept()[0], silence_s)
+        connection = RankConnection(listener.accept()[0], silence_s)
         stack.callback(connection.close)
         connection.limits = LIMITS
         yield connection, other
@@ -51,7 +51,7 @@ def receiving(silence_s: float = SILENCE_S) -> Iterator[tuple[Connection, socket
 @settings(deadline=None, max_examples=50)
 @given(frames=FRAMES, cuts=st.lists(st.integers(0, 6000), max_size=8))
 def test_frames_come_as_they_were_sent_however_they_are_split(
-    frames: list[tuple[Kind, bytes, int, int]], cuts: list[int]
+    frames: list[tuple[GroupFrameKind, bytes, int, int]], cuts: list[int]
 ) -> None:
     sent = b"".join(
         wire.header(kind, len(body), at=at, number=number) + body
@@ -69,7 +69,7 @@ def test_frames_come_as_they_were_sent_however_they_are_split(
 @settings(deadline=None, max_examples=50)
 @given(frames=FRAMES.filter(bool), cut=st.integers(1, 1000))
 def test_a_frame_that_is_cut_off_is_an_error(
-    frames: list[tuple[Kind, bytes, int, int]], cut: int
+    frames: list[tuple[GroupFrameKind, bytes, int, int]], cut: int
 ) -> None:
     kind, body, at, number = frames[0]
     whole = wire.header(kind, len(body), at=at, number=number) + body
@@ -90,8 +90,8 @@ def test_nonsense_is_an_error(data: bytes) -> None:
             connection.receive()
 
 
-@given(kind=st.sampled_from(Kind), size=st.integers(0, 2**64 - 1))
-def test_a_header_is_refused_or_bounded(kind: Kind, size: int) -> None:
+@given(kind=st.sampled_from(GroupFrameKind), size=st.integers(0, 2**64 - 1))
+def test_a_header_is_refused_or_bounded(kind: GroupFrameKind, size: int) -> None:
     header = wire.header(kind, size)
     if size <= LIMITS.get(kind, -1):
         assert wire.parse_header(header, LIMITS) == (kind, 0, 0, size)
@@ -111,7 +111,7 @@ def test_a_host_that_says_nothing_is_given_up() -> None:
 @given(st.binary(max_size=200))
 def test_an_assignment_is_not_guessed(body: bytes) -> None:
     with pytest.raises(StageError, match="makes no sense"):
-        wire.decode(body, Assignment)
+        wire.decode(body, StageAssignment)
 
 
 @given(st.binary(max_size=300))

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead, activated
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.pooling import Pooling
@@ -45,7 +45,9 @@ async def serving(head: ClassifierHead) -> AsyncIterator[tuple[RunningGateway, h
     model = ByteModel()
     model.classifier = head
     model.task = "score" if head.scores_pairs else "classify"
-    models = Models({MODEL: ModelCard(id=MODEL, created=0, max_model_len=None)}, lambda _: model)
+    models = LoadedModels(
+        {MODEL: ModelCard(id=MODEL, created=0, max_model_len=None)}, lambda _: model
+    )
     async with running_gateway(models=models) as front:
         front.worker.num_labels = len(head.labels)
         async with httpx.AsyncClient(base_url=front.url, timeout=10) as http:

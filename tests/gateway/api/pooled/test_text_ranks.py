@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.gateway.models import Models
+from millrace.gateway.models import LoadedModels
 from millrace.schemas.errors import CheckpointError
 from millrace.schemas.models.cards import ModelCard
 from tests.gateway.api.pooled.test_classifiers import CROSS_ENCODER, serving
@@ -81,7 +81,7 @@ async def test_of_several_models_one_has_to_be_named() -> None:
     for loaded, status in (({"a": other, MODEL: other}, 400), ({"a": other, MODEL: scorer}, 200)):
         names = ("broken", *loaded)
         cards = {name: ModelCard(id=name, created=0, max_model_len=None) for name in names}
-        models = Models(cards, load)
+        models = LoadedModels(cards, load)
         async with (
             running_gateway(models=models) as front,
             httpx.AsyncClient(base_url=front.url) as http,

@@ -18,11 +18,11 @@ from millrace.schemas.engines import EngineKind
 from millrace.schemas.frames import FinishReason
 from millrace.workers.servers.client import ServerClient
 from millrace.workers.servers.dialect import (
+    AnswerPart,
+    AnswerReader,
     Call,
     Command,
     Dialect,
-    Part,
-    Reader,
     ServerAddress,
     ServerFacts,
     ServerLoad,
@@ -138,7 +138,7 @@ class RandomDialect(Dialect):
         assert not bias, "what is drawn at random has no logits"
         return call
 
-    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> Reader:
+    def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> AnswerReader:
         return _RandomReader()
 
 
@@ -152,12 +152,12 @@ def _body(request: EngineRequest, token_ids: Sequence[int]) -> dict[str, Any]:
     }
 
 
-class _RandomReader(Reader):
-    def read(self, event: bytes) -> Part | None:
+class _RandomReader(AnswerReader):
+    def read(self, event: bytes) -> AnswerPart | None:
         try:
             said = msgspec.json.decode(event)
         except msgspec.DecodeError as error:
             raise ServerStreamError("no JSON") from error
         if "end" in said:
-            return Part(finish_reason=FinishReason.LENGTH)
-        return Part(token_ids=tuple(said["tokens"]))
+            return AnswerPart(finish_reason=FinishReason.LENGTH)
+        return AnswerPart(token_ids=tuple(said["tokens"]))
