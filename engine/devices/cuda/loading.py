@@ -111,6 +111,7 @@ def load_device_runner(
     path: Path, config: ModelConfig, engine: ResolvedEngineConfig, device: Device
 ) -> DeviceRunner:
     """Load a checkpoint onto a device.
+
     Raises CheckpointError, or ConfigError if the model does not fit.
     """
     plans = load_plans(path, config, engine, device)
