@@ -11,13 +11,11 @@ import asyncio
 import logging
 import socket
 from collections.abc import Coroutine, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from millrace.runtime.http.content_coding import (
     ACCEPTED,
@@ -26,7 +24,6 @@ from millrace.runtime.http.content_coding import (
     RatioError,
     with_decoded_body,
 )
-from millrace.runtime.http.protocol import HttpProtocol
 from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
@@ -36,6 +33,7 @@ from millrace.telemetry.http.arguments import TIMEZONE, Arguments, given_in, rea
 from millrace.telemetry.http.blocks import decompressed
 from millrace.telemetry.http.external_data import has_form, read_form
 from millrace.telemetry.http.formats import content_type, spelled
+from millrace.telemetry.http.protocol import Protocol
 from millrace.telemetry.http.sql_sessions import Change, Session, Sessions, change_of
 from millrace.telemetry.store.reading import (
     TOO_MANY_QUERIES,
@@ -203,22 +201,6 @@ class HttpInterface:
         await _answer(send, 200, b"", {**headers, "X-ClickHouse-Summary": _NO_PROGRESS})
 
 
-class _Protocol(HttpProtocol):
-    """Closes the connection behind an answer that ends before it is complete."""
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        super()._start_asgi_task(cycle, partial(_cut_off, cycle, app))
-
-
-async def _cut_off(
-    cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send
-) -> None:
-    await app(scope, receive, send)
-    if cycle.response_started and not cycle.response_complete:
-        cycle.disconnected = True
-        cycle.transport.close()
-
-
 class HttpServer:
     """Serves the interface until it is told to stop."""
 
@@ -235,7 +217,7 @@ class HttpServer:
         self._server = ManagedServer(
             uvicorn.Config(
                 interface,
-                http=_Protocol,
+                http=Protocol,
                 ws="none",
                 log_config=None,
                 access_log=False,
