@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
 from millrace.runtime.http.content_coding import (
@@ -31,6 +32,7 @@ from millrace.telemetry.http.access import AccessCheck, Refusal
 from millrace.telemetry.http.answer_body import AnswerBody, held
 from millrace.telemetry.http.arguments import TIMEZONE, Arguments, given_in, read_arguments
 from millrace.telemetry.http.blocks import decompressed
+from millrace.telemetry.http.bodies import SOCKET_TIMEOUT, Bodies
 from millrace.telemetry.http.external_data import has_form, read_form
 from millrace.telemetry.http.formats import content_type, spelled
 from millrace.telemetry.http.protocol import Protocol
@@ -84,6 +86,7 @@ class HttpInterface:
         self._views = views
         self._access = AccessCheck(config)
         self._sessions = Sessions()
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,24 +119,27 @@ class HttpInterface:
             return
         headers = {"X-ClickHouse-Server-Display-Name": "millrace"}
         try:
-            decoded = with_decoded_body(scope, receive)
-            external: tuple[ExternalTable, ...] = ()
-            if has_form(scope):
-                # Its parts are arguments as well.
-                external, decoded = await read_form(scope, decoded, given), _no_body
-            arguments = read_arguments(scope, given)
-            headers["X-ClickHouse-Query-Id"] = shown(arguments.query_id)
-            sql = _sql(arguments, await _read_body(decoded))
-            session = self._sessions.session(user, arguments)
-            question = _question(sql, user, arguments, session, scope, external)
-            headers["X-ClickHouse-Timezone"] = shown(question.settings[TIMEZONE])
-            if self._views is not None and changes_views(sql):
-                work = self._change_views(send, self._views, question, headers)
-            elif (change := change_of(sql)) is not None:
-                work = self._change(send, question, session, change, headers)
-            else:
-                work = self._stream(send, question, arguments, headers)
-            await _while_connected(receive, work)
+            with self._bodies.request(f"{user} at {_client(scope)}") as body:
+                decoded = body.bounded(with_decoded_body(scope, receive))
+                external: tuple[ExternalTable, ...] = ()
+                if has_form(scope):
+                    # Its parts are arguments as well.
+                    external, decoded = await read_form(scope, decoded, given), _no_body
+                arguments = read_arguments(scope, given)
+                headers["X-ClickHouse-Query-Id"] = shown(arguments.query_id)
+                sql = _sql(arguments, await _read_body(decoded))
+                session = self._sessions.session(user, arguments)
+                question = _question(sql, user, arguments, session, scope, external)
+                headers["X-ClickHouse-Timezone"] = shown(question.settings[TIMEZONE])
+                if self._views is not None and changes_views(sql):
+                    work = self._change_views(send, self._views, question, headers)
+                elif (change := change_of(sql)) is not None:
+                    work = self._change(send, question, session, change, headers)
+                else:
+                    work = self._stream(send, question, arguments, headers)
+                await _while_connected(receive, work)
+        except ClientDisconnect:
+            return
         except (ContentCodingError, BadCodingError, RatioError) as error:
             more = {"Accept-Encoding": ACCEPTED} if error.http_status == 415 else {}
             await _answer(send, error.http_status, f"{error.message}\n".encode(), more)
@@ -261,8 +267,6 @@ async def _read_body(receive: Receive) -> bytes:
     size_bytes = 0
     while True:
         message = await receive()
-        if message["type"] == "http.disconnect":
-            raise asyncio.CancelledError
         parts.append(message.get("body", b""))
         size_bytes += len(parts[-1])
         if size_bytes > _MAX_SQL_BYTES:
@@ -302,15 +306,19 @@ def _question(
         settings={**_DEFAULT_SETTINGS, **session.settings, **arguments.settings},
         query_id=arguments.query_id,
         user=narrowed,
-        client=scope["client"][0] if scope.get("client") else "",
+        client=_client(scope),
         external=external,
     )
+
+
+def _client(scope: Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def _status(number: int) -> int:
     if number in _UNKNOWN:
         return 404
-    if number == _TIMEOUT_EXCEEDED:
+    if number in {_TIMEOUT_EXCEEDED, SOCKET_TIMEOUT}:
         return 408
     if number == TOO_MANY_QUERIES:
         return 503
