@@ -306,6 +306,7 @@ def _question(
         settings={**_DEFAULT_SETTINGS, **session.settings, **arguments.settings},
         query_id=arguments.query_id,
         user=narrowed,
+        owner=user,
         client=_client(scope),
         external=external,
     )
