@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING
@@ -61,6 +62,7 @@ _TIMEOUT_EXCEEDED = 159
 # setting, format.
 _UNKNOWN = frozenset({16, 46, 47, 50, 60, 73, 81, 115})
 _NOT_IMPLEMENTED = 48
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _METHODS = "GET, HEAD, POST, OPTIONS"
 # The times of answers are ClickHouse's own unless a client asks for others.
 _DEFAULT_SETTINGS = {"date_time_output_format": "simple", TIMEZONE: "UTC"}
@@ -353,7 +355,9 @@ async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
             "type": "http.response.start",
             "status": status,
             "headers": [
-                (k.lower().encode(), v.encode("latin-1", "replace")) for k, v in headers.items()
+                # A client's own values, such as its query id, may hold any character.
+                (k.lower().encode(), _CONTROL.sub("?", v).encode("latin-1", "replace"))
+                for k, v in headers.items()
             ],
         }
     )

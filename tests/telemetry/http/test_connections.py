@@ -158,3 +158,14 @@ def test_bodies_of_a_user_and_of_all_are_counted_until_their_requests_end() -> N
             counted.take("b", bodies._MAX_BYTES - bodies._MAX_BYTES_OF_USER + 1)
         assert raised.value.number == 202
     counted.take("a", bodies._MAX_BYTES_OF_USER)
+
+
+async def test_values_of_a_client_in_headers_hold_no_control_characters(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with httpx.AsyncClient(base_url=server.url, auth=AUTH, trust_env=False) as client:
+        answer = await client.post("/", params={"query_id": "a\r\nX: b\0\x7f"}, content="SELECT 1")
+        assert (answer.text, answer.headers["x-clickhouse-query-id"]) == ("1\n", "a??X: b??")
+        answer = await client.post("/", params={"session_timezone": "a\nb"}, content="SELECT 1")
+        assert (answer.status_code, answer.headers["x-clickhouse-timezone"]) == (400, "a?b")
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
