@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_SQL_BYTES = 1024 * 1024
+_MAX_SQL_BYTES = 256 * 1024  # ClickHouse's own `max_query_size`: looking at one takes 0.7 s
 _TOO_BIG = 62
 _TIMEOUT_EXCEEDED = 159
 # Codes for which ClickHouse itself answers 404: an unknown table, database, column, function, type,

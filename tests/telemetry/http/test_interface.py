@@ -212,6 +212,16 @@ async def test_errors_are_clickhouse_s_own(
     assert (answer.status_code, answer.headers["X-ClickHouse-Exception-Code"]) == (status, code)
 
 
+async def test_a_statement_has_the_most_bytes_that_clickhouse_takes(
+    client: httpx.AsyncClient,
+) -> None:
+    long = "SELECT length('" + "x" * 200_000 + "')"
+    assert int((await client.post("/", content=long)).text) == 200_000
+    refused = await client.post("/", content=long.replace("x", "xx"))
+    assert (refused.status_code, refused.headers["x-clickhouse-exception-code"]) == (400, "62")
+    assert "exceeds 262144 bytes" in refused.text
+
+
 async def test_other_paths_and_methods_are_refused(client: httpx.AsyncClient) -> None:
     assert (await client.post("/?database=nowhere", content="SELECT 1")).status_code == 404
     assert (await client.get("/other")).status_code == 404
