@@ -6,7 +6,6 @@ parts without one. ``NAME_structure`` or ``NAME_types``, and ``NAME_format``, ar
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, MutableMapping
 
 from python_multipart.exceptions import FormParserError
@@ -73,8 +72,6 @@ async def _bounded(receive: Receive) -> AsyncGenerator[bytes]:
     size_bytes = 0
     while True:
         message = await receive()
-        if message["type"] == "http.disconnect":
-            raise asyncio.CancelledError
         chunk = message.get("body", b"")
         size_bytes += len(chunk)
         if size_bytes > MAX_EXTERNAL_BYTES:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import Coroutine, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import uvicorn
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from millrace.runtime.http.content_coding import (
     ACCEPTED,
@@ -26,7 +26,6 @@ from millrace.runtime.http.content_coding import (
     RatioError,
     with_decoded_body,
 )
-from millrace.runtime.http.protocol import HttpProtocol
 from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
@@ -34,8 +33,10 @@ from millrace.telemetry.http.access import AccessCheck, AccessRefusal
 from millrace.telemetry.http.answer_body import AnswerBody, held
 from millrace.telemetry.http.arguments import TIMEZONE, Arguments, given_in, read_arguments
 from millrace.telemetry.http.blocks import decompressed
+from millrace.telemetry.http.bodies import SOCKET_TIMEOUT, Bodies
 from millrace.telemetry.http.external_data import has_form, read_form
 from millrace.telemetry.http.formats import content_type, spelled
+from millrace.telemetry.http.protocol import Protocol
 from millrace.telemetry.http.sql_sessions import Change, SqlSession, SqlSessions, change_of
 from millrace.telemetry.store.reading import (
     TOO_MANY_QUERIES,
@@ -54,13 +55,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_SQL_BYTES = 1024 * 1024
+_MAX_SQL_BYTES = 256 * 1024  # ClickHouse's own `max_query_size`: looking at one takes 0.7 s
 _TOO_BIG = 62
 _TIMEOUT_EXCEEDED = 159
 # Codes for which ClickHouse itself answers 404: an unknown table, database, column, function, type,
 # setting, format.
 _UNKNOWN = frozenset({16, 46, 47, 50, 60, 73, 81, 115})
 _NOT_IMPLEMENTED = 48
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _METHODS = "GET, HEAD, POST, OPTIONS"
 # The times of answers are ClickHouse's own unless a client asks for others.
 _DEFAULT_SETTINGS = {"date_time_output_format": "simple", TIMEZONE: "UTC"}
@@ -86,6 +88,7 @@ class HttpInterface:
         self._views = views
         self._access = AccessCheck(config)
         self._sessions = SqlSessions()
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -118,24 +121,27 @@ class HttpInterface:
             return
         headers = {"X-ClickHouse-Server-Display-Name": "millrace"}
         try:
-            decoded = with_decoded_body(scope, receive)
-            external: tuple[ExternalTable, ...] = ()
-            if has_form(scope):
-                # Its parts are arguments as well.
-                external, decoded = await read_form(scope, decoded, given), _no_body
-            arguments = read_arguments(scope, given)
-            headers["X-ClickHouse-Query-Id"] = shown(arguments.query_id)
-            sql = _sql(arguments, await _read_body(decoded))
-            session = self._sessions.session(user, arguments)
-            question = _question(sql, user, arguments, session, scope, external)
-            headers["X-ClickHouse-Timezone"] = shown(question.settings[TIMEZONE])
-            if self._views is not None and changes_views(sql):
-                work = self._change_views(send, self._views, question, headers)
-            elif (change := change_of(sql)) is not None:
-                work = self._change(send, question, session, change, headers)
-            else:
-                work = self._stream(send, question, arguments, headers)
-            await _while_connected(receive, work)
+            with self._bodies.request(f"{user} at {_client(scope)}") as body:
+                decoded = body.bounded(with_decoded_body(scope, receive))
+                external: tuple[ExternalTable, ...] = ()
+                if has_form(scope):
+                    # Its parts are arguments as well.
+                    external, decoded = await read_form(scope, decoded, given), _no_body
+                arguments = read_arguments(scope, given)
+                headers["X-ClickHouse-Query-Id"] = shown(arguments.query_id)
+                sql = _sql(arguments, await _read_body(decoded))
+                session = self._sessions.session(user, arguments)
+                question = _question(sql, user, arguments, session, scope, external)
+                headers["X-ClickHouse-Timezone"] = shown(question.settings[TIMEZONE])
+                if self._views is not None and changes_views(sql):
+                    work = self._change_views(send, self._views, question, headers)
+                elif (change := change_of(sql)) is not None:
+                    work = self._change(send, question, session, change, headers)
+                else:
+                    work = self._stream(send, question, arguments, headers)
+                await _while_connected(receive, work)
+        except ClientDisconnect:
+            return
         except (ContentCodingError, BadCodingError, RatioError) as error:
             more = {"Accept-Encoding": ACCEPTED} if error.http_status == 415 else {}
             await _answer(send, error.http_status, f"{error.message}\n".encode(), more)
@@ -203,22 +209,6 @@ class HttpInterface:
         await _answer(send, 200, b"", {**headers, "X-ClickHouse-Summary": _NO_PROGRESS})
 
 
-class _Protocol(HttpProtocol):
-    """Closes the connection behind an answer that ends before it is complete."""
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        super()._start_asgi_task(cycle, partial(_cut_off, cycle, app))
-
-
-async def _cut_off(
-    cycle: RequestResponseCycle, app: Any, scope: Scope, receive: Receive, send: Send
-) -> None:
-    await app(scope, receive, send)
-    if cycle.response_started and not cycle.response_complete:
-        cycle.disconnected = True
-        cycle.transport.close()
-
-
 class HttpServer:
     """Serves the interface until it is told to stop."""
 
@@ -235,7 +225,7 @@ class HttpServer:
         self._server = ManagedServer(
             uvicorn.Config(
                 interface,
-                http=_Protocol,
+                http=Protocol,
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -279,8 +269,6 @@ async def _read_body(receive: Receive) -> bytes:
     size_bytes = 0
     while True:
         message = await receive()
-        if message["type"] == "http.disconnect":
-            raise asyncio.CancelledError
         parts.append(message.get("body", b""))
         size_bytes += len(parts[-1])
         if size_bytes > _MAX_SQL_BYTES:
@@ -320,15 +308,20 @@ def _question(
         settings={**_DEFAULT_SETTINGS, **session.settings, **arguments.settings},
         query_id=arguments.query_id,
         user=narrowed,
-        client=scope["client"][0] if scope.get("client") else "",
+        owner=user,
+        client=_client(scope),
         external=external,
     )
+
+
+def _client(scope: Scope) -> str:
+    return str(scope["client"][0]) if scope.get("client") else ""
 
 
 def _status(number: int) -> int:
     if number in _UNKNOWN:
         return 404
-    if number == _TIMEOUT_EXCEEDED:
+    if number in {_TIMEOUT_EXCEEDED, SOCKET_TIMEOUT}:
         return 408
     if number == TOO_MANY_QUERIES:
         return 503
@@ -362,7 +355,9 @@ async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
             "type": "http.response.start",
             "status": status,
             "headers": [
-                (k.lower().encode(), v.encode("latin-1", "replace")) for k, v in headers.items()
+                # A client's own values, such as its query id, may hold any character.
+                (k.lower().encode(), _CONTROL.sub("?", v).encode("latin-1", "replace"))
+                for k, v in headers.items()
             ],
         }
     )

@@ -10,7 +10,7 @@ import msgspec
 
 from millrace.telemetry.http.arguments import Arguments, is_analyst, settings_of
 from millrace.telemetry.store.reading import EscapedText, QueryError
-from millrace.telemetry.store.sql_guard import Token, tokens_of
+from millrace.telemetry.store.sql_guard import Token, first_word, tokens_of
 
 _SESSION_NOT_FOUND, _SYNTAX_ERROR, _TOO_MANY_SESSIONS = 372, 62, 202
 _MAX_SESSIONS = 1_000
@@ -90,6 +90,8 @@ class SqlSessions:
 def change_of(sql: str) -> Change | None:
     """Read the changes of a statement SET or USE; None for other statements. Raises QueryError for
     a statement that cannot be read."""
+    if first_word(sql) not in {"set", "use"}:
+        return None
     tokens = tokens_of(sql)
     while tokens and tokens[-1].text == ";":
         tokens.pop()

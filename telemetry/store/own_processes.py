@@ -1,11 +1,14 @@
 """``system.processes`` and KILL QUERY over the embedded engine, by the ids that clients know.
 
-The engine gives each query an id of its own. The id that the client knows is in a setting of the
-query, which the engine shows in ``system.processes`` and uses for nothing else here.
+The engine gives each query an id of its own. A setting of the query holds its tag, which the engine
+shows in ``system.processes`` and uses for nothing else here: a key that no other query ever has, a
+space, and the id that the client knows. Queries of several users may have the same id, and a query
+may follow another one with its id.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 from millrace.telemetry.store.reading import literal
@@ -17,8 +20,9 @@ from millrace.telemetry.store.sql_guard import (
     tokens_of,
 )
 
-_ID = f"Settings['{QUERY_ID_SETTING}']"
-_KNOWN_ID = f"if(empty({_ID}), query_id, {_ID})"
+_TAG = f"Settings['{QUERY_ID_SETTING}']"
+_KNOWN_ID = f"if(empty({_TAG}), query_id, substring({_TAG}, position({_TAG}, ' ') + 1))"
+_keys = itertools.count(1)
 # The statement as its client sent it, without the place where the engine writes the answer.
 _QUERY = r"replaceRegexpOne(query, ' INTO OUTFILE \'[^\']*\' APPEND COMPRESSION \'none\'', '')"
 _PROCESSES = (
@@ -31,11 +35,16 @@ _PROCESSES = (
 )
 # As ``query_watch.RunningQuery``.
 RUNNING = (
-    "SELECT {id}, memory_usage, elapsed, thread_ids FROM system.processes WHERE notEmpty({id})"
-).replace("{id}", _ID)
+    "SELECT {tag}, memory_usage, elapsed, thread_ids FROM system.processes WHERE notEmpty({tag})"
+).replace("{tag}", _TAG)
 _FROM_PROCESSES = f"FROM {_PROCESSES}"
 _BEFORE_TABLE = frozenset({"from", "join"})
 _MODES = frozenset({"sync", "async", "test"})
+
+
+def new_tag(query_id: str) -> str:
+    """The tag of a query that begins."""
+    return f"{next(_keys)} {query_id}"
 
 
 def with_known_ids(statement: Statement, database: str) -> str:
@@ -80,10 +89,10 @@ class Kill:
         end = mode.start if mode.kind == "word" and mode.name in _MODES else mode.end
         self._condition = statement.head[tokens[where].end : end]
 
-    def find(self, ids: Collection[str]) -> str:
-        """The ids of the queries that the statement means, among these."""
-        where = f"AS processes WHERE query_id IN {_list(ids)} AND ({self._condition})"
-        return f"SELECT query_id {_FROM_PROCESSES} {where}"
+    def find(self, tags: Collection[str]) -> str:
+        """The tags of the queries that the statement means, among these."""
+        where = f"AS processes WHERE {_TAG} IN {_list(tags)} AND ({self._condition})"
+        return f"SELECT {_TAG} {_FROM_PROCESSES} {where}"
 
 
 def is_kill(statement: Statement) -> bool:
@@ -91,16 +100,16 @@ def is_kill(statement: Statement) -> bool:
     return statement.kind == KILL
 
 
-def found(ids: Collection[str]) -> str:
+def found(tags: Collection[str]) -> str:
     """The answer to a KILL QUERY that ends these."""
     columns = "'waiting' AS kill_status, query_id, user, query"
-    return f"SELECT {columns} {_FROM_PROCESSES} WHERE query_id IN {_list(ids)}"
+    return f"SELECT {columns} {_FROM_PROCESSES} WHERE {_TAG} IN {_list(tags)}"
 
 
-def kill_statement(ids: Collection[str]) -> str:
-    """Ends the queries with these ids."""
-    return f"KILL QUERY WHERE {_ID} IN {_list(ids)} ASYNC"
+def kill_statement(tags: Collection[str]) -> str:
+    """Ends the queries with these tags."""
+    return f"KILL QUERY WHERE {_TAG} IN {_list(tags)} ASYNC"
 
 
-def _list(ids: Collection[str]) -> str:
-    return f"[{', '.join(map(literal, ids))}]" if ids else "['']"
+def _list(tags: Collection[str]) -> str:
+    return f"[{', '.join(map(literal, tags))}]" if tags else "['']"

@@ -33,7 +33,7 @@ _LONG_NICE = 14
 class RunningQuery(msgspec.Struct, frozen=True, array_like=True):
     """A query as the engine sees it."""
 
-    query_id: str
+    tag: str
     memory_bytes: int
     elapsed_s: float
     thread_ids: tuple[int, ...]
@@ -70,11 +70,15 @@ class QueryWatch:
             self._num_running += 1
             self._lock.notify()
 
-    def leave(self, query_id: str) -> QueryError | None:
+    def leave(self, tag: str) -> QueryError | None:
         """A query is over; the error if this bound ended it."""
         with self._lock:
             self._num_running -= 1
-            return self._ended.pop(query_id, None)
+            error = self._ended.pop(tag, None)
+            if not self._num_running:
+                # Queries that were over before they were ended.
+                self._ended.clear()
+            return error
 
     def close(self) -> None:
         """Look no more."""
@@ -98,7 +102,7 @@ class QueryWatch:
     def bound(self, running: Sequence[RunningQuery]) -> None:
         """End the query with the most memory if all have too much. The memory of a query that was
         ended comes back in a moment, and does not count unless all exceed the limit itself."""
-        taken = {query.query_id: query.memory_bytes for query in running}
+        taken = {query.tag: query.memory_bytes for query in running}
         with self._lock:
             others = {each: taken[each] for each in taken if each not in self._ended}
             all_bytes, others_bytes = sum(taken.values()), sum(others.values())
@@ -106,17 +110,17 @@ class QueryWatch:
             self._pause_s = _LOOK_SOON_S if is_soon else _LOOK_EVERY_S
             if not others or (others_bytes <= self._most_bytes and all_bytes <= self._limit_bytes):
                 return
-            query_id = max(others, key=lambda each: others[each])
-            self._ended[query_id] = QueryError.refusing(
+            tag = max(others, key=lambda each: others[each])
+            self._ended[tag] = QueryError.refusing(
                 _MEMORY_LIMIT_EXCEEDED,
                 f"Memory limit of all queries exceeded: they use {all_bytes // _MIB} MiB, maximum: "
                 f"{self._most_bytes // _MIB} MiB. This query used the most of it, "
-                f"{taken[query_id] // _MIB} MiB: read fewer rows or columns, or ask again later. "
+                f"{taken[tag] // _MIB} MiB: read fewer rows or columns, or ask again later. "
                 "(MEMORY_LIMIT_EXCEEDED)",
             )
-        if not self._kill(query_id):
+        if not self._kill(tag):
             with self._lock:
-                self._ended.pop(query_id, None)
+                self._ended.pop(tag, None)
 
 
 def _yield_to_others(running: Sequence[RunningQuery]) -> None:

@@ -93,8 +93,9 @@ class ExternalTable(msgspec.Struct, frozen=True):
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """A statement of the HTTP interface. ``output_format`` holds unless the statement has a FORMAT
     clause. ``settings`` are set for this statement alone. ``user`` says which tables it may read:
-    an analyst reads all but the transcripts. ``client`` tells users apart whose number of queries
-    is bounded."""
+    an analyst reads all but the transcripts. ``owner`` is the user that asks, who may read fewer
+    tables than its own: an owner's queries have ids of their own, and a user of all tables may end
+    the queries of every owner. ``client`` tells users apart whose number of queries is bounded."""
 
     sql: str
     parameters: Parameters = {}
@@ -103,6 +104,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     settings: Mapping[str, str] = {}
     query_id: str = ""
     user: User = "full"
+    owner: str = ""
     client: str = ""
     external: tuple[ExternalTable, ...] = ()
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -42,17 +42,56 @@ from millrace.telemetry.store.sql_guard import (
 logger = logging.getLogger(__name__)
 
 _UNKNOWN_FORMAT = 73
-_SAME_ID = 216
+_SAME_ID, _SAME_ID_NAME = 216, "(QUERY_WITH_SAME_ID_IS_ALREADY_RUNNING)"
+_CANCELLED = 394
+_REPLACE = "replace_running_query"
+_REPLACE_S = 5.0
 _FORMAT = re.compile(r"[A-Za-z]\w*")
 _SETTING = re.compile(r"[a-z]\w*", re.IGNORECASE)
 _MAX_KNOWN = 256
 _MAX_KNOWN_CHARS = 16_384
+_ROWS = "JSONCompactEachRow"
+_TAGS = msgspec.json.Decoder(tuple[str])
 _RUNNING = msgspec.json.Decoder(RunningQuery, strict=False)
 _NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
 _KILL_AGAIN_S = 0.2
 _GRACE_S = 2.0
 # The settings that make a connection read-only.
 _CLOSING = ("allow_ddl", "readonly")
+
+
+class _Query:
+    """A statement from its request on, until the engine has ended it."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.tag = own_processes.new_tag(question.query_id)
+        self.is_over = asyncio.Event()
+        self.ended: QueryError | None = None
+        self.end: Callable[[], None] | None = None
+        self._wait = asyncio.timeout(None)
+
+    async def wait_for(self, place: Awaitable[None]) -> None:
+        """Wait for a place. Raises QueryError if another query replaces this one."""
+        try:
+            async with self._wait:
+                await place
+        except TimeoutError:
+            if self.ended is None:
+                raise
+            raise self.ended from None
+
+    def replace(self) -> None:
+        """End the query: another one has its id."""
+        if self.ended is not None:
+            return
+        self.ended = QueryError.refusing(
+            _CANCELLED, "Query was cancelled: another replaced it. (QUERY_WAS_CANCELLED)"
+        )
+        if self.end is not None:
+            self.end()
+        else:
+            self._wait.reschedule(0)
 
 
 class EmbeddedReader(StreamingReader):
@@ -75,7 +114,7 @@ class EmbeddedReader(StreamingReader):
         )
         # Ends queries, whatever the other threads do.
         self._ender = ThreadPoolExecutor(1, thread_name_prefix="store-kill")
-        self._queries: dict[str, Question] = {}
+        self._queries: dict[tuple[str, str], _Query] = {}
         self._left: set[asyncio.Task[None]] = set()
         self._calls: set[asyncio.Future[None]] = set()
         self._watch = QueryWatch(
@@ -87,30 +126,27 @@ class EmbeddedReader(StreamingReader):
     @asynccontextmanager
     async def stream(self, question: Question) -> AsyncIterator[Answer]:
         question = _with_id(question)
-        if question.query_id in self._queries:
-            raise QueryError.refusing(
-                _SAME_ID,
-                f"Query with id = {question.query_id:.200} is already running. "
-                "(QUERY_WITH_SAME_ID_IS_ALREADY_RUNNING)",
-            )
-        self._queries[question.query_id] = question
-        user = f"{question.user} at {question.client}"
+        key = question.owner, question.query_id
+        if key in self._queries:
+            await self._replace(key, question)
+        query = self._queries[key] = _Query(question)
+        user = f"{question.owner or question.user} at {question.client}"
         try:
-            await self._admission.enter(user)
+            await query.wait_for(self._admission.enter(user))
         except BaseException:
-            del self._queries[question.query_id]
+            self._over(key)
             raise
 
         loop = asyncio.get_running_loop()
 
         def over(_: asyncio.Future[None] | None) -> None:
-            del self._queries[question.query_id]
+            self._over(key)
             self._admission.leave(user)
 
         pipe: AnswerPipe | None = None
         try:
             pipe = AnswerPipe()
-            call = _in_new_thread(partial(self._write, question, pipe))
+            call = _in_new_thread(partial(self._write, query, pipe))
         except BaseException:
             # No room for a pipe or a thread.
             if pipe is not None:
@@ -123,38 +159,60 @@ class EmbeddedReader(StreamingReader):
         call.add_done_callback(over)
         # The engine's own limit does not hold while it waits for a reader that takes nothing.
         limit_s = self._limits.max_query_s + _GRACE_S
-        expiry = loop.call_later(limit_s, self._leave_early, pipe, question.query_id, call)
+        query.end = partial(self._leave_early, pipe, query, call)
+        expiry = loop.call_later(limit_s, query.end)
         try:
             chunks = pipe.chunks(call)
             first = await anext(chunks)
             yield Answer(pipe.output_format, _all(first, chunks))
         finally:
             expiry.cancel()
-            self._leave_early(pipe, question.query_id, call)
+            self._leave_early(pipe, query, call)
 
-    def _leave_early(self, pipe: AnswerPipe, query_id: str, call: asyncio.Future[None]) -> None:
+    async def _replace(self, key: tuple[str, str], question: Question) -> None:
+        """End the query of the same owner and id if the question replaces it. Raises QueryError if
+        it does not, or if that query is not over soon."""
+        running = f"Query with id = {question.query_id:.200} is already running"
+        refusal = QueryError.refusing(_SAME_ID, f"{running}. {_SAME_ID_NAME}")
+        if question.settings.get(_REPLACE, "0").lower() not in {"1", "true"}:
+            raise refusal
+        given_ms = question.settings.get(f"{_REPLACE}_max_wait_ms", "")
+        wait_s = min(int(given_ms) / 1000, _REPLACE_S) if given_ms.isdecimal() else _REPLACE_S
+        try:
+            async with asyncio.timeout(wait_s):
+                while (other := self._queries.get(key)) is not None:
+                    other.replace()
+                    await other.is_over.wait()
+        except TimeoutError:
+            raise refusal from None
+
+    def _over(self, key: tuple[str, str]) -> None:
+        self._queries.pop(key).is_over.set()
+
+    def _leave_early(self, pipe: AnswerPipe, query: _Query, call: asyncio.Future[None]) -> None:
         """End a query that has not ended."""
         pipe.leave()
         if not call.done():
-            ending = asyncio.create_task(self._end(query_id, call))
+            ending = asyncio.create_task(self._end(query.tag, call))
             self._left.add(ending)
             ending.add_done_callback(self._left.discard)
 
-    async def _end(self, query_id: str, call: asyncio.Future[None]) -> None:
+    async def _end(self, tag: str, call: asyncio.Future[None]) -> None:
         """Kill a query until it is over: it may not have begun."""
         loop = asyncio.get_running_loop()
         while not call.done():
-            await loop.run_in_executor(self._ender, self._try_kill, [query_id])
+            await loop.run_in_executor(self._ender, self._try_kill, [tag])
             await asyncio.wait([call], timeout=_KILL_AGAIN_S)
         call.exception()
 
-    def _write(self, question: Question, pipe: AnswerPipe) -> None:
+    def _write(self, query: _Query, pipe: AnswerPipe) -> None:
         """Have the engine write the answer into the pipe, in a thread."""
+        question = query.question
         self._watch.enter()
         try:
             if pipe.is_left:
                 return
-            ours, given = self._settings_of(question)
+            ours, given = self._settings_of(query)
             connection = self._connection(ours, question, given)
             try:
                 statement = self._statement(question.sql)
@@ -165,9 +223,9 @@ class EmbeddedReader(StreamingReader):
                     )
                 values = _values(question.parameters)
                 require_plain_names(statement.text, values)
-                ids: list[str] = []
+                tags: list[str] = []
                 if own_processes.is_kill(statement):
-                    head, ids = self._find(connection, statement, question, values)
+                    head, tags = self._find(connection, statement, query, values)
                 else:
                     database = question.database or self._database
                     head = own_processes.with_known_ids(statement, database)
@@ -184,44 +242,45 @@ class EmbeddedReader(StreamingReader):
                     "Null",
                     params=values,
                 )
-                if ids:
-                    self._kill(ids)
+                if tags:
+                    self._kill(tags)
             finally:
                 connection.close()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
         finally:
             pipe.end()
-            ended = self._watch.leave(question.query_id)
+            ended = self._watch.leave(query.tag) or query.ended
             if ended is not None:
                 raise ended
 
     def _find(
-        self, connection: Any, statement: Statement, question: Question, values: Parameters
+        self, connection: Any, statement: Statement, query: _Query, values: Parameters
     ) -> tuple[str, list[str]]:
-        """The answer to KILL QUERY as a query, and the ids of what it ends: of the user's own kind
-        of queries."""
+        """The answer to KILL QUERY as a query, and the tags of what it ends: queries of the same
+        owner, or of all owners."""
+        question = query.question
         known = [
-            query_id
-            for query_id, other in list(self._queries.items())
-            if question.user in {"full", other.user} and query_id != question.query_id
+            other.tag
+            for (owner, _), other in list(self._queries.items())
+            if (question.user == "full" or owner == question.owner) and other is not query
         ]
         kill = own_processes.Kill(statement)
-        rows: bytes = connection.query(kill.find(known), "LineAsString", params=values).bytes()
-        ids = rows.decode().splitlines()
-        return own_processes.found(ids), [] if kill.is_test else ids
+        rows: bytes = connection.query(kill.find(known), _ROWS, params=values).bytes()
+        tags = [tag for (tag,) in map(_TAGS.decode, rows.splitlines())]
+        return own_processes.found(tags), [] if kill.is_test else tags
 
-    def _kill(self, query_ids: list[str]) -> None:
+    def _kill(self, tags: list[str]) -> None:
         connection = connect_again(self._path)
         try:
-            connection.query(own_processes.kill_statement(query_ids))
+            connection.query(own_processes.kill_statement(tags))
         finally:
             connection.close()
 
-    def _try_kill(self, query_ids: list[str]) -> bool:
+    def _try_kill(self, tags: list[str]) -> bool:
         """Whether the engine took the order: it may have no memory left for that."""
         try:
-            self._kill(query_ids)
+            self._kill(tags)
         except (ChdbError, RuntimeError) as error:
             logger.warning("a query could not be ended yet", extra={"reason": str(error)[:500]})
             return False
@@ -232,7 +291,7 @@ class EmbeddedReader(StreamingReader):
         try:
             connection = connect_again(self._path)
             try:
-                rows: bytes = connection.query(own_processes.RUNNING, "JSONCompactEachRow").bytes()
+                rows: bytes = connection.query(own_processes.RUNNING, _ROWS).bytes()
             finally:
                 connection.close()
         except (ChdbError, RuntimeError):
@@ -240,7 +299,7 @@ class EmbeddedReader(StreamingReader):
             return []
         return [_RUNNING.decode(row) for row in rows.splitlines()]
 
-    def _settings_of(self, question: Question) -> tuple[dict[str, int | str], dict[str, str]]:
+    def _settings_of(self, query: _Query) -> tuple[dict[str, int | str], dict[str, str]]:
         """Our settings for a statement, and its own, none of them above its bound."""
         limits = self._limits
         spilling = limits.max_memory_bytes // 4
@@ -251,12 +310,12 @@ class EmbeddedReader(StreamingReader):
             "max_bytes_before_external_group_by": spilling,
             "max_bytes_before_external_sort": spilling,
         }
-        given = dict(question.settings)
+        given = dict(query.question.settings)
         for name, bound in bounds.items():
             value = given.get(name, "")
             if value.isdecimal() and not 0 < int(value) <= bound:
                 given[name] = str(bound)
-        given[QUERY_ID_SETTING] = question.query_id
+        given[QUERY_ID_SETTING] = query.tag
         ours: dict[str, int | str] = {
             "final": 1,
             "date_time_output_format": "iso",
@@ -334,8 +393,8 @@ class EmbeddedReader(StreamingReader):
 
     async def close(self) -> None:
         await super().close()
-        for query_id in list(self._queries):
-            await asyncio.to_thread(self._try_kill, [query_id])
+        for query in list(self._queries.values()):
+            await asyncio.to_thread(self._try_kill, [query.tag])
         await asyncio.gather(*self._left)
         if self._calls:
             await asyncio.wait(self._calls)

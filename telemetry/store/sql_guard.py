@@ -49,10 +49,14 @@ _TOKEN = re.compile(
     | (?P<quoted>"(?:[^"\\]|\\.|"")*"|`(?:[^`\\]|\\.|``)*`)
     | (?P<heredoc>\$(?P<tag>\w*)\$.*?\$(?P=tag)\$)
     | (?P<word>[^\W\d]\w*)
-    | (?P<other>.)
+    | (?P<other>/\*.*|.)
     """,
     re.DOTALL | re.VERBOSE,
 )
+_HEREDOC_MARK = re.compile(r"\$\w*\$")
+_MAX_HEREDOC_MARKS = 200
+# Possessive: a look that fails tries no other way to split space and comments.
+_FIRST_WORD = re.compile(r"(?>\s+|--[^\n]*|\#[!\ ][^\n]*|/\*.*?\*/)*+(\w+)", re.DOTALL)
 
 
 class Token(NamedTuple):
@@ -81,7 +85,14 @@ class Statement(NamedTuple):
 
 
 def tokens_of(sql: str) -> list[Token]:
-    """All but space and comments."""
+    """All but space and comments. Raises QueryError for too many marks of heredocs: each is looked
+    for in the whole rest of the text."""
+    if len(_HEREDOC_MARK.findall(sql)) > _MAX_HEREDOC_MARKS:
+        raise QueryError.refusing(
+            EMPTY_QUERY,
+            f"Syntax error: more than {_MAX_HEREDOC_MARKS} marks of heredocs such as $tag$. Use "
+            "strings, or parameters. (SYNTAX_ERROR)",
+        )
     tokens = []
     for match in _TOKEN.finditer(sql):
         kind, text = match.lastgroup or "", match.group()
@@ -89,6 +100,12 @@ def tokens_of(sql: str) -> list[Token]:
             name = text.strip('"`').lower() if kind in {"word", "quoted"} else ""
             tokens.append(Token(kind, text, name, match.start(), match.end()))
     return tokens
+
+
+def first_word(sql: str) -> str:
+    """The word with which a statement begins, in small letters; empty if it begins otherwise."""
+    match = _FIRST_WORD.match(sql)
+    return match[1].lower() if match else ""
 
 
 def unquoted(token: Token) -> str:

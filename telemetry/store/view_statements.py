@@ -13,13 +13,19 @@ from typing import TypeVar
 import msgspec
 
 from millrace.telemetry.store.reading import QueryError, quote
-from millrace.telemetry.store.sql_guard import READONLY, Token, require_reading, tokens_of, unquoted
+from millrace.telemetry.store.sql_guard import (
+    READONLY,
+    Token,
+    first_word,
+    require_reading,
+    tokens_of,
+    unquoted,
+)
 
 ANALYSTS = "analysts"
 MAX_VIEW_CHARS = 64 * 1024
 
 _FIRST_WORDS = frozenset({"create", "drop", "rename", "exchange", "alter"})
-_FIRST_WORD = re.compile(r"(?:\s+|--[^\n]*|\#[!\ ][^\n]*|/\*.*?\*/)*(\w+)", re.DOTALL)
 _NAME = re.compile(r"\w{1,128}")
 _ACCESS_DENIED = 497
 _TOO_LARGE = 62
@@ -112,8 +118,7 @@ ViewStatement = Create | Drop | Rename | ExchangeTables | Comment | Nothing
 
 def changes_views(sql: str) -> bool:
     """Whether the statement begins with a word of statements that change views."""
-    match = _FIRST_WORD.match(sql)
-    return match is not None and match[1].lower() in _FIRST_WORDS
+    return first_word(sql) in _FIRST_WORDS
 
 
 def view_statement(normal: str, database: str) -> ViewStatement:

@@ -172,6 +172,29 @@ async def test_reading_is(client: httpx.AsyncClient, sql: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "beginning", [" ", "\n\t", "--", "-- -- \n", "# ", "/**/", "/* -- */ "], ids=repr
+)
+async def test_what_stands_before_a_statement_takes_no_time(
+    client: httpx.AsyncClient, beginning: str
+) -> None:
+    sql = f"{beginning * 5_000}\n(SELECT 1)"
+    async with asyncio.timeout(10):
+        assert (await client.post("/", content=sql)).text == "1\n"
+
+
+@pytest.mark.parametrize(
+    "sql",
+    ["/* " * 40_000, "SELECT 1 " + "/* " * 40_000, "".join(f"$a{n}$ " for n in range(90_000))],
+    ids=["comment", "later comment", "heredoc"],
+)
+async def test_comments_and_heredocs_without_an_end_are_refused_soon(
+    client: httpx.AsyncClient, sql: str
+) -> None:
+    async with asyncio.timeout(10):
+        assert (await client.post("/", content=sql)).status_code == 400
+
+
+@pytest.mark.parametrize(
     ("sql", "status", "code"),
     [
         ("SELECT * FROM nowhere", 404, "60"),
@@ -187,6 +210,16 @@ async def test_errors_are_clickhouse_s_own(
 ) -> None:
     answer = await client.post("/?database=millrace", content=sql)
     assert (answer.status_code, answer.headers["X-ClickHouse-Exception-Code"]) == (status, code)
+
+
+async def test_a_statement_has_the_most_bytes_that_clickhouse_takes(
+    client: httpx.AsyncClient,
+) -> None:
+    long = "SELECT length('" + "x" * 200_000 + "')"
+    assert int((await client.post("/", content=long)).text) == 200_000
+    refused = await client.post("/", content=long.replace("x", "xx"))
+    assert (refused.status_code, refused.headers["x-clickhouse-exception-code"]) == (400, "62")
+    assert "exceeds 262144 bytes" in refused.text
 
 
 async def test_other_paths_and_methods_are_refused(client: httpx.AsyncClient) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.telemetry.store import reading_embedded
+from millrace.telemetry.store import own_processes, reading_embedded
+from millrace.telemetry.store.query_watch import RunningQuery
 from millrace.telemetry.store.reading import Answer, QueryError, Question, ReadLimits
 from millrace.telemetry.store.reading_embedded import EmbeddedReader
 from millrace.telemetry.store.store import Store
@@ -106,6 +107,113 @@ async def test_a_query_is_seen_and_killed_by_its_id(reader: EmbeddedReader) -> N
         await asking
     assert raised.value.number == 394
     await nothing_runs(reader)
+
+
+async def running(reader: EmbeddedReader, *query_ids: str) -> None:
+    """Wait until queries with these ids, and no others, run."""
+    shown = "SELECT query_id FROM system.processes WHERE query LIKE '%numbers(100000000000)%' "
+    shown += "AND query NOT LIKE '%processes%' ORDER BY query_id FORMAT JSONCompactColumns"
+
+    async def they_run() -> bool:
+        return bool(json.loads(await whole(reader, shown)) == [sorted(query_ids)])
+
+    await eventually(they_run, what=f"the queries {query_ids}")
+
+
+async def test_each_owner_has_ids_of_its_own(reader: EmbeddedReader) -> None:
+    """Nobody is refused, ended or answered because another user's query has the same id."""
+    sql = f"SELECT sum(number) FROM ({_ENDLESS})"
+    full = asyncio.create_task(whole(reader, sql, query_id="it", owner="full"))
+    analyst = {"user": "analyst", "owner": "analyst"}
+    assert await whole(reader, "SELECT 1", query_id="it", **analyst) == b"1\n"
+    # The user of all tables, as an analyst for once: the query is its own.
+    narrowed = asyncio.create_task(
+        whole(reader, sql, query_id="narrowed", user="analyst", owner="full")
+    )
+    await running(reader, "it", "narrowed")
+    replacing = {"replace_running_query": "1"}
+    theirs = asyncio.create_task(whole(reader, sql, query_id="it", settings=replacing, **analyst))
+    # As rows of the engine's answer, their ids would hold the id of another query.
+    lines = ["x\nit", "x\n1 it", "x\u2028it"]
+    more = [asyncio.create_task(whole(reader, sql, query_id=each, **analyst)) for each in lines]
+    await running(reader, "it", "it", "narrowed", *lines)
+    assert (await whole(reader, "KILL QUERY WHERE 1", **analyst)).count(b"waiting") == 4
+    for killed in (theirs, *more):
+        with pytest.raises(QueryError) as raised:
+            await killed
+        assert raised.value.number == 394
+    await running(reader, "it", "narrowed")
+    kill = "KILL QUERY WHERE query_id IN ('it', 'narrowed')"
+    narrowed_too = {"user": "analyst", "owner": "full"}
+    assert (await whole(reader, f"{kill} TEST", **narrowed_too)).count(b"waiting") == 2
+    assert (await whole(reader, kill, owner="full")).count(b"waiting") == 2
+    await asyncio.wait([full, narrowed])
+    await nothing_runs(reader)
+
+
+async def test_a_query_replaces_its_owner_s_query_of_the_same_id(reader: EmbeddedReader) -> None:
+    replacing = {"replace_running_query": "1"}
+    async with reader.stream(Question(sql=_ENDLESS, query_id="it")) as answer:
+        # The first is in the middle of an answer that is not read.
+        chunks = aiter(answer)
+        await anext(chunks)
+        with pytest.raises(QueryError) as raised:
+            await whole(reader, "SELECT 1", query_id="it")
+        assert raised.value.number == 216
+        sql = f"SELECT sum(number) FROM ({_ENDLESS})"
+        asking = [
+            asyncio.create_task(whole(reader, each, query_id="it", settings=replacing))
+            for each in (sql, sql, "SELECT 1")
+        ]
+        assert await asking[2] == b"1\n"
+        for replaced in asking[:2]:
+            with pytest.raises(QueryError) as raised:
+                await replaced
+            assert raised.value.number == 394
+        with pytest.raises(QueryError) as raised:
+            async for _ in chunks:
+                pass
+        assert raised.value.number == 394
+    await nothing_runs(reader)
+
+
+async def test_a_query_that_waits_for_its_turn_is_replaced(store_path: Path, store: Store) -> None:
+    limits = ReadLimits(max_queries=1)
+    reader = EmbeddedReader(str(store_path), "millrace", limits)
+    async with reader.stream(Question(sql=_ENDLESS)) as first:
+        await anext(aiter(first))
+        waiting = asyncio.create_task(whole(reader, "SELECT 1", query_id="it"))
+        await asyncio.sleep(0)
+        replacing = {"replace_running_query": "true"}
+        late = [
+            asyncio.create_task(whole(reader, "SELECT 2", query_id="it", settings=replacing))
+            for _ in range(2)
+        ]
+        with pytest.raises(QueryError) as raised:
+            await waiting
+        assert raised.value.number == 394
+    outcomes = await asyncio.gather(*late, return_exceptions=True)
+    assert b"2\n" in outcomes
+    assert await whole(reader, "SELECT 3", query_id="it") == b"3\n"
+    await reader.close()
+
+
+async def test_an_end_that_comes_late_is_not_that_of_the_next_query_of_the_id(
+    reader: EmbeddedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client asks again with its id as the watch ends its query, which has just ended."""
+    tags: list[str] = []
+
+    def tag_of(query_id: str) -> str:
+        tags.append(made(query_id))
+        return tags[-1]
+
+    made = own_processes.new_tag
+    monkeypatch.setattr(own_processes, "new_tag", tag_of)
+    await whole(reader, "SELECT 1", query_id="it")
+    reader._watch.bound([RunningQuery(tags[0], 2**40, 1.0, ())])
+    assert await whole(reader, "SELECT 1", query_id="it") == b"1\n"
+    assert not reader._watch._ended
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,93 @@
+"""Bounds on the bodies of requests: the memory of all of them together, and their time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
+
+from millrace.telemetry.store.reading import TOO_MANY_QUERIES, QueryError
+
+SOCKET_TIMEOUT = 209
+_MIB = 1024 * 1024
+_MAX_BYTES = 128 * _MIB
+_MAX_BYTES_OF_USER = 96 * _MIB
+# Each connection holds as much anyway. Short statements have room whatever others send.
+_FREE_BYTES = 64 * 1024
+# A body may take this long, and a second more for each so many bytes of it.
+_BODY_S = 30.0
+_BYTES_PER_S = 64 * 1024
+
+
+class Bodies:
+    """The bodies that requests hold, from their first byte to the end of the request."""
+
+    def __init__(self) -> None:
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def request(self, user: str) -> Iterator[Body]:
+        """Count the body of a request of this user until the request is over."""
+        body = Body(self, user)
+        try:
+            yield body
+        finally:
+            self._held[user] -= body.held_bytes
+            if not self._held[user]:
+                del self._held[user]
+
+    def take(self, user: str, num_bytes: int) -> None:
+        """Count bytes. Raises QueryError if all bodies, or those of the user, hold too many."""
+        of_all, of_user = self._held.total() + num_bytes, self._held[user] + num_bytes
+        if of_all > _MAX_BYTES or of_user > _MAX_BYTES_OF_USER:
+            raise QueryError.refusing(
+                TOO_MANY_QUERIES,
+                "Too many simultaneous queries: the statements and external tables of all requests "
+                f"would hold {of_all // _MIB} of {_MAX_BYTES // _MIB} MiB, those of this user "
+                f"{of_user // _MIB} of {_MAX_BYTES_OF_USER // _MIB} MiB. Ask again later. "
+                "(TOO_MANY_SIMULTANEOUS_QUERIES)",
+            )
+        self._held[user] = of_user
+
+
+class Body:
+    """The body of one request. ``held_bytes`` are those that are counted."""
+
+    def __init__(self, bodies: Bodies, user: str) -> None:
+        self._bodies = bodies
+        self._user = user
+        self._num_bytes = 0
+        self.held_bytes = 0
+
+    def bounded(self, receive: Receive) -> Receive:
+        """A ``receive`` of the body that counts it. It raises QueryError for a body that is too
+        slow or finds no room, and ClientDisconnect when the client leaves."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+
+        async def bounded() -> Message:
+            whole_s = begun_s + _BODY_S + self._num_bytes / _BYTES_PER_S
+            try:
+                async with asyncio.timeout_at(min(whole_s, loop.time() + _BODY_S)):
+                    message = await receive()
+            except TimeoutError as error:
+                raise QueryError.refusing(
+                    SOCKET_TIMEOUT,
+                    f"Timeout exceeded while receiving data from client: {self._num_bytes} bytes "
+                    f"came. A body may take {_BODY_S:g} s, and a second more for each "
+                    f"{_BYTES_PER_S} bytes. (SOCKET_TIMEOUT)",
+                ) from error
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            self._num_bytes += len(message.get("body", b""))
+            more_bytes = max(0, self._num_bytes - _FREE_BYTES) - self.held_bytes
+            if more_bytes:
+                self._bodies.take(self._user, more_bytes)
+                self.held_bytes += more_bytes
+            return message
+
+        return bounded
