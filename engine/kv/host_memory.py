@@ -105,7 +105,10 @@ class PlainHostMemory:
         return self._slots
 
     def _made(self) -> torch.Tensor:
-        pages = private_pages(math.prod(self._shape)) if self.pages is None else self.pages.pages
+        size_bytes = math.prod(self._shape)
+        if not size_bytes:  # smaller than a block; a mapping has at least a byte
+            return torch.empty(self._shape, dtype=torch.uint8)
+        pages = private_pages(size_bytes) if self.pages is None else self.pages.pages
         return torch.frombuffer(pages, dtype=torch.uint8).view(self._shape)
 
 

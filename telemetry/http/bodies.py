@@ -55,7 +55,7 @@ class Bodies:
 
 
 class Body:
-    """The body of one request. ``held_bytes`` are those that are counted."""
+    """The body of one request. ``held_bytes`` count against the bounds."""
 
     def __init__(self, bodies: Bodies, user: str) -> None:
         self._bodies = bodies

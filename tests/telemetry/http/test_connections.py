@@ -119,7 +119,7 @@ async def test_bodies_that_are_not_whole_hold_a_bounded_memory(
         await asyncio.gather(*answers, return_exceptions=True)
 
         async def has_room() -> bool:
-            answer = await client.post("/", content="SELECT 1" + " " * 500_000)
+            answer = await client.post("/", content="SELECT 1" + " " * 250_000)
             return answer.status_code == 200
 
         await eventually(has_room)
