@@ -34,7 +34,7 @@ from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import ClickHouseConfig, Config, KafkaConfig, NatsConfig
 from millrace.telemetry.service import TelemetryService
 from millrace.telemetry.store.migrate import migrate
-from millrace.telemetry.store.store import Store, StoreUnavailableError, TableLike
+from millrace.telemetry.store.store import PlainTable, Store, StoreUnavailableError
 from tests.support.servers import NatsServer
 from tests.support.waiting import eventually
 
@@ -63,7 +63,7 @@ class AwayStore(Store):
         one.__dict__.update(store.__dict__)
         return one
 
-    async def insert(self, table: TableLike, columns: Sequence[Sequence[Any]], token: str) -> None:
+    async def insert(self, table: PlainTable, columns: Sequence[Sequence[Any]], token: str) -> None:
         if self.away:
             raise StoreUnavailableError("away, as the benchmark wants it")
         await super().insert(table, columns, token)

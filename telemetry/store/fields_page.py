@@ -25,11 +25,11 @@ import msgspec
 
 from millrace.bus import subjects
 from millrace.schemas.config import ClickHouseConfig
-from millrace.schemas.records import Record
+from millrace.schemas.records import Record, RequestRecord
 from millrace.telemetry.store.declaration import INTERNAL, load_declaration
 from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.store.tables import Table, table_of
+from millrace.telemetry.store.tables import GENERATION_ROWS, Table, table_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "kafka.md"
 _HEADING = "\n## Fields\n"
@@ -66,43 +66,27 @@ async def fields_page(store: Store) -> str:
     return "\n".join([_INTRODUCTION, *sections])
 
 
-def example(kind: type) -> Any:
-    """A record of the kind that has a value in each of its fields."""
-    hints = typing.get_type_hints(kind)
-    return kind(**{name: _value(hints[name]) for name in kind.__struct_fields__})  # type: ignore[attr-defined]
-
-
 def columns_by_field(kind: type) -> dict[str, list[str]]:
-    """The columns that are made of each field: that of its name, else all whose value reads it."""
-    record = example(kind)
-    found: dict[str, list[str]] = {name: [] for name in kind.__struct_fields__}  # type: ignore[attr-defined]
-    for column in table_of(record).columns:
-        reads = _Reads(record)
-        column.value(reads)
-        sources = [column.name] if column.name in reads.names else reads.names
-        for name in sources:
-            found[name].append(column.name)
-    return found
+    """The columns that are made of each field."""
+    return {
+        field.name: [column.name for column in _table(kind).columns if field.name in column.fields]
+        for field in _fields(kind)
+    }
 
 
-class _Reads:
-    """Stands for a record, and notes which of its fields are read."""
+def _table(kind: type) -> Table[Any]:
+    """The table that has all fields of the kind."""
+    return GENERATION_ROWS if kind is RequestRecord else table_of(_blank(kind))
 
-    def __init__(self, record: object) -> None:
-        self._record = record
-        self.names: list[str] = []
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in self.names:
-            self.names.append(name)
-        return getattr(self._record, name)
+def _blank(kind: type) -> Any:
+    return kind(**{field.name: "" for field in _fields(kind) if field.required})
 
 
 def _record_section(kind: type, sorting_keys: dict[str, str]) -> str:
-    record = example(kind)
-    table = table_of(record)
+    table = _table(kind)
     columns = columns_by_field(kind)
-    topic = subjects.topic(subjects.record(record))
+    topic = subjects.topic(subjects.record(_blank(kind)))
     config = kind.__struct_config__  # type: ignore[attr-defined]
     identity = ", ".join(f"`{name}`" for name in _identity(table, columns, sorting_keys))
     lines = [
@@ -209,23 +193,6 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
         return "empty"
     value = default.value if isinstance(default, enum.Enum) else default
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _value(of: Any) -> Any:
-    """Something of a type that is not its default."""
-    if isinstance(of, type) and issubclass(of, enum.Enum):
-        return list(of)[-1]
-    if _is_struct(of):
-        return example(of)
-    arguments, origin = typing.get_args(of), typing.get_origin(of)
-    if origin is types.UnionType:
-        return _value(arguments[0])
-    if origin is tuple:
-        return (_value(arguments[0]),)
-    if origin is dict:
-        return {_value(arguments[0]): _value(arguments[1])}
-    # More than the one token of an answer for which nothing lies between tokens.
-    return {str: "x", int: 2_000, float: 1.5, bool: True, Decimal: Decimal(1)}[of]
 
 
 async def _main() -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import clickhouse_connect
 import msgspec
@@ -63,21 +63,8 @@ class RejectedRowsError(MillraceError, code="rejected_rows"):
     """A row does not fit its table; nothing of the batch was inserted."""
 
 
-class TableLike(Protocol):
-    """Where rows go: a table and its columns, in order."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def column_names(self) -> tuple[str, ...]: ...
-
-    @property
-    def column_types(self) -> tuple[str, ...]: ...
-
-
 class PlainTable(msgspec.Struct, frozen=True):
-    """A table and its columns as they are written down."""
+    """A table and its columns, in order."""
 
     name: str
     column_names: tuple[str, ...]
@@ -172,7 +159,7 @@ class Store:
         """Run a statement that answers nothing. Raises StoreUnavailableError."""
         await self._write(lambda client: client.command(sql, parameters=dict(parameters or {})))
 
-    async def insert(self, table: TableLike, columns: Sequence[Sequence[Any]], token: str) -> None:
+    async def insert(self, table: PlainTable, columns: Sequence[Sequence[Any]], token: str) -> None:
         """Insert a batch, column by column; the same token again is the same batch, taken once.
 
         Raises RejectedRowsError for values that do not fit, StoreUnavailableError otherwise.

@@ -1,9 +1,16 @@
-"""Records as columns of their tables, checked on the way."""
+"""Records as columns of their tables, checked on the way.
+
+A field becomes the column that ``_column`` derives of its name and type. What differs is declared
+below: the type, the value, and how the row of a request with several generations is made.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
+from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -21,6 +28,7 @@ from millrace.schemas.records import (
     WorkerLossRecord,
     WorkerSample,
 )
+from millrace.telemetry.store.store import PlainTable
 
 R = TypeVar(
     "R",
@@ -34,64 +42,47 @@ R = TypeVar(
 
 _STRING = "LowCardinality(String)"
 _TIME = "DateTime64(6, 'UTC')"
-_MONEY = "Decimal(38, 12)"
 _LIVES = (
     f"Array(Tuple(epoch UInt32, worker String, started_at Nullable({_TIME}), "
     f"ended_at Nullable({_TIME}), device_us UInt64))"
 )
 # Not in the tuples of lives: a sink of the version before, which writes those, goes on meanwhile.
 _PULLS = "Array(Tuple(epoch UInt32, kv_source String, pulled_tokens UInt32))"
-_MAX_UINT16 = (1 << 16) - 1
-_MAX_UINT32 = (1 << 32) - 1
-# Microseconds and bytes: what JSON's numbers hold exactly.
-_MAX_WIDE = 1 << 53
 _MAX_MEASURE = 1e300
 _COST_STEP = Decimal("0.000000000001")
 # With the column's 12 digits behind the point, as many as a Decimal is rounded to.
 _MAX_COST = Decimal(10) ** 15
+# Of UInt64, microseconds and bytes, what JSON's numbers hold exactly.
+_MAX_COUNTS = {"UInt16": (1 << 16) - 1, "UInt32": (1 << 32) - 1, "UInt64": 1 << 53}
 
 
-# How the row of a request that has several generations is made of theirs: their sum; that of the
-# first one; that which ended last; of all in the order of their attempts.
-_SUM = "sum({0})"
-_FIRST = "argMin({0}, (attempt, choice, round))"
-_ANY_LAST = "argMaxIf({0}, done_at, {0} != '')"
-_SORTED = "arraySort(groupArrayArray({0}))"
-# In the order in which they were made.
-_CALLS = (
-    "arraySlice(arrayFlatten(arrayMap(one -> one.2, "
-    f"arraySort(groupArray(((attempt, choice, round), {{0}}))))), 1, {MAX_CALLED_TOOLS})"
-)
-# The last attempt at a line of a batch decides how the request ended, the worst of its generations
-# first; why it failed is what failed first.
-_SEVERITY = "indexOf(['done', 'cancelled', 'shed', 'expired', 'failed'], status)"
-_SINCE = "(toUnixTimestamp64Micro({0}) - toUnixTimestamp64Micro(min(received_at))) / 1000"
-_NUM_GAPS = "toFloat64(greatest(completion_tokens, 1) - 1)"
-
-
-class Column(msgspec.Struct, Generic[R], frozen=True):
-    """A column: its name, its ClickHouse type, and its value in a record. ``merged`` is the value
-    for a request of several generations, of theirs, in which {0} stands for the column."""
+class Column(msgspec.Struct, frozen=True):
+    """A column: its name, its ClickHouse type, its value in a record, and the fields that the value
+    is made of; none: the field of the column's name."""
 
     name: str
     type: str
-    value: Callable[[R], Any]
-    merged: str = _FIRST
+    value: Callable[[Any], Any]
+    made_of: tuple[str, ...] = ()
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return self.made_of or (self.name,)
 
 
-class Table(msgspec.Struct, Generic[R], frozen=True):
+class Table(PlainTable, Generic[R], frozen=True):
     """A table and how records become its columns; the place in the outbox is its last column."""
 
-    name: str
-    columns: tuple[Column[R], ...]
+    columns: tuple[Column, ...]
 
-    @property
-    def column_names(self) -> tuple[str, ...]:
-        return (*(column.name for column in self.columns), "outbox_sequence")
-
-    @property
-    def column_types(self) -> tuple[str, ...]:
-        return (*(column.type for column in self.columns), "UInt64")
+    @classmethod
+    def of(cls, name: str, columns: Sequence[Column]) -> Table[R]:
+        return cls(
+            name,
+            (*(column.name for column in columns), "outbox_sequence"),
+            (*(column.type for column in columns), "UInt64"),
+            tuple(columns),
+        )
 
     def to_columns(self, records: Sequence[R], sequences: Sequence[int]) -> list[list[Any]]:
         """One list for each column. The records have passed ``check``."""
@@ -102,19 +93,9 @@ class Table(msgspec.Struct, Generic[R], frozen=True):
 
 def table_of(record: Record) -> Table[Any]:
     """Where a record belongs."""
-    match record:
-        case RequestRecord():
-            return GENERATION_ROWS if record.parent_id else REQUESTS
-        case DeliveryRecord():
-            return DELIVERIES
-        case WorkerSample():
-            return WORKER_SAMPLES
-        case TranscriptRecord():
-            return TRANSCRIPTS
-        case RefusalRecord():
-            return REFUSALS
-        case WorkerLossRecord():
-            return WORKER_LOSSES
+    if isinstance(record, RequestRecord) and record.parent_id:
+        return GENERATION_ROWS
+    return _TABLES[type(record)]
 
 
 def check(record: Record) -> None:
@@ -166,7 +147,7 @@ class _Fields(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, kind: type[Record | Attempt]) -> _Fields:
-        types = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        types = _types_of(kind)
         return cls(
             counts=tuple(
                 (name, _limit(name)) for name in types if types[name] in (int, int | None)
@@ -176,43 +157,100 @@ class _Fields(msgspec.Struct, frozen=True):
         )
 
 
+def _types_of(kind: type[Record | Attempt]) -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(kind)}
+
+
 def _limit(name: str) -> int:
-    if name.endswith("_ns"):
-        return MAX_RECORD_TIME_NS
+    return MAX_RECORD_TIME_NS if name.endswith("_ns") else _MAX_COUNTS[_count_type(name)]
+
+
+def _count_type(name: str) -> str:
     if name.endswith(("_us", "_bytes")):
-        return _MAX_WIDE
-    return _MAX_UINT16 if name in ("version", "status") else _MAX_UINT32
+        return "UInt64"
+    return "UInt16" if name in ("version", "status") else "UInt32"
 
 
-_FIELDS = {
-    kind: _Fields.of(kind)
-    for kind in (
-        RequestRecord,
-        DeliveryRecord,
-        WorkerSample,
-        TranscriptRecord,
-        RefusalRecord,
-        WorkerLossRecord,
-    )
-}
 _ATTEMPT_COUNTS = _Fields.of(Attempt).counts
+_NAMES = {
+    "gateway_id": "gateway",
+    "session_id": "session",
+    "version": "record_version",
+    "worker_id": "worker",
+}
+# Text of which most rows have one of their own.
+_TEXTS = (
+    *("batch_id", "completion", "parent_id", "prompt"),
+    *("request_id", "session_id", "trace_id", "user"),
+)
+# Fields that become NULL unless the record has a value in the field beside it.
+_NULL_UNLESS = {
+    **{name: name for name in ("first_byte_ms", "longest_gap_ms", "intake_ms", "num_blocks")},
+    **{name: name for name in ("dispatched_ns", "started_ns", "first_token_ns", "deadline_ns")},
+    "queue_ms": "started_ns",
+    "ttft_ms": "first_token_ns",
+    "stream": "api",
+    "num_free_blocks": "num_blocks",
+    "step_ms_mean": "num_steps",
+    # Of a CPU there is no driver to ask.
+    "device_share": "device_memory_total_bytes",
+    "device_memory_bytes": "device_memory_total_bytes",
+    "device_memory_total_bytes": "device_memory_total_bytes",
+}
 
 
-def _micros(name: str) -> Callable[[Any], int]:
-    return lambda record: getattr(record, name) // 1000
+def _column(field: str, kind: Any, name: str = "") -> Column:
+    """The column that a field of this type becomes."""
+    name = name or _NAMES.get(field) or (f"{field[:-3]}_at" if field.endswith("_ns") else field)
+    value: Callable[[Any], Any] = attrgetter(field)
+    if kind is str:
+        column_type = "String" if field in _TEXTS else _STRING
+    elif isinstance(kind, enum.EnumType):
+        column_type, value = _STRING, attrgetter(f"{field}.value")
+    elif kind is int and field.endswith("_ns"):
+        column_type, value = _TIME, lambda record: getattr(record, field) // 1000
+    elif kind is Decimal:
+        column_type = "Decimal(38, 12)"
+        value = partial(_amount, field)
+    else:
+        count = _count_type(field)
+        column_type = {
+            bool: "Bool",
+            int: count,
+            int | None: f"Nullable({count})",
+            float: "Float64",
+            float | None: "Nullable(Float64)",
+        }[kind]
+    if field not in _NULL_UNLESS:
+        return Column(name, column_type, value, (field,))
+    has_value = attrgetter(_NULL_UNLESS[field])
+    return Column(
+        name,
+        f"Nullable({column_type})",
+        lambda record: value(record) if has_value(record) else None,
+        (field,),
+    )
 
 
-def _micros_if_reached(name: str) -> Callable[[Any], int | None]:
-    return lambda record: getattr(record, name) // 1000 or None
+def _amount(field: str, record: Any) -> Decimal:
+    amount: Decimal = getattr(record, field).quantize(_COST_STEP)
+    return amount
 
 
-def _from_driver(name: str) -> Callable[[WorkerSample], float | None]:
-    """A figure of the device; None where there is no driver to ask, as on a CPU."""
-    return lambda sample: getattr(sample, name) if sample.device_memory_total_bytes else None
-
-
-def _amount(name: str) -> Callable[[Any], Decimal]:
-    return lambda record: getattr(record, name).quantize(_COST_STEP)
+def _columns(
+    kind: type[Record],
+    *special: Column,
+    names: Mapping[str, str] = {},
+    left_out: Sequence[str] = (),
+) -> tuple[Column, ...]:
+    """The columns of a kind of record: the ``special`` ones, and of the other fields that are not
+    ``left_out`` the derived ones, under these ``names`` if they are given."""
+    by_field = {column.fields[0]: column for column in special}
+    return tuple(
+        by_field.get(field) or _column(field, of, names.get(field, ""))
+        for field, of in _types_of(kind).items()
+        if field not in left_out
+    )
 
 
 def _lives(record: RequestRecord) -> list[tuple[int, str, int | None, int | None, int]]:
@@ -241,269 +279,116 @@ def _pulls(record: RequestRecord) -> list[tuple[int, str, int]]:
     return pulls
 
 
-REQUESTS: Table[RequestRecord] = Table(
-    "requests",
-    (
-        Column("request_id", "String", lambda r: r.request_id),
-        Column("tenant", _STRING, lambda r: r.tenant),
-        Column("key_id", _STRING, lambda r: r.key_id),
-        Column("user", "String", lambda r: r.user),
-        Column("session", "String", lambda r: r.session_id),
+# Of requests that may have several generations; the others are in REQUESTS alone.
+_OF_GENERATIONS = ("parent_id", "choice", "round", "attempt", "batch_id")
+_COMMON = (
+    *_columns(
+        RequestRecord,
         Column("metadata", "Map(LowCardinality(String), String)", lambda r: r.metadata),
-        Column("source", _STRING, lambda r: r.source.value),
-        Column("tier", _STRING, lambda r: r.tier.value),
-        Column("model_requested", _STRING, lambda r: r.model_requested),
-        Column("model_served", _STRING, lambda r: r.model_served, _ANY_LAST),
-        Column("route_reason", _STRING, lambda r: r.route_reason),
-        Column("worker", _STRING, lambda r: r.worker_id, _ANY_LAST),
-        Column("adapter", _STRING, lambda r: r.adapter),
-        Column("prompt_tokens", "UInt32", lambda r: r.prompt_tokens, _SUM),
-        Column("cached_tokens", "UInt32", lambda r: r.cached_tokens, _SUM),
-        Column("completion_tokens", "UInt32", lambda r: r.completion_tokens, _SUM),
-        Column(
-            "queue_ms",
-            "Nullable(Float64)",
-            lambda r: r.queue_ms if r.started_ns else None,
-            _SINCE.format("min(started_at)"),
-        ),
-        Column(
-            "ttft_ms",
-            "Nullable(Float64)",
-            lambda r: r.ttft_ms if r.first_token_ns else None,
-            _SINCE.format("min(first_token_at)"),
-        ),
         Column(
             "tpot_us",
             "Nullable(Float64)",
             lambda r: r.tpot_us if r.completion_tokens > 1 else None,
-            f"sum({{0}} * {_NUM_GAPS}) / nullIf(sumIf({_NUM_GAPS}, isNotNull({{0}})), 0)",
         ),
-        Column("total_ms", "Float64", lambda r: r.total_ms, _SINCE.format("max(done_at)")),
-        Column(
-            "finish_reason",
-            _STRING,
-            lambda r: r.finish_reason,
-            f"argMax({{0}}, (attempt, {_SEVERITY}, -toInt64(choice), round))",
-        ),
-        Column(
-            "status", _STRING, lambda r: r.status.value, f"argMax({{0}}, (attempt, {_SEVERITY}))"
-        ),
-        Column(
-            "error_code",
-            _STRING,
-            lambda r: r.error_code,
-            f"argMax({{0}}, (attempt, {_SEVERITY}, -toUnixTimestamp64Micro(done_at)))",
-        ),
-        Column("cost", _MONEY, _amount("cost"), _SUM),
-        Column("device_us", "UInt64", lambda r: r.device_us, _SUM),
-        Column("device_cost", _MONEY, _amount("device_cost"), _SUM),
-        Column(
-            "energy_j",
-            "Nullable(Float64)",
-            lambda r: r.energy_j,
-            "if(count({0}) = count(started_at), sumOrNull({0}), NULL)",
-        ),
-        Column(
-            "currency", _STRING, lambda r: r.currency, "argMax({0}, (price_version != '', done_at))"
-        ),
-        Column("price_version", _STRING, lambda r: r.price_version, _ANY_LAST),
-        Column("received_at", _TIME, _micros("received_ns"), "min({0})"),
-        Column(
-            "dispatched_at", f"Nullable({_TIME})", _micros_if_reached("dispatched_ns"), "min({0})"
-        ),
-        Column("started_at", f"Nullable({_TIME})", _micros_if_reached("started_ns"), "min({0})"),
-        Column(
-            "first_token_at", f"Nullable({_TIME})", _micros_if_reached("first_token_ns"), "min({0})"
-        ),
-        Column("done_at", _TIME, _micros("done_ns"), "max({0})"),
-        Column("epoch", "UInt32", lambda r: r.epoch, "max({0})"),
-        Column("lives", _LIVES, _lives, _SORTED),
-        Column("trace_id", "String", lambda r: r.trace_id, _ANY_LAST),
-        Column("cost_method", _STRING, lambda r: r.cost_method.value),
-        Column("resampled", "Bool", lambda r: r.resampled, "max({0})"),
-        Column("proposed_tokens", "UInt32", lambda r: r.proposed_tokens, _SUM),
-        Column("accepted_tokens", "UInt32", lambda r: r.accepted_tokens, _SUM),
-        Column("pulled_tokens", "UInt32", lambda r: r.pulled_tokens, _SUM),
-        Column("kv_source", _STRING, lambda r: r.kv_source, _ANY_LAST),
-        Column("pulls", _PULLS, _pulls, _SORTED),
-        Column(
-            "num_devices", "UInt32", lambda r: r.num_devices, "argMax({0}, (worker != '', done_at))"
-        ),
-        Column("num_preemptions", "UInt32", lambda r: r.num_preemptions, _SUM),
-        Column("api", _STRING, lambda r: r.api.value, _ANY_LAST),
-        Column("stream", "Nullable(Bool)", lambda r: r.stream if r.api else None, "max({0})"),
-        Column("max_tokens", "Nullable(UInt32)", lambda r: r.max_tokens, "max({0})"),
-        Column("deadline_at", f"Nullable({_TIME})", _micros_if_reached("deadline_ns"), "max({0})"),
-        Column(
-            "called_tools",
-            "Array(LowCardinality(String))",
-            lambda r: list(r.called_tools),
-            _CALLS,
-        ),
-        Column("num_tool_calls", "UInt32", lambda r: r.num_tool_calls, _SUM),
-        Column("record_version", "UInt16", lambda r: r.version, "max({0})"),
+        Column("lives", _LIVES, _lives, ("attempts",)),
+        Column("called_tools", "Array(LowCardinality(String))", lambda r: list(r.called_tools)),
+        left_out=("request_id", "lives", *_OF_GENERATIONS),
+    ),
+    Column("pulls", _PULLS, _pulls, ("attempts", "pulled_tokens")),
+)
+REQUESTS: Table[RequestRecord] = Table.of("requests", (_column("request_id", str), *_COMMON))
+_BATCH_ID = _column("batch_id", str)
+GENERATION_ROWS: Table[RequestRecord] = Table.of(
+    "generation_rows",
+    (
+        _column("parent_id", str, "request_id"),
+        _column("request_id", str, "generation_id"),
+        *(_column(name, int) for name in ("choice", "round", "attempt")),
+        _BATCH_ID,
+        *_COMMON,
     ),
 )
 
-# Of requests that may have several generations; the others are in REQUESTS alone.
-_PART_COLUMNS: tuple[Column[RequestRecord], ...] = (
-    Column("generation_id", "String", lambda r: r.request_id),
-    Column("choice", "UInt32", lambda r: r.choice),
-    Column("round", "UInt32", lambda r: r.round),
-    Column("attempt", "UInt32", lambda r: r.attempt),
-)
-_BATCH_ID: Column[RequestRecord] = Column("batch_id", "String", lambda r: r.batch_id)
-GENERATION_ROWS: Table[RequestRecord] = Table(
-    "generation_rows",
-    (
-        Column("request_id", "String", lambda r: r.parent_id),
-        *_PART_COLUMNS,
-        _BATCH_ID,
-        *REQUESTS.columns[1:],
+# How the row of a request that has several generations is made of theirs, by column; {0} stands for
+# the column. The others are those of the first generation.
+_FIRST = "argMin({0}, (attempt, choice, round))"
+# The last attempt at a line of a batch decides how the request ended, the worst of its generations
+# first; why it failed is what failed first.
+_SEVERITY = "indexOf(['done', 'cancelled', 'shed', 'expired', 'failed'], status)"
+_SINCE = "(toUnixTimestamp64Micro({0}) - toUnixTimestamp64Micro(min(received_at))) / 1000"
+_NUM_GAPS = "toFloat64(greatest(completion_tokens, 1) - 1)"
+_MERGED = {
+    **dict.fromkeys(
+        (
+            *("prompt_tokens", "cached_tokens", "completion_tokens", "proposed_tokens"),
+            *("accepted_tokens", "pulled_tokens", "cost", "device_us", "device_cost"),
+            *("num_preemptions", "num_tool_calls"),
+        ),
+        "sum({0})",
     ),
-)
+    # That of the generation which ended last.
+    **dict.fromkeys(
+        ("model_served", "worker", "price_version", "trace_id", "kv_source", "api"),
+        "argMaxIf({0}, done_at, {0} != '')",
+    ),
+    **dict.fromkeys(("received_at", "dispatched_at", "started_at", "first_token_at"), "min({0})"),
+    **dict.fromkeys(
+        (
+            *("done_at", "epoch", "resampled", "stream", "max_tokens", "deadline_at"),
+            "record_version",
+        ),
+        "max({0})",
+    ),
+    # Of all in the order of their attempts.
+    **dict.fromkeys(("lives", "pulls"), "arraySort(groupArrayArray({0}))"),
+    # In the order in which they were made.
+    "called_tools": "arraySlice(arrayFlatten(arrayMap(one -> one.2, "
+    f"arraySort(groupArray(((attempt, choice, round), {{0}}))))), 1, {MAX_CALLED_TOOLS})",
+    "queue_ms": _SINCE.format("min(started_at)"),
+    "ttft_ms": _SINCE.format("min(first_token_at)"),
+    "tpot_us": f"sum({{0}} * {_NUM_GAPS}) / nullIf(sumIf({_NUM_GAPS}, isNotNull({{0}})), 0)",
+    "total_ms": _SINCE.format("max(done_at)"),
+    "finish_reason": f"argMax({{0}}, (attempt, {_SEVERITY}, -toInt64(choice), round))",
+    "status": f"argMax({{0}}, (attempt, {_SEVERITY}))",
+    "error_code": f"argMax({{0}}, (attempt, {_SEVERITY}, -toUnixTimestamp64Micro(done_at)))",
+    "energy_j": "if(count({0}) = count(started_at), sumOrNull({0}), NULL)",
+    "currency": "argMax({0}, (price_version != '', done_at))",
+    "num_devices": "argMax({0}, (worker != '', done_at))",
+}
 # The columns of the row of a request that is made of its generations' rows, and what each is. Its
 # place in the outbox is the sum of theirs, which rises with every one that is stored or replaced.
 MERGED_COLUMNS = {
     "request_id": "request_id",
     **{
-        column.name: column.merged.format(column.name)
-        for column in (_BATCH_ID, *REQUESTS.columns[1:])
+        column.name: _MERGED.get(column.name, _FIRST).format(column.name)
+        for column in (_BATCH_ID, *_COMMON)
     },
     "num_generations": "count()",
     "is_whole": "false",
     "outbox_sequence": "sum(outbox_sequence)",
 }
 
-DELIVERIES: Table[DeliveryRecord] = Table(
-    "deliveries",
-    (
-        Column("request_id", "String", lambda r: r.request_id),
-        Column("gateway", _STRING, lambda r: r.gateway_id),
-        Column("tenant", _STRING, lambda r: r.tenant),
-        Column("source", _STRING, lambda r: r.source.value),
-        Column("model", _STRING, lambda r: r.model),
-        Column("first_byte_ms", "Nullable(Float64)", lambda r: r.first_byte_ms or None),
-        Column("total_ms", "Float64", lambda r: r.total_ms),
-        Column("tokens_delivered", "UInt32", lambda r: r.tokens_delivered),
-        Column("num_replays", "UInt32", lambda r: r.num_replays),
-        Column("num_epochs", "UInt32", lambda r: r.num_epochs),
-        Column("num_resumes", "UInt32", lambda r: r.num_resumes),
-        Column("num_stalls", "UInt32", lambda r: r.num_stalls),
-        Column("stalled_ms", "Float64", lambda r: r.stalled_ms),
-        Column("longest_gap_ms", "Nullable(Float64)", lambda r: r.longest_gap_ms or None),
-        Column("intake_ms", "Nullable(Float64)", lambda r: r.intake_ms or None),
-        Column("outcome", _STRING, lambda r: r.outcome),
-        Column("done_at", _TIME, _micros("done_ns")),
-        Column("record_version", "UInt16", lambda r: r.version),
-    ),
-)
-
-WORKER_SAMPLES: Table[WorkerSample] = Table(
-    "worker_samples",
-    (
-        Column("worker", _STRING, lambda r: r.worker_id),
-        Column("name", _STRING, lambda r: r.name),
-        Column("model", _STRING, lambda r: r.model),
-        Column("sampled_at", _TIME, _micros("sampled_ns")),
-        Column("period_ms", "Float64", lambda r: r.period_ms),
-        Column("num_running", "UInt32", lambda r: r.num_running),
-        Column("num_waiting", "UInt32", lambda r: r.num_waiting),
-        Column("num_blocks", "Nullable(UInt32)", lambda r: r.num_blocks or None),
-        Column(
-            "num_free_blocks",
-            "Nullable(UInt32)",
-            lambda r: r.num_free_blocks if r.num_blocks else None,
-        ),
-        Column("num_steps", "UInt32", lambda r: r.num_steps),
-        Column(
-            "step_ms_mean", "Nullable(Float64)", lambda r: r.step_ms_mean if r.num_steps else None
-        ),
-        Column("busy_share", "Float64", lambda r: r.busy_share),
-        Column("busy_us", "UInt64", lambda r: r.busy_us),
-        Column("charged_us", "UInt64", lambda r: r.charged_us),
-        Column("energy_j", "Nullable(Float64)", lambda r: r.energy_j),
-        Column("charged_j", "Nullable(Float64)", lambda r: r.charged_j),
-        Column("prefill_tokens", "UInt32", lambda r: r.prefill_tokens),
-        Column("decode_tokens", "UInt32", lambda r: r.decode_tokens),
-        Column("num_preemptions", "UInt32", lambda r: r.num_preemptions),
-        Column("queue_depth", "UInt32", lambda r: r.queue_depth),
-        Column("prefix_query_tokens", "UInt32", lambda r: r.prefix_query_tokens),
-        Column("prefix_hit_tokens", "UInt32", lambda r: r.prefix_hit_tokens),
-        Column("role", _STRING, lambda r: r.role.value),
-        Column("pulled_tokens", "UInt32", lambda r: r.pulled_tokens),
-        Column("served_tokens", "UInt32", lambda r: r.served_tokens),
-        Column("num_devices", "UInt32", lambda r: r.num_devices),
-        Column("device_name", _STRING, lambda r: r.device_name),
-        Column("device_share", "Nullable(Float64)", _from_driver("device_share")),
-        Column("device_memory_bytes", "Nullable(UInt64)", _from_driver("device_memory_bytes")),
-        Column(
-            "device_memory_total_bytes",
-            "Nullable(UInt64)",
-            _from_driver("device_memory_total_bytes"),
-        ),
-        Column("device_per_hour", _MONEY, _amount("device_per_hour")),
-        Column("currency", _STRING, lambda r: r.currency),
-        Column("record_version", "UInt16", lambda r: r.version),
-    ),
-)
-
-TRANSCRIPTS: Table[TranscriptRecord] = Table(
-    "transcripts",
-    (
-        Column("request_id", "String", lambda r: r.request_id),
-        Column("tenant", _STRING, lambda r: r.tenant),
-        Column("model", _STRING, lambda r: r.model),
-        Column("prompt", "String", lambda r: r.prompt),
-        Column("completion", "String", lambda r: r.completion),
-        Column("done_at", _TIME, _micros("done_ns")),
-        Column("record_version", "UInt16", lambda r: r.version),
-    ),
-)
-
-REFUSALS: Table[RefusalRecord] = Table(
+DELIVERIES: Table[DeliveryRecord] = Table.of("deliveries", _columns(DeliveryRecord))
+WORKER_SAMPLES: Table[WorkerSample] = Table.of("worker_samples", _columns(WorkerSample))
+TRANSCRIPTS: Table[TranscriptRecord] = Table.of("transcripts", _columns(TranscriptRecord))
+REFUSALS: Table[RefusalRecord] = Table.of(
     "refusals",
-    (
-        Column("recorded_at", _TIME, _micros("recorded_ns")),
-        Column("gateway", _STRING, lambda r: r.gateway_id),
-        Column("number", "UInt32", lambda r: r.number),
-        Column("tenant", _STRING, lambda r: r.tenant),
-        Column("api_key", _STRING, lambda r: r.key_id),
-        Column("door", _STRING, lambda r: r.door),
-        Column("status", "UInt16", lambda r: r.status),
-        Column("code", _STRING, lambda r: r.code),
-        Column("limit_reached", _STRING, lambda r: r.limit),
-        Column("requests", "UInt32", lambda r: r.count),
-        Column("first_at", _TIME, _micros("first_ns")),
-        Column("last_at", _TIME, _micros("last_ns")),
-        Column("request_id", "String", lambda r: r.request_id),
+    _columns(
+        RefusalRecord,
         Column("request_ids", "Array(String)", lambda r: list(r.request_ids)),
-        Column("record_version", "UInt16", lambda r: r.version),
+        names={"key_id": "api_key", "limit": "limit_reached", "count": "requests"},
     ),
 )
+WORKER_LOSSES: Table[WorkerLossRecord] = Table.of("worker_losses", _columns(WorkerLossRecord))
 
-WORKER_LOSSES: Table[WorkerLossRecord] = Table(
-    "worker_losses",
-    (
-        Column("worker", _STRING, lambda r: r.worker_id),
-        Column("name", _STRING, lambda r: r.name),
-        Column("model", _STRING, lambda r: r.model),
-        Column("lost_at", _TIME, _micros("lost_ns")),
-        Column("cause", _STRING, lambda r: r.cause.value),
-        Column("detail", _STRING, lambda r: r.detail),
-        Column("observer", _STRING, lambda r: r.observer.value),
-        Column("num_requests", "UInt32", lambda r: r.num_requests),
-        Column("record_version", "UInt16", lambda r: r.version),
-    ),
-)
-
+_TABLES: dict[type, Table[Any]] = {
+    RequestRecord: REQUESTS,
+    DeliveryRecord: DELIVERIES,
+    WorkerSample: WORKER_SAMPLES,
+    TranscriptRecord: TRANSCRIPTS,
+    RefusalRecord: REFUSALS,
+    WorkerLossRecord: WORKER_LOSSES,
+}
+_FIELDS = {kind: _Fields.of(kind) for kind in _TABLES}
 # All that records become rows of.
-TABLES: tuple[Table[Any], ...] = (
-    REQUESTS,
-    GENERATION_ROWS,
-    DELIVERIES,
-    WORKER_SAMPLES,
-    TRANSCRIPTS,
-    REFUSALS,
-    WORKER_LOSSES,
-)
+TABLES: tuple[Table[Any], ...] = (REQUESTS, GENERATION_ROWS, *tuple(_TABLES.values())[1:])

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from millrace.telemetry.store.store import (
+    PlainTable,
     RejectedRowsError,
     Store,
     StoreUnavailableError,
-    TableLike,
 )
 
 
@@ -32,7 +32,7 @@ class MoodyStore(Store):
         moody.__dict__.update(store.__dict__)
         return moody
 
-    async def insert(self, table: TableLike, columns: Sequence[Sequence[Any]], token: str) -> None:
+    async def insert(self, table: PlainTable, columns: Sequence[Sequence[Any]], token: str) -> None:
         if self.away:
             self.num_times_away += 1
             raise StoreUnavailableError("away for a test")
