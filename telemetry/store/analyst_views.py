@@ -29,10 +29,7 @@ from millrace.telemetry.store.reading_embedded import normal_form
 from millrace.telemetry.store.sql_guard import tokens_of, unquoted
 from millrace.telemetry.store.view_statements import (
     ANALYSTS,
-    Create,
-    ExchangeTables,
-    Nothing,
-    Rename,
+    NOTHING,
     ViewStatement,
     view_statement,
 )
@@ -117,7 +114,7 @@ class AnalystViews:
 
     def _run(self, sql: str, database: str) -> None:
         statement = view_statement(normal_form(self._path, sql), database)
-        if isinstance(statement, Nothing):
+        if statement is NOTHING:
             return
         try:
             connection = connect_again(self._path)
@@ -125,15 +122,15 @@ class AnalystViews:
                 connection.query(f"SET ROLE {ANALYST}, {VIEW_MAKER}")
                 connection.query(f"USE {quote(database)}")
                 connection.query(f"SET {', '.join(_SETTINGS)}")
-                if isinstance(statement, Create):
+                if statement.created:
                     self._check_body(connection, statement.body)
                 self._check_views(connection, statement, database)
-                connection.query(statement.sql())
+                connection.query(statement.sql)
             finally:
                 connection.close()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
-        logger.info("changed views of analysts", extra={"statement": statement.sql()[:_MAX_LOGGED]})
+        logger.info("changed views of analysts", extra={"statement": statement.sql[:_MAX_LOGGED]})
 
     def _check_body(self, connection: Any, body: str) -> None:
         """Raises QueryError for a body that the view maker may not read, or that could read other
@@ -165,14 +162,11 @@ class AnalystViews:
         """Raises QueryError for names that are taken, and for too many views or too many in one."""
         before = {row.name: _references(row.as_select) for row in _rows(connection, _VIEWS)}
         after = dict(before)
-        if isinstance(statement, Create):
-            after[statement.name] = _references(statement.body, unqualified=database == ANALYSTS)
-        elif isinstance(statement, Rename):
-            for old, new in statement.pairs:
-                after[new] = after.pop(old, [])
-        elif isinstance(statement, ExchangeTables):
-            first, second = statement.first, statement.second
-            after[first], after[second] = after.get(second, []), after.get(first, [])
+        if statement.created:
+            body = statement.body
+            after[statement.created] = _references(body, unqualified=database == ANALYSTS)
+        for old, new in statement.renamed:
+            after[new] = after.pop(old, [])
         taken = sorted((after.keys() - before.keys()) & self._taken)
         if taken:
             raise QueryError.refusing(

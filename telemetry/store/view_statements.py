@@ -38,82 +38,18 @@ _HOW = (
 T = TypeVar("T")
 
 
-class Create(msgspec.Struct, frozen=True):
-    """CREATE VIEW. ``columns`` and ``comment`` are their clauses, or empty."""
+class ViewStatement(msgspec.Struct, frozen=True):
+    """A statement that may run, and what it makes: a view ``created`` of a ``body``, or views
+    ``renamed`` from one name to another, one after the other."""
 
-    name: str
-    body: str
-    columns: str = ""
-    comment: str = ""
-    replaces: bool = False
-    if_not_exists: bool = False
-
-    def sql(self) -> str:
-        """The statement to run."""
-        parts = (
-            "CREATE",
-            "OR REPLACE" if self.replaces else "",
-            "VIEW",
-            "IF NOT EXISTS" if self.if_not_exists else "",
-            _in_analysts(self.name),
-            self.columns,
-            "SQL SECURITY INVOKER",
-            self.comment,
-            f"AS {self.body}",
-        )
-        return " ".join(part for part in parts if part)
+    sql: str = ""
+    created: str = ""
+    body: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
-class Drop(msgspec.Struct, frozen=True):
-    """DROP VIEW or DROP TABLE, of one view or several."""
-
-    names: tuple[str, ...]
-    if_exists: bool = False
-
-    def sql(self) -> str:
-        """The statement to run."""
-        exists = "IF EXISTS " if self.if_exists else ""
-        return f"DROP VIEW {exists}{', '.join(map(_in_analysts, self.names))}"
-
-
-class Rename(msgspec.Struct, frozen=True):
-    """RENAME TABLE, of one view or several."""
-
-    pairs: tuple[tuple[str, str], ...]
-
-    def sql(self) -> str:
-        """The statement to run."""
-        parts = (f"{_in_analysts(old)} TO {_in_analysts(new)}" for old, new in self.pairs)
-        return f"RENAME TABLE {', '.join(parts)}"
-
-
-class ExchangeTables(msgspec.Struct, frozen=True):
-    """EXCHANGE TABLES: two views take each other's name."""
-
-    first: str
-    second: str
-
-    def sql(self) -> str:
-        """The statement to run."""
-        return f"EXCHANGE TABLES {_in_analysts(self.first)} AND {_in_analysts(self.second)}"
-
-
-class Comment(msgspec.Struct, frozen=True):
-    """ALTER TABLE with commands that set comments alone."""
-
-    name: str
-    commands: tuple[str, ...]
-
-    def sql(self) -> str:
-        """The statement to run."""
-        return f"ALTER TABLE {_in_analysts(self.name)} {', '.join(self.commands)}"
-
-
-class Nothing(msgspec.Struct, frozen=True):
-    """CREATE DATABASE IF NOT EXISTS of the database that is there."""
-
-
-ViewStatement = Create | Drop | Rename | ExchangeTables | Comment | Nothing
+# Of the database that is there.
+NOTHING = ViewStatement()
 
 
 def changes_views(sql: str) -> bool:
@@ -139,15 +75,17 @@ def _read(reader: _Reader) -> ViewStatement:
     if reader.takes("CREATE", "DATABASE"):
         return reader.database()
     if reader.takes("CREATE", "OR", "REPLACE", "VIEW"):
-        return reader.create(replaces=True)
+        return reader.create("CREATE OR REPLACE VIEW")
     if reader.takes("CREATE", "VIEW"):
-        return reader.create(replaces=False)
+        return reader.create("CREATE VIEW")
     if reader.takes("DROP", "VIEW") or reader.takes("DROP", "TABLE"):
         return reader.drop()
     if reader.takes("RENAME", "TABLE"):
-        return Rename(tuple(reader.listed(reader.pair)))
+        return reader.rename()
     if reader.takes("EXCHANGE", "TABLES"):
-        return reader.exchange()
+        first, second = reader.pair("AND")
+        sql = f"EXCHANGE TABLES {_in_analysts(first)} AND {_in_analysts(second)}"
+        return ViewStatement(sql, renamed=((first, ""), (second, first), ("", second)))
     if reader.takes("ALTER", "TABLE"):
         return reader.alter()
     raise reader.refuse()
@@ -181,7 +119,7 @@ class _Reader:
             READONLY, f"Cannot execute query in readonly mode: {_HOW}: {where}. (READONLY)"
         )
 
-    def database(self) -> Nothing:
+    def database(self) -> ViewStatement:
         exists = self.takes("IF", "NOT", "EXISTS")
         name = self._name()
         if name != ANALYSTS or not exists:
@@ -191,44 +129,42 @@ class _Reader:
                 f"CREATE DATABASE IF NOT EXISTS {ANALYSTS} does nothing. (ACCESS_DENIED)",
             )
         self._next = len(self._tokens)
-        return Nothing()
+        return NOTHING
 
-    def create(self, *, replaces: bool) -> Create:
-        if_not_exists = self.takes("IF", "NOT", "EXISTS")
+    def create(self, words: str) -> ViewStatement:
+        exists = "IF NOT EXISTS" if self.takes("IF", "NOT", "EXISTS") else ""
         name = self._view()
         columns = self._brackets() if self._peek() == "(" else ""
         self.takes("SQL", "SECURITY", "INVOKER")
-        comment = ""
-        if self.takes("COMMENT"):
-            comment = f"COMMENT {self._string()}"
+        comment = f"COMMENT {self._string()}" if self.takes("COMMENT") else ""
         if not self.takes("AS"):
             raise self.refuse()
         body = self._body()
-        return Create(name, body, columns, comment, replaces, if_not_exists)
+        head = (words, exists, _in_analysts(name), columns, "SQL SECURITY INVOKER", comment)
+        return ViewStatement(" ".join([*filter(None, head), f"AS {body}"]), name, body)
 
-    def drop(self) -> Drop:
-        if_exists = self.takes("IF", "EXISTS")
-        names = tuple(self.listed(self._view))
+    def drop(self) -> ViewStatement:
+        exists = "IF EXISTS " if self.takes("IF", "EXISTS") else ""
+        names = ", ".join(map(_in_analysts, self._listed(self._view)))
         self.takes("SYNC")
-        return Drop(names, if_exists)
+        return ViewStatement(f"DROP VIEW {exists}{names}")
 
-    def pair(self) -> tuple[str, str]:
-        old = self._view()
-        if not self.takes("TO"):
-            raise self.refuse()
-        return old, self._view()
+    def rename(self) -> ViewStatement:
+        pairs = tuple(self._listed(lambda: self.pair("TO")))
+        parts = (f"{_in_analysts(old)} TO {_in_analysts(new)}" for old, new in pairs)
+        return ViewStatement(f"RENAME TABLE {', '.join(parts)}", renamed=pairs)
 
-    def exchange(self) -> ExchangeTables:
+    def pair(self, between: str) -> tuple[str, str]:
         first = self._view()
-        if not self.takes("AND"):
+        if not self.takes(between):
             raise self.refuse()
-        return ExchangeTables(first, self._view())
+        return first, self._view()
 
-    def alter(self) -> Comment:
-        name = self._view()
-        return Comment(name, tuple(self.listed(self._command)))
+    def alter(self) -> ViewStatement:
+        name = _in_analysts(self._view())
+        return ViewStatement(f"ALTER TABLE {name} {', '.join(self._listed(self._command))}")
 
-    def listed(self, one: Callable[[], T]) -> Iterator[T]:
+    def _listed(self, one: Callable[[], T]) -> Iterator[T]:
         """Read items by ``one``, as long as a comma follows."""
         yield one()
         while self.takes(","):
