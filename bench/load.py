@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ import uvloop
 from millrace.bench.arrivals import arrival_times
 from millrace.bench.clients.client import LoadClient
 from millrace.bench.clients.exchange import UNFINISHED, ClientExchange, ClientSample
-from millrace.bench.files import allow_many_files
 from millrace.bench.health import HealthProbe, ProcessHealth
 from millrace.bench.prompts import PromptSource, prompts_of
 from millrace.bench.settings import LoadSettings
@@ -226,3 +226,10 @@ class _Load:
                 len(self._exchanges), self._num_ended, self._num_failed, self._num_parts
             )
             self._pipe.send_bytes(msgspec.msgpack.encode(progress))
+
+
+def allow_many_files() -> int:
+    """Raise this process's limit of open files as far as it may go; the limit."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most

@@ -47,10 +47,9 @@ from millrace.schemas.config import (
     WorkerConfig,
 )
 from millrace.schemas.engines import EngineKind, WorkerRole
-from millrace.simulation.policies import parse_policies
 from millrace.simulation.report.measure import policy_report
 from millrace.simulation.report.report import Percentiles
-from millrace.simulation.settings import KvLink, SimulationSettings
+from millrace.simulation.settings import KvLink, SimulationSettings, parse_policies
 from millrace.simulation.traces.synthesise import TenantShare, TraceKind, TraceRecipe, synthesise
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate

@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+from millrace.cli.arguments import as_path
 from millrace.cli.json_files import read_json
-from millrace.cli.paths import as_path
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import shown
 

@@ -1,29 +1,30 @@
-"""What ``millrace up`` is told of the engines of its workers."""
+"""What ``millrace up`` is told of its workers: how many a model has, and their engines."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.cli.numbers import whole_number
-from millrace.cli.paths import as_path
+from millrace.cli.arguments import as_path, whole_number
 from millrace.runtime.connection_settings import check_user_data
-from millrace.schemas.config import EngineConfig
+from millrace.schemas.config import AutoscaleConfig, EngineConfig
 from millrace.schemas.engines import (
     QUANTIZATIONS,
     SPECULATIONS,
     EngineKind,
+    WorkerRole,
     check_parallel,
     check_quantization,
     check_remote_stages,
     check_speculation,
     speculation_option,
 )
-from millrace.schemas.errors import ConfigError
+from millrace.schemas.errors import ConfigError, MillraceError
 
 
 def add_own_engine(group: argparse._ArgumentGroup) -> None:
@@ -170,3 +171,61 @@ def split_arguments(text: str) -> tuple[str, ...]:
 def absolute_command(command: str) -> str:
     """A program that is named by its path, or a class by its file, is looked for from here."""
     return str(Path(command).expanduser().resolve()) if "/" in command else command
+
+
+class FirstWorkers(NamedTuple):
+    """How many workers a model has at first, and their roles; empty: each has both."""
+
+    number: int
+    roles: tuple[WorkerRole, ...] = ()
+
+
+def workers_option(text: str) -> FirstWorkers:
+    """``N``, or as many of each role as in ``prefill:1,decode:2``. Raises ArgumentTypeError."""
+    if re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
+        return FirstWorkers(int(text))
+    roles: list[WorkerRole] = []
+    for part in text.split(","):
+        name, _, count = part.partition(":")
+        if name not in set(WorkerRole) or not re.fullmatch(r"[1-9]\d{0,3}", count, re.ASCII):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither a number nor ROLE:N,ROLE:N with roles of "
+                f"{', '.join(WorkerRole)}, such as prefill:1,decode:2"
+            )
+        roles += [WorkerRole(name)] * int(count)
+    return FirstWorkers(len(roles), tuple(roles))
+
+
+def parse_bounds(text: str, at_most: int) -> tuple[int, int]:
+    """MIN, which may be 0, and MAX, at least 1 and ``at_most``. Raises ConfigError."""
+    matched = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
+    if matched is None:
+        raise ConfigError(f"--autoscale: {text!r} is not MIN:MAX, such as 1:4")
+    fewest, most = int(matched[1]), int(matched[2])
+    if not 1 <= most <= at_most:
+        raise ConfigError(f"--autoscale: MAX must be between 1 and {at_most}, got {most}")
+    if fewest > most:
+        raise ConfigError(f"--autoscale: MIN is {fewest}, which is more than MAX, {most}")
+    return fewest, most
+
+
+def num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
+    """Workers per model at first. One at least, since the start is over when each model has
+    answered."""
+    if not autoscale.is_on:
+        return asked or 1
+    if not 0 <= autoscale.min_workers <= autoscale.max_workers:
+        raise ConfigError(
+            f"scheduler.autoscale: min_workers is {autoscale.min_workers}, which is not between 0 "
+            f"and max_workers, {autoscale.max_workers}."
+        )
+    if not 0 <= autoscale.warm <= autoscale.max_workers:
+        raise ConfigError(
+            f"scheduler.autoscale: warm is {autoscale.warm}, which is not between 0 and "
+            f"max_workers, {autoscale.max_workers}."
+        )
+    if (asked or 1) > autoscale.max_workers:
+        raise MillraceError(
+            f"--workers {asked} is more than autoscaling allows, which is {autoscale.max_workers}"
+        )
+    return max(asked or 1, autoscale.min_workers)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 
+from millrace.cli.arguments import shown_path
 from millrace.cli.endpoints import Endpoints, without_user
 from millrace.cli.local.private_files import CLICKHOUSE_ENV_FILE, NATS_ENV_FILE
 from millrace.cli.local.scrape_targets import FILE_NAME
 from millrace.cli.local.stack import Plan
-from millrace.cli.paths import shown_path
 from millrace.gateway.tenancy.identity import demands_keys
 from millrace.telemetry.kafka.apache.jars import VERSION
 

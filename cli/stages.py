@@ -7,8 +7,7 @@ import os
 import signal
 from pathlib import Path
 
-from millrace.cli.numbers import whole_number
-from millrace.cli.paths import as_path, path_or_name
+from millrace.cli.arguments import as_path, path_or_name, whole_number
 from millrace.schemas.errors import ConfigError
 
 _LEVELS = ("debug", "info", "warning", "error")

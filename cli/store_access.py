@@ -8,8 +8,8 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from millrace.cli.arguments import path_or_name
 from millrace.cli.endpoints import add_data_argument, locate, read_endpoints, running_config
-from millrace.cli.paths import path_or_name
 from millrace.schemas.errors import ConfigError, MillraceError
 
 if TYPE_CHECKING:

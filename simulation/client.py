@@ -26,9 +26,8 @@ from millrace.schemas.records import Status
 from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tenants import own_reply
 from millrace.simulation.outcomes import REPLY, Outcomes, RequestOutcome
-from millrace.simulation.policies import Policy
-from millrace.simulation.traces.texts import Texts
-from millrace.simulation.traces.trace import TraceRequest
+from millrace.simulation.settings import Policy
+from millrace.simulation.traces.trace import Texts, TraceRequest
 from millrace.simulation.workers.context import Spawn
 
 _NS_PER_S = 1e9

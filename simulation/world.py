@@ -22,12 +22,14 @@ from millrace.schemas.engines import EngineKind
 from millrace.schemas.jobs import Job
 from millrace.schemas.tools import ToolFormat
 from millrace.simulation.client import Clients
-from millrace.simulation.inter_token import InterTokenLatencies
-from millrace.simulation.outcomes import Outcomes, RequestOutcome, SimulatedGenerationIndex
-from millrace.simulation.policies import Policy
-from millrace.simulation.settings import SimulationSettings
-from millrace.simulation.traces.texts import Texts
-from millrace.simulation.traces.trace import TraceRequest
+from millrace.simulation.outcomes import (
+    InterTokenLatencies,
+    Outcomes,
+    RequestOutcome,
+    SimulatedGenerationIndex,
+)
+from millrace.simulation.settings import Policy, SimulationSettings
+from millrace.simulation.traces.trace import Texts, TraceRequest
 from millrace.simulation.workers.fleet import SimulatedFleet, WorkerIncarnation
 
 # The fleet is heard of before the first request comes.

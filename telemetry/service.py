@@ -13,6 +13,7 @@ from aiokafka.errors import KafkaError
 from millrace.bus.api import Bus
 from millrace.bus.storage import CLICKHOUSE, KAFKA
 from millrace.bus.store.conditions import store_conditions
+from millrace.bus.store.watch import StoreWatch
 from millrace.bus.tenancy.tenants import TenantStore
 from millrace.bus.transport import Subscription
 from millrace.registry.catalogue import Catalogue, load_catalogue
@@ -22,7 +23,8 @@ from millrace.runtime.alerts.watch import AlertCondition, AlertWatch
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.runtime.tasks import Tasks
-from millrace.schemas.config import Config
+from millrace.schemas.config import Config, StorageConfig
+from millrace.schemas.control import WorkerStatus
 from millrace.schemas.errors import ConfigError
 from millrace.telemetry.bridge.bridge import Bridge
 from millrace.telemetry.http.answers import SavedQueryAnswers
@@ -31,12 +33,12 @@ from millrace.telemetry.rollups.budgets import EVERY_S as BUDGETS_EVERY_S
 from millrace.telemetry.rollups.budgets import record_budgets
 from millrace.telemetry.rollups.prices import record_prices
 from millrace.telemetry.rollups.rollups import Rollups
+from millrace.telemetry.sink.insertion import Insertion
 from millrace.telemetry.sink.sink import Sink
 from millrace.telemetry.store.migrate import migrate
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
 from millrace.telemetry.store.reading import StreamingReader
 from millrace.telemetry.store.store import Store
-from millrace.telemetry.stores import RecordStores, UnstoredRecords
 
 logger = logging.getLogger(__name__)
 
@@ -237,3 +239,51 @@ async def _note_prices(config: Config, store: Store, clock: Clock) -> Catalogue 
         return None
     await record_prices(store, catalogue, clock)
     return catalogue
+
+
+_WORKER_SILENCE_S = 10.0
+
+
+class RecordStores:
+    """Kafka and ClickHouse: whether their disks have room, and whether they take what is sent."""
+
+    def __init__(self, config: StorageConfig, clock: Clock, insertion: Insertion) -> None:
+        self.watch = StoreWatch(config, clock)
+        self._insertion = insertion
+        self.bridge: Bridge | None = None
+
+    def troubles(self) -> dict[str, str]:
+        """Those of the two that are in trouble, each with the rest of a sentence about it."""
+        troubles = {
+            store: why
+            for store, why in self.watch.troubles().items()
+            if store in (CLICKHOUSE, KAFKA)
+        }
+        if self._insertion.is_full:
+            troubles[CLICKHOUSE] = "refuses rows because its disk is full; they wait in Kafka"
+        if self.bridge is not None and self.bridge.trouble:
+            troubles[KAFKA] = f"{self.bridge.trouble}; they wait in the outbox"
+        return troubles
+
+
+class UnstoredRecords:
+    """Records that did not get into the outbox so far: workers hold on to requests that are over
+    until their records are stored, and tell how many with every heartbeat."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._by_worker: dict[str, tuple[int, float]] = {}
+
+    def on_status(self, status: WorkerStatus) -> None:
+        if status.retired:
+            self._by_worker.pop(status.worker_id, None)
+        else:
+            self._by_worker[status.worker_id] = (status.num_ending, self._clock.monotonic())
+
+    def count(self) -> int:
+        """Of the workers that were heard of lately."""
+        oldest_s = self._clock.monotonic() - _WORKER_SILENCE_S
+        self._by_worker = {
+            worker_id: known for worker_id, known in self._by_worker.items() if known[1] >= oldest_s
+        }
+        return sum(num_ending for num_ending, _ in self._by_worker.values())

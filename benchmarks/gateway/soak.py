@@ -41,7 +41,7 @@ from benchmarks.support.gateway_process import (
 from benchmarks.support.processes import SPAWN, spawned
 from benchmarks.support.simulated_worker import simulated_worker
 from millrace.bench.clients.socket_client import frame
-from millrace.bench.files import allow_many_files
+from millrace.bench.load import allow_many_files
 from millrace.runtime.addresses import open_directly
 
 # A small window has a stall reach the gateway, instead of staying in the kernel's buffers.

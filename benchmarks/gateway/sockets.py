@@ -39,8 +39,8 @@ from benchmarks.support.processes import SPAWN
 from benchmarks.support.raw_stack import REPLY, RawStack, raw_stack, request_id
 from benchmarks.support.simulated_worker import MODEL, SimulatedWorker
 from millrace.bench.clients.socket_client import frame
-from millrace.bench.files import allow_many_files
 from millrace.bench.health import HealthProbe, ProcessHealth
+from millrace.bench.load import allow_many_files
 from millrace.bus import nats
 from millrace.bus.nats import NatsBus
 from millrace.bus.nats.permissions import Part

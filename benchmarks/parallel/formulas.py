@@ -16,9 +16,8 @@ from millrace.schemas.config import (
 )
 from millrace.schemas.engines import EngineKind
 from millrace.simulation.collectives import GroupLink, ModelShape, collective_times
-from millrace.simulation.policies import parse_policies
 from millrace.simulation.report.measure import policy_report
-from millrace.simulation.settings import SimulationSettings
+from millrace.simulation.settings import SimulationSettings, parse_policies
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate
 

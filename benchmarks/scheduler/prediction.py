@@ -29,8 +29,7 @@ from millrace.schemas.config import (
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.jobs import Tier
 from millrace.simulation.outcomes import RequestOutcome
-from millrace.simulation.policies import parse_policies
-from millrace.simulation.settings import SimulationSettings
+from millrace.simulation.settings import SimulationSettings, parse_policies
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate
 

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from benchmarks.support.processes import SPAWN, ProcessUsage, spawned
-from millrace.bench.files import allow_many_files
+from millrace.bench.load import allow_many_files
 from millrace.bus import subjects
 from millrace.gateway.server import tune_gc
 from millrace.schemas.frames import Delta, Done, FrameBatch

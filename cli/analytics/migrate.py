@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from millrace.cli.analytics.store import NoDatabaseError, ask_store
+from millrace.cli.arguments import path_or_name
 from millrace.cli.endpoints import add_data_argument
-from millrace.cli.paths import path_or_name
 from millrace.cli.running import supervising
 from millrace.schemas.errors import ConfigError, MillraceError
 

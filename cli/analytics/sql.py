@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from millrace.cli.analytics.store import Value, ask, ask_saved
+from millrace.cli.arguments import path_or_name
 from millrace.cli.endpoints import add_data_argument
-from millrace.cli.paths import path_or_name
 from millrace.schemas.errors import MillraceError, ParameterError
 
 _NAME = re.compile(r"[A-Za-z_]\w*")

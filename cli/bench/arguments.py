@@ -9,15 +9,16 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.load_arguments import (
+from millrace.cli.arguments import (
     SPREAD,
     add_report_arguments,
+    as_path,
     check_folders,
     parse_slo,
+    path_or_name,
     seconds,
+    whole_number,
 )
-from millrace.cli.numbers import whole_number
-from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -142,10 +143,9 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 if a request was answered well, 1 if none was. Raises MillraceError for what cannot be
     done at all."""
-    from millrace.bench.report.compare import render_comparison
     from millrace.bench.report.page import render_page
     from millrace.bench.report.report import read_report, write_file, write_report
-    from millrace.bench.report.table import render
+    from millrace.bench.report.table import render, render_comparison
     from millrace.bench.runner import run_load
 
     if arguments.compare:

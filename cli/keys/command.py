@@ -155,7 +155,7 @@ def _create(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     from millrace.bus.tenancy.tenants import TenantStore
-    from millrace.cli.keys.key_report import KeyReport, as_table, key_report
+    from millrace.cli.keys.reports import KeyReport, as_table, key_report
 
     tiers, _ = _tiers(arguments)
 
@@ -206,7 +206,7 @@ def _tenant(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from millrace.bus.tenancy.tenants import TenantStore
-    from millrace.cli.keys.tenant_report import as_text, read_usage, tenant_report
+    from millrace.cli.keys.reports import as_text, read_usage, tenant_report
     from millrace.schemas.jobs import Tier
     from millrace.schemas.tenants import LimitOverrides
 
@@ -314,7 +314,7 @@ def _shown_key(
 ) -> dict[str, Any]:
     import msgspec
 
-    from millrace.cli.keys.key_report import key_report
+    from millrace.cli.keys.reports import key_report
 
     tiers, _ = _tiers(arguments)
     shown: dict[str, Any] = msgspec.to_builtins(key_report(key, owner, tiers, used_ns))

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,26 +29,10 @@ from millrace.registry.served import ServedModel
 from millrace.registry.source import resolve
 from millrace.schemas.engines import EngineKind, check_quantization
 
+if TYPE_CHECKING:
+    from millrace.cli.local.live import LiveSystem
+
 Say = Callable[[str], None]
-
-
-class Host(Protocol):
-    """What is done to the processes of a running system."""
-
-    async def start_workers(self, model: str, count: int) -> None:
-        """Raises StartError, with none of them left."""
-
-    async def stop_workers(self, model: str) -> int:
-        """Let them drain; how many there were."""
-
-    async def serve_one(self, model: str) -> None:
-        """Raises TimeoutError if a first request is not answered."""
-
-    async def wait_until_idle(self, model: str) -> None:
-        """Until no request of a model waits or runs, within bounds."""
-
-    async def wait_until_heard(self, part: str, model: str, *, is_there: bool) -> None:
-        """Until all ``gateway`` or ``scheduler`` processes that are up know of the change."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +56,7 @@ class ModelChanges:
     workers are gone is ended by them.
     """
 
-    def __init__(self, data: Path, models: StartingModels, host: Host) -> None:
+    def __init__(self, data: Path, models: StartingModels, host: LiveSystem) -> None:
         self._data = data
         self._known = models.known
         self._served = dict(models.entries)

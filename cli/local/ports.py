@@ -1,12 +1,21 @@
-"""Choosing ports on a machine where some are taken."""
+"""Ports of this machine: choosing free ones, and what listens at the others."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import random
 import socket
+import ssl
+import urllib.error
 from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from millrace.cli.local.port_holder import holder_of
+from millrace.cli.endpoints import LOOPBACK, url
+from millrace.runtime.addresses import open_directly
+from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import ConfigError
 
 _TRIES = 200
@@ -110,3 +119,97 @@ def is_free(host: str, port: int) -> bool:
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+_LISTENS = "0A"
+_MOST_SHOWN = 80
+
+
+def holder_of(port: int) -> str | None:
+    """The process that listens on a TCP port: its pid and command line. None if nobody does, or if
+    it is another user's."""
+    inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(table, port)}
+    if not inodes:
+        return None
+    wanted = {f"socket:[{inode}]" for inode in inodes}
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and _has_open(process, wanted):
+            return f"pid {process.name}, {_command_line(process)}"
+    return None
+
+
+def _has_open(process: Path, wanted: set[str]) -> bool:
+    # Processes end and files close while we look, and those of others show nothing.
+    with contextlib.suppress(OSError):
+        for file in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                if str(file.readlink()) in wanted:
+                    return True
+    return False
+
+
+def _listening(table: str, port: int) -> list[str]:
+    try:
+        lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    except OSError:
+        return []
+    rows = [line.split() for line in lines]
+    return [
+        row[9] for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port
+    ]
+
+
+def _command_line(process: Path) -> str:
+    words: list[bytes] = []
+    with contextlib.suppress(OSError):
+        words = (process / "cmdline").read_bytes().split(b"\0")
+    shown = " ".join(word.decode(errors="replace") for word in words).strip()
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[: _MOST_SHOWN - 1]}…"
+
+
+async def listens(port: int) -> bool:
+    """Whether a server of this machine listens there."""
+    try:
+        _reader, writer = await asyncio.open_connection(LOOPBACK, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+def _any_certificate() -> ssl.SSLContext:
+    """Nothing is told to our own parts: whether the certificate suits the name by which others know
+    this machine is not asked here."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+async def answers(address: str, gateway: str | None = None) -> bool:
+    """Whether a GET says 200, and the gateway of that name said it."""
+
+    def get() -> bool:
+        try:
+            with open_directly(
+                address,
+                timeout_s=2.0,
+                context=_any_certificate() if address.startswith("https:") else None,
+            ) as answer:
+                return gateway is None or json.loads(answer.read()).get("gateway_id") == gateway
+        except (OSError, urllib.error.URLError, ValueError):
+            return False
+
+    return await asyncio.to_thread(get)
+
+
+def port_of(address: str) -> int:
+    """The port in a URL."""
+    port = urlsplit(address).port
+    assert port is not None
+    return port
+
+
+def front_url(gateway: GatewayConfig) -> str:
+    """Where a local client reaches the gateways."""
+    address = url(gateway.host, gateway.port)
+    return address.replace("http://", "https://", 1) if gateway.certificate_file else address

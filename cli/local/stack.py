@@ -18,34 +18,33 @@ from millrace.bus.fleet.role_shares import RoleShares
 from millrace.bus.nats.permissions import Part
 from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, LOOPBACK, Endpoints, url
 from millrace.cli.json_files import formatted_json
-from millrace.cli.local.addresses import answers, front_url, listens, port_of
-from millrace.cli.local.live import LiveSystem, SystemState
+from millrace.cli.local.live import LiveSystem, SystemState, probe_pooling, serve_one
 from millrace.cli.local.model_changes import StartingModels
 from millrace.cli.local.models import KNOWN_FILE
-from millrace.cli.local.ports import PortPicker
+from millrace.cli.local.ports import PortPicker, answers, front_url, listens, port_of
 from millrace.cli.local.private_files import (
     credentials_of,
     make_private,
+    nats_config,
+    redis_config,
     remove_access_files,
     write_access_files,
     write_private,
 )
-from millrace.cli.local.probe import probe_pooling, serve_one
 from millrace.cli.local.records.kafka_servers import NICENESS, kafka_server
 from millrace.cli.local.records.record_keeping import (
     KAFKA,
     START_TIMEOUT_S,
     TELEMETRY,
     RecordKeeping,
+    WorkerLosses,
 )
-from millrace.cli.local.records.worker_losses import WorkerLosses
 from millrace.cli.local.scrape_targets import (
     FILE_NAME,
     ScrapeTargets,
     TargetedProcesses,
     metrics_env,
 )
-from millrace.cli.local.server_files import nats_config, redis_config
 from millrace.cli.local.store_recovery import StoreRecovery, with_folders
 from millrace.cli.local.supervisor import Process, Supervisor
 from millrace.cli.local.worker_pool import WorkerPool

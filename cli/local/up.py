@@ -19,12 +19,18 @@ from millrace.cli.adapter_options import (
     offered_adapter,
     split_model,
 )
+from millrace.cli.arguments import path_or_name, shown_path, whole_number
 from millrace.cli.endpoints import add_data_argument, read_endpoints
-from millrace.cli.engine_arguments import add_other_engine, add_own_engine, told_engine
+from millrace.cli.engine_arguments import (
+    FirstWorkers,
+    add_other_engine,
+    add_own_engine,
+    num_first,
+    parse_bounds,
+    told_engine,
+    workers_option,
+)
 from millrace.cli.local.private_files import make_private
-from millrace.cli.local.worker_bounds import FirstWorkers, num_first, parse_bounds, workers_option
-from millrace.cli.numbers import whole_number
-from millrace.cli.paths import path_or_name, shown_path
 from millrace.cli.running import PID_FILE, lasting, own_line, supervising
 from millrace.runtime.metrics_server import check_exposure
 from millrace.runtime.settings import PREFIX, load_config, names_setting

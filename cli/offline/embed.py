@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO, get_args
 
+from millrace.cli.arguments import as_path, path_or_name
 from millrace.cli.offline.engine_options import (
     BadLine,
     add_bad_lines_argument,
@@ -17,7 +18,6 @@ from millrace.cli.offline.engine_options import (
     open_output,
     print_start_of_engine,
 )
-from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.pooling import EmbeddingPooling, Pooling
 

@@ -12,9 +12,8 @@ from typing import Any, TextIO
 
 import msgspec
 
+from millrace.cli.arguments import as_path, whole_number
 from millrace.cli.engine_arguments import add_ranks, told_ranks
-from millrace.cli.numbers import whole_number
-from millrace.cli.paths import as_path
 from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import QUANTIZATIONS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 import msgspec
 
 from millrace.cli.adapter_options import Adapters, add_adapter_option, read_adapters
-from millrace.cli.numbers import whole_number
+from millrace.cli.arguments import as_path, path_or_name, whole_number
 from millrace.cli.offline.engine_options import (
     DEFAULTS,
     BadLine,
@@ -22,7 +22,6 @@ from millrace.cli.offline.engine_options import (
     open_output,
     print_start_of_engine,
 )
-from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import SPECULATIONS, speculation_option
 

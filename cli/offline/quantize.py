@@ -6,8 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from millrace.cli.numbers import whole_number
-from millrace.cli.paths import as_path, path_or_name
+from millrace.cli.arguments import as_path, path_or_name, whole_number
 from millrace.engine.quantizer.schemes import QuantizerScheme
 from millrace.registry.catalogue import ModelEntry, load_catalogue
 from millrace.schemas.config import EngineConfig

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from millrace.cli.adapter_options import offered_adapter
-from millrace.cli.paths import path_or_name
+from millrace.cli.arguments import path_or_name
 from millrace.cli.store_access import (
     add_store_arguments,
     print_json,

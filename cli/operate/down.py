@@ -6,8 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
+from millrace.cli.arguments import seconds
 from millrace.cli.endpoints import add_data_argument
-from millrace.cli.load_arguments import seconds
 from millrace.cli.operate.status import rests
 from millrace.cli.running import lasting, supervising
 from millrace.schemas.errors import MillraceError

@@ -9,9 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace.cli.arguments import seconds, whole_number
 from millrace.cli.endpoints import add_data_argument
-from millrace.cli.load_arguments import seconds
-from millrace.cli.numbers import whole_number
 from millrace.cli.running import supervising
 from millrace.schemas.errors import ConfigError, MillraceError, ParameterError
 

@@ -6,12 +6,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from millrace.cli.arguments import path_or_name, whole_number
 from millrace.cli.endpoints import add_data_argument
 from millrace.cli.engine_arguments import absolute_command, split_arguments
-from millrace.cli.numbers import whole_number
 from millrace.cli.operate import rollouts
-from millrace.cli.operate.asking import ask_system, change, from_anywhere
-from millrace.cli.paths import path_or_name
+from millrace.cli.operate.status import ask_system, change, from_anywhere
 from millrace.cli.running import supervising
 from millrace.schemas.engines import QUANTIZATIONS, EngineKind
 from millrace.schemas.errors import ConfigError

@@ -8,10 +8,8 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from millrace.cli.load_arguments import seconds
-from millrace.cli.numbers import whole_number
-from millrace.cli.operate.asking import change, from_anywhere
-from millrace.cli.paths import path_or_name
+from millrace.cli.arguments import path_or_name, seconds, whole_number
+from millrace.cli.operate.status import change, from_anywhere
 from millrace.cli.store_access import (
     add_store_arguments,
     print_json,

@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from millrace.cli.arguments import seconds_to_wait
 from millrace.cli.endpoints import add_data_argument, locate_nats
-from millrace.cli.numbers import seconds_to_wait
 from millrace.cli.store_access import print_json
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError

@@ -9,9 +9,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from millrace.cli.arguments import path_or_name, seconds_to_wait, whole_number
 from millrace.cli.endpoints import add_data_argument, locate_nats
-from millrace.cli.numbers import seconds_to_wait, whole_number
-from millrace.cli.paths import path_or_name
 from millrace.schemas.errors import ConfigError, ParameterError
 
 if TYPE_CHECKING:

@@ -6,10 +6,15 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from millrace.cli.arguments import (
+    SPREAD,
+    add_report_arguments,
+    as_path,
+    check_folders,
+    path_or_name,
+    whole_number,
+)
 from millrace.cli.endpoints import add_data_argument
-from millrace.cli.load_arguments import SPREAD, add_report_arguments, check_folders
-from millrace.cli.numbers import whole_number
-from millrace.cli.paths import as_path, path_or_name
 from millrace.cli.simulate.groups import add_group
 from millrace.schemas.errors import ConfigError
 
@@ -206,7 +211,7 @@ def run(arguments: argparse.Namespace) -> int:
     cannot be done at all."""
     from millrace.cli.simulate.command import compare
     from millrace.cli.simulate.options import settings_of
-    from millrace.simulation.policies import parse_policies
+    from millrace.simulation.settings import parse_policies
 
     check_folders(arguments.json, arguments.html, arguments.save_trace)
     policies = parse_policies(arguments.policy)

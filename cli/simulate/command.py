@@ -13,11 +13,10 @@ from pathlib import Path
 from millrace.bench.report.report import write_file, write_report
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.jobs import PUBLIC_MODEL_AUTO
-from millrace.simulation.policies import Policy
 from millrace.simulation.report.measure import policy_report, report_of
 from millrace.simulation.report.page import render_page
 from millrace.simulation.report.table import render
-from millrace.simulation.settings import SimulationSettings
+from millrace.simulation.settings import Policy, SimulationSettings
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate
 

@@ -7,7 +7,7 @@ import math
 
 import msgspec
 
-from millrace.cli.numbers import whole_number
+from millrace.cli.arguments import whole_number
 from millrace.schemas.errors import ConfigError
 from millrace.simulation.collectives import GroupLink, ModelShape, collective_times
 

@@ -13,8 +13,8 @@ import msgspec
 from millrace.bench.arrivals import check_number_of_arrivals
 from millrace.bench.settings import Slo
 from millrace.bench.spread import parse_spread
-from millrace.cli.load_arguments import parse_slo, seconds
-from millrace.cli.local.worker_bounds import FirstWorkers, parse_bounds, workers_option
+from millrace.cli.arguments import parse_slo, seconds
+from millrace.cli.engine_arguments import FirstWorkers, parse_bounds, workers_option
 from millrace.cli.simulate.groups import group_of
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig

@@ -1,12 +1,20 @@
-"""``millrace top`` on a terminal: snapshots, drawn until a key or a signal ends it."""
+"""``millrace top`` on a terminal: a screen that is drawn anew until a key or a signal ends it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import sys
+import termios
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from millrace.cli.top.screen import CTRL_C, Screen
+from rich.console import Console, Group, RenderableType
+from rich.segment import Segment
+from rich.text import Text
+
 from millrace.cli.top.source import SnapshotSource
 from millrace.cli.top.view import Snapshot, view
 
@@ -80,3 +88,79 @@ class LiveView:
     def _end(self, code: int) -> None:
         self._code = code
         self._over.set()
+
+
+CTRL_C, _CTRL_Z = b"\x03", b"\x1a"
+_MAX_KEYS = 64
+_LFLAG, _CC = 3, 6
+
+
+class Screen:
+    """The alternate screen of standard output, while it is entered, and the keys of standard input.
+
+    It owns how both are set: ``leave`` puts everything back, and may be called again. ``on_key``
+    gets a key as bytes; ^C comes as a key, ^Z suspends the program as a shell does.
+    """
+
+    def __init__(self, on_key: Callable[[bytes], None], redraw: Callable[[], None]) -> None:
+        self._on_key = on_key
+        self._redraw = redraw
+        self._console = Console(force_terminal=True)
+        self._input_fd = sys.stdin.fileno() if sys.stdin.isatty() else None
+        self._before: list[Any] | None = None
+
+    @property
+    def input_fd(self) -> int | None:
+        """Where keys come from; None: from nowhere."""
+        return self._input_fd
+
+    def enter(self) -> None:
+        if self._input_fd is not None:
+            self._before = termios.tcgetattr(self._input_fd)
+            raw = termios.tcgetattr(self._input_fd)
+            raw[_LFLAG] &= ~(termios.ICANON | termios.ECHO | termios.ISIG | termios.IEXTEN)
+            raw[_CC][termios.VMIN], raw[_CC][termios.VTIME] = 1, 0
+            termios.tcsetattr(self._input_fd, termios.TCSADRAIN, raw)
+        self._console.set_alt_screen(True)
+        self._console.show_cursor(False)
+
+    def leave(self) -> None:
+        if not self._console.is_alt_screen:
+            return
+        try:
+            if self._input_fd is not None and self._before is not None:
+                termios.tcsetattr(self._input_fd, termios.TCSADRAIN, self._before)
+            self._console.set_alt_screen(False)
+            self._console.show_cursor(True)
+        except (OSError, termios.error):
+            return  # The terminal is gone, and there is nothing to give back.
+
+    def read_keys(self) -> bool:
+        """Handle what was typed, when ``input_fd`` is readable; False if the terminal is gone."""
+        assert self._input_fd is not None
+        try:
+            typed = os.read(self._input_fd, _MAX_KEYS)
+        except OSError:
+            return False
+        for key in (typed[at : at + 1] for at in range(len(typed))):
+            if key == _CTRL_Z:
+                self.suspend()
+            else:
+                self._on_key(key)
+        return bool(typed)
+
+    def suspend(self) -> None:
+        """Stop the process until it is continued."""
+        self.leave()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self.enter()
+        self._redraw()
+
+    def show(self, shown: Sequence[RenderableType]) -> None:
+        """Put these in the place of what was there; what does not fit is cut off."""
+        self._console.size = width, height = os.get_terminal_size(sys.stdout.fileno())
+        lines = self._console.render_lines(Group(*shown))
+        if len(lines) > height:
+            more = Text(f"… {len(lines) - height + 1} more lines")
+            lines = [*lines[: height - 1], *self._console.render_lines(more)]
+        self._console.update_screen_lines(Segment.set_shape(lines, width, height))

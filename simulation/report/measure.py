@@ -11,7 +11,7 @@ from millrace.bench.settings import Slo
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
-from millrace.simulation.inter_token import InterTokenLatencies
+from millrace.simulation.outcomes import InterTokenLatencies
 from millrace.simulation.report.columns import UNFINISHED, Columns, Flags, Floats, columns_of
 from millrace.simulation.report.fairness import fairness_of
 from millrace.simulation.report.report import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
-from millrace.simulation.inter_token import InterTokenLatencies
+from millrace.simulation.outcomes import InterTokenLatencies
 from millrace.workers.simulated.batch import SimulatedBatch, StepOutputs
 from millrace.workers.simulated.latency_model import LatencyModel
 from millrace.workers.simulated.sequence import SimulatedSequence
@@ -16,7 +16,7 @@ _SAME_S = 1e-9
 
 
 class ConsecutiveTokens(SimulatedTokens):
-    """Token ``i`` of an answer is its seed plus ``i``: see ``simulation.traces.texts``."""
+    """Token ``i`` of an answer is its seed plus ``i``: see ``simulation.traces.trace.Texts``."""
 
     def __init__(self) -> None:
         super().__init__((0,))

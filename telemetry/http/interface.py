@@ -30,12 +30,10 @@ from millrace.runtime.http.server import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
 from millrace.telemetry.http.access import AccessCheck, AccessRefusal
-from millrace.telemetry.http.answer_body import AnswerBody, held
+from millrace.telemetry.http.answer_body import AnswerBody, content_type, held, spelled
 from millrace.telemetry.http.arguments import TIMEZONE, Arguments, given_in, read_arguments
-from millrace.telemetry.http.blocks import decompressed
-from millrace.telemetry.http.bodies import SOCKET_TIMEOUT, Bodies
-from millrace.telemetry.http.external_data import has_form, read_form
-from millrace.telemetry.http.formats import content_type, spelled
+from millrace.telemetry.http.bodies import SOCKET_TIMEOUT, Bodies, has_form, read_form
+from millrace.telemetry.http.codings import decompressed
 from millrace.telemetry.http.protocol import Protocol
 from millrace.telemetry.http.sql_sessions import Change, SqlSession, SqlSessions, change_of
 from millrace.telemetry.store.reading import (

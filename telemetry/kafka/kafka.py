@@ -18,7 +18,7 @@ from aiokafka.errors import KafkaConnectionError, TopicAlreadyExistsError, for_c
 
 from millrace.bus import subjects
 from millrace.schemas.config import KafkaConfig
-from millrace.telemetry.kafka import connections
+from millrace.telemetry.kafka import security
 from millrace.telemetry.kafka.security import connection_options, why_refused
 
 SEQUENCE_HEADER = "outbox-sequence"
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _STOP_TIMEOUT_S = 1.5
 
-connections.install()
+security.install()
 
 
 def make_producer(config: KafkaConfig) -> AIOKafkaProducer:
@@ -69,7 +69,7 @@ async def start_consumer(
         session_timeout_ms=10_000,
         heartbeat_interval_ms=2_000,
         # Longer than a member takes to store what it has in hand (see
-        # ``telemetry.sink.rebalance_listener``).
+        # ``telemetry.sink.progress``).
         rebalance_timeout_ms=15_000,
         # A store that is unreachable for hours must not cost the membership.
         max_poll_interval_ms=24 * 3_600_000,

@@ -1,4 +1,5 @@
-"""Who we are to Kafka and whom we trust, and why a cluster cannot be used."""
+"""Connections to Kafka: who we are and whom we trust, why a cluster cannot be used, and the end of
+a connection whose broker is dead."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import asyncio
 import ssl
 from typing import Any
 
-from aiokafka.conn import collect_hosts
+from aiokafka import client
+from aiokafka.conn import AIOKafkaConnection, collect_hosts, create_conn
 from aiokafka.errors import (
     IllegalSaslStateError,
     KafkaError,
@@ -14,10 +16,10 @@ from aiokafka.errors import (
     UnsupportedSaslMechanismError,
 )
 
+from millrace.runtime.faults.connections import ConnectionErrors, bound_silence
 from millrace.runtime.tls import client_context, handshake_error, handshake_refusal, has_tls_files
 from millrace.schemas.config import KafkaConfig
 from millrace.schemas.errors import CredentialsRefusedError, MillraceError, UntrustedServerError
-from millrace.telemetry.kafka.connections import connect
 
 _TRY_TIMEOUT_MS = 5_000
 
@@ -87,3 +89,21 @@ def _refusal_of(error: Exception, where: str, config: KafkaConfig) -> MillraceEr
             "kafka.tls or a file of kafka.* demands it."
         )
     return None
+
+
+# A broker may answer late; its machine still acknowledges keepalive probes.
+_SILENCE_S = 10.0
+_ERRORS = ConnectionErrors(KafkaError)
+
+
+async def connect(*arguments: Any, **options: Any) -> AIOKafkaConnection:
+    """As ``aiokafka.conn.create_conn``; raises KafkaError or OSError and nothing else."""
+    with _ERRORS:
+        connection = await create_conn(*arguments, **options)
+        bound_silence(connection._writer.get_extra_info("socket"), _SILENCE_S)
+    return connection
+
+
+def install() -> None:
+    """Replace the connect function of aiokafka in this process: aiokafka has no option for it."""
+    client.create_conn = connect

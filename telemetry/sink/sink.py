@@ -25,8 +25,7 @@ from millrace.telemetry.kafka.kafka import (
 from millrace.telemetry.sink.batches import MessageBatch
 from millrace.telemetry.sink.insertion import Insertion
 from millrace.telemetry.sink.merging import merge_generations
-from millrace.telemetry.sink.progress import SinkProgress
-from millrace.telemetry.sink.rebalance_listener import RebalanceListener
+from millrace.telemetry.sink.progress import RebalanceListener, SinkProgress
 from millrace.telemetry.sink.tracing import StoredTraces
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
 from millrace.telemetry.store.store import Store

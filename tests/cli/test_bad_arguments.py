@@ -11,8 +11,8 @@ import pytest
 
 from millrace.bus import nats
 from millrace.bus.nats.permissions import Part
+from millrace.cli.arguments import as_path, path_or_name
 from millrace.cli.main import build_parser, main
-from millrace.cli.paths import as_path, path_or_name
 from millrace.schemas.config import NatsConfig
 
 _LONG = "x" * 300

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from millrace.cli.local.addresses import answers
+from millrace.cli.local.ports import answers
 from millrace.cli.local.report import health_at
 from millrace.runtime.addresses import exempt_loopback, open_directly
 from millrace.workers.servers.client import ServerClient

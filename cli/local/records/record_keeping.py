@@ -1,4 +1,5 @@
-"""Kafka and telemetry of a local system, which keep records and which serving does not wait for."""
+"""Kafka and telemetry of a local system, which serving does not wait for, and the records of
+workers whose processes were lost."""
 
 from __future__ import annotations
 
@@ -7,13 +8,17 @@ from collections.abc import Callable
 
 import msgspec
 
+from millrace.bus.api import Bus
+from millrace.bus.worker_losses import cause_of_code, publish_loss
 from millrace.cli.endpoints import Endpoints
 from millrace.cli.local.live import SystemState
 from millrace.cli.local.records.kafka_servers import KafkaServer
-from millrace.cli.local.supervisor import Process, StartError, Supervisor
-from millrace.runtime.clock import Clock
+from millrace.cli.local.supervisor import Lost, Process, StartError, Supervisor
+from millrace.runtime.clock import Clock, SystemClock
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.schemas.config import Config
+from millrace.schemas.control import WorkerStatus
+from millrace.schemas.records import LossObserver, WorkerLossRecord
 
 KAFKA, TELEMETRY = "kafka", "telemetry-1"
 # Other programs of a busy machine come before these parts. The limit is for a part that hangs: the
@@ -127,3 +132,38 @@ class RecordKeeping:
         if state.endpoints is not None:
             state.endpoints = msgspec.structs.replace(state.endpoints, kafka=address)
             self._write_endpoints(state.endpoints)
+
+
+_CLOSE_TIMEOUT_S = 1.0
+
+
+class WorkerLosses:
+    """Records how workers' processes ended. ``status_of`` is what the worker of a name told last;
+    other processes, and workers that have not told anything yet, have no record."""
+
+    def __init__(self, status_of: Callable[[str], WorkerStatus | None]) -> None:
+        self._status_of = status_of
+        self._clock = SystemClock()
+        self._tasks = Tasks()
+
+    def note(self, bus: Bus, lost: Lost) -> None:
+        """A process has ended. Returns at once."""
+        status = self._status_of(lost.name)
+        if status is None:
+            return
+        cause, detail = cause_of_code(lost.code, lost.oom_kills)
+        loss = WorkerLossRecord(
+            worker_id=status.worker_id,
+            name=status.name,
+            model=status.model,
+            lost_ns=self._clock.now_ns(),
+            cause=cause,
+            observer=LossObserver.PROCESS_KEEPER,
+            detail=detail,
+            num_requests=status.num_running + status.num_waiting,
+        )
+        self._tasks.spawn(publish_loss(bus, self._clock, loss), "record a lost worker")
+
+    async def close(self) -> None:
+        """Wait a moment for records that are on their way."""
+        await self._tasks.close(_CLOSE_TIMEOUT_S)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.analytics.moments import parse_minute, shown
 from millrace.cli.analytics.rows import Rows
-from millrace.cli.analytics.usage import totals, with_decimals
+from millrace.cli.analytics.usage import parse_minute, shown, totals, with_decimals
 from millrace.cli.main import main
 from millrace.schemas.records import RefusalRecord, RequestRecord, Status
 from tests.cli.analytics.left_store import run_on_store

@@ -19,8 +19,8 @@ from millrace.bench.report.schema import report_schema, to_text
 from millrace.bench.runner import run_load
 from millrace.bench.settings import LoadError, LoadSettings, Slo, TargetApi
 from millrace.bench.spread import Spread, SpreadKind, fixed
+from millrace.cli.arguments import parse_slo
 from millrace.cli.bench.arguments import settings_of
-from millrace.cli.load_arguments import parse_slo
 from millrace.cli.main import build_parser, main
 from millrace.schemas.errors import ConfigError
 from tests.cli.bench.bench_server import AROUND_TOKENS, scripted_server

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 
 from millrace.bus.fleet.role_shares import RoleShares
-from millrace.cli.local.autoscale import WorkerScaler
+from millrace.cli.local.scrape_targets import TargetedProcesses
 from millrace.cli.local.supervisor import Process, StartError
+from millrace.cli.local.worker_pool import WorkerPool, WorkerScaler
 from millrace.schemas.control import QueueStatus, WorkerStatus
 from millrace.schemas.engines import WorkerRole
 from tests.support.manual_clock import ManualClock
@@ -96,7 +98,13 @@ class Rig:
         self.processes.up.add("worker-1")
         self.workers = Workers()
         self.said: list[str] = []
-        self.scaler = WorkerScaler(self.processes, self.workers, 4, self.clock, self.said.append)
+        self.scaler = WorkerScaler(
+            cast(TargetedProcesses, self.processes),
+            cast(WorkerPool, self.workers),
+            4,
+            self.clock,
+            self.said.append,
+        )
         self.scaler.adopt("worker-1", "demo", WorkerRole.BOTH)
 
     async def hear(self, desired: int, model: str = "demo", after_s: float = 0.0) -> None:

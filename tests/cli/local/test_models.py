@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 
 from millrace.cli.local.control import AddModelRequest, ControlError, RemoveModelRequest
-from millrace.cli.local.live import _wish
+from millrace.cli.local.live import LiveSystem, _wish
 from millrace.cli.local.machine_memory import MemoryTooSmallError, check_memory
 from millrace.cli.local.model_changes import ModelChanges, StartingModels
 from millrace.cli.local.models import (
@@ -150,7 +151,7 @@ class System:
         models = StartingModels(
             known=known, entries={"demo": known.get("demo")}, saved=SavedModels()
         )
-        self.changes = ModelChanges(data, models, self.host)
+        self.changes = ModelChanges(data, models, cast(LiveSystem, self.host))
         self.changes.write()
         self.said: list[str] = []
 

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from millrace.cli.local.port_holder import holder_of
-from millrace.cli.local.ports import PortPicker, PortTakenError
+from millrace.cli.local.ports import PortPicker, PortTakenError, holder_of
 from millrace.schemas.errors import ConfigError
 
 

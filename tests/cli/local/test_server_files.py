@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.cli.local.server_files import nats_config
+from millrace.cli.local.private_files import nats_config
 from millrace.runtime.binaries import nats_server_path
 
 

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from millrace.cli.local.worker_bounds import FirstWorkers, parse_bounds, workers_option
+from millrace.cli.engine_arguments import FirstWorkers, parse_bounds, workers_option
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
 

@@ -16,10 +16,9 @@ from millrace.schemas.config import (
     WorkerConfig,
 )
 from millrace.schemas.engines import EngineKind
-from millrace.simulation.policies import parse_policies
 from millrace.simulation.report.measure import policy_report
 from millrace.simulation.report.report import PolicyReport
-from millrace.simulation.settings import SimulationSettings
+from millrace.simulation.settings import SimulationSettings, parse_policies
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import Result, simulate
 

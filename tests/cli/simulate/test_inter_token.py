@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.support.figures import percentile
 from millrace.schemas.config import SimulationConfig
-from millrace.simulation.inter_token import InterTokenLatencies
+from millrace.simulation.outcomes import InterTokenLatencies
 from millrace.simulation.workers.leaps import LeapingBatch
 from millrace.workers.simulated.latency_model import LatencyModel
 from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence

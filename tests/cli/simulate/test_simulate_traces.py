@@ -25,8 +25,7 @@ from millrace.simulation.traces.synthesise import (
     parse_tenants,
     synthesise,
 )
-from millrace.simulation.traces.texts import Texts
-from millrace.simulation.traces.trace import TraceRequest, read_trace
+from millrace.simulation.traces.trace import Texts, TraceRequest, read_trace
 from millrace.telemetry.store.migrate import load_migrations
 
 GOOD = '{"at_s": 1.5, "prompt_tokens": 10, "output_tokens": 5, "prefix": [["system", 4]]}'

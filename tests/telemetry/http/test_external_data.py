@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from millrace.schemas.config import ClickHouseConfig
-from millrace.telemetry.http import external_data
+from millrace.telemetry.http import bodies
 from millrace.telemetry.http.interface import HttpInterface
 from millrace.telemetry.store.reading import StreamingReader
 from millrace.telemetry.store.store import Store
@@ -186,7 +186,7 @@ async def test_a_name_that_is_none_is_refused(client: Client) -> None:
 async def test_tables_are_bounded_in_bytes_and_number(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external_data, "MAX_EXTERNAL_BYTES", 10_000)
+    monkeypatch.setattr(bodies, "MAX_EXTERNAL_BYTES", 10_000)
     arguments = {"t_types": "String"}
     assert await client.text("SELECT count() FROM t", {"t": b"1\n" * 4_000}, arguments) == "4000\n"
     code, text = await client.refusal("SELECT count() FROM t", {"t": b"1\n" * 6_000}, arguments)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from millrace.schemas.config import ClickHouseConfig
-from millrace.telemetry.http.blocks import compressed, decompressed
+from millrace.telemetry.http.codings import compressed, decompressed
 from millrace.telemetry.http.interface import HttpInterface, HttpServer
 from millrace.telemetry.store.store import Store
 from tests.telemetry.stores import streaming

@@ -11,8 +11,8 @@ import pytest
 
 from millrace.cli.analytics.store import ask_server
 from millrace.schemas.config import ClickHouseConfig
+from millrace.telemetry.http.answer_body import CONTENT_TYPES
 from millrace.telemetry.http.arguments import IGNORED_SETTINGS
-from millrace.telemetry.http.formats import CONTENT_TYPES
 from millrace.telemetry.http.interface import HttpInterface, HttpServer
 from millrace.telemetry.store.store import Store
 from tests.support.repository import ROOT

@@ -17,7 +17,7 @@ from millrace.schemas.config import KafkaConfig, TelemetryConfig
 from millrace.schemas.records import TranscriptRecord
 from millrace.telemetry.kafka.kafka import LARGEST_MESSAGE_BYTES
 from millrace.telemetry.service import TelemetryService
-from millrace.telemetry.sink.rebalance_listener import RebalanceListener
+from millrace.telemetry.sink.progress import RebalanceListener
 from millrace.telemetry.sink.sink import Sink, sparse_rest_s
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
 from millrace.telemetry.store.store import Store

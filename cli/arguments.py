@@ -1,4 +1,4 @@
-"""Arguments that ``millrace bench`` and ``millrace simulate`` share: times, an SLO, reports."""
+"""Arguments that several commands share: paths, numbers, times, an SLO, reports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,59 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.cli.paths import as_path
 from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
     from millrace.bench.settings import Slo
+
+
+def as_path(text: str) -> Path:
+    """The type of an argument that is a path. Raises argparse.ArgumentTypeError."""
+    return Path(path_or_name(text))
+
+
+def path_or_name(text: str) -> str:
+    """The type of an argument that is a path or a name: any text but an empty one, which would be
+    the current folder. Raises argparse.ArgumentTypeError."""
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "it is empty; leave the option out, or write . for the current folder"
+        )
+    return text
+
+
+def shown_path(path: Path) -> str:
+    """A path as a person would type it here."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+_MOST = 2**31 - 1
+
+
+def whole_number(text: str) -> int:
+    """Read a whole number of at most ``_MOST`` in size. Raises argparse.ArgumentTypeError."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number") from None
+    if abs(value) > _MOST:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is above {_MOST}")
+    return value
+
+
+def seconds_to_wait(text: str) -> float:
+    """The type of an argument that bounds a wait. Raises argparse.ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is no number of seconds") from None
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} must be 0 seconds or more")
+    return value
+
 
 SPREAD = "N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MAX]"
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|)")
