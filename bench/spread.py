@@ -71,18 +71,12 @@ def parse_spread(text: str) -> Spread:
 def _read(kind: str, *numbers: str) -> Spread:
     """Raises ValueError or TypeError for what cannot be read."""
     if kind == SpreadKind.UNIFORM:
-        return _uniform(*map(int, numbers))
+        low, high = map(int, numbers)
+        return Spread(kind=SpreadKind.UNIFORM, low=low, high=high)
     if kind == SpreadKind.LOGNORMAL:
         mean, sigma, *most = numbers
-        return _lognormal(float(mean), float(sigma), *map(int, most))
+        [high] = map(int, most or (_MAX_TOKENS,))
+        return Spread(kind=SpreadKind.LOGNORMAL, mean=float(mean), sigma=float(sigma), high=high)
     if numbers:
         raise ValueError(kind)
     return fixed(int(kind))
-
-
-def _uniform(low: int, high: int) -> Spread:
-    return Spread(kind=SpreadKind.UNIFORM, low=low, high=high)
-
-
-def _lognormal(mean: float, sigma: float, high: int = _MAX_TOKENS) -> Spread:
-    return Spread(kind=SpreadKind.LOGNORMAL, mean=mean, sigma=sigma, high=high)

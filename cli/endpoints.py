@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -17,6 +19,7 @@ from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import shown
 
 if TYPE_CHECKING:
+    from millrace.bus.api import Bus
     from millrace.schemas.config import ClickHouseConfig, Config, NatsConfig
 
 LOOPBACK = "127.0.0.1"
@@ -109,6 +112,19 @@ def locate_nats(data: Path, nats_url: str | None) -> NatsConfig:
             f"Nothing runs on {data}. Start it with millrace up --data {data}, or give --nats URL."
         )
     return locate(data, nats_url).nats
+
+
+@asynccontextmanager
+async def bus_of(arguments: argparse.Namespace, name: str) -> AsyncIterator[Bus]:
+    """A connection to the system that ``--data`` or ``--nats`` names. Raises ConfigError, and
+    BusUnavailableError."""
+    from millrace.bus import nats
+
+    bus = await nats.connect(locate_nats(arguments.data, arguments.nats), name)
+    try:
+        yield bus
+    finally:
+        await bus.close()
 
 
 def _at(section: _S, section_name: str, key: str, address: str) -> _S:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from millrace.cli.arguments import path_or_name
@@ -80,6 +80,28 @@ def print_json(value: object) -> None:
     import msgspec
 
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
+def answer(arguments: argparse.Namespace, value: object, text: str) -> int:
+    """Print the value if ``--json`` is given, else the text. Returns the exit code 0."""
+    if arguments.json:
+        print_json(value)
+    else:
+        print(text)
+    return 0
+
+
+def print_columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table in the width of the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def with_store(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:

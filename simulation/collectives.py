@@ -27,15 +27,8 @@ class GroupLink(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_s: float = 450e9
     latency_s: float | None = None
 
-    def all_reduce_latency_s(self, num_devices: int) -> float:
-        """A ring goes round twice."""
-        return self._latency_s(2 * (num_devices - 1))
-
-    def all_gather_latency_s(self, num_devices: int) -> float:
-        """A ring goes round once."""
-        return self._latency_s(num_devices - 1)
-
-    def _latency_s(self, num_hops: int) -> float:
+    def latency_of(self, num_hops: int) -> float:
+        """Seconds that an exchange of so many hops of the ring takes beside its bytes."""
         ring_s = _NCCL_BASE_S + num_hops * _NCCL_HOP_S
         return ring_s if self.latency_s is None else self.latency_s
 
@@ -56,8 +49,9 @@ def collective_times(shape: ModelShape, link: GroupLink, num_devices: int) -> Co
     num_sums = 2 * shape.num_layers
     sum_bytes = 2 * others * shape.hidden_size * _NUMBER_BYTES
     logits_bytes = others * shape.vocab_size * _NUMBER_BYTES
-    latency_s = num_sums * link.all_reduce_latency_s(num_devices)
-    latency_s += link.all_gather_latency_s(num_devices)
+    # To add up, a ring goes round twice; to gather, once.
+    once = num_devices - 1
+    latency_s = num_sums * link.latency_of(2 * once) + link.latency_of(once)
     return CollectiveTimes(
         collective_ms=latency_s * 1e3,
         collective_ms_per_token=num_sums * sum_bytes / link.bytes_per_s * 1e3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 
 import msgspec
@@ -38,46 +39,33 @@ class ClientSample(msgspec.Struct, frozen=True, array_like=True):
     part_tokens: bytes
 
 
+@dataclass(slots=True, eq=False)
 class ClientExchange:
     """A request on its way. The connection reports to it; ``done`` is set when nothing follows.
 
     Times are of ``time.perf_counter``, which all processes of a machine share.
     """
 
-    __slots__ = (
-        "body",
-        "cached_tokens",
-        "done",
-        "due_s",
-        "end_s",
-        "error",
-        "finished",
-        "has_usage",
-        "index",
-        "output_tokens",
-        "part_tokens",
-        "parts_s",
-        "prompt_tokens",
-        "sent_s",
-        "status",
-    )
+    index: int
+    due_s: float
+    loop: InitVar[asyncio.AbstractEventLoop]
+    sent_s: float = field(init=False)
+    end_s: float = 0.0
+    status: int = 0
+    error: str = ""
+    finished: bool = False
+    has_usage: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    parts_s: array[float] = field(default_factory=lambda: array("d"))
+    part_tokens: array[int] = field(default_factory=lambda: array("i"))
+    body: bytes = b""
+    done: asyncio.Future[None] = field(init=False)
 
-    def __init__(self, index: int, due_s: float, loop: asyncio.AbstractEventLoop) -> None:
-        self.index = index
-        self.due_s = due_s
-        self.sent_s = due_s
-        self.end_s = 0.0
-        self.status = 0
-        self.error = ""
-        self.finished = False
-        self.has_usage = False
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
-        self.parts_s = array("d")
-        self.part_tokens = array("i")
-        self.body = b""
-        self.done: asyncio.Future[None] = loop.create_future()
+    def __post_init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.sent_s = self.due_s
+        self.done = loop.create_future()
 
     def part(self, now_s: float) -> None:
         """A part of the answer has come."""

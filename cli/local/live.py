@@ -71,6 +71,7 @@ class LiveSystem:
         models: StartingModels,
         supervisor: Supervisor,
         targets: ScrapeTargets,
+        workers: WorkerPool,
         system_state: SystemState,
         say: Callable[[str], None],
     ) -> None:
@@ -81,7 +82,7 @@ class LiveSystem:
         self.system_state = system_state
         self._say = say
         self._began_s = time.monotonic()
-        self.pool: WorkerPool | None = None
+        self._workers = workers
         self.changes = ModelChanges(data, models, self)
 
     async def handle(
@@ -189,11 +190,6 @@ class LiveSystem:
             parts=reports,
             models=self.changes.report(workers.count, may_rest=may_rest),
         )
-
-    @property
-    def _workers(self) -> WorkerPool:
-        assert self.pool is not None
-        return self.pool
 
 
 def _wish(request: AddModelRequest | RemoveModelRequest) -> str:

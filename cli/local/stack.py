@@ -121,18 +121,18 @@ class Stack:
         self._targets = ScrapeTargets(
             self.plan.data / "run" / FILE_NAME, config.metrics, config.gateway.port
         )
+        processes = TargetedProcesses(self.supervisor, self._targets)
+        self._pool = WorkerPool(processes, self._worker, self.plan.data / "run", self.say)
         self.live = LiveSystem(
             self.plan.data,
             config,
             self.plan.serving,
             self.supervisor,
             self._targets,
+            self._pool,
             self.system_state,
             self.say,
         )
-        processes = TargetedProcesses(self.supervisor, self._targets)
-        self._pool = WorkerPool(processes, self._worker, self.plan.data / "run", self.say)
-        self.live.pool = self._pool
         self._losses = WorkerLosses(self._pool.status)
         self.records = RecordKeeping(
             self.supervisor,

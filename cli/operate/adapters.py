@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from millrace.cli.adapter_options import offered_adapter
 from millrace.cli.arguments import path_or_name
 from millrace.cli.store_access import (
     add_store_arguments,
-    print_json,
+    answer,
+    print_columns,
     served_catalogue,
     with_store,
 )
-
-if TYPE_CHECKING:
-    from millrace.runtime.redis.link import RedisLink
-    from millrace.schemas.models.adapters import Adapter
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -67,33 +63,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _list(arguments: argparse.Namespace) -> int:
     from millrace.bus.fleet.adapters import AdapterStore
 
-    async def read(link: RedisLink) -> list[Adapter]:
-        return await AdapterStore(link).all()
-
-    found = with_store(arguments, read)
-    if arguments.json:
-        print_json(found)
-        return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    if not found:
-        print("no adapters; add one with millrace adapters add NAME PATH")
-        return 0
-    table = Table(box=None, pad_edge=False)
-    for heading in ("adapter", "model", "version", "rank", "MB", "for", "source"):
-        table.add_column(heading, overflow="fold")
-    for one in found:
-        table.add_row(
-            one.name,
-            one.model,
-            one.version,
-            str(one.rank),
-            f"{one.size_bytes / 1e6:.1f}",
-            ", ".join(one.tenants) or "all",
-            one.source,
-        )
-    Console().print(table)
+    found = with_store(arguments, lambda link: AdapterStore(link).all())
+    if arguments.json or not found:
+        return answer(arguments, found, "no adapters; add one with millrace adapters add NAME PATH")
+    print_columns(
+        ("adapter", "model", "version", "rank", "MB", "for", "source"),
+        (
+            (
+                *(one.name, one.model, one.version, str(one.rank)),
+                *(f"{one.size_bytes / 1e6:.1f}", ", ".join(one.tenants) or "all", one.source),
+            )
+            for one in found
+        ),
+    )
     return 0
 
 
@@ -108,30 +90,18 @@ def _add(arguments: argparse.Namespace) -> int:
         tenants=arguments.tenant,
         description=arguments.description,
     )
-
-    async def store(link: RedisLink) -> None:
-        await AdapterStore(link).add(adapter, replace=arguments.replace)
-
-    with_store(arguments, store)
-    if arguments.json:
-        print_json(adapter)
-    else:
-        print(
-            f"{adapter.name} is offered, of rank {adapter.rank}, as {adapter.name} or "
-            f"{adapter.model}:{adapter.name}"
-        )
-    return 0
+    with_store(arguments, lambda link: AdapterStore(link).add(adapter, replace=arguments.replace))
+    return answer(
+        arguments,
+        adapter,
+        f"{adapter.name} is offered, of rank {adapter.rank}, as {adapter.name} or "
+        f"{adapter.model}:{adapter.name}",
+    )
 
 
 def _remove(arguments: argparse.Namespace) -> int:
     from millrace.bus.fleet.adapters import AdapterStore
 
-    async def remove(link: RedisLink) -> Adapter:
-        return await AdapterStore(link).remove(arguments.name)
-
-    removed = with_store(arguments, remove)
-    if arguments.json:
-        print_json(removed)
-    else:
-        print(f"{removed.name} is offered no more; what runs with it goes on")
-    return 0
+    removed = with_store(arguments, lambda link: AdapterStore(link).remove(arguments.name))
+    said = f"{removed.name} is offered no more; what runs with it goes on"
+    return answer(arguments, removed, said)

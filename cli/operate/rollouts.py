@@ -12,6 +12,8 @@ from millrace.cli.arguments import path_or_name, seconds, whole_number
 from millrace.cli.operate.status import change, from_anywhere
 from millrace.cli.store_access import (
     add_store_arguments,
+    answer,
+    print_columns,
     print_json,
     served_catalogue,
     with_store,
@@ -19,8 +21,6 @@ from millrace.cli.store_access import (
 from millrace.schemas.errors import ConfigError, ModelNotFoundError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from millrace.bus.fleet.rollouts import RolloutStore
     from millrace.runtime.redis.link import RedisLink
     from millrace.schemas.models.rollouts import Rollout, RolloutReport
@@ -186,18 +186,14 @@ def _rollback(arguments: argparse.Namespace) -> int:
     from millrace.bus.fleet.rollouts import RolloutStore
     from millrace.registry.rollouts.decisions import returned
 
-    async def turn_back(link: RedisLink) -> Rollout:
-        names, now_ns = served_catalogue(arguments).names(), time.time_ns()
-        return await RolloutStore(link).apply(
+    names, now_ns = served_catalogue(arguments).names(), time.time_ns()
+    rollout = with_store(
+        arguments,
+        lambda link: RolloutStore(link).apply(
             arguments.name, lambda known: returned(known, names, now_ns)
-        )
-
-    rollout = with_store(arguments, turn_back)
-    if arguments.json:
-        print_json(rollout)
-    else:
-        print(_told(rollout))
-    return 0
+        ),
+    )
+    return answer(arguments, rollout, _told(rollout))
 
 
 def _retire(arguments: argparse.Namespace) -> int:
@@ -209,12 +205,10 @@ def _retire(arguments: argparse.Namespace) -> int:
     model, label = split(arguments.version)
     name = model if label == INITIAL else arguments.version
     if name not in versions.of(model):
-        raise ModelNotFoundError(_no_version(name, versions.of(model)))
+        known = ", ".join(versions.of(model)) or "none"
+        raise ModelNotFoundError(f"There is no version {name!r:.200}. Versions: {known}.")
 
-    async def read(link: RedisLink) -> Rollout | None:
-        return await RolloutStore(link).find(model)
-
-    rollout = with_store(arguments, read)
+    rollout = with_store(arguments, lambda link: RolloutStore(link).find(model))
     stable = versions.stable(model, {} if rollout is None else {model: rollout})
     if name == stable or (rollout is not None and rollout.is_open and name == rollout.candidate):
         raise ConfigError(
@@ -225,33 +219,17 @@ def _retire(arguments: argparse.Namespace) -> int:
     return change(arguments.data, RemoveModelRequest(name, when_idle=True))
 
 
-def _no_version(name: str, known: Iterable[str]) -> str:
-    return f"There is no version {name!r:.200}. Versions: {', '.join(known) or 'none'}."
-
-
 def _list(arguments: argparse.Namespace) -> int:
     from millrace.bus.fleet.rollouts import RolloutStore
 
-    async def read(link: RedisLink) -> list[RolloutReport]:
-        return await RolloutStore(link).reports()
-
-    reports = with_store(arguments, read)
-    if arguments.json:
-        print_json(reports)
-        return 0
-    if not reports:
-        print("no rollouts; begin one with millrace models promote NAME@VERSION")
-        return 0
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("model", "state", "version", "share", "requests", "errors", "ttft p95", "why"):
-        table.add_column(heading, overflow="fold")
-    for report in reports:
-        for row in _rows(report):
-            table.add_row(*row)
-    Console().print(table)
+    reports = with_store(arguments, lambda link: RolloutStore(link).reports())
+    if arguments.json or not reports:
+        none = "no rollouts; begin one with millrace models promote NAME@VERSION"
+        return answer(arguments, reports, none)
+    print_columns(
+        ("model", "state", "version", "share", "requests", "errors", "ttft p95", "why"),
+        (row for report in reports for row in _rows(report)),
+    )
     return 0
 
 

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from millrace.cli.arguments import seconds_to_wait
-from millrace.cli.endpoints import add_data_argument, locate_nats
-from millrace.cli.store_access import print_json
+from millrace.cli.endpoints import add_data_argument, bus_of
+from millrace.cli.store_access import print_columns, print_json
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import MillraceError
 
@@ -231,29 +231,29 @@ def _num_held(status: WorkerStatus) -> int:
 
 
 def _print_table(workers: list[WorkerStatus]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
     are_groups = any(status.num_devices > 1 for status in workers)
     devices = ("devices",) if are_groups else ()
     load = ("running", "waiting", "KV", "moves")
-    for heading in ("worker", "model", *devices, "role", "state", *load):
-        table.add_column(heading, overflow="fold")
-    for status in workers:
-        used = status.num_blocks - status.num_free_blocks
-        table.add_row(
-            status.name,
-            status.model,
-            *((str(status.num_devices),) if are_groups else ()),
-            status.role.value,
-            _state_of(status),
-            f"{status.num_running} of {status.max_num_sequences}",
-            str(status.num_waiting),
-            f"{used / status.num_blocks:.0%}" if status.num_blocks else "",
-            "computed again" if status.transfer is None else "pulled",
-        )
-    Console().print(table)
+    print_columns(
+        ("worker", "model", *devices, "role", "state", *load),
+        (
+            (
+                *(status.name, status.model),
+                *((str(status.num_devices),) if are_groups else ()),
+                *(status.role.value, _state_of(status)),
+                f"{status.num_running} of {status.max_num_sequences}",
+                str(status.num_waiting),
+                _kv_use(status),
+                "computed again" if status.transfer is None else "pulled",
+            )
+            for status in workers
+        ),
+    )
+
+
+def _kv_use(status: WorkerStatus) -> str:
+    used = status.num_blocks - status.num_free_blocks
+    return f"{used / status.num_blocks:.0%}" if status.num_blocks else ""
 
 
 def _state_of(status: WorkerStatus) -> str:
@@ -264,12 +264,7 @@ def _state_of(status: WorkerStatus) -> str:
 
 def _on_bus(arguments: argparse.Namespace, action: Callable[[Bus], Awaitable[int]]) -> int:
     async def work() -> int:
-        from millrace.bus import nats
-
-        bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-workers")
-        try:
+        async with bus_of(arguments, "millrace-workers") as bus:
             return await action(bus)
-        finally:
-            await bus.close()
 
     return asyncio.run(work())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.arguments import path_or_name, seconds_to_wait, whole_number
-from millrace.cli.endpoints import add_data_argument, locate_nats
+from millrace.cli.endpoints import add_data_argument, bus_of
 from millrace.schemas.errors import ConfigError, ParameterError
 
 if TYPE_CHECKING:
@@ -139,11 +139,9 @@ def _requested(model: str, adapter: str) -> str:
 
 
 async def _publish(job: Job, arguments: argparse.Namespace) -> int:
-    from millrace.bus import nats
     from millrace.cli.requests.answers import print_result, stream_answer
 
-    bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-publish")
-    try:
+    async with bus_of(arguments, "millrace-publish") as bus:
         if arguments.no_wait:
             await bus.jobs.publish(job)
             print(job.request_id)
@@ -153,8 +151,6 @@ async def _publish(job: Job, arguments: argparse.Namespace) -> int:
             return await stream_answer(bus, job, arguments.timeout)
         await bus.jobs.publish(job)
         return await print_result(bus, job.tenant, job.request_id, arguments.timeout)
-    finally:
-        await bus.close()
 
 
 def _read_body(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from millrace.cli.endpoints import locate_nats
+from millrace.cli.endpoints import bus_of
 from millrace.cli.requests.publish import add_bus_arguments, check_names
 
 
@@ -31,11 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _fetch(arguments: argparse.Namespace) -> int:
-    from millrace.bus import nats
     from millrace.cli.requests.answers import print_result
 
-    bus = await nats.connect(locate_nats(arguments.data, arguments.nats), "millrace-result")
-    try:
+    async with bus_of(arguments, "millrace-result") as bus:
         return await print_result(bus, arguments.tenant, arguments.request_id, arguments.timeout)
-    finally:
-        await bus.close()

@@ -122,11 +122,7 @@ def _group(columns: Columns, rows: Flags, slo: Slo | None, *, quantiles: bool = 
         goodput = float((_keeps(columns, slo) & done).sum()) / max(num_requests, 1)
     return Group(
         num_requests=num_requests,
-        num_done=by_status.get(Status.DONE.value, 0),
-        num_shed=by_status.get(Status.SHED.value, 0),
-        num_expired=by_status.get(Status.EXPIRED.value, 0),
-        num_cancelled=by_status.get(Status.CANCELLED.value, 0),
-        num_failed=by_status.get(Status.FAILED.value, 0),
+        **{f"num_{status}": by_status.get(status.value, 0) for status in Status},
         num_unfinished=by_status.get(UNFINISHED, 0),
         prompt_tokens=int(columns.prompt_tokens[ran].sum()),
         cached_tokens=int(columns.cached_tokens[ran].sum()),

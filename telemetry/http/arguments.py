@@ -158,7 +158,7 @@ def read_arguments(scope: Scope, given: Mapping[str, str]) -> Arguments:
         or str(uuid.uuid4()),
         database=header_of(scope, b"x-clickhouse-database") or given.get("database", ""),
         output_format=output_format or "TabSeparated",
-        parameters=_parameters(given),
+        parameters=parameters_of(given),
         settings=settings_of(given),
         protocol_version=_number(given, "client_protocol_version", 0),
         is_analyst=is_analyst(given.get("role", "")),
@@ -202,7 +202,8 @@ def is_analyst(role: str) -> bool:
     )
 
 
-def _parameters(given: Mapping[str, str]) -> dict[str, str]:
+def parameters_of(given: Mapping[str, str]) -> dict[str, str]:
+    """The parameters of a statement, without their prefix."""
     return {
         name.removeprefix(_PARAMETER_PREFIX): EscapedText(value)
         for name, value in given.items()

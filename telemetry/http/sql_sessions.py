@@ -8,14 +8,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from millrace.telemetry.http.arguments import Arguments, is_analyst, settings_of
-from millrace.telemetry.store.reading import EscapedText, QueryError
-from millrace.telemetry.store.sql_guard import Token, first_word, tokens_of
+from millrace.telemetry.http.arguments import Arguments, is_analyst, parameters_of, settings_of
+from millrace.telemetry.store.reading import QueryError
+from millrace.telemetry.store.sql_guard import Token, first_word, tokens_of, unquoted
 
 _SESSION_NOT_FOUND, _SYNTAX_ERROR, _TOO_MANY_SESSIONS = 372, 62, 202
 _MAX_SESSIONS = 1_000
 _MAX_SETTINGS = 200
-_PARAMETER_PREFIX = "param_"
 _ESCAPE = re.compile(r"\\(.)|''", re.DOTALL)
 
 
@@ -97,11 +96,11 @@ def change_of(sql: str) -> Change | None:
         tokens.pop()
     names = [token.name for token in tokens[:2]]
     if names[:1] == ["use"] and len(tokens) in {2, 3} and tokens[-1].kind in {"word", "quoted"}:
-        return Change(database=_unquoted(tokens[-1]))
+        return Change(database=unquoted(tokens[-1]))
     if names[:1] != ["set"]:
         return None
     if names == ["set", "role"] and len(tokens) == 3:
-        role = _unquoted(tokens[2])
+        role = unquoted(tokens[2])
         return Change(is_analyst=role.lower() != "none" and is_analyst(role))
     if names == ["set", "time"] and len(tokens) == 4:
         return Change(settings={"session_timezone": _text(sql, tokens[3:])})
@@ -115,13 +114,8 @@ def _assigned(sql: str, tokens: list[Token]) -> Change:
             raise QueryError.refusing(
                 _SYNTAX_ERROR, "Syntax error: write SET name = value, … (SYNTAX_ERROR)"
             )
-        given[_unquoted(part[0])] = _text(sql, part[2:])
-    parameters: dict[str, str] = {
-        name.removeprefix(_PARAMETER_PREFIX): EscapedText(value)
-        for name, value in given.items()
-        if name.startswith(_PARAMETER_PREFIX)
-    }
-    return Change(settings=settings_of(given), parameters=parameters)
+        given[unquoted(part[0])] = _text(sql, part[2:])
+    return Change(settings=settings_of(given), parameters=parameters_of(given))
 
 
 def _parts(tokens: list[Token]) -> list[list[Token]]:
@@ -141,7 +135,3 @@ def _text(sql: str, tokens: list[Token]) -> str:
     if len(tokens) == 1 and tokens[0].kind == "string":
         return _ESCAPE.sub(lambda match: match[1] or "'", tokens[0].text[1:-1])
     return sql[tokens[0].start : tokens[-1].end]
-
-
-def _unquoted(token: Token) -> str:
-    return token.text.strip('"`') if token.kind == "quoted" else token.text

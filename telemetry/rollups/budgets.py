@@ -63,14 +63,8 @@ async def record_budgets(
         owner for owner in now.keys() | known.keys() if now.get(owner) != known.get(owner)
     )
     if changed:
-        columns = (
-            [tenant for tenant, _, _ in changed],
-            [key_id for _, key_id, _ in changed],
-            [currency for _, _, currency in changed],
-            [now.get(owner) for owner in changed],
-            [now_ms for _ in changed],
-        )
-        await store.insert(TABLE, columns, token="")
+        rows = [(*owner, now.get(owner), now_ms) for owner in changed]
+        await store.insert(TABLE, list(zip(*rows, strict=True)), token="")
     return len(changed)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from decimal import Decimal
+from operator import attrgetter
 
 import msgspec
 
@@ -76,14 +77,9 @@ async def record_prices(store: Store, catalogue: Catalogue, clock: Clock) -> lis
     for each in changed:
         logger.error("%s", each, extra={"model": each.model, "version": each.now.version})
     if new:
-        columns = (
-            [model for model, _ in new],
-            [prices.version for _, prices in new],
-            [prices.currency for _, prices in new],
-            *([getattr(prices, name) for _, prices in new] for name in _PRICES),
-            [now_ms for _ in new],
-        )
-        await store.insert(TABLE, columns, token="")
+        stored = attrgetter("version", "currency", *_PRICES)
+        rows = [(model, *stored(prices), now_ms) for model, prices in new]
+        await store.insert(TABLE, list(zip(*rows, strict=True)), token="")
     return changed
 
 

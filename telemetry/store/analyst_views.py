@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -117,8 +118,7 @@ class AnalystViews:
         if statement is NOTHING:
             return
         try:
-            connection = connect_again(self._path)
-            try:
+            with closing(connect_again(self._path)) as connection:
                 connection.query(f"SET ROLE {ANALYST}, {VIEW_MAKER}")
                 connection.query(f"USE {quote(database)}")
                 connection.query(f"SET {', '.join(_SETTINGS)}")
@@ -126,8 +126,6 @@ class AnalystViews:
                     self._check_body(connection, statement.body)
                 self._check_views(connection, statement, database)
                 connection.query(statement.sql)
-            finally:
-                connection.close()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
         logger.info("changed views of analysts", extra={"statement": statement.sql[:_MAX_LOGGED]})

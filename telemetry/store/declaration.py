@@ -9,10 +9,14 @@ from __future__ import annotations
 import functools
 import tomllib
 from importlib import resources
+from importlib.resources.abc import Traversable
+from typing import Any, TypeVar
 
 import msgspec
 
 from millrace.schemas.tenants import LIMITS
+
+_T = TypeVar("_T")
 
 # Columns whose meaning is the same in several tables.
 _COMMON = "common"
@@ -73,13 +77,19 @@ class ViewColumn(msgspec.Struct, frozen=True, kw_only=True):
     type: str = ""
 
 
-class DeclaredTable(msgspec.Struct, frozen=True, kw_only=True):
+class DeclaredTable(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    rename={"view_name": "view"},
+):
     """A table, what a row of it is, and its columns by name. The view is named ``view_name`` if
     that is given. It also has the rows of the table ``whole_in`` that are whole."""
 
     name: str
     what: str
-    columns: dict[str, DeclaredColumn]
+    columns: dict[str, DeclaredColumn] = {}
     internal: bool = False
     view_name: str = ""
     whole_in: str = ""
@@ -124,15 +134,6 @@ class JointView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     columns: dict[str, JointViewColumn]
 
 
-class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    what: str
-    columns: dict[str, DeclaredColumn] = {}
-    common: tuple[str, ...] = ()
-    internal: bool = False
-    view: str = ""
-    whole_in: str = ""
-
-
 def _percentile(name: str, column: DeclaredColumn, level: int) -> ViewColumn:
     measure, _, unit = name.rpartition("_")
     state = f"finalizeAggregation({name})[{level + 1}]"
@@ -154,37 +155,34 @@ def _percentile(name: str, column: DeclaredColumn, level: int) -> ViewColumn:
 def load_declaration() -> dict[str, DeclaredTable]:
     """The tables by their names, the internal ones included."""
     files = resources.files("millrace.telemetry").joinpath("columns").iterdir()
-    texts = {file.name.removesuffix(".toml"): file.read_text(encoding="utf-8") for file in files}
-    common = msgspec.convert(tomllib.loads(texts.pop(_COMMON)), dict[str, DeclaredColumn])
-    del texts[_VALUES], texts[_VIEWS]
+    declared = {file.name.removesuffix(".toml"): _read(file) for file in files}
+    common = declared.pop(_COMMON)
+    del declared[_VALUES], declared[_VIEWS]
     tables = {}
-    for name in sorted(texts):
-        file = msgspec.convert(tomllib.loads(texts[name]), _File)
-        shared = {column: common[column] for column in file.common}
-        tables[name] = DeclaredTable(
-            name=name,
-            what=file.what,
-            columns={**shared, **file.columns},
-            internal=file.internal,
-            view_name=file.view,
-            whole_in=file.whole_in,
-        )
+    for name, table in sorted(declared.items()):
+        shared = {column: common[column] for column in table.pop("common", ())}
+        table |= {"name": name, "columns": {**shared, **table.get("columns", {})}}
+        tables[name] = msgspec.convert(table, DeclaredTable)
     return tables
+
+
+def _read(file: Traversable) -> dict[str, Any]:
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def _read_columns(name: str, kind: type[_T]) -> dict[str, _T]:
+    file = resources.files("millrace.telemetry").joinpath("columns", f"{name}.toml")
+    return {key: msgspec.convert(value, kind) for key, value in _read(file).items()}
 
 
 @functools.cache
 def load_joint_views() -> dict[str, JointView]:
     """The views of several tables by name."""
-    file = resources.files("millrace.telemetry").joinpath("columns", f"{_VIEWS}.toml")
-    return msgspec.convert(tomllib.loads(file.read_text(encoding="utf-8")), dict[str, JointView])
+    return _read_columns(_VIEWS, JointView)
 
 
 @functools.cache
 def load_values() -> dict[str, dict[str, str]]:
     """The sets of values by name: each value and what it means."""
-    file = resources.files("millrace.telemetry").joinpath("columns", f"{_VALUES}.toml")
-    values = msgspec.convert(
-        tomllib.loads(file.read_text(encoding="utf-8")), dict[str, dict[str, str]]
-    )
-    values["limit"] = {name: traits.meaning for name, traits in LIMITS.items()}
-    return values
+    limits = {name: traits.meaning for name, traits in LIMITS.items()}
+    return {**_read_columns(_VALUES, dict[str, str]), "limit": limits}

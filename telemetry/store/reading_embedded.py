@@ -8,7 +8,7 @@ import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from typing import Any
 
@@ -213,8 +213,7 @@ class EmbeddedReader(StreamingReader):
             if pipe.is_left:
                 return
             ours, given = self._settings_of(query)
-            connection = self._connection(ours, question, given)
-            try:
+            with closing(self._connection(ours, question, given)) as connection:
                 statement = self._statement(question.sql)
                 output_format = statement.output_format or question.output_format
                 if not _FORMAT.fullmatch(output_format):
@@ -244,8 +243,6 @@ class EmbeddedReader(StreamingReader):
                 )
                 if tags:
                     self._kill(tags)
-            finally:
-                connection.close()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
         finally:
@@ -271,11 +268,8 @@ class EmbeddedReader(StreamingReader):
         return own_processes.found(tags), [] if kill.is_test else tags
 
     def _kill(self, tags: list[str]) -> None:
-        connection = connect_again(self._path)
-        try:
+        with closing(connect_again(self._path)) as connection:
             connection.query(own_processes.kill_statement(tags))
-        finally:
-            connection.close()
 
     def _try_kill(self, tags: list[str]) -> bool:
         """Whether the engine took the order: it may have no memory left for that."""
@@ -289,11 +283,8 @@ class EmbeddedReader(StreamingReader):
     def _running(self) -> list[RunningQuery]:
         """The queries of users that run."""
         try:
-            connection = connect_again(self._path)
-            try:
+            with closing(connect_again(self._path)) as connection:
                 rows: bytes = connection.query(own_processes.RUNNING, _ROWS).bytes()
-            finally:
-                connection.close()
         except (ChdbError, RuntimeError):
             # The engine is at its own limit, and ends queries itself.
             return []
@@ -366,16 +357,10 @@ class EmbeddedReader(StreamingReader):
     ) -> bytes:
         values = _values(parameters)
         try:
-            connection = self._connection(
-                {**self._limits.settings(), QUOTE_INTEGERS: int(quotes_integers), "readonly": 1}
-            )
-            try:
-                statement = self._statement(sql)
-                result: bytes = connection.query(
-                    statement.text, output_format, params=values
-                ).bytes()
-            finally:
-                connection.close()
+            settings = {**self._limits.settings(), QUOTE_INTEGERS: int(quotes_integers)}
+            with closing(self._connection({**settings, "readonly": 1})) as connection:
+                text = self._statement(sql).text
+                result: bytes = connection.query(text, output_format, params=values).bytes()
         except (ChdbError, RuntimeError) as error:
             raise QueryError.of(str(error)) from error
         return result or b""
@@ -407,15 +392,12 @@ def normal_form(path: str, sql: str) -> str:
     """The one statement as the engine itself reads it, in its own spelling, without comments.
     What is looked at and what is run are this text, so that no way of writing it tells them
     apart. Raises QueryError for what is not one statement."""
-    connection = connect_again(path)
-    try:
-        written: bytes = connection.query(
-            _NORMAL_FORM, "RawBLOB", params={"statement": escaped(sql)}
-        ).bytes()
-    except (ChdbError, RuntimeError) as error:
-        raise QueryError.of(str(error).partition(": In scope SELECT formatQuery")[0]) from error
-    finally:
-        connection.close()
+    with closing(connect_again(path)) as connection:
+        try:
+            given = {"statement": escaped(sql)}
+            written: bytes = connection.query(_NORMAL_FORM, "RawBLOB", params=given).bytes()
+        except (ChdbError, RuntimeError) as error:
+            raise QueryError.of(str(error).partition(": In scope SELECT formatQuery")[0]) from error
     return written.decode()
 
 

@@ -19,7 +19,7 @@ from millrace.telemetry.store.declaration import (
     load_declaration,
     load_joint_views,
 )
-from millrace.telemetry.store.reading import quote
+from millrace.telemetry.store.reading import literal, quote
 from millrace.telemetry.store.store import Store
 
 # Reads what ``Existing.of`` takes.
@@ -95,12 +95,12 @@ async def declare(store: Store) -> list[str]:
 def _comments(table: DeclaredTable, there: Existing) -> list[str]:
     """The parts of an ALTER TABLE."""
     parts = [
-        f"COMMENT COLUMN {name} {_quoted(column.comment)}"
+        f"COMMENT COLUMN {name} {literal(column.comment)}"
         for name, column in table.columns.items()
         if there.columns.get(name, ("", ""))[1] != column.comment
     ]
     if there.comment != table.comment:
-        parts.append(f"MODIFY COMMENT {_quoted(table.comment)}")
+        parts.append(f"MODIFY COMMENT {literal(table.comment)}")
     return parts
 
 
@@ -140,12 +140,12 @@ def _statement(name: str, wanted: Existing, view: Existing | None) -> str:
     if view is not None and _normal(view) == _normal(wanted):
         return ""
     columns = ", ".join(
-        f"{column} {kind} COMMENT {_quoted(comment)}"
+        f"{column} {kind} COMMENT {literal(comment)}"
         for column, (kind, comment) in wanted.columns.items()
     )
     return (
         f"CREATE OR REPLACE VIEW {name} ({columns}) "
-        f"COMMENT {_quoted(wanted.comment)} AS {wanted.as_select}"
+        f"COMMENT {literal(wanted.comment)} AS {wanted.as_select}"
     )
 
 
@@ -161,8 +161,3 @@ def _selected(column: ViewColumn) -> str:
 
 def _whole(declared: DeclaredColumn, column: ViewColumn) -> str:
     return f"{declared.whole} AS {column.name}" if declared.whole else _selected(column)
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
