@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -94,16 +94,11 @@ def target_of(url: str) -> ServerTarget:
         raise ConfigError(f"--url: {url!r} is no address: {error}") from error
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.query or parts.username:
         raise ConfigError(f"--url: {url!r} does not look like http://HOST:PORT or http://HOST/v1")
-    is_tls = parts.scheme == "https"
+    is_tls, path = parts.scheme == "https", parts.path.rstrip("/")
     return ServerTarget(
         host=parts.hostname,
         port=port or (443 if is_tls else 80),
         is_tls=is_tls,
         authority=parts.netloc,
-        path=_api_path(parts),
+        path=path if path.endswith("/v1") else f"{path}/v1",
     )
-
-
-def _api_path(parts: SplitResult) -> str:
-    path = parts.path.rstrip("/")
-    return path if path.endswith("/v1") else f"{path}/v1"

@@ -10,7 +10,12 @@ import msgspec
 
 from millrace.bench.clients.events import read_whole_usage
 from millrace.bench.clients.exchange import ClientExchange
-from millrace.bench.clients.http_client import HttpConnection, connect, request_bytes
+from millrace.bench.clients.http_client import (
+    ClientConnection,
+    HttpConnection,
+    connect,
+    request_bytes,
+)
 from millrace.bench.clients.socket_client import SocketConnection
 from millrace.bench.prompts import Prompted
 from millrace.bench.settings import LoadError, LoadSettings, TargetApi, target_of
@@ -31,8 +36,8 @@ class LoadClient:
         self._headers = list(settings.headers)
         if settings.api_key:
             self._headers.append(("authorization", f"Bearer {settings.api_key}"))
-        self._idle: list[HttpConnection | SocketConnection] = []
-        self._busy: set[HttpConnection | SocketConnection] = set()
+        self._idle: list[ClientConnection] = []
+        self._busy: set[ClientConnection] = set()
 
     def encode(self, index: int, prompted: Prompted, **fields: Any) -> bytes:
         """The request for a prompt, with any more ``fields``, ready to be sent."""
@@ -47,7 +52,7 @@ class LoadClient:
         """Send a request and return when its answer has ended; what goes wrong is in the
         exchange."""
         settings = self._settings
-        connection: HttpConnection | SocketConnection | None = None
+        connection: ClientConnection | None = None
         try:
             async with asyncio.timeout(settings.timeout_s):
                 connection = await self._connection()
@@ -147,7 +152,7 @@ class LoadClient:
             body["ignore_eos"] = True
         return body | (settings.extra_body if settings.api is TargetApi.WEBSOCKET else {})
 
-    async def _connection(self) -> HttpConnection | SocketConnection:
+    async def _connection(self) -> ClientConnection:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_idle:

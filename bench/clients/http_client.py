@@ -25,21 +25,12 @@ CONNECTION_LOST = "connection_lost"
 _Protocol = TypeVar("_Protocol", bound=asyncio.Protocol)
 
 
-class HttpConnection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol):
     """``send`` a request when ``is_idle``; the exchange is closed when its answer has ended."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._exchange: ClientExchange | None = None
-        self._parser = HttpResponseParser(self)
-        self._now_s = 0.0  # when the piece of the answer came that is being read
-        self._head_bytes = 0  # that came so far, until the body begins
-        self._in_body = False
-        self._is_stream = False
-        self._is_delimited = False  # by a length or in chunks, not by the connection's end
-        self._pending = b""  # of an event that is not whole yet
-        self._data: list[bytes] = []
-        self._body: list[bytes] = []
         self.is_open = False
 
     @property
@@ -51,7 +42,6 @@ class HttpConnection(asyncio.Protocol):
         assert self._transport is not None
         assert self.is_idle, "one request at a time"
         self._exchange = exchange
-        self._head_bytes = 0
         exchange.sent_s = time.perf_counter()
         self._transport.write(request)
 
@@ -61,10 +51,33 @@ class HttpConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+
+class HttpConnection(ClientConnection):
+    """A connection for HTTP/1.1, open once it is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._parser = HttpResponseParser(self)
+        self._now_s = 0.0  # when the piece of the answer came that is being read
+        self._head_bytes = 0  # that came so far, until the body begins
+        self._in_body = False
+        self._is_stream = False
+        self._is_delimited = False  # by a length or in chunks, not by the connection's end
+        self._pending = b""  # of an event that is not whole yet
+        self._data: list[bytes] = []
+        self._body: list[bytes] = []
+
+    def send(self, request: bytes, exchange: ClientExchange) -> None:
+        self._head_bytes = 0
+        super().send(request, exchange)
+
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
+        super().connection_made(transport)
         self.is_open = True
 
     def connection_lost(self, exc: Exception | None) -> None:

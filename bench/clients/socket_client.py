@@ -9,11 +9,10 @@ import asyncio
 import base64
 import secrets
 import time
-from typing import cast
 
 from millrace.bench.clients.events import read_message, read_refusal
 from millrace.bench.clients.exchange import ClientExchange
-from millrace.bench.clients.http_client import CONNECTION_LOST, request_bytes
+from millrace.bench.clients.http_client import CONNECTION_LOST, ClientConnection, request_bytes
 from millrace.bench.settings import LoadError, ServerTarget
 from millrace.schemas.websocket import SUBPROTOCOL
 
@@ -21,21 +20,15 @@ _FIN, _TEXT, _CLOSE, _PING, _PONG = 0x80, 0x1, 0x8, 0x9, 0xA
 _MASKED = 0x80
 
 
-class SocketConnection(asyncio.Protocol):
-    """``opened`` after the handshake; then as an ``HttpConnection``."""
+class SocketConnection(ClientConnection):
+    """A connection for millrace.v1, open and ``opened`` after the handshake."""
 
     def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
-        self._exchange: ClientExchange | None = None
+        super().__init__()
         self._buffer = b""
         self._partial: list[bytes] = []
         self._is_greeted = False
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_open = False
-
-    @property
-    def is_idle(self) -> bool:
-        return self.is_open and self._exchange is None
 
     def greet(self, target: ServerTarget, headers: list[tuple[str, str]]) -> None:
         """Send the handshake."""
@@ -52,23 +45,10 @@ class SocketConnection(asyncio.Protocol):
         self._transport.write(request_bytes(target, "GET", "/ws", handshake, b""))
 
     def send(self, request: bytes, exchange: ClientExchange) -> None:
-        """Send one message; what answers it goes to ``exchange``. The connection must be idle."""
-        assert self._transport is not None
-        assert self.is_idle, "one generation at a time"
-        self._exchange = exchange
         exchange.status = 101
-        exchange.sent_s = time.perf_counter()
-        self._transport.write(frame(_TEXT, request))
-
-    def close(self) -> None:
-        """Part with the server, whatever it is doing."""
-        if self._transport is not None:
-            self._transport.abort()
+        super().send(frame(_TEXT, request), exchange)
 
     # What asyncio calls.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self.is_open = False

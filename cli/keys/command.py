@@ -116,11 +116,10 @@ def _create(arguments: argparse.Namespace) -> int:
         key_tier = tier
         known = await store.tenant(arguments.tenant)
         if not known.version:
-
-            def begin(now: TenantRecord) -> TenantRecord:
-                return msgspec.structs.replace(now, tier=tier or now.tier)
-
-            await store.change_tenant(arguments.tenant, begin)
+            await store.change_tenant(
+                arguments.tenant,
+                lambda now: msgspec.structs.replace(now, tier=tier or now.tier),
+            )
             key_tier = None
         elif key_tier == known.record.tier:
             key_tier = None

@@ -15,7 +15,6 @@ from millrace.cli.arguments import (
     whole_number,
 )
 from millrace.cli.endpoints import add_data_argument
-from millrace.cli.simulate.groups import add_group
 from millrace.schemas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_trace(parser.add_argument_group("the trace"))
     _add_policy(parser.add_argument_group("the scheduler"))
     _add_workers(parser.add_argument_group("the workers"))
-    add_group(parser.add_argument_group("a worker of several devices"))
+    _add_group(parser.add_argument_group("a worker of several devices"))
     _add_results(parser.add_argument_group("the results"))
     commands = parser.add_subparsers(metavar="[synthesise]", dest="simulate_command")
     _add_synthesise(commands)
@@ -142,6 +141,33 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--heartbeat", default="1s", metavar="TIME", help="of workers (default: %(default)s)"
+    )
+
+
+def _add_group(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--tensor-parallel",
+        type=whole_number,
+        metavar="N",
+        help="devices that compute each layer together; the times of steps and prompts, which are "
+        "of one device, are divided by it, and what is exchanged is added (docs/parallelism.md)",
+    )
+    group.add_argument(
+        "--model-shape",
+        metavar="LAYERS,HIDDEN,VOCABULARY",
+        help="what is exchanged follows from it (default: 32,4096,128256, a Llama 8B)",
+    )
+    group.add_argument(
+        "--group-gbytes-per-s",
+        type=float,
+        metavar="R",
+        help="what a device sends to the others of its group (default: 450, NVLink 4 each way)",
+    )
+    group.add_argument(
+        "--collective-us",
+        type=float,
+        metavar="US",
+        help="what an exchange takes beside its bytes (default: as NCCL's model of a ring has it)",
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,12 +16,12 @@ from millrace.bench.settings import Slo
 from millrace.bench.spread import parse_spread
 from millrace.cli.arguments import parse_slo, seconds
 from millrace.cli.engine_arguments import FirstWorkers, parse_bounds, workers_option
-from millrace.cli.simulate.groups import group_of
 from millrace.runtime.settings import load_config
 from millrace.schemas.config import AutoscaleConfig, Config, EngineConfig
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.tenants import budgets_of, check_currency, parse_budget
+from millrace.simulation.collectives import GroupLink, ModelShape, collective_times
 from millrace.simulation.settings import Failure, KvLink, SimulationSettings
 from millrace.simulation.traces.synthesise import TraceKind, TraceRecipe, parse_tenants
 from millrace.workers.simulated.latency_model import LatencyModel
@@ -38,6 +39,7 @@ _SIMULATION = (
 _ACK_WAIT_S, _LEASE_EXTEND_S = 120.0, 40.0
 _FAILURE = re.compile(r"worker=(\d+)@(.+)")
 _MAX_WORKERS = 100_000
+_MAX_DEVICES = 1_024
 
 
 def settings_of(arguments: argparse.Namespace) -> SimulationSettings:
@@ -121,7 +123,7 @@ def _engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineConfig
     }
     if arguments.start_time is not None:
         simulation["start_s"] = seconds("--start-time", arguments.start_time)
-    group = group_of(arguments)
+    group = _group_of(arguments)
     if group is not None:
         changes["tensor_parallel"], collectives = group
         simulation |= collectives
@@ -166,21 +168,63 @@ def _first_workers(text: str) -> FirstWorkers:
     return first
 
 
+def _group_of(arguments: argparse.Namespace) -> tuple[int, dict[str, float]] | None:
+    """How many devices a worker has, and the settings of ``worker.engine.simulation`` that follow;
+    None: the arguments leave that to the configuration. Raises ConfigError."""
+    num_devices = arguments.tensor_parallel
+    if num_devices is None:
+        for name in ("model_shape", "group_gbytes_per_s", "collective_us"):
+            if getattr(arguments, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} goes with --tensor-parallel")
+        return None
+    if not 1 <= num_devices <= _MAX_DEVICES:
+        raise ConfigError(
+            f"--tensor-parallel must be between 1 and {_MAX_DEVICES}, got {num_devices}"
+        )
+    given = _above_0_in(arguments, {"bytes_per_s": ("group_gbytes_per_s", 1e9)})
+    if arguments.collective_us is not None:
+        given["latency_s"] = _at_least_0("--collective-us", arguments.collective_us) / 1e6
+    link = GroupLink(**given)
+    times = collective_times(_shape_of(arguments), link, num_devices)
+    return num_devices, msgspec.structs.asdict(times)
+
+
+def _shape_of(arguments: argparse.Namespace) -> ModelShape:
+    if arguments.model_shape is None:
+        return ModelShape()
+    parts = arguments.model_shape.split(",")
+    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise ConfigError(
+            f"--model-shape: {arguments.model_shape!r} does not look like 80,8192,128256"
+        )
+    layers, hidden, vocabulary = map(int, parts)
+    return ModelShape(num_layers=layers, hidden_size=hidden, vocab_size=vocabulary)
+
+
 def _link(arguments: argparse.Namespace) -> KvLink:
-    values = {
-        "bytes_per_token": ("--kv-bytes-per-token", arguments.kv_bytes_per_token, 1.0),
-        "bytes_per_s": ("--link-gbytes-per-s", arguments.link_gbytes_per_s, 1e9),
+    units = {
+        "bytes_per_token": ("kv_bytes_per_token", 1.0),
+        "bytes_per_s": ("link_gbytes_per_s", 1e9),
     }
-    given: dict[str, float] = {}
-    for field, (name, value, unit) in values.items():
-        if value is None:
-            continue
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be above 0, got {value:g}")
-        given[field] = value * unit
+    given = _above_0_in(arguments, units)
     if arguments.pull_overhead is not None:
         given["overhead_s"] = seconds("--pull-overhead", arguments.pull_overhead)
     return KvLink(**given)
+
+
+def _above_0_in(
+    arguments: argparse.Namespace, units: Mapping[str, tuple[str, float]]
+) -> dict[str, float]:
+    """The values of fields that are given, each by the name of its argument and the unit of that.
+    Raises ConfigError for a value that is not above 0."""
+    given = {}
+    for field, (name, unit) in units.items():
+        value = getattr(arguments, name)
+        if value is not None:
+            if not 0 < value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+            given[field] = value * unit
+    return given
 
 
 def _failure(text: str) -> Failure:
