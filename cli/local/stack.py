@@ -18,8 +18,13 @@ from millrace.bus.fleet.role_shares import RoleShares
 from millrace.bus.nats.permissions import Part
 from millrace.cli.endpoints import CONFIG_FILE, ENDPOINTS_FILE, LOOPBACK, Endpoints, url
 from millrace.cli.json_files import formatted_json
-from millrace.cli.local.live import LiveSystem, SystemState, probe_pooling, serve_one
-from millrace.cli.local.model_changes import StartingModels
+from millrace.cli.local.live import (
+    LiveSystem,
+    StartingModels,
+    SystemState,
+    probe_pooling,
+    serve_one,
+)
 from millrace.cli.local.models import KNOWN_FILE
 from millrace.cli.local.ports import PortPicker, answers, front_url, listens, port_of
 from millrace.cli.local.private_files import (

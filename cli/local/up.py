@@ -177,7 +177,7 @@ def _run_private(arguments: argparse.Namespace, data: Path) -> int:
 
 def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     from millrace.cli.local import models as local_models
-    from millrace.cli.local.model_changes import StartingModels
+    from millrace.cli.local.live import StartingModels
     from millrace.cli.local.stack import Plan
     from millrace.registry.catalogue import load_catalogue
 

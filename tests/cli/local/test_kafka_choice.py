@@ -8,7 +8,7 @@ import pytest
 
 from millrace.cli.endpoints import Endpoints
 from millrace.cli.greeting import greeting
-from millrace.cli.local.model_changes import StartingModels
+from millrace.cli.local.live import StartingModels
 from millrace.cli.local.models import SavedModels
 from millrace.cli.local.ports import PortPicker
 from millrace.cli.local.records.kafka_servers import ApacheServer, StandIn, kafka_server

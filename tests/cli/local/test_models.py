@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from millrace.cli.local.control import AddModelRequest, ControlError, RemoveModelRequest
-from millrace.cli.local.live import LiveSystem, _wish
+from millrace.cli.local.live import LiveSystem, ModelChanges, StartingModels, _wish
 from millrace.cli.local.machine_memory import MemoryTooSmallError, check_memory
-from millrace.cli.local.model_changes import ModelChanges, StartingModels
 from millrace.cli.local.models import (
     AddedModel,
     SavedModels,

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.cli.endpoints import Endpoints
 from millrace.cli.greeting import greeting
-from millrace.cli.local.model_changes import StartingModels
+from millrace.cli.local.live import StartingModels
 from millrace.cli.local.models import SavedModels, catalogue_for
 from millrace.cli.local.stack import Plan
 from millrace.cli.local.up import _plan
