@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
+from itertools import product as every
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.gpu.kernel_cases import Call, Cost, Work, measure, returned
+from benchmarks.gpu.kernel_cases import Call, Cost, Tiles, Work, measure, returned
 from benchmarks.gpu.kernels import rehearse
 from benchmarks.gpu.matmul_kernels import Shape
 from benchmarks.gpu.scope import Scope
 from millrace.engine.kernels.gpu import experts
+from millrace.engine.kernels.gpu.quantized import product
 from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
 from millrace.engine.kernels.gpu.quantized.library import library_linear
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
-from millrace.engine.kernels.gpu.quantized.product import (
-    quantized_linear,
-    tiled_quantized_linear,
-)
+from millrace.engine.kernels.gpu.quantized.product import quantized_linear
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows
 from millrace.engine.kernels.gpu.quantized.tiles import QuantizedTile, RowProductTile
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
@@ -98,9 +96,9 @@ def run(scope: Scope) -> None:
 
 
 def measure_all(scope: Scope) -> None:
-    for shape in shapes(scope):
-        for num_rows in row_counts(scope):
-            for layout in layouts(scope):
+    for shape in _SMOKE_SHAPES if scope.smoke else _LLAMA_SHAPES:
+        for num_rows in _SMOKE_ROWS if scope.smoke else _ROWS:
+            for layout in _layouts(scope):
                 _measure_linear(scope, layout, shape, num_rows)
             if scope.smoke or num_rows >= _INT_MM_ROWS:
                 _measure_torch(scope, shape, num_rows)
@@ -108,22 +106,14 @@ def measure_all(scope: Scope) -> None:
         _measure_experts(scope, layout)
 
 
-def shapes(scope: Scope) -> Sequence[Shape]:
-    return _SMOKE_SHAPES if scope.smoke else _LLAMA_SHAPES
-
-
-def row_counts(scope: Scope) -> Sequence[int]:
-    return _SMOKE_ROWS if scope.smoke else _ROWS
-
-
-def layouts(scope: Scope) -> list[Layout]:
+def _layouts(scope: Scope) -> list[Layout]:
     """Without a GPU, those whose rows stay as they are or become int8: Triton's interpreter halves
     some numbers that it rounds to float8."""
     known = (Activations.WIDE, Activations.INT8_TOKEN)
     return [layout for layout in _LAYOUTS if not scope.smoke or layout.activations in known]
 
 
-def cost_of(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -> Cost:
+def _cost(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -> Cost:
     row_elements = num_rows * (shape.num_inputs + shape.num_outputs)
     weight_bytes = layout.num_bytes(shape.num_outputs, shape.num_inputs)
     return Cost(
@@ -142,10 +132,25 @@ def _measure_linear(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -
         scope,
         f"{layout.name} {shape.name}, {num_rows} rows",
         partial(_linear, scope, layout, shape, num_rows),
-        cost_of(scope, layout, shape, num_rows),
+        _cost(scope, layout, shape, num_rows),
         bound_by=_bound_by(num_rows),
         rival=partial(_wide_linear, scope, shape, num_rows),
+        tiles=_tiles(num_rows),
     )
+
+
+def _tiles(num_rows: int) -> Tiles:
+    candidates: list[QuantizedTile | RowProductTile]
+    if num_rows == 1:
+        others = every((4, 8, 16), (1, 2, 4, 8), (4, 8), (2, 4, 6))
+        candidates = [RowProductTile(*tile) for tile in others]
+        return Tiles(product, candidates, lambda tile: {"row_product_tile": tile})
+    if num_rows <= 16:
+        others = every((16,), (16, 32, 64), (2, 4), (4, 6, 8, 10))
+    else:
+        others = every((32,) if num_rows <= 32 else (64, 128), (64, 128), (4, 8), (3, 4, 6))
+    candidates = [QuantizedTile(*tile) for tile in others]
+    return Tiles(product, candidates, lambda tile: {"quantized_tile": tile})
 
 
 def _measure_torch(scope: Scope, shape: Shape, num_rows: int) -> None:
@@ -158,7 +163,7 @@ def _measure_torch(scope: Scope, shape: Shape, num_rows: int) -> None:
             scope,
             f"{layout.name} {shape.name}, {num_rows} rows, torch.{name}",
             partial(make, scope, layout, shape, num_rows),
-            cost_of(scope, layout, shape, num_rows),
+            _cost(scope, layout, shape, num_rows),
             bound_by=_bound_by(num_rows),
         )
 
@@ -194,24 +199,6 @@ def _linear(scope: Scope, layout: Layout, shape: Shape, num_rows: int, number: i
         return quantized_linear(rows, operands.packed, dtype=scope.dtype)
 
     return Work(run, returned, operands.expected)
-
-
-def tiled_work(
-    scope: Scope,
-    layout: Layout,
-    shape: Shape,
-    num_rows: int,
-    tile: QuantizedTile | RowProductTile,
-    number: int,
-) -> Work:
-    """The product by a tile of choice, of rows that are rounded before."""
-    operands = _operands(scope, layout, shape, num_rows, number)
-    rows = rounded(operands.rows, operands.weight.rounding)
-    return Work(
-        lambda: tiled_quantized_linear(rows, operands.packed, None, None, scope.dtype, tile),
-        returned,
-        operands.expected,
-    )
 
 
 def _int_mm(scope: Scope, layout: Layout, shape: Shape, num_rows: int, number: int) -> Work:
