@@ -13,6 +13,7 @@ from benchmarks.gpu.kernel_cases import Call, Cost, Tiles, Work, measure, return
 from benchmarks.gpu.kernels import rehearse
 from benchmarks.gpu.matmul_kernels import Shape
 from benchmarks.gpu.scope import Scope
+from benchmarks.gpu_compile.quantized import Layout
 from millrace.engine.kernels.gpu import experts
 from millrace.engine.kernels.gpu.quantized import product
 from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
@@ -29,44 +30,35 @@ _FLOAT8 = torch.float8_e4m3fn
 _SCALE_BYTES = 2  # of scales that bfloat16 holds, and of zeros
 
 
-class Layout(NamedTuple):
-    """Codes of so many bits in groups of so many inputs, 0 for one, and how rows are rounded."""
+def _num_bytes(layout: Layout, num_outputs: int, num_inputs: int) -> int:
+    """Of a weight."""
+    num_groups = num_inputs // (layout.group_inputs or num_inputs)
+    of_groups = num_groups * _SCALE_BYTES * (1 + layout.zeroed)
+    return num_outputs * (num_inputs * layout.bits // 8 + of_groups)
 
-    name: str
-    bits: int
-    group_inputs: int = 0
-    activations: Activations = Activations.WIDE
-    is_float8: bool = False
-    zeroed: bool = False
 
-    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """Of a weight."""
-        num_groups = num_inputs // (self.group_inputs or num_inputs)
-        of_groups = num_groups * _SCALE_BYTES * (1 + self.zeroed)
-        return num_outputs * (num_inputs * self.bits // 8 + of_groups)
-
-    def drawn(
-        self, scope: Scope, generator: torch.Generator, num_outputs: int, num_inputs: int
-    ) -> QuantizedWeight:
-        """A weight of random codes."""
-        most = 1 << self.bits - 1
-        group_inputs = self.group_inputs or num_inputs
-        size = (num_outputs, num_inputs // group_inputs)
-        integers = partial(torch.randint, -most, most, generator=generator, device=scope.device)
-        if self.is_float8:
-            wide = scope.normal(generator, num_outputs, num_inputs, std=64.0)
-            codes = wide.clamp(-448, 448).to(_FLOAT8)
-        else:
-            codes = integers((num_outputs, num_inputs), dtype=torch.int8)
-        scales = torch.rand(size, device=scope.device, generator=generator) + 0.5
-        return QuantizedWeight(
-            codes=codes,
-            scales=(scales / (most * num_inputs**0.5)).bfloat16().float(),
-            group_inputs=group_inputs,
-            bits=self.bits,
-            zeros=integers(size, dtype=torch.int16) if self.zeroed else None,
-            activations=self.activations,
-        )
+def _drawn(
+    scope: Scope, layout: Layout, generator: torch.Generator, num_outputs: int, num_inputs: int
+) -> QuantizedWeight:
+    """A weight of random codes."""
+    most = 1 << layout.bits - 1
+    group_inputs = layout.group_inputs or num_inputs
+    size = (num_outputs, num_inputs // group_inputs)
+    integers = partial(torch.randint, -most, most, generator=generator, device=scope.device)
+    if layout.is_float8:
+        wide = scope.normal(generator, num_outputs, num_inputs, std=64.0)
+        codes = wide.clamp(-448, 448).to(_FLOAT8)
+    else:
+        codes = integers((num_outputs, num_inputs), dtype=torch.int8)
+    scales = torch.rand(size, device=scope.device, generator=generator) + 0.5
+    return QuantizedWeight(
+        codes=codes,
+        scales=(scales / (most * num_inputs**0.5)).bfloat16().float(),
+        group_inputs=group_inputs,
+        bits=layout.bits,
+        zeros=integers(size, dtype=torch.int16) if layout.zeroed else None,
+        activations=layout.activations,
+    )
 
 
 _INT8_ROWS = Layout("int8 by int8", 8, activations=Activations.INT8_TOKEN)
@@ -115,7 +107,7 @@ def _layouts(scope: Scope) -> list[Layout]:
 
 def _cost(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -> Cost:
     row_elements = num_rows * (shape.num_inputs + shape.num_outputs)
-    weight_bytes = layout.num_bytes(shape.num_outputs, shape.num_inputs)
+    weight_bytes = _num_bytes(layout, shape.num_outputs, shape.num_inputs)
     return Cost(
         weight_bytes + row_elements * scope.dtype.itemsize,
         2 * num_rows * shape.num_outputs * shape.num_inputs,
@@ -187,7 +179,7 @@ class _Operands(NamedTuple):
 def _operands(scope: Scope, layout: Layout, shape: Shape, num_rows: int, number: int) -> _Operands:
     generator = scope.generator(number)
     rows = scope.normal(generator, num_rows, shape.num_inputs)
-    weight = layout.drawn(scope, generator, shape.num_outputs, shape.num_inputs)
+    weight = _drawn(scope, layout, generator, shape.num_outputs, shape.num_inputs)
     return _Operands(rows, weight, packed(weight))
 
 
@@ -248,7 +240,7 @@ _SMOKE_MIXTURE = _Mixture(3, 4, 2, 128, 128)
 def _measure_experts(scope: Scope, layout: Layout) -> None:
     mixture = _SMOKE_MIXTURE if scope.smoke else _MIXTURE
     num_rows, num_experts, num_chosen, hidden, inner = mixture
-    num_bytes = layout.num_bytes(2 * inner, hidden) + layout.num_bytes(hidden, inner)
+    num_bytes = _num_bytes(layout, 2 * inner, hidden) + _num_bytes(layout, hidden, inner)
     row_elements = num_rows * num_chosen * (2 * inner + inner + hidden) + num_rows * hidden
     measure(
         scope,
@@ -266,8 +258,8 @@ def _experts(scope: Scope, layout: Layout, mixture: _Mixture, number: int) -> Wo
     """Both products of sorted choices, of rows that do not depend on each other."""
     num_rows, num_experts, num_chosen, hidden, inner = mixture
     generator = scope.generator(number)
-    gates = [layout.drawn(scope, generator, 2 * inner, hidden) for _ in range(num_experts)]
-    downs = [layout.drawn(scope, generator, hidden, inner) for _ in range(num_experts)]
+    gates = [_drawn(scope, layout, generator, 2 * inner, hidden) for _ in range(num_experts)]
+    downs = [_drawn(scope, layout, generator, hidden, inner) for _ in range(num_experts)]
     gate_stack = PackedWeight.stacked([packed(weight) for weight in gates])
     down_stack = PackedWeight.stacked([packed(weight) for weight in downs])
     rows = scope.normal(generator, num_rows, hidden)

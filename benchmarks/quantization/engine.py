@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from benchmarks.peers.loads import distinct, measure
-from benchmarks.support.closed_loop import run_closed_loop
+from benchmarks.support.closed_loop import answers, run_closed_loop
 from benchmarks.support.figures import Figures
 from millrace.engine.threads.choice import configure_threads
 from millrace.registry.demo import MODEL_DIR
@@ -125,25 +125,20 @@ def _engine_answerer(kind: str, path: Path) -> Answerer:
     greedy = SamplingParams(max_tokens=_MAX_NEW_TOKENS, temperature=0.0)
 
     def answer(conversations: list[Messages], _guesses: list[str] | None = None, /) -> list[str]:
-        tokens: dict[str, list[int]] = {}
-        for index, messages in enumerate(conversations):
-            prompt = tokenizer.encode_chat(
-                [ChatMessage(one["role"], one["content"]) for one in messages]
+        requests = [
+            EngineRequest(
+                request_id=str(index),
+                prompt_token_ids=tuple(
+                    tokenizer.encode_chat(
+                        [ChatMessage(one["role"], one["content"]) for one in messages]
+                    )
+                ),
+                sampling=greedy,
+                eos_token_ids=tokenizer.eos_token_ids,
             )
-            tokens[str(index)] = []
-            engine.add(
-                EngineRequest(
-                    request_id=str(index),
-                    prompt_token_ids=tuple(prompt),
-                    sampling=greedy,
-                    eos_token_ids=tokenizer.eos_token_ids,
-                )
-            )
-        while engine.has_work:
-            for output in engine.step():
-                assert output.error is None, output.error
-                tokens[output.request_id] += output.token_ids
-        return [tokenizer.decode(ids) for ids in tokens.values()]
+            for index, messages in enumerate(conversations)
+        ]
+        return [tokenizer.decode(token_ids) for token_ids in answers(engine, requests).values()]
 
     return answer
 
