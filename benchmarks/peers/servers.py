@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -95,7 +94,7 @@ def completions(model: str, load: Load, prompts: Sequence[Prompt]) -> list[dict[
 @contextmanager
 def millrace(checkpoint: Path, folder: Path) -> Iterator[str]:
     """The URL of ``millrace up``, with everything that it runs, which ends with the context."""
-    arguments = ("--port", str(_free_port()), "--model", str(checkpoint))
+    arguments = ("--port", str(free_port()), "--model", str(checkpoint))
     system = System(folder / "data", arguments).start()
     try:
         yield system.http
@@ -110,7 +109,7 @@ def vllm(python: Path, checkpoint: Path, folder: Path, *, eager: bool, cores: st
     ``cores`` is what VLLM_CPU_OMP_THREADS_BIND says: "auto" leaves a core to the server. Raises
     RuntimeError with the end of its log if it does not come up.
     """
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
@@ -195,9 +194,3 @@ def _first_model(url: str) -> str:
     with open_directly(f"{url}/v1/models", timeout_s=10.0) as answer:
         models = json.load(answer)["data"]
     return str(models[0]["id"])
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
