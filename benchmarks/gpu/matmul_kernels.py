@@ -79,7 +79,7 @@ def _measure(
         partial(_linear, scope, shape, num_rows, fixed),
         shape.cost(num_rows, scope.dtype.itemsize),
         bound_by=bound_by,
-        rival=partial(_torch_linear, scope, shape, num_rows),
+        rival=partial(torch_linear, scope, shape, num_rows),
         tiles=None if fixed else _tiles(num_rows, "product_tile"),
     )
 
@@ -132,6 +132,6 @@ def _torch_gated_linear(scope: Scope, shape: Shape, num_rows: int, number: int) 
     return run
 
 
-def _torch_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Call:
+def torch_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Call:
     rows, weight = _operands(scope, shape, num_rows, number)
     return lambda: F.linear(rows, weight)

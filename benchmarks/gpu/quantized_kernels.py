@@ -7,11 +7,11 @@ from itertools import product as every
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (its usual name)
 
+from benchmarks.gpu.expert_kernels import MIXTURE, Mixture
 from benchmarks.gpu.kernel_cases import Call, Cost, Tiles, Work, measure, returned
 from benchmarks.gpu.kernels import rehearse
-from benchmarks.gpu.matmul_kernels import Shape
+from benchmarks.gpu.matmul_kernels import Shape, torch_linear
 from benchmarks.gpu.scope import Scope
 from benchmarks.gpu_compile.quantized import Layout
 from millrace.engine.kernels.gpu import experts
@@ -126,7 +126,7 @@ def _measure_linear(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -
         partial(_linear, scope, layout, shape, num_rows),
         _cost(scope, layout, shape, num_rows),
         bound_by=_bound_by(num_rows),
-        rival=partial(_wide_linear, scope, shape, num_rows),
+        rival=partial(torch_linear, scope, shape, num_rows),
         tiles=_tiles(num_rows),
     )
 
@@ -215,30 +215,11 @@ def _scaled_mm(scope: Scope, layout: Layout, shape: Shape, num_rows: int, number
     )
 
 
-def _wide_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Call:
-    normal = partial(scope.normal, scope.generator(number))
-    rows = normal(num_rows, shape.num_inputs)
-    weight = normal(shape.num_outputs, shape.num_inputs, std=shape.num_inputs**-0.5)
-    return lambda: F.linear(rows, weight)
-
-
-class _Mixture(NamedTuple):
-    """``num_rows`` rows choose ``num_chosen`` experts each."""
-
-    num_rows: int
-    num_experts: int
-    num_chosen: int
-    hidden: int
-    inner: int
-
-
-# As Qwen3-30B-A3B has them.
-_MIXTURE = _Mixture(256, 128, 8, 2048, 768)
-_SMOKE_MIXTURE = _Mixture(3, 4, 2, 128, 128)
+_SMOKE_MIXTURE = Mixture(3, 4, 2, 128, 128)
 
 
 def _measure_experts(scope: Scope, layout: Layout) -> None:
-    mixture = _SMOKE_MIXTURE if scope.smoke else _MIXTURE
+    mixture = _SMOKE_MIXTURE if scope.smoke else MIXTURE
     num_rows, num_experts, num_chosen, hidden, inner = mixture
     num_bytes = _num_bytes(layout, 2 * inner, hidden) + _num_bytes(layout, hidden, inner)
     row_elements = num_rows * num_chosen * (2 * inner + inner + hidden) + num_rows * hidden
@@ -254,7 +235,7 @@ def _measure_experts(scope: Scope, layout: Layout) -> None:
     )
 
 
-def _experts(scope: Scope, layout: Layout, mixture: _Mixture, number: int) -> Work:
+def _experts(scope: Scope, layout: Layout, mixture: Mixture, number: int) -> Work:
     """Both products of sorted choices, of rows that do not depend on each other."""
     num_rows, num_experts, num_chosen, hidden, inner = mixture
     generator = scope.generator(number)
@@ -298,7 +279,7 @@ def _experts(scope: Scope, layout: Layout, mixture: _Mixture, number: int) -> Wo
     return Work(run, written, expected)
 
 
-def _wide_experts(scope: Scope, mixture: _Mixture, number: int) -> Call:
+def _wide_experts(scope: Scope, mixture: Mixture, number: int) -> Call:
     """The same of wide weights, by the kernel for these."""
     num_rows, num_experts, num_chosen, hidden, inner = mixture
     generator = scope.generator(number)
@@ -316,7 +297,7 @@ def _wide_experts(scope: Scope, mixture: _Mixture, number: int) -> Call:
 
 
 def _choices(
-    scope: Scope, generator: torch.Generator, mixture: _Mixture
+    scope: Scope, generator: torch.Generator, mixture: Mixture
 ) -> tuple[torch.Tensor, experts.SortedChoices]:
     scores = scope.normal(generator, mixture.num_rows, mixture.num_experts)
     weights, chosen = experts.route(scores, mixture.num_chosen, normalized=True)
