@@ -50,10 +50,9 @@ def distinct(streams: int, num_requests: int) -> Load:
     )
 
 
+DISTINCT_LOADS = (distinct(1, 4), distinct(8, 24), distinct(32, 96))
 LOADS = (
-    distinct(1, 4),
-    distinct(8, 24),
-    distinct(32, 96),
+    *DISTINCT_LOADS,
     Load(
         name="512 shared + 32 in, 32 out, 16 streams",
         num_shared_tokens=512,

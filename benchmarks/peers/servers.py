@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.peers.loads import Load, measure
 from benchmarks.support.figures import Figures, RequestTimes
+from benchmarks.support.processes import end
 from benchmarks.support.prompts import Prompt
 from benchmarks.support.sse_load import COMPLETIONS, run_load
 from millrace.registry.catalogue import Catalogue
@@ -57,7 +58,6 @@ def serving(kind: str, model: Path, folder: Path) -> Iterator[str]:
 
 
 _STARTS_WITHIN_S = 420.0
-_STOPS_WITHIN_S = 20.0
 _POLL_S = 0.5
 _PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 _LIBRARY_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"))
@@ -145,12 +145,7 @@ def running_server(
         _wait_until_healthy(url + health_path, process, log)
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(_STOPS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
 
 
 def _vllm_variables(python: Path, folder: Path, cores: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from benchmarks.peers.loads import distinct, measure
+from benchmarks.peers.loads import DISTINCT_LOADS, distinct, measure
 from benchmarks.support.closed_loop import answers, run_closed_loop
 from benchmarks.support.figures import Figures
 from millrace.engine.threads.choice import configure_threads
@@ -32,7 +32,6 @@ WIDE: Final = "bfloat16"
 # Ours, and llama.cpp's format of as many bits.
 PEER_FORMATS: Final[dict[str, MatrixType]] = {"int8": "q8_0", "int4": "q4_0"}
 KINDS: Final = (WIDE, *PEER_FORMATS)
-LOADS: Final = (distinct(1, 4), distinct(8, 24), distinct(32, 96))
 
 
 def settings(kind: str) -> EngineConfig:
@@ -40,7 +39,7 @@ def settings(kind: str) -> EngineConfig:
     return EngineConfig(
         dtype=WIDE,
         device="cpu",
-        max_num_sequences=max(load.streams for load in LOADS),
+        max_num_sequences=max(load.streams for load in DISTINCT_LOADS),
         quantization=None if kind == WIDE else kind,
     )
 
@@ -76,7 +75,7 @@ def measure_alone(kind: str, path: Path, runs: int = 3) -> AloneFigures:
             runs,
             config.vocab_size,
         )
-        for load in LOADS
+        for load in DISTINCT_LOADS
     }
     return AloneFigures(
         figures=figures,
