@@ -28,15 +28,6 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from benchmarks.support.command import Told, run_command
-from benchmarks.support.derived_h200 import (
-    BLOCK_TOKENS,
-    NUM_SLOTS,
-    Device,
-    device_of,
-    kv_bytes_per_token,
-    num_blocks,
-    simulation_of,
-)
 from millrace.bench.settings import Slo
 from millrace.bench.spread import parse_spread
 from millrace.schemas.config import (
@@ -44,6 +35,7 @@ from millrace.schemas.config import (
     EngineConfig,
     NatsConfig,
     SchedulerConfig,
+    SimulationConfig,
     WorkerConfig,
 )
 from millrace.schemas.engines import EngineKind, WorkerRole
@@ -62,6 +54,13 @@ _CHUNK_TOKENS = 4_096
 _FAST_LINK, _TCP_LINK = 50e9, 1.6e9
 # Of the load before the window, where roles are switched.
 _WARM_UP_S = 30.0
+# NVIDIA's data sheet of an H200 SXM, dense, and how much of it is taken to be reached.
+_BYTES_PER_S, _FP8_FLOP_PER_S, _MEMORY_BYTES = 4.8e12, 1_979e12, 141e9
+_BANDWIDTH_SHARE, _FLOP_SHARE, _MEMORY_SHARE = 0.8, 0.5, 0.9
+# The shape of a Llama 3 70B; a step reads all but the table of embeddings.
+_PARAMETERS, _EMBEDDING = 70.55e9, 128_256 * 8_192
+_LAYERS, _WIDTH, _KV_WIDTH = 80, 8_192, 8 * 128
+_NUM_SLOTS, _BLOCK_TOKENS = 256, 16
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +143,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Results(msgspec.Struct, frozen=True, kw_only=True):
     """All of it."""
 
-    device: Device
+    device: dict[str, object]
     loads: tuple[Load, ...]
     rows: tuple[Row, ...]
 
@@ -182,16 +181,46 @@ FLEETS = (
 )
 
 
+def _kv_bytes_per_token() -> int:
+    """Keys and values of all layers, in fp8."""
+    return 2 * _LAYERS * _KV_WIDTH
+
+
+def _simulation_of(mean_context: int) -> SimulationConfig:
+    """What steps take of one H200, where a token of a prompt attends to so many in the mean. A step
+    reads the weights and the KV cache; prompts are bound by products, 2 FLOP a parameter and token,
+    and 4 a layer, number and token attended to. What a sequence adds is the line from a step of
+    one, which is bound by reading, to one of all slots, which is bound by products where these take
+    longer."""
+    bytes_per_s, flop_per_s = _BYTES_PER_S * _BANDWIDTH_SHARE, _FP8_FLOP_PER_S * _FLOP_SHARE
+    num_read = _PARAMETERS - _EMBEDDING
+    read_ms = num_read / bytes_per_s * 1e3
+    full_ms = _NUM_SLOTS * 2 * num_read / flop_per_s * 1e3
+    token_flop = 2 * num_read + 4 * _LAYERS * _WIDTH * mean_context
+    return SimulationConfig(
+        prefill_tokens_per_s=flop_per_s / token_flop,
+        step_ms=read_ms,
+        step_ms_per_sequence=max(full_ms - read_ms, 0.0) / _NUM_SLOTS,
+        step_ms_per_kv_token=_kv_bytes_per_token() / bytes_per_s * 1e3,
+    )
+
+
+def _num_blocks() -> int:
+    """Of the KV cache, in what the weights leave of the memory."""
+    free_bytes = _MEMORY_BYTES * _MEMORY_SHARE - _PARAMETERS
+    return int(free_bytes / (_kv_bytes_per_token() * _BLOCK_TOKENS))
+
+
 def settings_for(load: Load, fleet: Fleet, num_workers: int) -> SimulationSettings:
     """``num_workers`` in the fleet's proportion."""
     num_prefill = fleet.num_prefill_of(num_workers)
     engine = EngineConfig(
         kind=EngineKind.SIMULATED,
-        simulation=simulation_of(load.mean_context),
-        max_num_sequences=NUM_SLOTS,
+        simulation=_simulation_of(load.mean_context),
+        max_num_sequences=_NUM_SLOTS,
         max_batch_tokens=fleet.chunk_tokens,
-        num_blocks=num_blocks(),
-        block_size_tokens=BLOCK_TOKENS,
+        num_blocks=_num_blocks(),
+        block_size_tokens=_BLOCK_TOKENS,
     )
     roles: tuple[WorkerRole, ...] = ()
     if num_prefill:
@@ -207,7 +236,7 @@ def settings_for(load: Load, fleet: Fleet, num_workers: int) -> SimulationSettin
         ),
         num_workers={"": num_workers},
         roles=roles,
-        link=KvLink(bytes_per_token=kv_bytes_per_token(), bytes_per_s=fleet.link_bytes_per_s),
+        link=KvLink(bytes_per_token=_kv_bytes_per_token(), bytes_per_s=fleet.link_bytes_per_s),
         drain_s=600.0,
         slo=load.slo,
     )
@@ -273,8 +302,24 @@ def _at(of: Percentiles | None, share: str) -> float:
     return 0.0 if of is None else round(float(getattr(of, share)), 1)
 
 
-def _device() -> Device:
-    return device_of({load.name: load.mean_context for load in LOADS}, _FAST_LINK)
+def _device() -> dict[str, object]:
+    """What a worker is taken to do, all of it derived, of prompts by load."""
+    simulations = {load.name: _simulation_of(load.mean_context) for load in LOADS}
+    first = next(iter(simulations.values()))
+    return {
+        "name": "H200 SXM, Llama 70B in fp8, KV cache in fp8; derived, not measured",
+        "step_ms": first.step_ms,
+        "step_ms_per_sequence": first.step_ms_per_sequence,
+        "step_ms_per_kv_token": first.step_ms_per_kv_token,
+        "prefill_tokens_per_s": {
+            name: simulation.prefill_tokens_per_s for name, simulation in simulations.items()
+        },
+        "num_blocks": _num_blocks(),
+        "kv_bytes_per_token": _kv_bytes_per_token(),
+        "link_bytes_per_s": _FAST_LINK,
+        "bandwidth_share": _BANDWIDTH_SHARE,
+        "flop_share": _FLOP_SHARE,
+    }
 
 
 def _line(row: Row) -> str:
@@ -299,7 +344,7 @@ def run(
     """``rates`` (with commas) and ``window`` replace a load's own; ``fleets`` are names with
     semicolons; ``jobs`` are processes."""
     loads = [load for load in LOADS if only in (None, load.name)]
-    print(json.dumps(msgspec.to_builtins(_device())), flush=True)
+    print(json.dumps(_device()), flush=True)
     cases = [
         Case(load, fleet, rate_per_s, window or load.window_s, _NUM_WORKERS)
         for load in loads

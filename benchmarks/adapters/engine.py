@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.checkpoints import LLAMA_100M, LlamaShape, write_llama
-from benchmarks.peers.loads import Load, distinct
+from benchmarks.peers.loads import DISTINCT_LOADS, Load, distinct
 from benchmarks.support.closed_loop import greedy_request, run_closed_loop
 from benchmarks.support.figures import Figures, figures_of, medians, percentile
 from benchmarks.support.s3_server import s3_server, upload
@@ -62,7 +62,6 @@ def _sizes(shape: LlamaShape) -> dict[str, tuple[int, int]]:
 
 
 _NUM_ADAPTERS, _RANK = 20, 16
-_LOADS = (distinct(1, 4), distinct(8, 24), distinct(32, 96))
 _BASE = "base"
 # Of every projection that makes a file of some 20 MB.
 _COLD_RANK, _NUM_COLD, _NUM_BESIDE = 64, 8, 8
@@ -104,7 +103,7 @@ def _measure_loads(
 ) -> dict[str, dict[str, Figures]]:
     """In turns, so that a slow minute of the machine is in all of them."""
     measured: dict[str, dict[str, Figures]] = {}
-    for load in _LOADS:
+    for load in DISTINCT_LOADS:
         rounds: dict[str, list[Figures]] = {kind: [] for kind in kinds}
         for run in range(runs + 1):
             for number, (kind, adapters) in enumerate(kinds.items()):

@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.chaos.faults import DISK_FULL, EVENTS, Event
-from benchmarks.chaos.rounds import Round, Streams
+from benchmarks.chaos.rounds import WRONGS, Round, Streams
 from benchmarks.support.command import Told, run_command
 from benchmarks.support.figures import percentile
 from tests.support.small_disk import NoDiskError, mounted_disk
@@ -177,7 +177,7 @@ def _report(plan: Plan, streams: Streams, rounds: Sequence[Round]) -> dict[str, 
             f"p99 {sums['gap_p99_s']} s{told}"
             + (f", workers loaded after {sums['loading_p50_s']} s" if sums["num_loaded"] else "")
         )
-    num_wrong = sum(_num_wrong(one) for one in rounds)
+    num_wrong = sum(sum(one.num_wrong.values()) for one in rounds)
     print(f"{num_wrong} things are wrong" if num_wrong else "all as it had to be")
     return {
         "plan": msgspec.to_builtins(plan),
@@ -187,27 +187,14 @@ def _report(plan: Plan, streams: Streams, rounds: Sequence[Round]) -> dict[str, 
     }
 
 
-def _num_wrong(told: Round) -> int:
-    return (
-        told.num_lost
-        + told.num_wrong_indices
-        + told.num_other_texts
-        + told.num_without_record
-        + told.num_doubled_records
-        + told.num_wrong_ways
-    )
-
-
 def _sums(rounds: Sequence[Round]) -> dict[str, Any]:
     gaps_s = [gap_s for one in rounds for gap_s in one.gaps_s]
     loading_s = [one_s for one in rounds for one_s in one.loading_s]
-    counts = (
-        *("num_streams", "num_streaming", "num_lost", "num_wrong_indices"),
-        *("num_other_texts", "num_without_record", "num_doubled_records", "num_wrong_ways"),
-    )
     return {
         "num_rounds": len(rounds),
-        **{name: sum(getattr(one, name) for one in rounds) for name in counts},
+        "num_streams": sum(one.num_streams for one in rounds),
+        "num_streaming": sum(one.num_streaming for one in rounds),
+        **{name: sum(one.num_wrong[name] for one in rounds) for name in WRONGS},
         "num_affected": len(gaps_s),
         **_gap_figures(gaps_s),
         "num_loaded": len(loading_s),

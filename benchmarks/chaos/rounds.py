@@ -29,6 +29,13 @@ _LOGPROB_TOLERANCE = 0.02
 _PLAIN = "plain"
 
 
+# What may be wrong in a round.
+WRONGS = (
+    *("num_lost", "num_wrong_indices", "num_other_texts"),
+    *("num_without_record", "num_doubled_records", "num_wrong_ways"),
+)
+
+
 class Round(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one event. ``gaps_s`` are the longest silences of the affected streams, of which
     there are as many as entries; ``wrongs`` is a sentence for each thing that may not be, of which
@@ -38,12 +45,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     event: str
     num_streams: int
     num_streaming: int
-    num_lost: int
-    num_wrong_indices: int
-    num_other_texts: int
-    num_without_record: int
-    num_doubled_records: int
-    num_wrong_ways: int
+    num_wrong: dict[str, int]
     gaps_s: tuple[float, ...]
     loading_s: tuple[float, ...]
     wall_s: float
@@ -154,22 +156,23 @@ class Streams:
         ids = [_job_ids(client.request_id, load.num_choices) for client in clients]
         records = await self._records([job_id for of_client in ids for job_id in of_client])
         wrongs = [f"{event.name}: {wrong}" for wrong in struck.wrongs]
-        num_lost = num_wrong_indices = num_other_texts = num_without = num_doubled = 0
+        num_wrong = dict.fromkeys(WRONGS, 0) | {"num_wrong_ways": len(struck.wrongs)}
         gaps_s: list[float] = []
         for client, answer, job_ids, expected in zip(
             clients, answers, ids, undisturbed, strict=True
         ):
             epochs = [epoch for job_id in job_ids for epoch in records.get(job_id, [])]
-            num_without += sum(job_id not in records for job_id in job_ids)
-            num_doubled += sum(len(records.get(job_id, [])) > 1 for job_id in job_ids)
+            num_records = [len(records.get(job_id, [])) for job_id in job_ids]
+            num_wrong["num_without_record"] += num_records.count(0)
+            num_wrong["num_doubled_records"] += sum(number > 1 for number in num_records)
             if not isinstance(answer, Answer):
                 is_index = isinstance(answer, AssertionError)
-                num_wrong_indices += is_index
-                num_lost += not is_index
+                num_wrong["num_wrong_indices" if is_index else "num_lost"] += 1
                 wrongs.append(f"{event.name}, {client.request_id}: {answer!r}")
                 continue
-            num_wrong_indices += answer.completion_tokens != expected.completion_tokens
-            num_other_texts += is_other(answer, expected)
+            is_short = answer.completion_tokens != expected.completion_tokens
+            num_wrong["num_wrong_indices"] += is_short
+            num_wrong["num_other_texts"] += is_other(answer, expected)
             gap_s = client.arrivals.longest_gap_s(event_s, event_s + _EFFECT_S)
             if gap_s is not None and (not event.is_partial or max(epochs, default=0) > 1):
                 gaps_s.append(gap_s)
@@ -177,12 +180,7 @@ class Streams:
             event=event.name,
             num_streams=self._num_streams,
             num_streaming=num_streaming,
-            num_lost=num_lost,
-            num_wrong_indices=num_wrong_indices,
-            num_other_texts=num_other_texts,
-            num_without_record=num_without,
-            num_doubled_records=num_doubled,
-            num_wrong_ways=len(struck.wrongs),
+            num_wrong=num_wrong,
             gaps_s=tuple(sorted(gaps_s)),
             loading_s=self._loading_s(event_at),
             wall_s=wall_s,

@@ -59,6 +59,7 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
     """The ceilings for the checkpoint ``path`` in bfloat16, with torch's threads as they are."""
     import torch
 
+    from benchmarks.gpu.loads import weight_bytes_per_step
     from millrace.engine.devices.cpu.loading import Arithmetic
     from millrace.engine.devices.cpu.products import choose_product
     from millrace.engine.kernels.build import cpu_library
@@ -79,7 +80,7 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
     )
     columns = config.num_attention_heads * config.head_dim
     rates = machine_rates()
-    weight_bytes = _bytes_per_step(path)
+    weight_bytes = weight_bytes_per_step(config)
     with torch.inference_mode():
         gemm_only_ms = {
             batch: _gemm_only_ms(weights, columns, config.intermediate_size, batch)
@@ -110,16 +111,6 @@ def lines(ceilings: Ceilings) -> list[str]:
         f"  {megabytes:.0f} MB of weights, read once a step, bound batch 1 to {bound:.0f} tokens/s",
         f"  the linear maps of a decode step alone, by batch: {gemms}",
     ]
-
-
-def _bytes_per_step(path: Path) -> int:
-    """All weights but the embedding, of which a step reads a row for each token."""
-    from millrace.engine.models.loader import num_parameters
-    from millrace.registry.checkpoints.checkpoint import read_model_config
-
-    config = read_model_config(path)
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    return 2 * (num_parameters(config) - embedding)
 
 
 def _gemm_rate() -> float:

@@ -12,7 +12,6 @@ import tempfile
 import time
 import timeit
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -38,28 +37,16 @@ _SHAPE = LlamaShape(
 )
 
 
-class Load(NamedTuple):
-    """Prompts of so many tokens, and so many steps of each batch."""
-
-    prompt_tokens: int
-    steps: int
-    temperature: float
+_PROMPT_TOKENS, _STEPS = 64, 64
 
 
-def run(
-    model: Path | None = None,
-    dtype: str = "auto",
-    prompt_tokens: int = 64,
-    steps: int = 64,
-    temperature: float = 0.0,
-) -> None:
-    """Print one line per batch size, and prefill."""
+def run(model: Path | None = None, dtype: str = "auto") -> None:
+    """``model`` replaces random weights in the shape of the demo model."""
     with tempfile.TemporaryDirectory() as folder:
-        path = model or write_llama(Path(folder), _SHAPE)
-        _measure(path, dtype, Load(prompt_tokens, steps, temperature))
+        _measure(model or write_llama(Path(folder), _SHAPE), dtype)
 
 
-def _measure(path: Path, dtype_name: str, load: Load) -> None:
+def _measure(path: Path, dtype_name: str) -> None:
     config = read_model_config(path)
     dtype = choose_dtype(config, dtype_name, torch.device("cpu"))
     weight_bytes = num_parameters(config) * dtype.itemsize
@@ -72,7 +59,7 @@ def _measure(path: Path, dtype_name: str, load: Load) -> None:
     )
     engine = EngineConfig(dtype=dtype_name, device="cpu", speculation="off")
     for batch in (1, 8, 32):
-        steps_ms = _decode_ms(Engine.load(path, engine), batch, load)
+        steps_ms = _decode_ms(Engine.load(path, engine), batch)
         median_ms = statistics.median(steps_ms)
         print(
             f"decode batch {batch:2}: median {median_ms:6.2f} ms, min {min(steps_ms):6.2f} ms, "
@@ -86,21 +73,19 @@ def _measure(path: Path, dtype_name: str, load: Load) -> None:
         )
 
 
-def _decode_ms(engine: Engine, batch: int, load: Load) -> list[float]:
-    sampling = SamplingParams(
-        max_tokens=load.steps + 64, temperature=load.temperature, ignore_eos=True, seed=1
-    )
+def _decode_ms(engine: Engine, batch: int) -> list[float]:
+    sampling = SamplingParams(max_tokens=_STEPS + 64, temperature=0.0, ignore_eos=True)
     for i in range(batch):
         engine.add(
             EngineRequest(
                 request_id=str(i),
-                prompt_token_ids=tuple(range(10, 10 + load.prompt_tokens)),
+                prompt_token_ids=tuple(range(10, 10 + _PROMPT_TOKENS)),
                 sampling=sampling,
             )
         )
     while engine.stats().decode_tokens < 8 * batch:  # everybody decodes, and caches are warm
         engine.step()
-    return [_timed_step_ms(engine) for _ in range(load.steps)]
+    return [_timed_step_ms(engine) for _ in range(_STEPS)]
 
 
 def _prefill_ms(engine: Engine, num_tokens: int, vocab_size: int) -> float:

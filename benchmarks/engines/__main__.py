@@ -27,7 +27,7 @@ from typing import Any, Literal
 import msgspec
 
 from benchmarks.checkpoints import LlamaShape, write_llama
-from benchmarks.peers.loads import LOADS
+from benchmarks.peers.loads import DISTINCT_LOADS
 from benchmarks.peers.servers import MAX_NUM_SEQUENCES, measure_server, serving
 from benchmarks.support.command import Told, run_command
 from benchmarks.support.figures import Figures, medians
@@ -151,7 +151,6 @@ def _ready_at(system: System) -> float:
 
 # A window that every slot of llama.cpp has the memory for.
 _SHAPE = LlamaShape(context_window_tokens=1_024)
-_LOADS = tuple(load for load in LOADS if not load.num_shared_tokens)
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,7 +178,7 @@ class Result(msgspec.Struct, kw_only=True):
 def _measure_both(engine: EngineKind, runs: int, model: Path, vocab_size: int) -> list[LoadResult]:
     """In turns, so that a slow minute of the machine is in both."""
     rounds: dict[str, tuple[list[Figures], list[Figures]]] = {
-        load.name: ([], []) for load in _LOADS
+        load.name: ([], []) for load in DISTINCT_LOADS
     }
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         url = stack.enter_context(serving(engine, model, Path(folder)))
@@ -194,7 +193,7 @@ def _measure_both(engine: EngineKind, runs: int, model: Path, vocab_size: int) -
         # One server answers them all: what it has in its cache must not be asked for again.
         first_runs = count(step=2)
         for _ in range(runs):
-            for load in _LOADS:
+            for load in DISTINCT_LOADS:
                 direct, behind = rounds[load.name]
                 direct.append(measure_server(url, load, 1, vocab_size, next(first_runs)))
                 behind.append(measure_server(system.http, load, 1, vocab_size, next(first_runs)))

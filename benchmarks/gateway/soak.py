@@ -21,10 +21,10 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 import uvloop
@@ -53,10 +53,24 @@ _MAX_IDLE_S = 5.0
 _MAX_PAUSE_S = 1.0
 _ANSWER_S = 60.0
 _READ_BYTES = 1 << 16
-_CHUNKED_END = b"0\r\n\r\n"
-_DONE = b'"type":"done"'
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class _Way(NamedTuple):
+    """A protocol of clients. An answer ends with ``last``, which comes after ``before``. ``own`` is
+    what clients of this protocol alone do, with a weight."""
+
+    name: str
+    request: Callable[..., bytes]
+    last: bytes
+    before: bytes
+    own: str
+    weight: int
+
+
+_HTTP = _Way("http", sse_request, b"0\r\n\r\n", b"[DONE]", "break off", 1)
+_SOCKET = _Way("websocket", socket_request, b'"type":"done"', b"", "cancel", 3)
 
 
 class SoakClients:
@@ -75,12 +89,12 @@ class SoakClients:
     async def _client(self, number: int) -> None:
         """Every other client comes by WebSocket."""
         source = random.Random(self._random.randrange(1 << 60))
-        conversation = self._socket if number % 2 else self._http
+        way = _SOCKET if number % 2 else _HTTP
         await asyncio.sleep(source.uniform(0, _MAX_PAUSE_S))
         while time.monotonic() < self._end_s:
             streams = await self._connect()
             try:
-                await conversation(streams, source)
+                await self._converse(way, streams, source)
             except (ConnectionError, asyncio.IncompleteReadError):
                 # A client that stalls too long is cut off: that is what a gateway does.
                 self.counts["cut off"] += 1
@@ -101,86 +115,48 @@ class SoakClients:
             raise
         return await asyncio.open_connection(sock=connection, limit=_READ_BYTES)
 
-    # One connection by HTTP: a few requests, one after the other, until one ends it.
-
-    async def _http(self, streams: Streams, source: random.Random) -> None:
-        behaviours: dict[str, Callable[[Streams, random.Random], Awaitable[None]]] = {
-            "read": self._http_read,
-            "leave": self._http_leave,
-            "stall": self._http_stall,
-            "idle": self._idle,
-            "break off": self._http_break_off,
-        }
+    async def _converse(self, way: _Way, streams: Streams, source: random.Random) -> None:
+        """Send a few requests, one after the other, until one ends the connection."""
+        if way is _SOCKET:
+            streams[1].write(HANDSHAKE)
+            async with asyncio.timeout(_ANSWER_S):
+                await streams[0].readuntil(b"\r\n\r\n")
         for _ in range(source.randint(1, 4)):
-            name = source.choices(list(behaviours), weights=(4, 3, 2, 1, 1))[0]
-            await behaviours[name](streams, source)
-            self.counts[f"http {name}"] += 1
-            if name != "read":
-                return
-
-    async def _http_read(self, streams: Streams, source: random.Random) -> None:
-        streams[1].write(_http_request(source))
-        await _read_until(streams[0], _CHUNKED_END, b"[DONE]")
-
-    async def _http_leave(self, streams: Streams, source: random.Random) -> None:
-        streams[1].write(_http_request(source))
-        await _read_for(streams[0], source.uniform(0, _MAX_LEAVE_S))
-
-    async def _http_stall(self, streams: Streams, source: random.Random) -> None:
-        streams[1].write(_http_request(source))
-        if _CHUNKED_END not in await _read_for(streams[0], source.uniform(0, 1)):
-            await _stall(streams[1], source)
-            await _read_until(streams[0], _CHUNKED_END, b"")
-
-    async def _http_break_off(self, streams: Streams, source: random.Random) -> None:
-        request = _http_request(source)
-        streams[1].write(request[: source.randrange(1, len(request))])
-        await asyncio.sleep(source.uniform(0, 1))
-
-    # One connection by WebSocket: a few generations, some at the same time.
-
-    async def _socket(self, streams: Streams, source: random.Random) -> None:
-        streams[1].write(HANDSHAKE)
-        async with asyncio.timeout(_ANSWER_S):
-            await streams[0].readuntil(b"\r\n\r\n")
-        behaviours: dict[str, Callable[[Streams, random.Random], Awaitable[None]]] = {
-            "read": self._socket_read,
-            "leave": self._socket_leave,
-            "stall": self._socket_stall,
-            "idle": self._idle,
-            "cancel": self._socket_cancel,
-        }
-        for _ in range(source.randint(1, 4)):
-            name = source.choices(list(behaviours), weights=(4, 3, 2, 1, 3))[0]
-            await behaviours[name](streams, source)
-            self.counts[f"websocket {name}"] += 1
+            names = ("read", "leave", "stall", "idle", way.own)
+            name = source.choices(names, weights=(4, 3, 2, 1, way.weight))[0]
+            await _behave(name, way, streams, source)
+            self.counts[f"{way.name} {name}"] += 1
             if name not in {"read", "cancel"}:
                 return
 
-    async def _socket_read(self, streams: Streams, source: random.Random) -> None:
-        streams[1].write(_socket_request("a", source))
-        await _read_until(streams[0], _DONE, b"")
 
-    async def _socket_leave(self, streams: Streams, source: random.Random) -> None:
-        for name in "abc"[: source.randint(1, 3)]:
-            streams[1].write(_socket_request(name, source))
-        await _read_for(streams[0], source.uniform(0, _MAX_LEAVE_S))
-
-    async def _socket_stall(self, streams: Streams, source: random.Random) -> None:
-        streams[1].write(_socket_request("a", source))
-        if _DONE not in await _read_for(streams[0], source.uniform(0, 1)):
-            await _stall(streams[1], source)
-            await _read_until(streams[0], _DONE, b"")
-
-    async def _socket_cancel(self, streams: Streams, source: random.Random) -> None:
-        streams[1].write(_socket_request("a", source))
-        if _DONE in await _read_for(streams[0], source.uniform(0, 2)):
-            return
-        streams[1].write(frame(TEXT_FRAME, json.dumps({"type": "cancel", "id": "a"}).encode()))
-        await _read_until(streams[0], _DONE, b"")
-
-    async def _idle(self, _streams: Streams, source: random.Random) -> None:
+async def _behave(name: str, way: _Way, streams: Streams, source: random.Random) -> None:
+    reader, writer = streams
+    request = way.request(max_tokens=source.randint(*_MAX_TOKENS))
+    if name == "idle":
         await asyncio.sleep(source.uniform(0, _MAX_IDLE_S))
+        return
+    if name == "break off":
+        writer.write(request[: source.randrange(1, len(request))])
+        await asyncio.sleep(source.uniform(0, 1))
+        return
+    writer.write(request)
+    match name:
+        case "read":
+            await _read_until(reader, way.last, way.before)
+        case "leave":
+            for other in "bc"[: source.randint(0, 2) if way is _SOCKET else 0]:
+                writer.write(socket_request(other, max_tokens=source.randint(*_MAX_TOKENS)))
+            await _read_for(reader, source.uniform(0, _MAX_LEAVE_S))
+        case "stall":
+            if way.last not in await _read_for(reader, source.uniform(0, 1)):
+                await _stall(writer, source)
+                await _read_until(reader, way.last, b"")
+        case "cancel":
+            if way.last not in await _read_for(reader, source.uniform(0, 2)):
+                cancel = json.dumps({"type": "cancel", "id": "a"}).encode()
+                writer.write(frame(TEXT_FRAME, cancel))
+                await _read_until(reader, way.last, b"")
 
 
 def run_soak_clients(
@@ -195,14 +171,6 @@ def run_soak_clients(
         counts.put(dict(clients.counts))
 
     uvloop.run(run())
-
-
-def _http_request(source: random.Random) -> bytes:
-    return sse_request(max_tokens=source.randint(*_MAX_TOKENS))
-
-
-def _socket_request(name: str, source: random.Random) -> bytes:
-    return socket_request(name, max_tokens=source.randint(*_MAX_TOKENS))
 
 
 async def _read_until(reader: asyncio.StreamReader, last: bytes, before: bytes) -> None:

@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -51,6 +51,7 @@ from tests.support.waiting import eventually
 
 MAX_TOKENS = 2_000
 _CONNECTS_AT_ONCE = 64
+_NUM_PROCESSES = 2
 _ASKS_PER_S = 1_000.0
 _TIMEOUT_S = 90.0
 _FIRST_TOKENS_S = 60.0
@@ -191,12 +192,12 @@ def _run_clients(port: int, num_sockets: int, pipe: Connection) -> None:
 class ClientProcesses:
     """Owns them; ``stop`` ends them."""
 
-    def __init__(self, port: int, num_sockets: int, num_processes: int) -> None:
+    def __init__(self, port: int, num_sockets: int) -> None:
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        for rank in range(num_processes):
+        for rank in range(_NUM_PROCESSES):
             ours, theirs = SPAWN.Pipe()
-            share = num_sockets // num_processes + (rank < num_sockets % num_processes)
+            share = num_sockets // _NUM_PROCESSES + (rank < num_sockets % _NUM_PROCESSES)
             process = SPAWN.Process(target=_run_clients, args=(port, share, theirs), daemon=True)
             process.start()
             theirs.close()
@@ -228,14 +229,6 @@ _MAX_IDLE_BYTES = 30 * 1024
 _SPARE_FILES = 256
 
 
-class Load(NamedTuple):
-    """So many sockets for so many measured seconds, of clients in so many processes."""
-
-    sockets: int
-    seconds: float
-    processes: int
-
-
 class SocketFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One system. ``missing_share`` are tokens that were due in the measured time and did not
     arrive in it."""
@@ -255,11 +248,12 @@ class SocketFigures(msgspec.Struct, frozen=True, kw_only=True):
 async def _measure(
     name: str,
     server: GatewayProcess | RawStack,
-    load: Load,
+    num_sockets: int,
+    seconds: float,
     on_asked: Callable[[], object] = lambda: None,
 ) -> SocketFigures:
-    (num_sockets, seconds, processes), usage = load, server.usage
-    clients = ClientProcesses(server.port, num_sockets, processes)
+    usage = server.usage
+    clients = ClientProcesses(server.port, num_sockets)
     try:
         before_bytes = usage.rss_bytes()
         await clients.step(0.0)
@@ -294,7 +288,7 @@ async def _measure(
     )
 
 
-async def _run(load: Load, no_raw: bool) -> list[SocketFigures]:
+async def _run(sockets: int, seconds: float) -> list[SocketFigures]:
     results = []
     with running_gateway(max_sockets_per_address=0) as gateway:
         bus = await nats.connect(
@@ -304,22 +298,23 @@ async def _run(load: Load, no_raw: bool) -> list[SocketFigures]:
         ready = asyncio.Event()
         working = asyncio.create_task(worker.run(ready.set))
         await ready.wait()
-        results.append(await _measure("gateway", gateway, load))
+        results.append(await _measure("gateway", gateway, sockets, seconds))
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
-        if not no_raw:
-            with raw_stack(gateway.nats_url) as stack:
-                results.append(await _measure_raw(bus, stack, load))
+        with raw_stack(gateway.nats_url) as stack:
+            results.append(await _measure_raw(bus, stack, sockets, seconds))
         await bus.close()
     return results
 
 
-async def _measure_raw(bus: NatsBus, stack: RawStack, load: Load) -> SocketFigures:
+async def _measure_raw(
+    bus: NatsBus, stack: RawStack, sockets: int, seconds: float
+) -> SocketFigures:
     """The same with jobs that are in no queue."""
     tasks: list[asyncio.Task[None]] = []
 
     async def feed() -> None:
-        await stack.wait_streams(load.sockets)
+        await stack.wait_streams(sockets)
         worker = SimulatedWorker(bus, _TOKENS_PER_S)
         sampling = SamplingParams(max_tokens=MAX_TOKENS)
         await worker.adopt(
@@ -331,7 +326,7 @@ async def _measure_raw(bus: NatsBus, stack: RawStack, load: Load) -> SocketFigur
                     sampling=sampling,
                     reply=REPLY,
                 )
-                for number in range(load.sockets)
+                for number in range(sockets)
             ]
         )
         await worker.run(lambda: None)
@@ -340,7 +335,7 @@ async def _measure_raw(bus: NatsBus, stack: RawStack, load: Load) -> SocketFigur
         tasks.append(asyncio.create_task(feed()))
 
     try:
-        return await _measure("raw stack", stack, load, on_asked)
+        return await _measure("raw stack", stack, sockets, seconds, on_asked)
     finally:
         for task in tasks:
             task.cancel()
@@ -348,14 +343,12 @@ async def _measure_raw(bus: NatsBus, stack: RawStack, load: Load) -> SocketFigur
             await asyncio.wait(tasks)
 
 
-def run(
-    sockets: int = 10_000, seconds: float = 20.0, processes: int = 2, no_raw: bool = False
-) -> Told:
-    """``seconds`` are measured; ``no_raw`` measures the gateway alone."""
+def run(sockets: int = 10_000, seconds: float = 20.0) -> Told:
+    """``seconds`` are measured."""
     most = allow_many_files() - _SPARE_FILES
     if sockets > most:
         sys.exit(f"a process may open {most} sockets here (ulimit -Hn); ask for fewer")
-    results = uvloop.run(_run(Load(sockets, seconds, processes), no_raw))
+    results = uvloop.run(_run(sockets, seconds))
     rows = [
         (
             *(run.system, f"{run.num_sockets:,}", f"{run.idle_bytes / 1024:.1f}"),

@@ -17,6 +17,8 @@ Sections, in their order (--only takes the beginning of a name, the ceilings are
   adapters        twenty LoRA adapters of rank 16 in one batch beside the base alone, at 1 to 256
                   streams, and steps while adapters are loaded; name it to give it time enough
   speculation     answers of which most was predicted, with proposals and without; deterministic
+  tiles           only if it is named: tiles of the kernels, or of those that --kernels has parts of
+                  the names of, beside the tiles that their tables choose
 
 Each has a share of --minutes, and what it measured is written as it comes, so that a run that is
 cut leaves what it has. --smoke runs all of it with tiny models on the CPU, kernels in Triton's
@@ -35,7 +37,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.gpu.report import Ceilings, Environment, Report, Row, summary, table
+from benchmarks.gpu.report import Ceilings, Environment, Report, Row, RunSettings, summary, table
 from benchmarks.gpu.sections import Item, Section, SectionProcesses, chosen
 from benchmarks.support.command import command_parser
 
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        _run(sections, report, path, parsed.minutes * 60)
+        _run(sections, report, path, parsed)
     finally:
         lines = [*table(report), "", _machine(report), summary(report)]
         print("\n".join(lines), flush=True)
@@ -73,9 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(row.failure for row in report.rows) else 0
 
 
-def _run(sections: list[Section], report: Report, path: Path | None, limit_s: float) -> None:
-    processes = SectionProcesses(smoke=report.smoke, seed=report.seed)
-    deadline_s = time.monotonic() + limit_s
+def _run(
+    sections: list[Section], report: Report, path: Path | None, parsed: argparse.Namespace
+) -> None:
+    settings = RunSettings(report.smoke, report.seed, tuple(parsed.kernels))
+    processes = SectionProcesses(settings)
+    deadline_s = time.monotonic() + parsed.minutes * 60
 
     def keep(item: Item) -> None:
         match item:
@@ -120,6 +125,7 @@ def _packages(environment: Environment) -> list[tuple[str, str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser("gpu", __doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="SECTION")
+    parser.add_argument("--kernels", nargs="+", default=[], metavar="NAME", help="for tiles")
     parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=8.7, help="for all of it (default: 8.7)")

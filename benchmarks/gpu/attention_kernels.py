@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu.kernel_cases import BF16_ERROR, FP8_ERROR, Cost, Timing, Work, measure
+from benchmarks.gpu.kernel_cases import BF16_ERROR, FP8_ERROR, Cost, Tiles, Timing, Work, measure
 from benchmarks.gpu.report import DECODE_ATTENTION, SKEWED_ATTENTION
 from benchmarks.gpu.scope import Scope
+from millrace.engine.kernels.gpu import attention
 from millrace.engine.kernels.gpu.attention import PagedAttention
 from millrace.engine.kernels.gpu.attention_shape import AttentionShape
+from millrace.engine.kernels.gpu.attention_tiles import AttentionTile, decode_tile, padded
 from millrace.engine.kernels.gpu.device_batch import FP8_MAX, CacheLayer, DeviceBatch
 from millrace.engine.kernels.gpu.reference.attention import attend
 
@@ -128,7 +130,7 @@ class Case(NamedTuple):
     deterministic: bool = False
 
 
-def cases(*, smoke: bool) -> list[Case]:
+def _cases(*, smoke: bool) -> list[Case]:
     """All but the skewed one."""
     if smoke:
         small = partial(Case, heads=_SMOKE_HEADS)
@@ -157,7 +159,7 @@ def cases(*, smoke: bool) -> list[Case]:
 
 
 def run(scope: Scope) -> None:
-    for case in cases(smoke=scope.smoke):
+    for case in _cases(smoke=scope.smoke):
         _measure(scope, case)
     heads = _SMOKE_HEADS if scope.smoke else LLAMA_HEADS
     skewed_lengths = _SMOKE_SKEWED if scope.smoke else _SKEWED
@@ -177,14 +179,33 @@ def _measure(scope: Scope, case: Case) -> Timing | None:
     return measure(
         scope,
         case.name,
-        partial(work, scope, case),
-        cost_of(scope, case),
+        partial(_work, scope, case),
+        _cost(scope, case),
         bound_by="bytes" if max(case.num_rows) == 1 else "flops",
         tolerance=FP8_ERROR if case.fp8 else BF16_ERROR,
+        tiles=_tiles(scope, case),
     )
 
 
-def cost_of(scope: Scope, case: Case) -> Cost:
+def _tiles(scope: Scope, case: Case) -> Tiles:
+    group = padded(case.heads.num_heads // case.heads.num_kv_heads)
+    if case.deterministic or max(case.num_rows) > 1:
+        others = list(product((32, 64, 128), (4, 8), (2, 3, 4)))
+        rows = sorted({max(count, group) for count in (64, 128)})
+        candidates = [AttentionTile(count, *other) for count in rows for other in others]
+        return Tiles(attention, candidates, lambda tile: {"prefill_tile": tile})
+    cache_dtype = torch.float8_e4m3fn if case.fp8 else scope.dtype
+    present = decode_tile(case.heads.head_dim, group, cache_dtype)
+    others = list(product((32, 64, 128), (4, 8), (2, 3, 4, 5)))
+    rows = sorted({max(count, group) for count in (present.rows, 16, 64)})
+    return Tiles(
+        attention,
+        [AttentionTile(count, *other) for count in rows for other in others],
+        lambda tile: {"decode_tile": tile, "decode_tokens": tile.tokens},
+    )
+
+
+def _cost(scope: Scope, case: Case) -> Cost:
     """Keys and values, queries and results; two products for each pair of row and key."""
     rows = sum(case.num_rows) * case.heads.num_heads * case.heads.head_dim
     return Cost(
@@ -194,7 +215,7 @@ def cost_of(scope: Scope, case: Case) -> Cost:
     )
 
 
-def work(scope: Scope, case: Case, number: int) -> Work:
+def _work(scope: Scope, case: Case, number: int) -> Work:
     """The attention of one layer on random inputs."""
     given = attention_input(
         case.heads,

@@ -33,12 +33,12 @@ class Mixture(NamedTuple):
 
 
 # As Qwen3-30B-A3B has them.
-_MIXTURE = Mixture(256, 128, 8, 2048, 768)
+MIXTURE = Mixture(256, 128, 8, 2048, 768)
 _SMOKE_MIXTURE = Mixture(3, 4, 2, 32, 32)
 
 
 def run(scope: Scope) -> None:
-    mixture = _SMOKE_MIXTURE if scope.smoke else _MIXTURE
+    mixture = _SMOKE_MIXTURE if scope.smoke else MIXTURE
     name = f"{mixture.num_chosen} of {mixture.num_experts} experts, {mixture.num_rows} rows"
     measure(scope, name, partial(_work, scope, mixture), mixture.cost(scope.dtype.itemsize))
 

@@ -6,13 +6,15 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from contextlib import contextmanager, nullcontext, suppress
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.gpu.report import Detail
-from benchmarks.gpu.scope import Scope, WrongResultError
+from benchmarks.gpu.scope import Scope, WrongResultError, describe, is_fatal
 
 Call = Callable[[], object]
 # Of the input that timed calls rotate among, so that none of it is still in the last level's cache.
@@ -117,6 +119,28 @@ class Cost(NamedTuple):
     flops: int = 0
 
 
+class Tiles(NamedTuple):
+    """Tiles that a kernel may have. ``choice`` maps names of functions of ``module``, which choose
+    the tile, to what they return for one."""
+
+    module: ModuleType
+    candidates: Sequence[tuple[Any, ...]]
+    choice: Callable[[Any], dict[str, object]]
+
+    @contextmanager
+    def using(self, tile: tuple[Any, ...]) -> Iterator[None]:
+        """Have the kernel's wrapper take ``tile``."""
+        functions: dict[str, Any] = {
+            name: _always(choice) for name, choice in self.choice(tile).items()
+        }
+        with patch.multiple(self.module, **functions):
+            yield
+
+
+def _always(choice: object) -> Callable[..., object]:
+    return lambda *_, **__: choice
+
+
 def measure(
     scope: Scope,
     name: str,
@@ -127,30 +151,42 @@ def measure(
     tolerance: float = BF16_ERROR,
     error: Callable[[torch.Tensor, torch.Tensor], float] | None = None,
     rival: Callable[[int], Call] | None = None,
+    tiles: Tiles | None = None,
 ) -> Timing | None:
     """Emit a row for the works that ``make`` makes of numbers 0, 1, …; None if it failed.
 
     ``bound_by``: "bytes" or "flops". ``error`` of what is written and expected may be up to
-    ``tolerance``. ``rival`` makes the same work for torch, timed beside it.
+    ``tolerance``. ``rival`` makes the same work for torch, timed beside it. A scope that sweeps
+    times ``tiles`` instead, and nothing of a kernel without them.
     """
     timing = None
+    if scope.sweeps and (tiles is None or not scope.sweeps_kernel(name)):
+        return timing
     if scope.rehearsal is not None:
-        if scope.rehearsal.take():
-            _rehearse(make)
+        for tile in tiles.candidates if scope.sweeps and tiles else [None]:
+            if scope.rehearsal.take():
+                _rehearse(make, tiles, tile)
         return timing
     if scope.out_of_time(name):
         return timing
     with scope.case(name):
-        worst = check(make(0), tolerance, error or relative_error)
         count = num_sets(scope.device, cost.bytes_moved)
-        timing = timed(scope.device, [make(i).run for i in range(count)])
+
+        def checked() -> tuple[float, Timing]:
+            worst = check(make(0), tolerance, error or relative_error)
+            return worst, timed(scope.device, [make(i).run for i in range(count)])
+
+        worst, timing = checked()
         details: dict[str, Detail] = {
             "us": timing.median_s * 1e6,
             "spread_us": timing.spread_s * 1e6,
             "error": worst,
             "input_sets": count,
         }
-        if rival is not None:
+        if scope.sweeps and tiles is not None:
+            timing, swept = _best_tile(scope, tiles, timing, checked)
+            details |= swept
+        elif rival is not None:
             torch_s = timed(scope.device, [rival(i) for i in range(count)]).median_s
             details |= {
                 "torch_us": torch_s * 1e6,
@@ -164,10 +200,32 @@ def measure(
     return timing
 
 
-def _rehearse(make: Callable[[int], Work]) -> None:
+def _rehearse(make: Callable[[int], Work], tiles: Tiles | None, tile: Any) -> None:
     """Have the kernel compiled. What is wrong with it shows when it is measured."""
-    with suppress(Exception):
+    with suppress(Exception), tiles.using(tile) if tiles and tile else nullcontext():
         make(0).run()
+
+
+def _best_tile(
+    scope: Scope, tiles: Tiles, present: Timing, checked: Callable[[], tuple[float, Timing]]
+) -> tuple[Timing, dict[str, Detail]]:
+    """The fastest of all tiles, the present one included, and the times of all by their names."""
+    times: dict[str, Detail] = {}
+    best, name = present, "the present one"
+    for tile in tiles.candidates[:2] if scope.smoke else tiles.candidates:
+        try:
+            with tiles.using(tile):
+                _, timing = checked()
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            times[str(tuple(tile))] = describe(error)
+            continue
+        times[str(tuple(tile))] = timing.median_s * 1e6
+        if timing.median_s < best.median_s:
+            best, name = timing, str(tuple(tile))
+    note = f"{name}: {present.median_s / best.median_s:.2f}x of the present tile"
+    return best, {"best_us": best.median_s * 1e6, "note": note, **times}
 
 
 def check(

@@ -1,4 +1,4 @@
-"""Every kernel alone."""
+"""Every kernel alone, and the tiles that it might have beside those that its tables choose."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from benchmarks.gpu import (
     row_kernels,
     sampling_kernels,
 )
+from benchmarks.gpu.report import RunSettings
 from benchmarks.gpu.scope import Scope, Turns
 
 # Compilers beside each other: a kernel takes seconds to compile, and there are dozens.
@@ -25,6 +26,17 @@ def run(scope: Scope) -> None:
     measure_all(scope)
 
 
+def sweep(scope: Scope) -> None:
+    """Time candidates for the tile of each kernel, but for those that do not fit the device or
+    compute something else. A table is worth changing where the best is faster by more than the
+    spread of its own runs."""
+    from benchmarks.gpu import quantized_kernels
+
+    for measure in (measure_all, quantized_kernels.measure_all):
+        rehearse(scope, measure, limit_s=scope.left_s / 3)
+        measure(scope)
+
+
 def measure_all(scope: Scope) -> None:
     attention_kernels.run(scope)
     matmul_kernels.run(scope)
@@ -33,29 +45,25 @@ def measure_all(scope: Scope) -> None:
     expert_kernels.run(scope)
 
 
-def rehearse(scope: Scope, measure: Callable[[Scope], None]) -> None:
+def rehearse(scope: Scope, measure: Callable[[Scope], None], limit_s: float = _REHEARSAL_S) -> None:
     """Have all kernels that ``measure``, a function of a module, measures compiled into the
     compiler's cache; in a smoke run, some of them."""
     context = multiprocessing.get_context("forkserver")
     processes = [
-        context.Process(target=_rehearse_part, args=(measure, scope.smoke, scope.seed, first))
+        context.Process(target=_rehearse_part, args=(scope.settings, measure, limit_s, first))
         for first in range(1 if scope.smoke else _PROCESSES)
     ]
     for process in processes:
         process.start()
-    deadline_s = time.monotonic() + _REHEARSAL_S
+    deadline_s = time.monotonic() + limit_s
     for process in processes:
         process.join(max(0.0, deadline_s - time.monotonic()))
         process.kill()
         process.join()
 
 
-def _rehearse_part(measure: Callable[[Scope], None], smoke: bool, seed: int, first: int) -> None:
-    scope = Scope(
-        "rehearsal",
-        smoke=smoke,
-        seed=seed,
-        deadline_s=time.monotonic() + _REHEARSAL_S,
-        rehearsal=Turns(first, _PROCESSES),
-    )
-    measure(scope)
+def _rehearse_part(
+    settings: RunSettings, measure: Callable[[Scope], None], limit_s: float, first: int
+) -> None:
+    deadline_s = time.monotonic() + limit_s
+    measure(Scope("rehearsal", settings, deadline_s=deadline_s, rehearsal=Turns(first, _PROCESSES)))

@@ -9,45 +9,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.report import LLAMA_8B, NANO, QWEN_06B, QWEN_8B, THOUSAND, Ceilings
+from benchmarks.gpu_compile.models import CONFIGS
 from millrace.engine.models.loader import num_parameters
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
 
 _BYTES = 2  # of a weight, and of an element of the KV cache
 
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "rms_norm_eps": 1e-5,
-    "dtype": "bfloat16",
-}
 _QWEN = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "head_dim": 128,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1_000_000,
     "use_sliding_window": False,
-    "max_position_embeddings": 40_960,
-    "vocab_size": 151_936,
     "bos_token_id": 151_643,
     "eos_token_id": 151_645,
-    "dtype": "bfloat16",
 }
+# Whole models, with what is of no matter to a kernel that is only compiled.
 _CONFIGS: dict[str, dict[str, Any]] = {
-    LLAMA_8B: _LLAMA
+    LLAMA_8B: CONFIGS["Llama-3.1-8B"]
     | {
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
         "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128_256,
-        "max_position_embeddings": 131_072,
         "rope_theta": 500_000.0,
         "rope_scaling": {
             "rope_type": "llama3",
@@ -60,24 +39,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "bos_token_id": 128_000,
         "eos_token_id": 128_001,
     },
-    QWEN_06B: _QWEN
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
-    QWEN_8B: _QWEN
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
+    QWEN_06B: CONFIGS["Qwen3-0.6B"] | _QWEN | {"num_hidden_layers": 28},
+    QWEN_8B: CONFIGS["Qwen3-8B"] | _QWEN | {"num_hidden_layers": 36, "tie_word_embeddings": False},
 }
 # What makes any of them small enough for an interpreter.
 _TINY = {

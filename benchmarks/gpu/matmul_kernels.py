@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.gpu.kernel_cases import Call, Cost, Work, measure, returned
+from benchmarks.gpu.kernel_cases import Call, Cost, Tiles, Work, measure, returned
 from benchmarks.gpu.scope import Scope
-from millrace.engine.kernels.gpu.matmul import gated_linear, linear, tiled_linear
+from millrace.engine.kernels.gpu import matmul
+from millrace.engine.kernels.gpu.matmul import gated_linear, linear
 from millrace.engine.kernels.gpu.reference.rows import swiglu
 from millrace.engine.kernels.gpu.tiles import ProductTile
 
@@ -39,20 +41,17 @@ _LLAMA_SHAPES = (
     Shape("head", 128_256, 4096),
 )
 _SMOKE_SHAPES = (Shape("qkv", 96, 64),)
-SKINNY_ROWS = (1, 4, 16)
-
-
-def shapes(*, smoke: bool) -> tuple[Shape, ...]:
-    return _SMOKE_SHAPES if smoke else _LLAMA_SHAPES
+_SKINNY_ROWS = (1, 4, 16)
 
 
 def run(scope: Scope) -> None:
-    for num_rows in SKINNY_ROWS[:2] if scope.smoke else SKINNY_ROWS:
-        for shape in shapes(smoke=scope.smoke):
+    for num_rows in _SKINNY_ROWS[:2] if scope.smoke else _SKINNY_ROWS:
+        for shape in _SMOKE_SHAPES if scope.smoke else _LLAMA_SHAPES:
             _measure(scope, f"linear {shape.name}, {num_rows} rows", shape, num_rows, "bytes")
         _measure_gated(scope, num_rows)
     shape = _SMOKE_SHAPES[0] if scope.smoke else _LLAMA_SHAPES[2]
-    for num_rows in (20,) if scope.smoke else (256, 8192):
+    # Of many rows the tables choose tiles for as many as are a chunk.
+    for num_rows in (20,) if scope.smoke else (64, 256) if scope.sweeps else (256, 8192):
         name = f"linear {shape.name}, {num_rows} rows"
         _measure(scope, name, shape, num_rows, "flops")
         _measure(scope, f"{name}, fixed order", shape, num_rows, "flops", fixed=True)
@@ -67,6 +66,7 @@ def _measure_gated(scope: Scope, num_rows: int) -> None:
         partial(_gated_linear, scope, shape, num_rows),
         shape.cost(num_rows, scope.dtype.itemsize),
         rival=partial(_torch_gated_linear, scope, shape, num_rows),
+        tiles=_tiles(num_rows, "gated_product_tile"),
     )
 
 
@@ -79,8 +79,20 @@ def _measure(
         partial(_linear, scope, shape, num_rows, fixed),
         shape.cost(num_rows, scope.dtype.itemsize),
         bound_by=bound_by,
-        rival=partial(_torch_linear, scope, shape, num_rows),
+        rival=partial(torch_linear, scope, shape, num_rows),
+        tiles=None if fixed else _tiles(num_rows, "product_tile"),
     )
+
+
+def _tiles(num_rows: int, function: str) -> Tiles:
+    if num_rows == 1:
+        others = product((1,), (2, 4, 8, 16, 32), (256, 512), (4, 8), (2, 4, 6))
+    elif num_rows in _SKINNY_ROWS:
+        others = product((16,), (16, 32, 64, 128), (64, 128, 256), (2, 4, 8), (3, 4, 5))
+    else:
+        row_counts = (16, 32, 64) if num_rows <= 64 else (64, 128)
+        others = product(row_counts, (64, 128, 256), (64, 128), (4, 8), (3, 4))
+    return Tiles(matmul, [ProductTile(*tile) for tile in others], lambda tile: {function: tile})
 
 
 def _operands(
@@ -120,21 +132,6 @@ def _torch_gated_linear(scope: Scope, shape: Shape, num_rows: int, number: int) 
     return run
 
 
-def tiled_work(
-    scope: Scope, shape: Shape, num_rows: int, gated: bool, tile: ProductTile, number: int
-) -> Work:
-    """The product by a tile of choice."""
-    rows, weight = _operands(scope, shape, num_rows, number)
-
-    def expected() -> list[torch.Tensor]:
-        product = rows.float() @ weight.float().t()
-        return [swiglu(product) if gated else product]
-
-    return Work(
-        lambda: tiled_linear(rows, weight, None, None, tile, gated=gated), returned, expected
-    )
-
-
-def _torch_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Call:
+def torch_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Call:
     rows, weight = _operands(scope, shape, num_rows, number)
     return lambda: F.linear(rows, weight)

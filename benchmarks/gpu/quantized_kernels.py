@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
+from itertools import product as every
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from benchmarks.gpu.kernel_cases import Call, Cost, Work, measure, returned
+from benchmarks.gpu.expert_kernels import MIXTURE, Mixture
+from benchmarks.gpu.kernel_cases import Call, Cost, Tiles, Work, measure, returned
 from benchmarks.gpu.kernels import rehearse
-from benchmarks.gpu.matmul_kernels import Shape
+from benchmarks.gpu.matmul_kernels import Shape, torch_linear
 from benchmarks.gpu.scope import Scope
+from benchmarks.gpu_compile.quantized import Layout
 from millrace.engine.kernels.gpu import experts
+from millrace.engine.kernels.gpu.quantized import product
 from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
 from millrace.engine.kernels.gpu.quantized.library import library_linear
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
-from millrace.engine.kernels.gpu.quantized.product import (
-    quantized_linear,
-    tiled_quantized_linear,
-)
+from millrace.engine.kernels.gpu.quantized.product import quantized_linear
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows
 from millrace.engine.kernels.gpu.quantized.tiles import QuantizedTile, RowProductTile
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
@@ -31,44 +30,35 @@ _FLOAT8 = torch.float8_e4m3fn
 _SCALE_BYTES = 2  # of scales that bfloat16 holds, and of zeros
 
 
-class Layout(NamedTuple):
-    """Codes of so many bits in groups of so many inputs, 0 for one, and how rows are rounded."""
+def _num_bytes(layout: Layout, num_outputs: int, num_inputs: int) -> int:
+    """Of a weight."""
+    num_groups = num_inputs // (layout.group_inputs or num_inputs)
+    of_groups = num_groups * _SCALE_BYTES * (1 + layout.zeroed)
+    return num_outputs * (num_inputs * layout.bits // 8 + of_groups)
 
-    name: str
-    bits: int
-    group_inputs: int = 0
-    activations: Activations = Activations.WIDE
-    is_float8: bool = False
-    zeroed: bool = False
 
-    def num_bytes(self, num_outputs: int, num_inputs: int) -> int:
-        """Of a weight."""
-        num_groups = num_inputs // (self.group_inputs or num_inputs)
-        of_groups = num_groups * _SCALE_BYTES * (1 + self.zeroed)
-        return num_outputs * (num_inputs * self.bits // 8 + of_groups)
-
-    def drawn(
-        self, scope: Scope, generator: torch.Generator, num_outputs: int, num_inputs: int
-    ) -> QuantizedWeight:
-        """A weight of random codes."""
-        most = 1 << self.bits - 1
-        group_inputs = self.group_inputs or num_inputs
-        size = (num_outputs, num_inputs // group_inputs)
-        integers = partial(torch.randint, -most, most, generator=generator, device=scope.device)
-        if self.is_float8:
-            wide = scope.normal(generator, num_outputs, num_inputs, std=64.0)
-            codes = wide.clamp(-448, 448).to(_FLOAT8)
-        else:
-            codes = integers((num_outputs, num_inputs), dtype=torch.int8)
-        scales = torch.rand(size, device=scope.device, generator=generator) + 0.5
-        return QuantizedWeight(
-            codes=codes,
-            scales=(scales / (most * num_inputs**0.5)).bfloat16().float(),
-            group_inputs=group_inputs,
-            bits=self.bits,
-            zeros=integers(size, dtype=torch.int16) if self.zeroed else None,
-            activations=self.activations,
-        )
+def _drawn(
+    scope: Scope, layout: Layout, generator: torch.Generator, num_outputs: int, num_inputs: int
+) -> QuantizedWeight:
+    """A weight of random codes."""
+    most = 1 << layout.bits - 1
+    group_inputs = layout.group_inputs or num_inputs
+    size = (num_outputs, num_inputs // group_inputs)
+    integers = partial(torch.randint, -most, most, generator=generator, device=scope.device)
+    if layout.is_float8:
+        wide = scope.normal(generator, num_outputs, num_inputs, std=64.0)
+        codes = wide.clamp(-448, 448).to(_FLOAT8)
+    else:
+        codes = integers((num_outputs, num_inputs), dtype=torch.int8)
+    scales = torch.rand(size, device=scope.device, generator=generator) + 0.5
+    return QuantizedWeight(
+        codes=codes,
+        scales=(scales / (most * num_inputs**0.5)).bfloat16().float(),
+        group_inputs=group_inputs,
+        bits=layout.bits,
+        zeros=integers(size, dtype=torch.int16) if layout.zeroed else None,
+        activations=layout.activations,
+    )
 
 
 _INT8_ROWS = Layout("int8 by int8", 8, activations=Activations.INT8_TOKEN)
@@ -98,9 +88,9 @@ def run(scope: Scope) -> None:
 
 
 def measure_all(scope: Scope) -> None:
-    for shape in shapes(scope):
-        for num_rows in row_counts(scope):
-            for layout in layouts(scope):
+    for shape in _SMOKE_SHAPES if scope.smoke else _LLAMA_SHAPES:
+        for num_rows in _SMOKE_ROWS if scope.smoke else _ROWS:
+            for layout in _layouts(scope):
                 _measure_linear(scope, layout, shape, num_rows)
             if scope.smoke or num_rows >= _INT_MM_ROWS:
                 _measure_torch(scope, shape, num_rows)
@@ -108,24 +98,16 @@ def measure_all(scope: Scope) -> None:
         _measure_experts(scope, layout)
 
 
-def shapes(scope: Scope) -> Sequence[Shape]:
-    return _SMOKE_SHAPES if scope.smoke else _LLAMA_SHAPES
-
-
-def row_counts(scope: Scope) -> Sequence[int]:
-    return _SMOKE_ROWS if scope.smoke else _ROWS
-
-
-def layouts(scope: Scope) -> list[Layout]:
+def _layouts(scope: Scope) -> list[Layout]:
     """Without a GPU, those whose rows stay as they are or become int8: Triton's interpreter halves
     some numbers that it rounds to float8."""
     known = (Activations.WIDE, Activations.INT8_TOKEN)
     return [layout for layout in _LAYOUTS if not scope.smoke or layout.activations in known]
 
 
-def cost_of(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -> Cost:
+def _cost(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -> Cost:
     row_elements = num_rows * (shape.num_inputs + shape.num_outputs)
-    weight_bytes = layout.num_bytes(shape.num_outputs, shape.num_inputs)
+    weight_bytes = _num_bytes(layout, shape.num_outputs, shape.num_inputs)
     return Cost(
         weight_bytes + row_elements * scope.dtype.itemsize,
         2 * num_rows * shape.num_outputs * shape.num_inputs,
@@ -142,10 +124,25 @@ def _measure_linear(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -
         scope,
         f"{layout.name} {shape.name}, {num_rows} rows",
         partial(_linear, scope, layout, shape, num_rows),
-        cost_of(scope, layout, shape, num_rows),
+        _cost(scope, layout, shape, num_rows),
         bound_by=_bound_by(num_rows),
-        rival=partial(_wide_linear, scope, shape, num_rows),
+        rival=partial(torch_linear, scope, shape, num_rows),
+        tiles=_tiles(num_rows),
     )
+
+
+def _tiles(num_rows: int) -> Tiles:
+    candidates: list[QuantizedTile | RowProductTile]
+    if num_rows == 1:
+        others = every((4, 8, 16), (1, 2, 4, 8), (4, 8), (2, 4, 6))
+        candidates = [RowProductTile(*tile) for tile in others]
+        return Tiles(product, candidates, lambda tile: {"row_product_tile": tile})
+    if num_rows <= 16:
+        others = every((16,), (16, 32, 64), (2, 4), (4, 6, 8, 10))
+    else:
+        others = every((32,) if num_rows <= 32 else (64, 128), (64, 128), (4, 8), (3, 4, 6))
+    candidates = [QuantizedTile(*tile) for tile in others]
+    return Tiles(product, candidates, lambda tile: {"quantized_tile": tile})
 
 
 def _measure_torch(scope: Scope, shape: Shape, num_rows: int) -> None:
@@ -158,7 +155,7 @@ def _measure_torch(scope: Scope, shape: Shape, num_rows: int) -> None:
             scope,
             f"{layout.name} {shape.name}, {num_rows} rows, torch.{name}",
             partial(make, scope, layout, shape, num_rows),
-            cost_of(scope, layout, shape, num_rows),
+            _cost(scope, layout, shape, num_rows),
             bound_by=_bound_by(num_rows),
         )
 
@@ -182,7 +179,7 @@ class _Operands(NamedTuple):
 def _operands(scope: Scope, layout: Layout, shape: Shape, num_rows: int, number: int) -> _Operands:
     generator = scope.generator(number)
     rows = scope.normal(generator, num_rows, shape.num_inputs)
-    weight = layout.drawn(scope, generator, shape.num_outputs, shape.num_inputs)
+    weight = _drawn(scope, layout, generator, shape.num_outputs, shape.num_inputs)
     return _Operands(rows, weight, packed(weight))
 
 
@@ -194,24 +191,6 @@ def _linear(scope: Scope, layout: Layout, shape: Shape, num_rows: int, number: i
         return quantized_linear(rows, operands.packed, dtype=scope.dtype)
 
     return Work(run, returned, operands.expected)
-
-
-def tiled_work(
-    scope: Scope,
-    layout: Layout,
-    shape: Shape,
-    num_rows: int,
-    tile: QuantizedTile | RowProductTile,
-    number: int,
-) -> Work:
-    """The product by a tile of choice, of rows that are rounded before."""
-    operands = _operands(scope, layout, shape, num_rows, number)
-    rows = rounded(operands.rows, operands.weight.rounding)
-    return Work(
-        lambda: tiled_quantized_linear(rows, operands.packed, None, None, scope.dtype, tile),
-        returned,
-        operands.expected,
-    )
 
 
 def _int_mm(scope: Scope, layout: Layout, shape: Shape, num_rows: int, number: int) -> Work:
@@ -236,32 +215,13 @@ def _scaled_mm(scope: Scope, layout: Layout, shape: Shape, num_rows: int, number
     )
 
 
-def _wide_linear(scope: Scope, shape: Shape, num_rows: int, number: int) -> Call:
-    normal = partial(scope.normal, scope.generator(number))
-    rows = normal(num_rows, shape.num_inputs)
-    weight = normal(shape.num_outputs, shape.num_inputs, std=shape.num_inputs**-0.5)
-    return lambda: F.linear(rows, weight)
-
-
-class _Mixture(NamedTuple):
-    """``num_rows`` rows choose ``num_chosen`` experts each."""
-
-    num_rows: int
-    num_experts: int
-    num_chosen: int
-    hidden: int
-    inner: int
-
-
-# As Qwen3-30B-A3B has them.
-_MIXTURE = _Mixture(256, 128, 8, 2048, 768)
-_SMOKE_MIXTURE = _Mixture(3, 4, 2, 128, 128)
+_SMOKE_MIXTURE = Mixture(3, 4, 2, 128, 128)
 
 
 def _measure_experts(scope: Scope, layout: Layout) -> None:
-    mixture = _SMOKE_MIXTURE if scope.smoke else _MIXTURE
+    mixture = _SMOKE_MIXTURE if scope.smoke else MIXTURE
     num_rows, num_experts, num_chosen, hidden, inner = mixture
-    num_bytes = layout.num_bytes(2 * inner, hidden) + layout.num_bytes(hidden, inner)
+    num_bytes = _num_bytes(layout, 2 * inner, hidden) + _num_bytes(layout, hidden, inner)
     row_elements = num_rows * num_chosen * (2 * inner + inner + hidden) + num_rows * hidden
     measure(
         scope,
@@ -275,12 +235,12 @@ def _measure_experts(scope: Scope, layout: Layout) -> None:
     )
 
 
-def _experts(scope: Scope, layout: Layout, mixture: _Mixture, number: int) -> Work:
+def _experts(scope: Scope, layout: Layout, mixture: Mixture, number: int) -> Work:
     """Both products of sorted choices, of rows that do not depend on each other."""
     num_rows, num_experts, num_chosen, hidden, inner = mixture
     generator = scope.generator(number)
-    gates = [layout.drawn(scope, generator, 2 * inner, hidden) for _ in range(num_experts)]
-    downs = [layout.drawn(scope, generator, hidden, inner) for _ in range(num_experts)]
+    gates = [_drawn(scope, layout, generator, 2 * inner, hidden) for _ in range(num_experts)]
+    downs = [_drawn(scope, layout, generator, hidden, inner) for _ in range(num_experts)]
     gate_stack = PackedWeight.stacked([packed(weight) for weight in gates])
     down_stack = PackedWeight.stacked([packed(weight) for weight in downs])
     rows = scope.normal(generator, num_rows, hidden)
@@ -319,7 +279,7 @@ def _experts(scope: Scope, layout: Layout, mixture: _Mixture, number: int) -> Wo
     return Work(run, written, expected)
 
 
-def _wide_experts(scope: Scope, mixture: _Mixture, number: int) -> Call:
+def _wide_experts(scope: Scope, mixture: Mixture, number: int) -> Call:
     """The same of wide weights, by the kernel for these."""
     num_rows, num_experts, num_chosen, hidden, inner = mixture
     generator = scope.generator(number)
@@ -337,7 +297,7 @@ def _wide_experts(scope: Scope, mixture: _Mixture, number: int) -> Call:
 
 
 def _choices(
-    scope: Scope, generator: torch.Generator, mixture: _Mixture
+    scope: Scope, generator: torch.Generator, mixture: Mixture
 ) -> tuple[torch.Tensor, experts.SortedChoices]:
     scores = scope.normal(generator, mixture.num_rows, mixture.num_experts)
     weights, chosen = experts.route(scores, mixture.num_chosen, normalized=True)

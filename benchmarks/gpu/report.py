@@ -117,6 +117,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     details: dict[str, Detail] = {}
 
 
+class RunSettings(NamedTuple):
+    """Settings of a section. ``smoke``: tiny sizes on the CPU, whose figures mean nothing.
+    With ``sweeps``, tiles of kernels are timed; ``kernels`` are parts of their names, by default of
+    all."""
+
+    smoke: bool
+    seed: int
+    kernels: tuple[str, ...] = ()
+    sweeps: bool = False
+
+
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     """Measured in the same run: bytes read and written per second by a copy, bfloat16 operations
     per second of a matrix product of random numbers."""

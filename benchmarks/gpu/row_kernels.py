@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -10,6 +11,7 @@ from benchmarks.gpu.attention_kernels import Heads, random_layer
 from benchmarks.gpu.kernel_cases import (
     FP8_ERROR,
     Cost,
+    Tiles,
     Work,
     check,
     measure,
@@ -22,22 +24,14 @@ from millrace.engine.kernels.gpu import blocks, heads, rows
 from millrace.engine.kernels.gpu.device_batch import CacheLayer
 from millrace.engine.kernels.gpu.reference import heads as reference_heads
 from millrace.engine.kernels.gpu.reference import rows as reference_rows
+from millrace.engine.kernels.gpu.tiles import HeadTile, RowTile, power_of_two
 from millrace.engine.kernels.operations import HeadNorms
 
 _EPSILON = 1e-5
 
 
-def widths(*, smoke: bool) -> tuple[int, int]:
-    """Of hidden states, and between gate and down projection."""
-    return (64, 96) if smoke else (4096, 14_336)
-
-
-def layer_heads(*, smoke: bool) -> Heads:
-    return Heads(4, 2, 32) if smoke else Heads(32, 8, 128)
-
-
 def run(scope: Scope) -> None:
-    hidden, inner = widths(smoke=scope.smoke)
+    hidden, inner = (64, 96) if scope.smoke else (4096, 14_336)
     for num_rows in (3,) if scope.smoke else (256, 8192):
         _norms_and_gates(scope, num_rows, hidden, inner)
         _heads(scope, num_rows)
@@ -47,23 +41,35 @@ def run(scope: Scope) -> None:
 def _norms_and_gates(scope: Scope, num_rows: int, hidden: int, inner: int) -> None:
     elements = num_rows * hidden
     shape = f"{num_rows} x {hidden}"
+    norm_tiles = Tiles(
+        rows,
+        [RowTile(power_of_two(hidden), num_warps) for num_warps in (1, 2, 4, 8, 16)],
+        lambda tile: {"norm_tile": tile},
+    )
     measure(
         scope,
         f"rms_norm, {shape}",
-        partial(rms_norm_work, scope, num_rows, hidden),
+        partial(_rms_norm_work, scope, num_rows, hidden),
         Cost(2 * elements * scope.dtype.itemsize),
+        tiles=norm_tiles,
     )
     measure(
         scope,
         f"add_rms_norm, {shape}",
-        partial(add_rms_norm_work, scope, num_rows, hidden),
+        partial(_add_rms_norm_work, scope, num_rows, hidden),
         Cost(4 * elements * scope.dtype.itemsize),
+        tiles=norm_tiles,
     )
     measure(
         scope,
         f"swiglu, {num_rows} x {inner}",
-        partial(swiglu_work, scope, num_rows, inner),
+        partial(_swiglu_work, scope, num_rows, inner),
         Cost(3 * num_rows * inner * scope.dtype.itemsize),
+        tiles=Tiles(
+            rows,
+            [RowTile(*tile) for tile in product((512, 1024, 2048, 4096), (2, 4, 8))],
+            lambda tile: {"swiglu_tile": tile},
+        ),
     )
 
 
@@ -71,7 +77,7 @@ def _normal(scope: Scope, number: int, *shape: int) -> torch.Tensor:
     return scope.normal(scope.generator(number), *shape)
 
 
-def rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
+def _rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     values = _normal(scope, 2 * number, num_rows, width)
     weight = _normal(scope, 2 * number + 1, width)
     return Work(
@@ -81,7 +87,7 @@ def rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     )
 
 
-def add_rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
+def _add_rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     total = _normal(scope, 3 * number, num_rows, width)
     delta = _normal(scope, 3 * number + 1, num_rows, width)
     weight = _normal(scope, 3 * number + 2, width)
@@ -97,7 +103,7 @@ def add_rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> W
     )
 
 
-def swiglu_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
+def _swiglu_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     values = _normal(scope, number, num_rows, 2 * width)
     return Work(
         lambda: rows.swiglu(values),
@@ -108,23 +114,29 @@ def swiglu_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
 
 def _heads(scope: Scope, num_rows: int) -> None:
     """QK-norm, rotation and the cache's part, as Qwen3 and as Llama with an fp8 cache have it."""
-    layer = layer_heads(smoke=scope.smoke)
+    layer = Heads(4, 2, 32) if scope.smoke else Heads(32, 8, 128)
+    half = power_of_two(layer.head_dim // 2)
     measure(
         scope,
         f"rotate_store with norms, {num_rows} tokens",
-        partial(rotate_store_work, scope, layer, num_rows, True, False),
-        rotate_store_cost(scope, layer, num_rows, fp8=False),
+        partial(_rotate_store_work, scope, layer, num_rows, True, False),
+        _rotate_store_cost(scope, layer, num_rows, fp8=False),
+        tiles=Tiles(
+            heads,
+            [HeadTile(count, half, warps) for count, warps in product((2, 4, 8, 16), (1, 2, 4, 8))],
+            lambda tile: {"head_tile": tile},
+        ),
     )
     measure(
         scope,
         f"rotate_store, fp8 cache, {num_rows} tokens",
-        partial(rotate_store_work, scope, layer, num_rows, False, True),
-        rotate_store_cost(scope, layer, num_rows, fp8=True),
+        partial(_rotate_store_work, scope, layer, num_rows, False, True),
+        _rotate_store_cost(scope, layer, num_rows, fp8=True),
         tolerance=FP8_ERROR,
     )
 
 
-def rotate_store_cost(scope: Scope, layer: Heads, num_tokens: int, *, fp8: bool) -> Cost:
+def _rotate_store_cost(scope: Scope, layer: Heads, num_tokens: int, *, fp8: bool) -> Cost:
     """All heads are read, queries written back, keys and values written to the cache."""
     num_pairs = 2 * layer.num_kv_heads
     heads_moved = 2 * layer.num_heads + num_pairs
@@ -134,7 +146,7 @@ def rotate_store_cost(scope: Scope, layer: Heads, num_tokens: int, *, fp8: bool)
     return Cost(num_tokens * moved)
 
 
-def rotate_store_work(
+def _rotate_store_work(
     scope: Scope, layer: Heads, num_tokens: int, normed: bool, fp8: bool, number: int
 ) -> Work:
     generator = scope.generator(number)
@@ -184,7 +196,7 @@ def _copies(scope: Scope) -> None:
         Cost(moved),
         tolerance=0.0,
     )
-    if scope.smoke or scope.rehearsal is not None:
+    if scope.smoke or scope.sweeps or scope.rehearsal is not None:
         return
     name = f"copy_blocks, {num_pairs} to the host"
     with scope.case(name):

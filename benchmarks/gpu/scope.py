@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from benchmarks.gpu.report import Ceilings, Detail, Row
+from benchmarks.gpu.report import Ceilings, Detail, Row, RunSettings
 from tests.support.interpreter import prepare_once
 
 
@@ -33,7 +33,7 @@ class Turns:
 
 
 class Scope:
-    """``smoke``: tiny sizes on the CPU, whose figures mean nothing. ``earlier`` are the rows of the
+    """What a section is given. ``earlier`` are the rows of the
     sections before. Rows are handed over as they are made, so that those of a section that is
     killed later are kept. With ``rehearsal``, kernels are run once each, as it takes them, so that
     they are compiled, and nothing is measured.
@@ -42,24 +42,23 @@ class Scope:
     def __init__(
         self,
         section: str,
+        settings: RunSettings,
         *,
-        smoke: bool,
-        seed: int,
         deadline_s: float,
         ceilings: Ceilings | None = None,
         earlier: Sequence[Row] = (),
         hand_over: Callable[[Row | Ceilings], None] = lambda _: None,
         rehearsal: Turns | None = None,
     ) -> None:
-        if smoke:
+        if settings.smoke:
             prepare_once()
         self.section = section
-        self.smoke = smoke
+        self.settings = settings
+        self.smoke, self.seed, self.sweeps = settings.smoke, settings.seed, settings.sweeps
         self.rehearsal = rehearsal
-        self.seed = seed
-        self.device = torch.device("cpu" if smoke else "cuda")
+        self.device = torch.device("cpu" if self.smoke else "cuda")
         # Triton's interpreter does not multiply matrices of bfloat16.
-        self.dtype = torch.float32 if smoke else torch.bfloat16
+        self.dtype = torch.float32 if self.smoke else torch.bfloat16
         self._deadline_s = deadline_s
         self._ceilings = ceilings
         self._earlier = earlier
@@ -76,6 +75,11 @@ class Scope:
         if self._ceilings is None:
             raise RuntimeError("the ceilings could not be measured")
         return self._ceilings
+
+    def sweeps_kernel(self, name: str) -> bool:
+        """Return whether the tiles of this kernel are swept."""
+        kernels = self.settings.kernels
+        return not kernels or any(part in name for part in kernels)
 
     def set_ceilings(self, ceilings: Ceilings) -> None:
         self._ceilings = ceilings

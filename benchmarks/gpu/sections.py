@@ -24,6 +24,7 @@ from benchmarks.gpu.report import (
     Ceilings,
     Environment,
     Row,
+    RunSettings,
 )
 
 Item = Row | Ceilings | Environment
@@ -43,13 +44,14 @@ _SMOKE_PRELOADED = [
 
 
 class Section(NamedTuple):
-    """``run`` of the module ``benchmarks.gpu.<module>`` is called with a scope, and ``argument`` if
-    there is one. ``limit_s`` is its share of the run."""
+    """``function`` of the module ``benchmarks.gpu.<module>`` is called with a scope, and with
+    ``argument`` if there is one. ``limit_s`` is its share of the run."""
 
     name: str
     module: str
     limit_s: float
     argument: str = ""
+    function: str = "run"
 
 
 CEILINGS = Section("ceilings", "ceilings", 15)
@@ -69,31 +71,36 @@ SECTIONS = (
     Section(ADAPTERS, "adapters", 180),
     Section(SPECULATION, "speculation", 90),
 )
+# A sweep takes as long as all of these together, so it has to be named.
+TILES = Section("tiles", "kernels", 520, function="sweep")
 
 
 def chosen(names: list[str]) -> list[Section]:
-    """Sections whose names begin with one of ``names``, all without any; the ceilings always.
+    """Sections whose names begin with one of ``names``, all but the tiles without any; the ceilings
+    always.
 
     Raises ValueError for a name that no section has.
     """
+    if not names:
+        return list(SECTIONS)
+    sections = (*SECTIONS, TILES)
     for name in names:
-        if not any(section.name.startswith(name) for section in SECTIONS):
+        if not any(section.name.startswith(name) for section in sections):
             raise ValueError(f"no section is called {name}")
     return [
         section
-        for section in SECTIONS
-        if not names or section is CEILINGS or section.name.startswith(tuple(names))
+        for section in sections
+        if section is CEILINGS or section.name.startswith(tuple(names))
     ]
 
 
 class SectionProcesses:
     """Runs sections one after the other, each in a fork of a process that has loaded torch."""
 
-    def __init__(self, *, smoke: bool, seed: int) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_SMOKE_PRELOADED if smoke else _PRELOADED)
-        self._smoke = smoke
-        self._seed = seed
+        self._context.set_forkserver_preload(_SMOKE_PRELOADED if settings.smoke else _PRELOADED)
+        self._settings = settings
 
     def run(
         self,
@@ -107,7 +114,7 @@ class SectionProcesses:
         receiver, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=_run_here,
-            args=(sender, section, self._smoke, self._seed, limit_s, ceilings, earlier),
+            args=(sender, section, self._settings, limit_s, ceilings, earlier),
         )
         process.start()
         sender.close()
@@ -142,8 +149,7 @@ def _receive(
 def _run_here(
     sender: multiprocessing.connection.Connection,
     section: Section,
-    smoke: bool,
-    seed: int,
+    settings: RunSettings,
     limit_s: float,
     ceilings: Ceilings | None,
     earlier: list[Row],
@@ -154,8 +160,7 @@ def _run_here(
 
     scope = Scope(
         section.name,
-        smoke=smoke,
-        seed=seed,
+        settings._replace(sweeps=section.name == TILES.name),
         deadline_s=time.monotonic() + limit_s,
         ceilings=ceilings,
         earlier=earlier,
@@ -165,7 +170,8 @@ def _run_here(
         if section is CEILINGS or section.name == CEILINGS.name:
             sender.send(environment(scope.device))
         module = importlib.import_module(f"benchmarks.gpu.{section.module}")
-        module.run(scope, section.argument) if section.argument else module.run(scope)
+        run = getattr(module, section.function)
+        run(scope, section.argument) if section.argument else run(scope)
     except Exception as error:  # noqa: BLE001 (the run goes on with the next section)
         traceback.print_exc()
         scope.fail("the rest of it", describe(error))

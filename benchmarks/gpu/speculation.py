@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from benchmarks.gpu.engine_runs import EngineRun, engine_config
 from benchmarks.gpu.report import EQUAL_ANSWERS, LLAMA_8B, predicted
 from benchmarks.gpu.scope import Scope
-from millrace.engine.types import EngineRequest
-from millrace.schemas.sampling import SamplingParams
+from benchmarks.support.closed_loop import answers, greedy_request
 
 _PROMPT, _SMOKE_PROMPT = 512, 4
 _OUTPUT, _SMOKE_OUTPUT = 256, 6
@@ -84,27 +85,16 @@ def _answer(
     scope: Scope, run: EngineRun, prompts: list[tuple[int, ...]], predictions: _Answers
 ) -> _Answered:
     """Greedy answers, by the numbers of their prompts."""
-    answers: _Answers = {str(number): [] for number in range(len(prompts))}
     begin_s = time.perf_counter()
-    for (key, _), prompt in zip(answers.items(), prompts, strict=True):
-        run.engine.add(
-            EngineRequest(
-                request_id=key,
-                prompt_token_ids=prompt,
-                sampling=SamplingParams(
-                    max_tokens=_SMOKE_OUTPUT if scope.smoke else _OUTPUT,
-                    temperature=0.0,
-                    ignore_eos=True,
-                ),
-                prediction_token_ids=tuple(predictions.get(key, ())),
-            )
+    num_tokens = _SMOKE_OUTPUT if scope.smoke else _OUTPUT
+    requests = [
+        msgspec.structs.replace(
+            greedy_request(str(number), prompt, num_tokens),
+            prediction_token_ids=tuple(predictions.get(str(number), ())),
         )
-    while run.engine.has_work:
-        for output in run.engine.step():
-            if output.error is not None:
-                raise RuntimeError(f"request {output.request_id} failed: {output.error}")
-            answers[output.request_id] += output.token_ids
-    return _Answered(answers, time.perf_counter() - begin_s)
+        for number, prompt in enumerate(prompts)
+    ]
+    return _Answered(answers(run.engine, requests), time.perf_counter() - begin_s)
 
 
 def _spoiled(scope: Scope, run: EngineRun, answers: _Answers) -> _Answers:

@@ -17,6 +17,7 @@ from benchmarks.gpu.kernel_cases import relative_error
 from benchmarks.gpu.loads import TEMPERATURE, random_prompts, write_config
 from benchmarks.gpu.report import DETERMINISTIC, LLAMA_8B, LOGITS_ERROR, QWEN_06B
 from benchmarks.gpu.scope import Scope
+from benchmarks.support.closed_loop import answers
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.engine import Engine
 from millrace.engine.step.runners import load_runner
@@ -167,9 +168,9 @@ def _greedy(scope: Scope, name: str, folder: Path, reference: Any) -> None:
     engine = Engine.load(folder, _config(scope))
     num_tokens = _SMOKE_NUM_TOKENS if scope.smoke else _NUM_TOKENS
     prompts = _prompts(scope, reference.config.vocab_size)
-    answers = _answers(engine, prompts, num_tokens, temperature=0.0)
+    own = _answers(engine, prompts, num_tokens, temperature=0.0)
     same = 0
-    for prompt, answer in zip(prompts, answers, strict=True):
+    for prompt, answer in zip(prompts, own, strict=True):
         chosen = _reference_logits(scope, reference, [*prompt, *answer]).argmax(-1).tolist()
         same += sum(map(int.__eq__, chosen[len(prompt) - 1 : -1], answer))
     total = len(prompts) * num_tokens
@@ -225,8 +226,8 @@ def _among(
     """The answers to ``prompts``, which are mixed with a crowd."""
     everybody = [*prompts, *crowd]
     order = random.Random(seed).sample(range(len(everybody)), len(everybody))
-    answers = _answers(engine, [everybody[i] for i in order], num_tokens, temperature, order)
-    return [answers[order.index(i)] for i in range(len(prompts))]
+    mixed = _answers(engine, [everybody[i] for i in order], num_tokens, temperature, order)
+    return [mixed[order.index(i)] for i in range(len(prompts))]
 
 
 def _answers(
@@ -237,18 +238,14 @@ def _answers(
     seeds: Iterable[int] | None = None,
 ) -> list[Prompt]:
     """Serve the prompts together, each with the seed of its own."""
-    tokens: dict[str, list[int]] = {}
-    for index, seed in enumerate(range(len(prompts)) if seeds is None else seeds):
-        sampling = SamplingParams(
-            max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True
+    requests = [
+        EngineRequest(
+            request_id=str(index),
+            prompt_token_ids=prompts[index],
+            sampling=SamplingParams(
+                max_tokens=num_tokens, temperature=temperature, seed=seed, ignore_eos=True
+            ),
         )
-        tokens[str(index)] = []
-        engine.add(
-            EngineRequest(request_id=str(index), prompt_token_ids=prompts[index], sampling=sampling)
-        )
-    while engine.has_work:
-        for output in engine.step():
-            if output.error is not None:
-                raise RuntimeError(f"request {output.request_id} failed: {output.error}")
-            tokens[output.request_id].extend(output.token_ids)
-    return [tuple(tokens[str(index)]) for index in range(len(prompts))]
+        for index, seed in enumerate(range(len(prompts)) if seeds is None else seeds)
+    ]
+    return [tuple(token_ids) for token_ids in answers(engine, requests).values()]

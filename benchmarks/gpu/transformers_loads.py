@@ -3,7 +3,6 @@ with random weights, by its best attention that needs no further package."""
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from pathlib import Path
@@ -14,11 +13,10 @@ import torch
 from benchmarks.gpu.loads import TEMPERATURE, Load, nano_load, thousand_load, write_config
 from benchmarks.gpu.report import LLAMA_8B, QWEN_06B, QWEN_8B, Detail, over
 from benchmarks.gpu.scope import Scope, WrongResultError
+from benchmarks.support.transformers_batching import answered, continuous_batching
 
-_NO_TOKEN = -1
 _WARM_UP_TOKENS = 4
 _WARM_UP_S = 60.0
-_POLL_S = 0.2
 # A run shorter than this says nothing.
 _LEAST_RUN_S = 3.0
 
@@ -79,10 +77,18 @@ def _random_model(scope: Scope, name: str) -> tuple[Any, int]:
 def _measure(scope: Scope, model: Any, load: Load, setting: Setting, limit_s: float) -> float:
     """Emit a row; its tokens per second."""
     begin_s = time.perf_counter()
-    manager = _manager(model, setting)
+    manager = continuous_batching(
+        model,
+        {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0},
+        page_tokens=setting.page_tokens,
+        max_requests_per_batch=setting.max_requests_per_batch,
+        max_batch_tokens=setting.max_batch_tokens,
+        num_blocks=setting.num_pages,
+    )
     manager.start()
     try:
-        _warm_up(manager)
+        if not answered(manager, [((1, 2, 3), _WARM_UP_TOKENS)], 1, _WARM_UP_S):
+            raise RuntimeError("transformers' continuous batching made nothing")
         attention = str(model.config._attn_implementation)
         left_s = limit_s - (time.perf_counter() - begin_s)
         served = _serve(manager, load, max(_LEAST_RUN_S, left_s))
@@ -124,70 +130,18 @@ class _Served(NamedTuple):
         return max(whole, sum(half_s <= t <= self.elapsed_s for t in self.timestamps_s) / half_s)
 
 
-def _manager(model: Any, setting: Setting) -> Any:
-    from transformers import ContinuousBatchingConfig, GenerationConfig
-
-    # Its name for the tokens of a page was another one before 5.18.
-    fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
-    page = "page_size" if "page_size" in fields else "block_size"
-    wanted = {
-        "max_requests_per_batch": setting.max_requests_per_batch,
-        "max_batch_tokens": setting.max_batch_tokens,
-        "num_blocks": setting.num_pages,
-        page: setting.page_tokens,
-    }
-    given = {name: value for name, value in wanted.items() if value is not None}
-    return model.init_continuous_batching(
-        generation_config=GenerationConfig(
-            do_sample=True,
-            temperature=TEMPERATURE,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=_NO_TOKEN,
-            pad_token_id=0,
-        ),
-        continuous_batching_config=ContinuousBatchingConfig(**given),
-    )
-
-
-def _warm_up(manager: Any) -> None:
-    manager.add_request([1, 2, 3], max_new_tokens=_WARM_UP_TOKENS)
-    _checked(manager.get_result(timeout=_WARM_UP_S))
-
-
 def _serve(manager: Any, load: Load, limit_s: float) -> _Served:
     """All requests at once; those that are not done by ``limit_s`` are ended, and their tokens
     count."""
     begin_s = time.perf_counter()
-    for request in load.requests:
-        manager.add_request(
-            list(request.prompt),
-            max_new_tokens=request.num_output_tokens,
-            record_timestamps=True,
-        )
-    num_left, timestamps_s = len(load.requests), list[float]()
-    while num_left and time.perf_counter() - begin_s < limit_s:
-        output = manager.get_result(timeout=_POLL_S)
-        if output is None:
-            if not manager.is_running():
-                raise RuntimeError("transformers' continuous batching has stopped")
-        elif output.is_finished():
-            timestamps_s += _checked(output).timestamps
-            num_left -= 1
+    answers = answered(manager, load.requests, len(load.requests), limit_s)
     elapsed_s = time.perf_counter() - begin_s
-    if num_left:
+    timestamps_s = [at_s for answer in answers for at_s in answer.parts_s]
+    whole = len(answers) == len(load.requests)
+    if not whole:
         manager.stop(block=True, timeout=30.0, hard_stop=True)
         # What each had generated comes with its failure.
         outputs = manager.output_router.output_queue
         while not outputs.empty():
             timestamps_s += outputs.get_nowait().timestamps or []
-    since_s = [timestamp_s - begin_s for timestamp_s in timestamps_s]
-    return _Served(since_s, elapsed_s, whole=not num_left)
-
-
-def _checked(output: Any) -> Any:
-    if output is None:
-        raise RuntimeError("transformers' continuous batching made nothing")
-    if output.error is not None:
-        raise RuntimeError(f"transformers failed on a request: {output.error}")
-    return output
+    return _Served([at_s - begin_s for at_s in timestamps_s], elapsed_s, whole)

@@ -17,19 +17,15 @@ from unittest import mock
 from benchmarks.adapters.engine import write_adapter
 from benchmarks.checkpoints import LlamaShape
 from benchmarks.gpu_compile.compiling import Compilation
+from benchmarks.gpu_compile.models import CONFIGS
 from millrace.registry.checkpoints.adapters.outline import TARGETS
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.sampling import SamplingParams
 
 # Every width is a multiple of 16, so that a kernel compiled anew is so for another batch.
-_CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
+_CONFIG = CONFIGS["Qwen3-0.6B"] | {
     "max_position_embeddings": 2048,
-    "dtype": "bfloat16",
     "num_hidden_layers": 2,
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -37,7 +33,6 @@ _CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "vocab_size": 1008,
-    "tie_word_embeddings": True,
 }
 _SHAPE = LlamaShape(256, 2, 4, 2, 512)
 SETTINGS: dict[str, dict[str, Any]] = {

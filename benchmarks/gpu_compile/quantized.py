@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 
     name: str
     bits: int
-    group_inputs: int
+    group_inputs: int = 0
     activations: Activations = Activations.WIDE
     is_float8: bool = False
     zeroed: bool = False

@@ -20,8 +20,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -131,6 +131,7 @@ class HostedSystem:
 
 
 _READY_WITHIN_S = 60.0
+_ROUND_LIMIT_S = 120.0
 _STRIKE_AFTER_S = 4.0
 
 
@@ -197,46 +198,43 @@ def run(
     for_s: float = 10.0,
     streams: int = 30,
     tokens: int = 250,
-    round_limit_s: float = 120.0,
     logs: Path | None = None,
 ) -> Told:
     """Each event of ``only`` lasts ``for_s``; ``logs`` is a folder that keeps the parts' logs."""
     if unknown := set(only) - set(_NAMES):
         sys.exit(f"hosts: no such event: {', '.join(sorted(unknown))}")
-    plan = Plan(only, rounds, for_s, streams, tokens, round_limit_s)
     try:
         with Network(NUM_HOSTS) as network, tempfile.TemporaryDirectory() as folder:
             kept = logs or Path(folder)
             kept.mkdir(parents=True, exist_ok=True)
-            results = asyncio.run(_run(HostedSystem(network, kept), plan))
+            results = asyncio.run(
+                _run(HostedSystem(network, kept), only, rounds, for_s, streams, tokens)
+            )
     except NoNetworkError as error:
         sys.exit(f"hosts: no network can be made here: {error}")
     return Told(results, not any(result.wrongs for result in results), "scheduler/hosts.json")
 
 
-class Plan(NamedTuple):
-    """``rounds`` of each event of ``only``, which last ``for_s``."""
-
-    only: Sequence[str]
-    rounds: int
-    for_s: float
-    streams: int
-    tokens: int
-    round_limit_s: float
-
-
-async def _run(system: HostedSystem, plan: Plan) -> list[RoundResult]:
+async def _run(
+    system: HostedSystem,
+    only: Sequence[str],
+    rounds: int,
+    for_s: float,
+    num_streams: int,
+    tokens: int,
+) -> list[RoundResult]:
     system.start_servers()
     await system.start_parts()
     results = []
-    async with httpx.AsyncClient(timeout=plan.round_limit_s, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=_ROUND_LIMIT_S, trust_env=False) as http:
         for host in HOSTS:
-            await _ready(http, host)
+            ready = partial(_is_ready, http, host)
+            await eventually(ready, _READY_WITHIN_S, f"the gateway of host {host}")
         for event in EVENTS:
-            if event.name not in plan.only:
+            if event.name not in only:
                 continue
-            for _ in range(plan.rounds):
-                result = await _round(system, http, event, plan)
+            for _ in range(rounds):
+                result = await _round(system, http, event, for_s, num_streams, tokens)
                 results.append(result)
                 print(
                     f"{event.name} for {result.for_s:g} s: {result.num_streams} streams, first "
@@ -249,24 +247,23 @@ async def _run(system: HostedSystem, plan: Plan) -> list[RoundResult]:
     return results
 
 
-async def _ready(http: httpx.AsyncClient, host: int) -> None:
-    deadline_s = time.monotonic() + _READY_WITHIN_S
-    while time.monotonic() < deadline_s:
-        try:
-            if (await http.get(f"{gateway_url(host)}/healthz")).status_code == httpx.codes.OK:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(0.2)
-    raise RuntimeError(f"the gateway of host {host} is not ready")
+async def _is_ready(http: httpx.AsyncClient, host: int) -> bool:
+    try:
+        return (await http.get(f"{gateway_url(host)}/healthz")).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
 
 
 async def _round(
-    system: HostedSystem, http: httpx.AsyncClient, event: Event, plan: Plan
+    system: HostedSystem,
+    http: httpx.AsyncClient,
+    event: Event,
+    for_s: float,
+    num_streams: int,
+    tokens: int,
 ) -> RoundResult:
-    tokens, for_s = plan.tokens, plan.for_s
     streams = [
-        Stream(HOSTS[number % len(HOSTS)], uuid.uuid4().hex) for number in range(plan.streams)
+        Stream(HOSTS[number % len(HOSTS)], uuid.uuid4().hex) for number in range(num_streams)
     ]
     reading = [asyncio.create_task(_read(http, stream, tokens)) for stream in streams]
     await asyncio.sleep(_STRIKE_AFTER_S)
@@ -275,7 +272,7 @@ async def _round(
         await asyncio.sleep(for_s)
     finally:
         event.mend(system.network)
-    _, late = await asyncio.wait(reading, timeout=plan.round_limit_s)
+    _, late = await asyncio.wait(reading, timeout=_ROUND_LIMIT_S)
     for task in late:
         task.cancel()
     wrongs = [

@@ -175,12 +175,17 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
         restart()
         _forget(folder)
 
+    def restart_empty() -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        restart()
+
     def first_token() -> None:
         _first_token(engines[0], token_ids)
 
     restart()
     first_token()  # what is only done once is done
-    computed_ms = _ms(first_token, restart_without(folder, restart), repeats)
+    computed_ms = _ms(first_token, restart_empty, repeats)
     clock_s += _IDLE_S
     while engines[0].rest() is not None:
         engines[0]._bell.wait(0.01)
@@ -196,22 +201,9 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
 
 
 def _first_token(engine: Engine, prompt: tuple[int, ...]) -> None:
-    from benchmarks.support.closed_loop import greedy_request
+    from benchmarks.support.closed_loop import answers, greedy_request
 
-    engine.add(greedy_request("r", prompt, 1))
-    while engine.has_work:
-        engine.step()
-
-
-def restart_without(folder: Path, restart: Callable[[], None]) -> Callable[[], None]:
-    """A restart that finds nothing."""
-
-    def again() -> None:
-        for path in folder.iterdir():
-            path.unlink()
-        restart()
-
-    return again
+    answers(engine, [greedy_request("r", prompt, 1)])
 
 
 def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: int) -> StoreFigures:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,37 +27,29 @@ if TYPE_CHECKING:
 _HITS = (0.0, 0.5, 0.75, 0.9)
 _GOALS = {0.0: "at least 0.99x", 0.75: "at least 2.50x"}
 _TTFT_PROMPTS = 8
-
-
-class Load(NamedTuple):
-    """``requests`` a run, ``streams`` at a time; the median of so many ``rounds`` counts."""
-
-    prompt_tokens: int
-    output_tokens: int
-    requests: int
-    streams: int
-    rounds: int
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 1024, 16
+_REQUESTS, _STREAMS = 32, 8
 
 
 class _Bench:
     """Two engines, with the cache and without."""
 
-    def __init__(self, path: Path, load: Load) -> None:
+    def __init__(self, path: Path, rounds: int) -> None:
         from millrace.engine.step.engine import Engine
         from millrace.registry.checkpoints.checkpoint import read_model_config
 
-        self._load = load
+        self._rounds = rounds
         self._vocab_size = read_model_config(path).vocab_size
         self._seed = 0
-        config = EngineConfig(device="cpu", dtype="bfloat16", max_num_sequences=load.streams)
+        config = EngineConfig(device="cpu", dtype="bfloat16", max_num_sequences=_STREAMS)
         self._cached = Engine.load(path, config)
         self._uncached = Engine.load(path, msgspec.structs.replace(config, prefix_cache=False))
 
     def throughput(self, hit: float) -> str:
         """One line: the share of prompt tokens that was found, and throughput over without."""
-        num_shared = round(hit * self._load.prompt_tokens)
+        num_shared = round(hit * _PROMPT_TOKENS)
         ratios, rates, found, asked = [], [], 0, 0
-        for round_ in range(self._load.rounds):
+        for round_ in range(self._rounds):
             prompts = self._prompts(num_shared)
             for engine in (self._cached, self._uncached):
                 if num_shared:
@@ -93,7 +85,7 @@ class _Bench:
                 (request,) = run_closed_loop(self._cached, prompt, [1], 1)
                 times_ms.append((request.parts_s[0] - request.sent_s) * 1e3)
         return (
-            f"TTFT of {self._load.prompt_tokens} tokens, alone: "
+            f"TTFT of {_PROMPT_TOKENS} tokens, alone: "
             f"{statistics.median(first_ms):.1f} ms when new, "
             f"{statistics.median(second_ms):.1f} ms when cached"
         )
@@ -102,36 +94,28 @@ class _Bench:
         """Others at each call."""
         self._seed += 1
         return shared_prefix_prompts(
-            self._load.requests,
+            _REQUESTS,
             num_shared,
-            self._load.prompt_tokens - num_shared,
+            _PROMPT_TOKENS - num_shared,
             self._vocab_size,
             self._seed,
         )
 
     def _timed_s(self, engine: Engine, prompts: list[Prompt]) -> float:
-        lengths = [self._load.output_tokens] * len(prompts)
+        lengths = [_OUTPUT_TOKENS] * len(prompts)
         begin_s = time.perf_counter()
-        run_closed_loop(engine, prompts, lengths, self._load.streams)
+        run_closed_loop(engine, prompts, lengths, _STREAMS)
         return time.perf_counter() - begin_s
 
 
-def run(
-    prompt_tokens: int = 1024,
-    output_tokens: int = 16,
-    requests: int = 32,
-    streams: int = 8,
-    rounds: int = 5,
-    model: Path | None = None,
-    threads: int = 0,
-) -> None:
-    load = Load(prompt_tokens, output_tokens, requests, streams, rounds)
+def run(rounds: int = 5, model: Path | None = None, threads: int = 0) -> None:
+    """``model`` replaces a 100M Llama that is made; 0 threads: all cores."""
     with measured_model(model, threads) as path:
-        bench = _Bench(path, load)
+        bench = _Bench(path, rounds)
         print(
-            f"{prompt_tokens} tokens in, {output_tokens} out, {streams} streams, {requests} "
-            "requests a run"
+            f"{_PROMPT_TOKENS} tokens in, {_OUTPUT_TOKENS} out, {_STREAMS} streams, "
+            f"{_REQUESTS} requests a run"
         )
-        print(bench.ttft())  # warms up, too
+        print(bench.ttft())
         for hit in _HITS:
             print(bench.throughput(hit), flush=True)

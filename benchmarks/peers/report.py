@@ -27,10 +27,9 @@ class Report(msgspec.Struct, kw_only=True):
         """Tokens per second of Millrace through the bus over those of each other system."""
         return {load: _ratios(systems) for load, systems in self.figures.items()}
 
-    def to_json(self) -> bytes:
+    def content(self) -> dict[str, object]:
         """Everything, with the ratios."""
-        content = msgspec.to_builtins(self, str_keys=True) | {"ratios": self.ratios()}
-        return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
+        return {**msgspec.to_builtins(self, str_keys=True), "ratios": self.ratios()}
 
 
 def _ratios(systems: Mapping[str, Figures]) -> dict[str, float]:

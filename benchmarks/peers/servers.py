@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,6 +16,7 @@ from typing import Any
 
 from benchmarks.peers.loads import Load, measure
 from benchmarks.support.figures import Figures, RequestTimes
+from benchmarks.support.processes import end
 from benchmarks.support.prompts import Prompt
 from benchmarks.support.sse_load import COMPLETIONS, run_load
 from millrace.registry.catalogue import Catalogue
@@ -58,7 +58,6 @@ def serving(kind: str, model: Path, folder: Path) -> Iterator[str]:
 
 
 _STARTS_WITHIN_S = 420.0
-_STOPS_WITHIN_S = 20.0
 _POLL_S = 0.5
 _PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 _LIBRARY_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"))
@@ -95,7 +94,7 @@ def completions(model: str, load: Load, prompts: Sequence[Prompt]) -> list[dict[
 @contextmanager
 def millrace(checkpoint: Path, folder: Path) -> Iterator[str]:
     """The URL of ``millrace up``, with everything that it runs, which ends with the context."""
-    arguments = ("--port", str(_free_port()), "--model", str(checkpoint))
+    arguments = ("--port", str(free_port()), "--model", str(checkpoint))
     system = System(folder / "data", arguments).start()
     try:
         yield system.http
@@ -110,7 +109,7 @@ def vllm(python: Path, checkpoint: Path, folder: Path, *, eager: bool, cores: st
     ``cores`` is what VLLM_CPU_OMP_THREADS_BIND says: "auto" leaves a core to the server. Raises
     RuntimeError with the end of its log if it does not come up.
     """
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
         *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)),
@@ -146,12 +145,7 @@ def running_server(
         _wait_until_healthy(url + health_path, process, log)
         yield
     finally:
-        process.terminate()
-        try:
-            process.wait(_STOPS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process)
 
 
 def _vllm_variables(python: Path, folder: Path, cores: str) -> dict[str, str]:
@@ -195,9 +189,3 @@ def _first_model(url: str) -> str:
     with open_directly(f"{url}/v1/models", timeout_s=10.0) as answer:
         models = json.load(answer)["data"]
     return str(models[0]["id"])
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

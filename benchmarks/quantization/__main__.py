@@ -25,10 +25,10 @@ from typing import Literal, get_args
 import msgspec
 
 from benchmarks.checkpoints import LLAMA_100M, write_llama
+from benchmarks.peers.loads import DISTINCT_LOADS
 from benchmarks.peers.servers import measure_server, serving
 from benchmarks.quantization.engine import (
     KINDS,
-    LOADS,
     PEER_FORMATS,
     WIDE,
     AloneFigures,
@@ -79,18 +79,20 @@ def _served(kind: str, checkpoint: Path, folder: Path, runs: int) -> list[Served
     """In turns, so that a slow minute of the machine is in both, and never beside one another: what
     a system does at rest would cost the other one threads that wait for each other."""
     gguf = write_gguf(folder / f"{kind}.gguf", checkpoint, PEER_FORMATS[kind])
-    rounds: dict[str, tuple[list[Figures], list[Figures]]] = {load.name: ([], []) for load in LOADS}
+    rounds: dict[str, tuple[list[Figures], list[Figures]]] = {
+        load.name: ([], []) for load in DISTINCT_LOADS
+    }
     vocab_size = read_model_config(checkpoint).vocab_size
     for run in range(runs):
         arguments = ("--port", "0", "--model", str(checkpoint), "--quantization", kind)
         system = System(folder / f"data-{kind}-{run}", arguments).start()
         try:
-            for load in LOADS:
+            for load in DISTINCT_LOADS:
                 rounds[load.name][0].append(measure_server(system.http, load, 1, vocab_size))
         finally:
             system.stop()
         with serving(EngineKind.LLAMACPP, gguf, folder) as peer:
-            for load in LOADS:
+            for load in DISTINCT_LOADS:
                 rounds[load.name][1].append(measure_server(peer, load, 1, vocab_size))
     return [
         ServedResult(load=name, kind=kind, own=medians(own), peer=medians(peer_figures))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from benchmarks.peers.loads import distinct, measure
-from benchmarks.support.closed_loop import run_closed_loop
+from benchmarks.peers.loads import DISTINCT_LOADS, distinct, measure
+from benchmarks.support.closed_loop import answers, run_closed_loop
 from benchmarks.support.figures import Figures
 from millrace.engine.threads.choice import configure_threads
 from millrace.registry.demo import MODEL_DIR
@@ -32,7 +32,6 @@ WIDE: Final = "bfloat16"
 # Ours, and llama.cpp's format of as many bits.
 PEER_FORMATS: Final[dict[str, MatrixType]] = {"int8": "q8_0", "int4": "q4_0"}
 KINDS: Final = (WIDE, *PEER_FORMATS)
-LOADS: Final = (distinct(1, 4), distinct(8, 24), distinct(32, 96))
 
 
 def settings(kind: str) -> EngineConfig:
@@ -40,7 +39,7 @@ def settings(kind: str) -> EngineConfig:
     return EngineConfig(
         dtype=WIDE,
         device="cpu",
-        max_num_sequences=max(load.streams for load in LOADS),
+        max_num_sequences=max(load.streams for load in DISTINCT_LOADS),
         quantization=None if kind == WIDE else kind,
     )
 
@@ -76,7 +75,7 @@ def measure_alone(kind: str, path: Path, runs: int = 3) -> AloneFigures:
             runs,
             config.vocab_size,
         )
-        for load in LOADS
+        for load in DISTINCT_LOADS
     }
     return AloneFigures(
         figures=figures,
@@ -125,25 +124,20 @@ def _engine_answerer(kind: str, path: Path) -> Answerer:
     greedy = SamplingParams(max_tokens=_MAX_NEW_TOKENS, temperature=0.0)
 
     def answer(conversations: list[Messages], _guesses: list[str] | None = None, /) -> list[str]:
-        tokens: dict[str, list[int]] = {}
-        for index, messages in enumerate(conversations):
-            prompt = tokenizer.encode_chat(
-                [ChatMessage(one["role"], one["content"]) for one in messages]
+        requests = [
+            EngineRequest(
+                request_id=str(index),
+                prompt_token_ids=tuple(
+                    tokenizer.encode_chat(
+                        [ChatMessage(one["role"], one["content"]) for one in messages]
+                    )
+                ),
+                sampling=greedy,
+                eos_token_ids=tokenizer.eos_token_ids,
             )
-            tokens[str(index)] = []
-            engine.add(
-                EngineRequest(
-                    request_id=str(index),
-                    prompt_token_ids=tuple(prompt),
-                    sampling=greedy,
-                    eos_token_ids=tokenizer.eos_token_ids,
-                )
-            )
-        while engine.has_work:
-            for output in engine.step():
-                assert output.error is None, output.error
-                tokens[output.request_id] += output.token_ids
-        return [tokenizer.decode(ids) for ids in tokens.values()]
+            for index, messages in enumerate(conversations)
+        ]
+        return [tokenizer.decode(token_ids) for token_ids in answers(engine, requests).values()]
 
     return answer
 

@@ -18,7 +18,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import uvloop
@@ -39,16 +39,6 @@ _OTHER = "other"
 _PROMPT_TOKENS, _MAX_TOKENS = 16, 8
 _PAUSE_S = 0.5
 _TTFT_GOAL_MS = 1_000.0
-
-
-class Arguments(NamedTuple):
-    """``jobs`` are published at once in each part by so many ``tenants``."""
-
-    jobs: int
-    tiers: Sequence[str]
-    tenants_tier: str
-    tenants: int
-    engine: str
 
 
 class LineResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,16 +91,22 @@ async def _ask_on(service: Service, prompts: random.Random, ttfts_ms: list[float
 
 
 async def _line(
-    system: SimulatedSystem, number: int, tier: Tier, arguments: Arguments
+    system: SimulatedSystem,
+    number: int,
+    tier: Tier,
+    *,
+    num_jobs: int,
+    tenants_tier: Tier,
+    num_tenants: int,
 ) -> LineResult:
-    tenants = [f"publisher-{number}-{place}" for place in range(arguments.tenants)]
+    """Have so many tenants publish as many jobs in all at once."""
+    tenants = [f"publisher-{number}-{place}" for place in range(num_tenants)]
     services = {
         tenant: Service(system.bus, reply=own_reply(tenant, "results")) for tenant in tenants
     }
     prompts, other = random.Random(7), Service(system.bus, reply=f"gateway-{number}")
     for service in (*services.values(), other):
         await service.open()
-    tenants_tier = Tier(arguments.tenants_tier)
     link = RedisLink(system.config.redis)
     store = TenantStore(link)
     for name in (*tenants, _OTHER):
@@ -123,7 +119,7 @@ async def _line(
     asking = asyncio.create_task(_ask_on(other, prompts, ttfts_ms))
     answers: list[Answer] = []
     for tenant, service in services.items():
-        count = arguments.jobs // len(tenants)
+        count = num_jobs // num_tenants
         jobs = [random_prompt(prompts, _PROMPT_TOKENS) for _ in range(count)]
         answers += await service.send_many(
             tenant, jobs, (_MAX_TOKENS, _MAX_TOKENS), tier=tier, reserved=False
@@ -166,17 +162,6 @@ def _tell(line: LineResult) -> None:
     print(f"  processor time of the scheduler: {line.scheduler_cpu_s:.1f} s, {cpu_ms}")
 
 
-async def _measure(arguments: Arguments) -> list[LineResult]:
-    lines: list[LineResult] = []
-    default = SchedulerConfig().max_queued_jobs
-    kind = EngineKind(arguments.engine)
-    async with simulated_system(1, engine=kind, max_queued_jobs=default) as system:
-        for number, tier in enumerate(arguments.tiers):
-            lines.append(await _line(system, number, Tier(tier), arguments))
-            _tell(lines[-1])
-    return lines
-
-
 def _is_kept(lines: Sequence[LineResult]) -> bool:
     """Every job was done, and the other tenant did not wait."""
     return all(
@@ -199,7 +184,20 @@ def run(
     """The goals are that every job is done and that the other tenant does not wait."""
     if smoke:
         jobs, engine = 100, "simulated"
-    lines = uvloop.run(_measure(Arguments(jobs, tiers, tenants_tier, tenants, engine)))
+    lines: list[LineResult] = []
+
+    async def measure() -> None:
+        kind, most = EngineKind(engine), SchedulerConfig().max_queued_jobs
+        counts = {"num_jobs": jobs, "num_tenants": tenants}
+        async with simulated_system(1, engine=kind, max_queued_jobs=most) as system:
+            for number, tier in enumerate(map(Tier, tiers)):
+                of_tier = await _line(
+                    system, number, tier, tenants_tier=Tier(tenants_tier), **counts
+                )
+                lines.append(of_tier)
+                _tell(of_tier)
+
+    uvloop.run(measure())
     results = Results(
         cpu=cpu_name(),
         num_cores=len(os.sched_getaffinity(0)),

@@ -6,12 +6,19 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 from safetensors.torch import load_file, save_file
 
-from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M, LlamaShape, write_llama
+from benchmarks.checkpoints import (
+    FIRST_TEXT_TOKEN,
+    LLAMA_100M,
+    LlamaShape,
+    config_of,
+    write_llama,
+)
 
 # Queries and keys of so large a scale that a token attends to itself, or to its like, alone.
 _FOCUS = 5.0
@@ -33,23 +40,10 @@ def write_copier_head(
     return path
 
 
-def _config(shape: LlamaShape) -> dict[str, object]:
-    return {
+def _config(shape: LlamaShape) -> dict[str, Any]:
+    return config_of(shape._replace(num_layers=1, context_window_tokens=2048)) | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.num_heads,
-        "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab_size,
         "draft_vocab_size": shape.vocab_size - FIRST_TEXT_TOKEN,
-        "max_position_embeddings": 2048,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
     }
 
 

@@ -65,3 +65,16 @@ def greedy_request(request_id: str, prompt: Prompt, num_output_tokens: int) -> E
     """A request that gets exactly ``num_output_tokens`` tokens."""
     sampling = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
     return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
+
+
+def answers(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[int]]:
+    """Serve all requests together; return their tokens by id. Raises RuntimeError if one fails."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id} failed: {output.error}")
+            tokens[output.request_id] += output.token_ids
+    return tokens

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.processes import ProcessUsage
+from benchmarks.support.processes import ProcessUsage, end
 from benchmarks.support.simulated_worker import MODEL
 from millrace.bench.clients.socket_client import frame
 from millrace.runtime.addresses import open_directly
@@ -98,12 +98,7 @@ class GatewayProcess:
             return health
 
     def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(20.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end(self._process)
 
 
 @contextlib.contextmanager

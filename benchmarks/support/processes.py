@@ -35,7 +35,20 @@ def remote_stages(number: int) -> Iterator[str]:
         process.wait()
 
 
+def end(*processes: subprocess.Popen[bytes]) -> None:
+    """Have processes end: by SIGTERM, and by SIGKILL after a while."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 ResultT = TypeVar("ResultT")
+_ENDS_WITHIN_S = 20.0
 SPAWN = multiprocessing.get_context("spawn")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from benchmarks.support.processes import ProcessUsage
+from benchmarks.support.processes import ProcessUsage, end
 from millrace.bus import nats
 from millrace.bus.api import Bus
 from millrace.bus.nats.permissions import Part
@@ -27,7 +26,6 @@ from tests.support.waiting import eventually
 
 MODEL = "demo"
 _START_TIMEOUT_S = 60.0
-_STOP_TIMEOUT_S = 15.0
 # Backlogs are what is measured: nothing of them is to be shed.
 _MAX_QUEUED = 1_000_000
 
@@ -89,15 +87,7 @@ class SimulatedSystem:
             )
 
     def stop(self) -> None:
-        processes = [*self._workers, *self.schedulers]
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        for process in processes:
-            try:
-                process.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        end(*self._workers, *self.schedulers)
 
 
 @contextlib.asynccontextmanager

@@ -31,39 +31,31 @@ _NEWEST = "SELECT max(request_id) FROM requests"
 _EVENTS = ("telemetry", "kafka")
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of it, and how the dice fall."""
-
-    rounds: int
-    rate: float
-    seed: int
-
-
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is there, by every way of counting it."""
-
-    requests: int
-    distinct: int
-    in_view: int
-    deliveries: int
-    distinct_deliveries: int
-    samples: int
-    prompt_tokens: int
-    cost: Decimal
-    by_the_minute: int
+# What is there, by every way of counting it, and what it has to equal of what was published.
+_COUNTS = {
+    "requests FINAL": ("SELECT count() FROM requests FINAL", "requests"),
+    "distinct requests": ("SELECT uniqExact(request_id) FROM requests", "requests"),
+    "requests_once": ("SELECT count() FROM requests_once", "requests"),
+    "deliveries FINAL": ("SELECT count() FROM deliveries FINAL", "deliveries"),
+    "distinct deliveries": ("SELECT uniqExact(request_id) FROM deliveries", "deliveries"),
+    "worker_samples FINAL": ("SELECT count() FROM worker_samples FINAL", "samples"),
+    "prompt tokens": ("SELECT sum(prompt_tokens) FROM requests FINAL", "prompt_tokens"),
+    "cost": ("SELECT sum(cost) FROM requests_once", "cost"),
+    "requests by the minute": ("SELECT sum(requests) FROM usage_by_minute FINAL", "requests"),
+}
+Counts = dict[str, Decimal]
 
 
 class Drill:
     """One system over one Kafka, from its start to the counting."""
 
-    def __init__(self, plan: Plan, kafka: Kafka, process: TelemetryProcess) -> None:
-        self._plan = plan
+    def __init__(self, seed: int, kafka: Kafka, process: TelemetryProcess) -> None:
         self._kafka = kafka
         self._process = process
-        self._draw = random.Random(plan.seed)
+        self._draw = random.Random(seed)
 
-    async def run(self) -> None:
-        for number in range(self._plan.rounds):
+    async def run(self, rounds: int) -> None:
+        for number in range(rounds):
             event = _EVENTS[number % len(_EVENTS)]
             newest = await self._newest()
             await asyncio.sleep(self._draw.uniform(0.2, 1.5))
@@ -118,65 +110,47 @@ class Drill:
     async def _count(self) -> Counts | None:
         """None while it cannot be asked."""
         answer = await self._process.sql(
-            "SELECT (SELECT count() FROM requests FINAL), "
-            "(SELECT uniqExact(request_id) FROM requests), "
-            "(SELECT count() FROM requests_once), "
-            "(SELECT count() FROM deliveries FINAL), "
-            "(SELECT uniqExact(request_id) FROM deliveries), "
-            "(SELECT count() FROM worker_samples FINAL), "
-            "(SELECT sum(prompt_tokens) FROM requests FINAL), "
-            "(SELECT sum(cost) FROM requests_once), "
-            "(SELECT sum(requests) FROM usage_by_minute FINAL)"
+            f"SELECT {', '.join(f'({sql})' for sql, _ in _COUNTS.values())}"
         )
         parts = answer.split("\t")
-        if len(parts) != len(msgspec.structs.fields(Counts)):
+        if len(parts) != len(_COUNTS):
             return None
-        names = [field.name for field in msgspec.structs.fields(Counts)]
-        return msgspec.convert(dict(zip(names, parts, strict=True)), Counts, strict=False)
+        return dict(zip(_COUNTS, map(Decimal, parts), strict=True))
 
 
 def _differences(counts: Counts, published: Published) -> list[str]:
     """Each way of counting that does not give what was published."""
-    wanted = {
-        "requests FINAL": (counts.requests, published.requests),
-        "distinct requests": (counts.distinct, published.requests),
-        "requests_once": (counts.in_view, published.requests),
-        "deliveries FINAL": (counts.deliveries, published.deliveries),
-        "distinct deliveries": (counts.distinct_deliveries, published.deliveries),
-        "worker_samples FINAL": (counts.samples, published.samples),
-        "prompt tokens": (counts.prompt_tokens, published.prompt_tokens),
-        "cost": (counts.cost, Decimal(published.cost)),
-        "requests by the minute": (counts.by_the_minute, published.requests),
-    }
+    wanted = {name: Decimal(getattr(published, field)) for name, (_, field) in _COUNTS.items()}
     return [
-        f"{name}: {found}, and {sent} were published"
-        for name, (found, sent) in wanted.items()
-        if found != sent
+        f"{name}: {found}, and {wanted[name]} were published"
+        for name, found in counts.items()
+        if found != wanted[name]
     ]
 
 
-async def drill(name: str, plan: Plan, directory: Path) -> bool:
+async def drill(name: str, rounds: int, rate: float, seed: int, directory: Path) -> bool:
     """Whether every record is there once."""
     with NatsServer(directory / "nats") as nats, running_kafka(name, directory) as kafka:
         process = TelemetryProcess(directory, nats.url, kafka.config)
         process.start()
         try:
             await process.answers()
-            with record_load(nats.url, plan.rate) as load:
-                one = Drill(plan, kafka, process)
+            with record_load(nats.url, rate) as load:
+                one = Drill(seed, kafka, process)
                 await one._moves("")
-                await one.run()
+                await one.run(rounds)
                 published = load.end()
                 counts = await one.settle(published)
         finally:
             process.kill()
     wrong = _differences(counts, published)
-    missing = max(0, published.requests - counts.distinct)
-    missing += max(0, published.deliveries - counts.distinct_deliveries)
-    double = counts.requests - counts.distinct + counts.deliveries - counts.distinct_deliveries
+    requests, deliveries = counts["distinct requests"], counts["distinct deliveries"]
+    missing = max(Decimal(), published.requests - requests)
+    missing += max(Decimal(), published.deliveries - deliveries)
+    double = counts["requests FINAL"] - requests + counts["deliveries FINAL"] - deliveries
     total = published.requests + published.deliveries + published.samples
     print(
-        f"{name}: {plan.rounds} rounds, {total} records; {missing} missing, {double} double"
+        f"{name}: {rounds} rounds, {total} records; {missing} missing, {double} double"
         + "".join(f"\n   WRONG: {difference}" for difference in wrong),
         flush=True,
     )
@@ -191,15 +165,12 @@ def run(
     smoke: bool = False,
 ) -> None:
     """``rounds`` are for each Kafka, or for the one ``kafka``; ``rate`` is records a second."""
-    plan = (
-        Plan(rounds=2, rate=200.0, seed=seed)
-        if smoke
-        else Plan(rounds=rounds, rate=rate, seed=seed)
-    )
+    if smoke:
+        rounds, rate = 2, 200.0
     names = [kafka] if kafka else ["embedded"] if smoke else available()
     kept = True
     for name in names:
         with tempfile.TemporaryDirectory(prefix="millrace-telemetry-") as folder:
-            kept = asyncio.run(drill(name, plan, Path(folder))) and kept
+            kept = asyncio.run(drill(name, rounds, rate, seed, Path(folder))) and kept
     if not kept:
         sys.exit(1)  # also of a smoke run: nothing may be missing

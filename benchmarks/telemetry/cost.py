@@ -55,12 +55,6 @@ _WORKER = WorkerConfig(
 )
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    rate: float
-    turns: int
-    turn_s: float
-
-
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """Processor time of the worker a request, and a second."""
 
@@ -68,7 +62,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     share_of_core: float
 
 
-async def measure(plan: Plan) -> bool:
+async def measure(rate: float, num_turns: int, turn_s: float) -> bool:
     """Whether the share is within its goal."""
     async with simulated_system(worker=_WORKER) as system:
         service = Service(system.bus)
@@ -79,9 +73,9 @@ async def measure(plan: Plan) -> bool:
                 lambda status: system.statuses.update({status.name: status})
             )
             await eventually(lambda: _WORKER.name in system.statuses, timeout_s=60.0)
-            loading = asyncio.create_task(_load(service, plan.rate))
+            loading = asyncio.create_task(_load(service, rate))
             try:
-                turns = await _take_turns(plan, service, worker)
+                turns = await _take_turns(num_turns, turn_s, service, worker)
             finally:
                 loading.cancel()
                 await asyncio.wait([loading])
@@ -100,14 +94,14 @@ async def measure(plan: Plan) -> bool:
     error_s = 1.2533 * 1.4826 * spread_s / len(saved) ** 0.5
     share = cost_s / with_s
     print(
-        f"{plan.rate:g} requests/s, {plan.turns} turns of {plan.turn_s:g} s each way: a request "
+        f"{rate:g} requests/s, {num_turns} turns of {turn_s:g} s each way: a request "
         f"takes {with_s * 1e6:,.0f} us of the worker's CPU "
         f"({statistics.median(turn.share_of_core for turn in on):.0%} of a core)"
     )
     print(
         f"records take {cost_s * 1e6:,.0f} us of it (standard error {error_s * 1e6:,.0f}): "
         f"{share:.1%} of the worker's CPU, "
-        f"{cost_s * plan.rate:.2%} of a core (goal {GOAL_SHARE:.0%})"
+        f"{cost_s * rate:.2%} of a core (goal {GOAL_SHARE:.0%})"
     )
     return share <= GOAL_SHARE
 
@@ -136,12 +130,14 @@ async def _load(service: Service, rate: float) -> None:
         num_sent += 1
 
 
-async def _take_turns(plan: Plan, service: Service, worker: subprocess.Popen[bytes]) -> list[Turn]:
+async def _take_turns(
+    num_turns: int, turn_s: float, service: Service, worker: subprocess.Popen[bytes]
+) -> list[Turn]:
     await asyncio.sleep(2 * _SETTLE_S)
     turns = []
-    for _ in range(2 * plan.turns + 1):
+    for _ in range(2 * num_turns + 1):
         cpu_s, ended, started_s = _cpu_s(worker.pid), _num_ended(service), time.perf_counter()
-        await asyncio.sleep(plan.turn_s)
+        await asyncio.sleep(turn_s)
         cpu_s, ended = _cpu_s(worker.pid) - cpu_s, _num_ended(service) - ended
         if not ended:
             raise RuntimeError("the worker has answered nothing")
@@ -194,7 +190,6 @@ def run_worker(file: str) -> None:
 
 def run(rate: float = 200.0, turns: int = 10, turn_s: float = 6.0, smoke: bool = False) -> Told:
     """Requests come at ``rate`` a second, for ``turns`` with records and as many without."""
-    plan = Plan(rate=rate, turns=turns, turn_s=turn_s)
     if smoke:
-        plan = Plan(rate=20.0, turns=1, turn_s=1.5)
-    return Told(None, uvloop.run(measure(plan)))
+        rate, turns, turn_s = 20.0, 1, 1.5
+    return Told(None, uvloop.run(measure(rate, turns, turn_s)))

@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
 from benchmarks.support.command import Told
 from benchmarks.telemetry.record_load import (
     Published,
@@ -45,12 +43,6 @@ _LOOK_S = 0.25
 _SAY_S = 10.0
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    outage_s: float
-    rate: float
-    limit_s: float
-
-
 class AwayStore(Store):
     """Takes no insert while it is ``away``; otherwise the store that it is made of."""
 
@@ -73,23 +65,26 @@ class Outage:
     """One outage, from before it to the counting. ``most_behind`` is the longest queue,
     ``cpu_s_per_record`` what bridge, sink and engine took together while they caught up."""
 
-    def __init__(self, plan: Plan, bus: Bus, store: AwayStore, service: TelemetryService) -> None:
-        self._plan = plan
+    def __init__(
+        self, rate: float, limit_s: float, bus: Bus, store: AwayStore, service: TelemetryService
+    ) -> None:
+        self._rate = rate
+        self._limit_s = limit_s
         self._bus = bus
         self._store = store
         self._service = service
         self.most_behind = 0
         self.cpu_s_per_record = 0.0
 
-    async def run(self) -> float:
+    async def run(self, outage_s: float) -> float:
         """Seconds from the store's return until the pipeline has caught up. Raises
-        AssertionError if that takes longer than the plan allows."""
-        await self._until(self._is_level, self._plan.limit_s)
+        AssertionError if that takes longer than it may."""
+        await self._until(self._is_level, self._limit_s)
         await asyncio.sleep(_WARM_UP_S)
         self._store.away = True
-        print(f"ClickHouse is away for {self._plan.outage_s:g} s", flush=True)
-        away_until_s = time.monotonic() + self._plan.outage_s
-        await self._until(lambda _: time.monotonic() > away_until_s, 2 * self._plan.outage_s + 60)
+        print(f"ClickHouse is away for {outage_s:g} s", flush=True)
+        away_until_s = time.monotonic() + outage_s
+        await self._until(lambda _: time.monotonic() > away_until_s, 2 * outage_s + 60)
         self._store.away = False
         returned_s, cpu_s = time.monotonic(), time.process_time()
         num_stored = self._service.sink.num_stored
@@ -100,7 +95,7 @@ class Outage:
             landed = self._service.sink.num_stored - num_stored >= backlog
             return landed and self._is_level(behind)
 
-        await self._until(has_caught_up, self._plan.limit_s)
+        await self._until(has_caught_up, self._limit_s)
         took_s = time.monotonic() - returned_s
         num_stored = self._service.sink.num_stored - num_stored
         self.cpu_s_per_record = (time.process_time() - cpu_s) / num_stored
@@ -112,7 +107,7 @@ class Outage:
 
     def _is_level(self, behind: int) -> bool:
         known = bool(self._service.sink.lag())
-        return known and behind <= self._plan.rate * _ALLOWANCE_S
+        return known and behind <= self._rate * _ALLOWANCE_S
 
     async def _until(self, reached: Callable[[int], bool], limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -137,21 +132,23 @@ class Outage:
         async def landed() -> bool:
             return await self._service.ledger.mark() >= num_records
 
-        await eventually(landed, timeout_s=self._plan.limit_s, what="all records landing")
+        await eventually(landed, timeout_s=self._limit_s, what="all records landing")
         return published
 
 
-async def measure(name: str, plan: Plan, directory: Path) -> bool:
+async def measure(name: str, outage_s: float, rate: float, limit_s: float, directory: Path) -> bool:
     """Whether the lag was gone in time, and every record there once."""
     with NatsServer(directory / "nats") as server, running_kafka(name, directory) as kafka:
         store = await Store.open(ClickHouseConfig(path=str(directory / "store")))
         try:
             await migrate(store)
-            outage, took_s, counts = await _one(plan, server.url, kafka.config, store)
+            outage, took_s, counts = await _one(
+                *(outage_s, rate, limit_s), server.url, kafka.config, store
+            )
         finally:
             await store.close()
     print(
-        f"{name}: {plan.outage_s:g} s away at {plan.rate:g} records/s, {outage.most_behind:,} "
+        f"{name}: {outage_s:g} s away at {rate:g} records/s, {outage.most_behind:,} "
         f"behind at most; caught up in {took_s:.1f} s (goal {GOAL_S:g} s), a record took "
         f"{outage.cpu_s_per_record * 1e6:.0f} us of processor time from outbox to table; {counts}",
         flush=True,
@@ -160,7 +157,7 @@ async def measure(name: str, plan: Plan, directory: Path) -> bool:
 
 
 async def _one(
-    plan: Plan, nats_url: str, kafka: KafkaConfig, store: Store
+    outage_s: float, rate: float, limit_s: float, nats_url: str, kafka: KafkaConfig, store: Store
 ) -> tuple[Outage, float, str]:
     away = AwayStore.over(store)
     bus = await nats.connect(NatsConfig(url=nats_url), "outage", part=Part.SCHEDULER)
@@ -168,9 +165,9 @@ async def _one(
     service = TelemetryService(config, away, SystemClock())
     running = asyncio.create_task(service.run(bus))
     try:
-        with record_load(nats_url, plan.rate) as load:
-            outage = Outage(plan, bus, away, service)
-            took_s = await outage.run()
+        with record_load(nats_url, rate) as load:
+            outage = Outage(rate, limit_s, bus, away, service)
+            took_s = await outage.run(outage_s)
             published = await outage.settle(load)
     finally:
         service.stop()
@@ -193,8 +190,8 @@ def run(
     smoke: bool = False,
 ) -> Told:
     """Records come at ``rate`` a second; catching up may take ``limit_s``."""
-    plan = Plan(outage_s=outage_s, rate=rate, limit_s=limit_s)
     if smoke:
-        plan, kafka = Plan(outage_s=2.0, rate=200.0, limit_s=limit_s), "embedded"
+        outage_s, rate, kafka = 2.0, 200.0, "embedded"
     with tempfile.TemporaryDirectory(prefix="millrace-outage-") as folder:
-        return Told(None, asyncio.run(measure(kafka or available()[0], plan, Path(folder))))
+        name = kafka or available()[0]
+        return Told(None, asyncio.run(measure(name, outage_s, rate, limit_s, Path(folder))))

@@ -29,6 +29,7 @@ from benchmarks.gpu.report import (
     Ceilings,
     Report,
     Row,
+    RunSettings,
     decode,
     goals_of,
     summary,
@@ -136,7 +137,7 @@ def test_a_section_that_fails_or_hangs_is_reported(
         monkeypatch.setattr("benchmarks.gpu.sections._GRACE_S", 0.0)
     kept: list[Item] = []
     begin_s = time.monotonic()
-    processes = SectionProcesses(smoke=False, seed=0)
+    processes = SectionProcesses(RunSettings(smoke=False, seed=0))
     processes.run(Section("odd", module, 30), 30.0 * (module != "endless"), None, [], kept.append)
     assert time.monotonic() - begin_s < 60
     rows = [item for item in kept if isinstance(item, Row)]

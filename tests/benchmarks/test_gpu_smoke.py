@@ -50,13 +50,17 @@ def test_all_sections_run_and_are_right(tmp_path: Path) -> None:
 def test_candidates_are_timed_beside_the_present_tile(tmp_path: Path) -> None:
     path = tmp_path / "tiles.json"
     output = run(
-        *("benchmarks.gpu.tiles", "--smoke", "--save", str(path)),
-        *("--only", "decode attention, 64", "rms_norm"),
+        *("benchmarks.gpu", "--smoke", "--save", str(path), "--only", "tiles"),
+        *("--kernels", "decode attention, 64", "rms_norm", "int4 qkv, 3"),
     )
-    swept = msgspec.json.decode(path.read_bytes())
-    assert [sweep["name"] for sweep in swept][1:] == ["rms_norm, 3 x 64", "add_rms_norm, 3 x 64"]
-    for sweep in swept:
-        assert sweep["present"]["rate"] > 0
-        assert sweep["others"][0]["rate"] > 0
-    assert "present" in output
-    assert "best" in output
+    report = msgspec.json.decode(path.read_bytes(), type=Report)
+    swept = [row for row in report.rows if row.section == "tiles"]
+    names = ["rms_norm, 3 x 64", "add_rms_norm, 3 x 64", "int4 qkv, 3 rows"]
+    assert [row.name for row in swept][1:] == names
+    for row in swept:
+        times = [time_us for name, time_us in row.details.items() if name.startswith("(")]
+        assert len(times) == 2
+        assert all(isinstance(time_us, float) for time_us in times), times
+        assert row.value is not None
+        assert row.value > 0
+    assert "of the present tile" in output
