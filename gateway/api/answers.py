@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
-from millrace.gateway.api.told_events import ToldEvents
+from millrace.gateway.api.event_ids import EventId, ToldEvents
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import GOING_AWAY_REFUSAL, Refusal
 from millrace.gateway.rendering.rendering import SSE_COMMENT, SSE_KEEP_ALIVE, Renderer, encode
@@ -16,9 +15,9 @@ from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.resuming import UnknownRequestError
 from millrace.gateway.responses.store import ResponseNotFoundError
 from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter
-from millrace.gateway.transport.event_ids import EventId
 from millrace.gateway.transport.http import (
     JSON,
     Headers,
@@ -28,6 +27,7 @@ from millrace.gateway.transport.http import (
     request_id_header,
     send_refusal,
     send_response,
+    wait_for_disconnect,
 )
 from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.records import ClientEnd
@@ -42,6 +42,74 @@ SSE_HEADERS = [
 ]
 # A request that is refused this soon after it was accepted still gets its HTTP status.
 _STATUS_WAIT_S = 3.0
+ABORT_EXTENSION = "millrace.abort"
+
+
+class HttpClient(Client):
+    """``gone`` says why, once the connection was closed or dropped; ``going_away`` that this
+    gateway shuts down and the client is to be told. ``on_wake`` is called when there is something
+    to take; without another one, ``wait`` returns. ``takes_event_ids``: the events of a stream are
+    to say where it is."""
+
+    def __init__(
+        self, limit_bytes: int, abort: Callable[[], None], *, takes_event_ids: bool = False
+    ) -> None:
+        super().__init__(limit_bytes)
+        self.takes_event_ids = takes_event_ids
+        self._abort = abort
+        self._wakeup = asyncio.Event()
+        self.gone = ""
+        self.going_away = False
+        self.on_wake: Callable[[], None] | None = None
+
+    def wake(self, _stream: OpenStream) -> None:
+        (self.on_wake or self._wakeup.set)()
+
+    def call(self) -> None:
+        """Have ``wait`` return."""
+        self._wakeup.set()
+
+    def has_left(self) -> bool:
+        return bool(self.gone)
+
+    def drop(self, reason: str) -> None:
+        self.disconnect(reason)
+        self._abort()
+
+    def go_away(self) -> None:
+        self.going_away = True
+        self._wakeup.set()
+
+    def disconnect(self, reason: str) -> None:
+        self.gone = self.gone or reason
+        self._wakeup.set()
+
+    async def wait(self) -> None:
+        """Return when there is something to take, or nobody to take it."""
+        await self._wakeup.wait()
+        self._wakeup.clear()
+
+    async def wait_up_to(self, timeout_s: float) -> bool:
+        """Like ``wait``; False if nothing happened in time."""
+        is_late = False
+
+        def on_late() -> None:
+            nonlocal is_late
+            if not self._wakeup.is_set():
+                is_late = True
+                self._wakeup.set()
+
+        timer = asyncio.get_running_loop().call_later(timeout_s, on_late)
+        try:
+            await self.wait()
+        finally:
+            timer.cancel()
+        return not is_late
+
+    async def watch(self, receive: Receive) -> None:
+        """Note that the client closes its connection. Runs until then."""
+        await wait_for_disconnect(receive)
+        self.disconnect(ClientEnd.DISCONNECTED)
 
 
 class EventPump:

@@ -8,8 +8,8 @@ import logging
 import re
 from collections.abc import Iterator
 
-from millrace.gateway.api.answers import Answers, follow
-from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
+from millrace.gateway.api.answers import ABORT_EXTENSION, Answers, HttpClient, follow
+from millrace.gateway.api.event_ids import EventId, parse_event_id
 from millrace.gateway.core import Gateway
 from millrace.gateway.endpoints import Endpoint, Prepared
 from millrace.gateway.errors import (
@@ -26,7 +26,6 @@ from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
 from millrace.gateway.streams.stream import DetachedClient
 from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter
-from millrace.gateway.transport.event_ids import EventId, parse_event_id
 from millrace.gateway.transport.http import (
     ACCEPTED,
     CALLER,

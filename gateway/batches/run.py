@@ -20,10 +20,9 @@ from millrace.gateway.batches.input import (
     lines_of,
     read_line,
 )
-from millrace.gateway.batches.line_run import LineRunner
+from millrace.gateway.batches.line_run import LineRunner, ResultWaiter
 from millrace.gateway.batches.lines import BatchEndpoint, LineAttempt
 from millrace.gateway.batches.log import BatchLog
-from millrace.gateway.batches.results import ResultWaiter
 from millrace.gateway.batches.store import BatchRecord, BatchStore, FinishedLine
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import NotFoundError

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from millrace.gateway.responses.thoughts import opened
 from millrace.registry.requests.message_fields import left_out_at
 from millrace.schemas.chat.unreadable import UnreadPart
 from millrace.schemas.errors import ParameterError
@@ -62,6 +63,24 @@ _ID_PREFIXES: Mapping[type[Item], str] = {
     ToolSearchOutputItem: "tso",
     AdditionalToolsItem: "at",
 }
+# What a request includes to get them.
+THOUGHTS = "reasoning.encrypted_content"
+_MARK = "millrace1."
+
+
+def sealed(text: str) -> str:
+    """Encode thoughts in the form that ``opened`` reads."""
+    return _MARK + base64.urlsafe_b64encode(text.encode(errors="replace")).decode()
+
+
+def opened(content: str) -> str | None:
+    """Return the thoughts that ``sealed`` wrote; None for content of another server."""
+    if not content.startswith(_MARK):
+        return None
+    try:
+        return base64.b64decode(content.removeprefix(_MARK), b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
 
 
 def left_out_of(item: object, where: str) -> list[Notice]:

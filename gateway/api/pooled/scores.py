@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import yaml
+from msgspec.structs import replace
 
 from millrace.gateway.api.pooled.pooled import (
     AnswerHead,
@@ -19,7 +20,6 @@ from millrace.gateway.api.pooled.pooled import (
     PooledEndpoint,
     PooledPlan,
 )
-from millrace.gateway.api.pooled.text_ranks import has_texts, rank_texts
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.rendering.embedding_vectors import numbers_of
@@ -38,11 +38,13 @@ from millrace.registry.similarity import Vector, cosine
 from millrace.schemas.chat.asked import Api
 from millrace.schemas.embeddings import (
     RankedDocument,
+    RankTextsRequest,
     RerankList,
     RerankRequest,
     Score,
     ScoreList,
     ScoreRequest,
+    TextRank,
 )
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import field_of
@@ -53,6 +55,7 @@ _MadeT = TypeVar("_MadeT")
 # By the name that the endpoint has here, then by those of other servers.
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 SCORE_PATHS = ("/v1/score", "/score")
+_DECODER = msgspec.json.Decoder(RankTextsRequest)
 
 
 def scoring_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
@@ -295,3 +298,67 @@ def _check_scores_pairs(asked: RerankRequest | ScoreRequest, head: ClassifierHea
         )
     if asked.pooling is not None:
         raise ParameterError("pooling", "pooling goes with embeddings, not with a cross-encoder.")
+
+
+class _Texts(msgspec.Struct):
+    """The field by which a body in this form is known."""
+
+    texts: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Ranks(PooledAnswer[Any]):
+    """The answer of a rerank in this form."""
+
+    def __init__(self, asked: RankTextsRequest, ranked: PooledAnswer[Any]) -> None:
+        self._asked = asked
+        self._ranked = ranked
+
+    def of_input(self, pooled: bytes) -> Any:
+        return self._ranked.of_input(pooled)
+
+    def whole(self, made: Sequence[Any], head: AnswerHead) -> tuple[TextRank, ...]:
+        ranked = self._ranked.whole(made, head)
+        assert isinstance(ranked, RerankList)
+        texts = self._asked.texts if self._asked.return_text else ()
+        return tuple(
+            TextRank(
+                index=one.index,
+                score=one.relevance_score,
+                text=texts[one.index] if texts else msgspec.UNSET,
+            )
+            for one in ranked.results
+        )
+
+
+def has_texts(body: bytes) -> bool:
+    """Whether a body is in this form."""
+    try:
+        return bool(msgspec.json.decode(body, type=_Texts).texts)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return False
+
+
+def rank_texts(body: bytes, rerank: Callable[[RerankRequest], PooledAsk]) -> PooledAsk:
+    """Read a body in this form; ``rerank`` makes an ask of a rerank. Raises MillraceError."""
+    asked = decode(_DECODER, body)
+    if asked.truncate and asked.truncation_direction in ("Left", "left"):
+        raise ParameterError(
+            "truncation_direction",
+            "truncation_direction: texts are cut at their end here; give Right.",
+        )
+    request = RerankRequest(
+        model=asked.model or "",
+        query=asked.query,
+        documents=asked.texts,
+        truncate=asked.truncate,
+        return_documents=False,
+        use_activation=False if asked.raw_scores else None,
+    )
+
+    def plan(model: ServedModelLike) -> PooledPlan:
+        # The cosine of two embeddings has no activation.
+        by_model = request if model.classifier else replace(request, use_activation=None)
+        planned = rerank(by_model).plan(model)
+        return planned._replace(answer=_Ranks(asked, planned.answer))
+
+    return replace(rerank(request), model=asked.model, plan=plan)

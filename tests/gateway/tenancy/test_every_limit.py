@@ -18,7 +18,7 @@ from millrace.bus.tenancy.accounts import Account, AccountUsage, remaining
 from millrace.cli.keys.key_report import as_table, key_report
 from millrace.cli.keys.tenant_report import as_text, tenant_report
 from millrace.cli.main import build_parser
-from millrace.gateway.api.limits import account_limits
+from millrace.gateway.api.system import account_limits
 from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.schemas.errors import MillraceError
