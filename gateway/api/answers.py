@@ -346,7 +346,7 @@ class Answers:
         if refusal is None:
             await renderer.store()
         else:
-            await self._gateway.idempotency.release_of_failure(response)
+            await response.release_key()
         return refusal
 
     async def _early_parts(self, response: ResponseStream, client: HttpClient) -> list[Part]:

@@ -138,11 +138,11 @@ class GenerationHandler:
             with _bugs_answered(request_id):
                 _refuse_last_event_id(scope)
                 if key:
-                    begun = await gateway.idempotency.submit(
+                    begun = await gateway.submitter.submit(
                         prepared.request, requester, request_id, key, digest
                     )
                 else:  # its result is kept under its own id
-                    begun = await gateway.submitter.submit(
+                    begun = await gateway.submitter.submit_new(
                         prepared.request, requester, request_id, request_id
                     )
                 scope[ACCEPTED] = True
@@ -165,7 +165,7 @@ class GenerationHandler:
                     if trace is not None:
                         trace.attach_response(response)
                 else:
-                    response = await gateway.idempotency.submit(
+                    response = await gateway.submitter.submit(
                         prepared.request, requester, request_id, key, digest
                     )
             scope[ACCEPTED] = True

@@ -68,7 +68,7 @@ class Admission:
     def check_open(self) -> None:
         """Raises DrainingError, or what ``StoreWatch.check`` does while a store has no room."""
         if self.draining:
-            raise DrainingError("This gateway is shutting down. Send the request again.")
+            raise DrainingError
         self._stores.check()
 
     def check_queue(self, model: str) -> None:

@@ -214,7 +214,7 @@ class SocketSession(Client):
             # A client that asks again may name the request anew.
             unnamed = msgspec.structs.replace(message, id="")
             digest = digest_of(b"generate", msgspec.json.encode(unnamed))
-        return await gateway.idempotency.submit(parsed, requester, request.request_id, key, digest)
+        return await gateway.submitter.submit(parsed, requester, request.request_id, key, digest)
 
     async def _resumed(self, message: Resume, request: SocketRequest) -> ResponseStream:
         index = message.next_index
@@ -356,7 +356,7 @@ class SocketSession(Client):
         message = request.end(response)
         response.finish()
         if response.refusal is not None:
-            self._spawn(self._gateway.idempotency.release_of_failure(response), request)
+            self._spawn(response.release_key(), request)
         return message
 
     def _say_refusal(self, request: SocketRequest, refusal: Refusal) -> None:
