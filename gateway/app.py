@@ -21,7 +21,7 @@ from millrace.gateway.api.kept.conversations import ConversationsApi
 from millrace.gateway.api.kept.responses import ResponsesApi, ResponsesEndpoint
 from millrace.gateway.api.messages import VERSION_HEADER, MessagesApi, MessagesEndpoint
 from millrace.gateway.api.ops import OpsApi
-from millrace.gateway.api.pooled.embeddings import classify_endpoints, embedding_endpoints
+from millrace.gateway.api.pooled.embeddings import embedding_endpoints
 from millrace.gateway.api.pooled.scores import scoring_endpoints
 from millrace.gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
 from millrace.gateway.api.socket.websocket import WebSocketHandler
@@ -135,11 +135,7 @@ def _in_words_of(endpoint: Endpoint, app: AsgiApp) -> AsgiApp:
 
 
 def _starlette(gateway: Gateway) -> Starlette:
-    pooled = [
-        *embedding_endpoints(gateway),
-        *scoring_endpoints(gateway),
-        *classify_endpoints(gateway),
-    ]
+    pooled = [*embedding_endpoints(gateway), *scoring_endpoints(gateway)]
     app = Starlette(
         routes=[
             *GatewayApi(gateway).routes(),

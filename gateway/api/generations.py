@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import re
 from collections.abc import Iterator
 
-from millrace.gateway.api.answers import ABORT_EXTENSION, Answers, HttpClient, follow
-from millrace.gateway.api.event_ids import EventId, parse_event_id
+from millrace.gateway.api.answers import ABORT_EXTENSION, HttpAnswer, HttpClient, follow
+from millrace.gateway.api.event_ids import parse_event_id
 from millrace.gateway.core import Gateway
 from millrace.gateway.endpoints import Endpoint, Prepared
 from millrace.gateway.errors import (
@@ -58,7 +57,6 @@ class GenerationHandler:
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
-        self._answers = Answers(gateway, endpoint.shaped)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = self._gateway.clock.monotonic()
@@ -146,8 +144,8 @@ class GenerationHandler:
                         prepared.request, requester, request_id, request_id
                     )
                 scope[ACCEPTED] = True
-                answer = await prepared.begin(begun)
-            return await self._tell_of(prepared, begun, answer, scope, receive, send)
+                body = await prepared.begin(begun)
+            return await self._tell_of(prepared, begun, body, scope, receive, send)
         last_event_id, had = header_of(scope, b"last-event-id"), None
         client = HttpClient(
             gateway.config.client_buffer_bytes,
@@ -156,12 +154,17 @@ class GenerationHandler:
         )
         writer: HttpWriter = scope["extensions"][WRITER_EXTENSION]
         requester = Requester(caller, client, trace=trace, arrived_s=arrived_s, asked=asked)
-        watch = asyncio.create_task(client.watch(receive))
-        try:
+        async with client.watching(receive):
             with _bugs_answered(request_id):
                 if last_event_id is not None:
                     had = parse_event_id(last_event_id)
-                    response = await self._resume(had, prepared, caller, client)
+                    if not prepared.stream:
+                        raise ParameterError(
+                            "last-event-id", "Last-Event-ID goes only with stream: true."
+                        )
+                    response = await gateway.resuming.resume(
+                        caller, had.request_id, had.indices, client
+                    )
                     if trace is not None:
                         trace.attach_response(response)
                 else:
@@ -170,7 +173,14 @@ class GenerationHandler:
                     )
             scope[ACCEPTED] = True
             try:
-                return await self._deliver(prepared, response, client, writer, send, had)
+                with _bugs_answered(response.request_id):
+                    renderer = prepared.render(response)
+                    answer = HttpAnswer(
+                        gateway, response, client, writer, send, renderer, endpoint.shaped
+                    )
+                    if not prepared.stream:
+                        return await answer.whole()
+                return await answer.stream(had)
             finally:
                 writer.release()
                 # Nothing to do if the end was delivered.
@@ -178,10 +188,6 @@ class GenerationHandler:
                     response.detach(None, client.gone or ClientEnd.DISCONNECTED)
                 else:
                     response.abort(client.gone or ClientEnd.DISCONNECTED)
-        finally:
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
 
     async def _tell_of(
         self,
@@ -207,28 +213,6 @@ class GenerationHandler:
             prepared.render,
             headers,
         )
-
-    async def _resume(
-        self, had: EventId, prepared: Prepared, caller: Caller, client: HttpClient
-    ) -> ResponseStream:
-        if not prepared.stream:
-            raise ParameterError("last-event-id", "Last-Event-ID goes only with stream: true.")
-        return await self._gateway.resuming.resume(caller, had.request_id, had.indices, client)
-
-    async def _deliver(
-        self,
-        prepared: Prepared,
-        response: ResponseStream,
-        client: HttpClient,
-        writer: HttpWriter,
-        send: Send,
-        had: EventId | None,
-    ) -> int:
-        with _bugs_answered(response.request_id):
-            renderer = prepared.render(response)
-            if not prepared.stream:
-                return await self._answers.whole(response, client, writer, send, renderer)
-        return await self._answers.stream(response, client, writer, send, renderer, had)
 
 
 @contextlib.contextmanager

@@ -289,6 +289,6 @@ class _EmbeddingOrder(BatchOrder):
                     for index, result in enumerate(results)
                 ),
                 model=self.jobs[0].model_requested,
-                usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+                usage=EmbeddingUsage.of(num_tokens),
             )
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
 from functools import partial
 
@@ -334,8 +332,7 @@ class _Followed(HttpResponse):
         gateway = self._gateway
         client = HttpClient(gateway.config.client_buffer_bytes, lambda: None)
         give_up_s = gateway.clock.monotonic() + gateway.config.request_timeout_s
-        watch = asyncio.create_task(client.watch(receive))
-        try:
+        async with client.watching(receive):
             while gateway.clock.monotonic() < give_up_s:
                 stored = await self._background.look(self._caller, self._response_id)
                 if stored is None or is_over(stored):
@@ -346,10 +343,6 @@ class _Followed(HttpResponse):
             if stored is None or not is_over(stored):
                 raise ResponseNotFoundError(self._response_id)
             return stored
-        finally:
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
 
 
 def _is_stream(request: Request) -> bool:
