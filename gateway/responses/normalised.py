@@ -46,7 +46,7 @@ from millrace.schemas.responses.items import (
     ReasoningText,
 )
 
-_ID_PREFIXES: Mapping[type[Item], str] = {
+ID_PREFIXES: Mapping[type[Item], str] = {
     MessageItem: "msg",
     ReasoningItem: "rs",
     FunctionCallItem: "fc",
@@ -165,7 +165,7 @@ def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[It
     result: list[Item] = []
     for number, item in enumerate(items):
         if not item.id or item.id in taken:
-            new_id = f"{_ID_PREFIXES[type(item)]}_{stem}_in{number}"
+            new_id = f"{ID_PREFIXES[type(item)]}_{stem}_in{number}"
             item = msgspec.structs.replace(item, id=new_id)
         taken.add(item.id)
         result.append(item)
