@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -49,6 +49,7 @@ _CODES = {414: "uri_too_long", 431: "request_header_fields_too_large"}
 
 # Has a refusal counted; its caller is not known.
 Note = Callable[[Refusal, None], None]
+_ProtocolT = TypeVar("_ProtocolT")
 
 
 def listen(config: GatewayConfig) -> socket.socket:
@@ -94,8 +95,8 @@ class Server:
         note = partial(gateway.refusals.note, _CONNECTION)
         config = uvicorn.Config(
             build_app(gateway),
-            http=_http_protocol(note),
-            ws=_socket_protocol(note),
+            http=_noting(_HttpProtocol, note),
+            ws=_noting(_WebSocketProtocol, note),
             ws_max_size=gateway.config.max_ws_message_bytes,
             ws_per_message_deflate=False,
             lifespan="off",
@@ -228,15 +229,6 @@ class _HttpProtocol(HttpProtocol):
         return headers, refusal.body
 
 
-def _http_protocol(note: Note) -> type[_HttpProtocol]:
-    """The protocol of one gateway's connections, which tells what it refuses."""
-
-    class Protocol(_HttpProtocol):
-        _note = staticmethod(note)
-
-    return Protocol
-
-
 class _SocketWriter:
     """An accepted socket."""
 
@@ -310,13 +302,9 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handshake_complete = True  # a handshake that was refused is no bug to be logged
 
 
-def _socket_protocol(note: Note) -> type[_WebSocketProtocol]:
-    """The protocol of one gateway's sockets, which tells what handshakes it refuses."""
-
-    class Protocol(_WebSocketProtocol):
-        _note = staticmethod(note)
-
-    return Protocol
+def _noting(protocol: type[_ProtocolT], note: Note) -> type[_ProtocolT]:
+    """The protocol of one gateway's connections, which tells what it refuses."""
+    return type(protocol.__name__, (protocol,), {"_note": staticmethod(note)})
 
 
 class HandshakeProtocol(ServerProtocol):

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 
+import msgspec
+
 from millrace.bus.api import Bus
 from millrace.bus.transport import Subscription
-from millrace.gateway.batches import answers as batch_answers
 from millrace.gateway.batches.input import InputLine, read_line
 from millrace.gateway.batches.lines import BatchEndpoint, BatchOrder, LineAttempt
 from millrace.gateway.batches.log import BatchLog
-from millrace.gateway.batches.store import BatchRecord, FinishedLine, PublishedLine
+from millrace.gateway.batches.store import BatchRecord, PublishedLine
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import InternalError, Refusal, refusal_of
 from millrace.runtime.clock import Clock
 from millrace.runtime.retry import doubling_delays
 from millrace.runtime.tasks import wait_or_sleep
-from millrace.schemas.batches.batches import BatchLine
+from millrace.schemas.batches.batches import BatchLine, LineResponse
 from millrace.schemas.errors import BusUnavailableError, MillraceError, QueueFullError
 from millrace.schemas.jobs import Job, JobResult
 from millrace.schemas.records import Status
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 _DOOR = "/v1/batches"
 _RETRY_S = 1.0
 _LONGEST_RETRY_S = 30.0
+_OK = 200
 _TOO_MANY_REQUESTS = 429
 _QUEUE_SHARE = 0.5
 _NS_PER_S = 1_000_000_000
@@ -201,10 +203,8 @@ class LineRunner:
             except MillraceError as error:
                 refusal = refusal_of(error)
             else:
-                answer = batch_answers.answered(
-                    self._batch_id, line, request, order.attempt.request_id, body
-                )
-                self._log.note_finished(FinishedLine(line.number, True, answer))
+                answer = LineResponse(_OK, order.attempt.request_id, msgspec.Raw(body))
+                self._log.note_answer(line, request, answer, ok=True)
                 return
         self._gateway.failure_log.failed(
             _DOOR, refusal, self._caller.tenant, order.attempt.request_id
@@ -213,8 +213,8 @@ class LineRunner:
 
     def _refuse(self, line: InputLine, request: BatchLine, refusal: Refusal) -> None:
         request_id = LineAttempt(self._batch_id, line.number).request_id
-        answer = batch_answers.refused(self._batch_id, line, request, request_id, refusal)
-        self._log.note_finished(FinishedLine(line.number, False, answer))
+        answer = LineResponse(refusal.status, request_id, msgspec.Raw(refusal.body))
+        self._log.note_answer(line, request, answer, ok=False)
 
     async def _stopped_within(self, seconds: float) -> bool:
         """Wait; whether the batch was stopped meanwhile."""
