@@ -19,11 +19,9 @@ from millrace.gateway.errors import (
     refusal_of,
 )
 from millrace.gateway.request.index import digest_of
-from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
 from millrace.gateway.streams.stream import DetachedClient
-from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter
 from millrace.gateway.transport.http import (
     ACCEPTED,
@@ -111,94 +109,89 @@ class GenerationHandler:
         with _bugs_answered(request_id):
             caller = await gateway.identity.caller(scope)
         async with gateway.admission.refusals_count(caller, request_id):
-            return await self._answer_to(caller, scope, receive, send, request_id, trace, arrived_s)
-
-    async def _answer_to(
-        self,
-        caller: Caller,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        request_id: str,
-        trace: RequestTrace | None,
-        arrived_s: float,
-    ) -> int:
-        gateway, endpoint = self._gateway, self._endpoint
-        with _bugs_answered(request_id):
-            body = await read_body(scope, receive, gateway.config)
-            await gateway.admission.admit_body(caller, request_id, len(body))
-            prepared = await endpoint.prepare(body, caller, gateway.prompts)
-        key = _idempotency_key(scope)
-        digest = digest_of(endpoint.route.encode(), body) if key else ""
-        asked = Asked(api=endpoint.api, stream=prepared.stream)
-        if prepared.begin is not None:
-            requester = Requester(caller, DetachedClient(lambda: None), trace=trace, asked=asked)
             with _bugs_answered(request_id):
-                _refuse_last_event_id(scope)
-                if key:
-                    begun = await gateway.submitter.submit(
-                        prepared.request, requester, request_id, key, digest
-                    )
-                else:  # its result is kept under its own id
-                    begun = await gateway.submitter.submit_new(
-                        prepared.request, requester, request_id, request_id
-                    )
-                scope[ACCEPTED] = True
-                body = await prepared.begin(begun)
-            return await self._tell_of(prepared, begun, body, scope, receive, send)
-        last_event_id, had = header_of(scope, b"last-event-id"), None
-        client = HttpClient(
-            gateway.config.client_buffer_bytes,
-            scope["extensions"][ABORT_EXTENSION],
-            takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
-        )
-        writer: HttpWriter = scope["extensions"][WRITER_EXTENSION]
-        requester = Requester(caller, client, trace=trace, arrived_s=arrived_s, asked=asked)
-        async with client.watching(receive):
-            with _bugs_answered(request_id):
-                if last_event_id is not None:
-                    had = parse_event_id(last_event_id)
-                    if not prepared.stream:
-                        raise ParameterError(
-                            "last-event-id", "Last-Event-ID goes only with stream: true."
+                body = await read_body(scope, receive, gateway.config)
+                await gateway.admission.admit_body(caller, request_id, len(body))
+                prepared = await endpoint.prepare(body, caller, gateway.prompts)
+            key = _idempotency_key(scope)
+            digest = digest_of(endpoint.route.encode(), body) if key else ""
+            asked = Asked(api=endpoint.api, stream=prepared.stream)
+            if prepared.begin is not None:
+                requester = Requester(
+                    caller, DetachedClient(lambda: None), trace=trace, asked=asked
+                )
+                return await self._in_background(
+                    prepared, requester, request_id, key, digest, scope, receive, send
+                )
+            last_event_id, had = header_of(scope, b"last-event-id"), None
+            client = HttpClient(
+                gateway.config.client_buffer_bytes,
+                scope["extensions"][ABORT_EXTENSION],
+                takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
+            )
+            writer: HttpWriter = scope["extensions"][WRITER_EXTENSION]
+            requester = Requester(caller, client, trace=trace, arrived_s=arrived_s, asked=asked)
+            async with client.watching(receive):
+                with _bugs_answered(request_id):
+                    if last_event_id is not None:
+                        had = parse_event_id(last_event_id)
+                        if not prepared.stream:
+                            raise ParameterError(
+                                "last-event-id", "Last-Event-ID goes only with stream: true."
+                            )
+                        response = await gateway.resuming.resume(
+                            caller, had.request_id, had.indices, client
                         )
-                    response = await gateway.resuming.resume(
-                        caller, had.request_id, had.indices, client
-                    )
-                    if trace is not None:
-                        trace.attach_response(response)
-                else:
-                    response = await gateway.submitter.submit(
-                        prepared.request, requester, request_id, key, digest
-                    )
-            scope[ACCEPTED] = True
-            try:
-                with _bugs_answered(response.request_id):
-                    renderer = prepared.render(response)
-                    answer = HttpAnswer(
-                        gateway, response, client, writer, send, renderer, endpoint.shaped
-                    )
-                    if not prepared.stream:
-                        return await answer.whole()
-                return await answer.stream(had)
-            finally:
-                writer.release()
-                # Nothing to do if the end was delivered.
-                if response.is_kept or (client.going_away and prepared.stream):
-                    response.detach(None, client.gone or ClientEnd.DISCONNECTED)
-                else:
-                    response.abort(client.gone or ClientEnd.DISCONNECTED)
+                        if trace is not None:
+                            trace.attach_response(response)
+                    else:
+                        response = await gateway.submitter.submit(
+                            prepared.request, requester, request_id, key, digest
+                        )
+                scope[ACCEPTED] = True
+                try:
+                    with _bugs_answered(response.request_id):
+                        renderer = prepared.render(response)
+                        answer = HttpAnswer(
+                            gateway, response, client, writer, send, renderer, endpoint.shaped
+                        )
+                        if not prepared.stream:
+                            return await answer.whole()
+                    return await answer.stream(had)
+                finally:
+                    writer.release()
+                    # Nothing to do if the end was delivered.
+                    if response.idempotency_key or (client.going_away and prepared.stream):
+                        response.detach(None, client.gone or ClientEnd.DISCONNECTED)
+                    else:
+                        response.abort(client.gone or ClientEnd.DISCONNECTED)
 
-    async def _tell_of(
+    async def _in_background(
         self,
         prepared: Prepared,
-        response: ResponseStream,
-        answer: bytes,
+        requester: Requester,
+        request_id: str,
+        key: str,
+        digest: str,
         scope: Scope,
         receive: Receive,
         send: Send,
     ) -> int:
-        """Tell of a response that goes on in the background."""
+        """Have a response made, and tell of it as it is at its beginning, or as it goes on."""
+        assert prepared.begin is not None
+        submitter = self._gateway.submitter
+        with _bugs_answered(request_id):
+            _refuse_last_event_id(scope)
+            if key:
+                response = await submitter.submit(
+                    prepared.request, requester, request_id, key, digest
+                )
+            else:  # its result is kept under its own id
+                response = await submitter.submit_new(
+                    prepared.request, requester, request_id, request_id
+                )
+            scope[ACCEPTED] = True
+            answer = await prepared.begin(response)
         headers = [request_id_header(response.request_id), *response.headers]
         if not prepared.stream:
             await send_response(send, 200, [JSON, *headers], answer)

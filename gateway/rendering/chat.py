@@ -7,7 +7,6 @@ import msgspec
 from millrace.gateway.rendering.rendering import (
     ChunkRenderer,
     encode,
-    end_fields,
     usage_info,
 )
 from millrace.gateway.rendering.tokens import logprob_infos, prompt_tokens
@@ -51,7 +50,6 @@ class ChatRenderer(ChunkRenderer):
         self._request = request
         self._with_logprobs = response.request.sampling.logprobs is not None
         num_choices = len(response.choices)
-        self._befores = [self._before(i) for i in range(num_choices)]
         self._text_befores = [before + b',"delta":{"content":' for before in self._befores]
         is_plain = (
             num_choices == 1
@@ -96,8 +94,8 @@ class ChatRenderer(ChunkRenderer):
         if isinstance(part, StepPart):
             return PartEvents(self._without_choices("tool_step", _step_info(part)))
         assert isinstance(part, ChoiceEnd)
-        end = b',"delta":{},"logprobs":null,"finish_reason":' + end_fields(part)
-        return PartEvents(self._befores[part.choice] + end + self._end(part.choice))
+        end = b',"delta":{},"logprobs":null,"finish_reason":' + self._end(part)
+        return PartEvents(self._befores[part.choice] + end)
 
     def add(self, part: Part) -> None:
         if isinstance(part, AnswerText | ReasoningPart):

@@ -81,11 +81,6 @@ def usage_info(usage: Usage) -> UsageInfo:
     )
 
 
-def end_fields(end: ChoiceEnd) -> bytes:
-    """The value of ``finish_reason`` in a choice's last chunk, and the field behind it."""
-    return encode(end.reason) + b',"stop_reason":' + encode(end.stop_reason)
-
-
 def sse_data(payload: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + payload + b"\n\n"
@@ -108,12 +103,10 @@ class ChunkRenderer:
             "model": response.request.model,
         }
         self._head = encode(head)[:-1]
-        self._begin = b"data: " + self._head + b',"choices":[{"index":'
+        begin = b"data: " + self._head + b',"choices":[{"index":'
+        # Up to and with the index of each choice; what else it has follows after a comma.
+        self._befores = [begin + str(i).encode() for i in range(len(response.choices))]
         self._close = b'}],"usage":null}\n\n' if self._with_usage else b"}]}\n\n"
-
-    def _before(self, choice: int) -> bytes:
-        """Up to and with the index of the choice; what else it has follows after a comma."""
-        return self._begin + str(choice).encode()
 
     def _after(self, choice: int) -> bytes:
         """The end of a chunk that has something of that choice."""
@@ -122,10 +115,12 @@ class ChunkRenderer:
         usage = self._response.choices[choice].usage_so_far
         return b'}],"usage":' + encode(usage and usage_info(usage)) + b"}\n\n"
 
-    def _end(self, choice: int) -> bytes:
-        """The end of the last chunk of that choice, with what the answer leaves out."""
-        after, notices = self._after(choice), self._notices()
-        return b"}]" + notices + after.removeprefix(b"}]") if notices else after
+    def _end(self, end: ChoiceEnd) -> bytes:
+        """The value of ``finish_reason`` in the last chunk of a choice, and what is behind it, with
+        what the answer leaves out."""
+        fields = encode(end.reason) + b',"stop_reason":' + encode(end.stop_reason)
+        after, notices = self._after(end.choice), self._notices()
+        return fields + (b"}]" + notices + after.removeprefix(b"}]") if notices else after)
 
     def _after_first(self, name: str, value: object) -> bytes:
         """The end of a chunk of the first choice that also has a field beside its choices."""

@@ -9,7 +9,6 @@ import msgspec
 from millrace.gateway.rendering.rendering import (
     ChunkRenderer,
     encode,
-    end_fields,
     usage_info,
 )
 from millrace.gateway.rendering.tokens import (
@@ -39,7 +38,7 @@ class CompletionRenderer(ChunkRenderer):
     def __init__(self, response: ResponseReader, request: CompletionRequest) -> None:
         super().__init__("text_completion", response, request.stream_options)
         num_choices = len(response.choices)
-        self._text_befores = [self._before(i) + b',"text":' for i in range(num_choices)]
+        self._text_befores = [before + b',"text":' for before in self._befores]
         had = response.first_indices
         self._to_echo = set(range(num_choices)) if response.request.echo else set()
         self._told_prompts = {i for i in range(num_choices) if had and had[i]}
@@ -77,8 +76,8 @@ class CompletionRenderer(ChunkRenderer):
             return PartEvents(echoed, text + self._after(part.choice))
         if isinstance(part, ChoiceEnd):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
-            end = b'"","logprobs":null,"finish_reason":' + end_fields(part)
-            end = self._text_befores[part.choice] + end + self._end(part.choice)
+            end = b'"","logprobs":null,"finish_reason":' + self._end(part)
+            end = self._text_befores[part.choice] + end
             return PartEvents(echoed + end)
         return PartEvents()
 

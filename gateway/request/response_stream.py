@@ -157,11 +157,6 @@ class ResponseStream(ResponseReader):
         return bool(self.first_indices)
 
     @property
-    def is_kept(self) -> bool:
-        """Whether it is made to its end though nobody waits for it, for who comes with its key."""
-        return bool(self.idempotency_key)
-
-    @property
     def is_attached(self) -> bool:
         """Whether its client still waits for it."""
         return self._phase is ReaderPhase.ATTACHED
@@ -329,7 +324,8 @@ class ResponseStream(ResponseReader):
         if not any(choice.stream is stream and choice.runs_tools for choice in self.choices):
             self._unlink(stream)
         usage = usage_so_far(stream)
-        if stream.request_id not in self._first_ids():
+        first_ids = {job_id(self.request_id, choice.index, 0) for choice in self.choices}
+        if stream.request_id not in first_ids:
             context.admission.settle(stream.request_id, self.model, [usage])
         else:
             self._settled.append(usage)
@@ -350,9 +346,6 @@ class ResponseStream(ResponseReader):
         stream.owner = None
         if isinstance(stream.client, DetachedClient):
             stream.client = NULL_CLIENT
-
-    def _first_ids(self) -> set[str]:
-        return {job_id(self.request_id, choice.index, 0) for choice in self.choices}
 
     # --- rounds of tools ---
 

@@ -119,12 +119,10 @@ def _check_media_type(scope: Scope) -> None:
 
 def content_length(scope: Scope) -> int | None:
     """What the head declares. Raises ParameterError if it is no number."""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            if not value.isdigit():
-                raise ParameterError("content-length", "content-length must be a number")
-            return int(value)
-    return None
+    declared = header_of(scope, b"content-length")
+    if declared is not None and not (declared.isascii() and declared.isdigit()):
+        raise ParameterError("content-length", "content-length must be a number")
+    return None if declared is None else int(declared)
 
 
 def header_of(scope: Scope, name: bytes) -> str | None:

@@ -253,7 +253,7 @@ class SocketSession(Client):
         outcome = self.dropped or ClientEnd.DISCONNECTED
         if response.trace is not None:
             response.trace.finish(error=outcome)
-        if response.is_kept:
+        if response.idempotency_key:
             response.detach(None, outcome)
         elif self._holds:
             response.detach(self._gateway.config.resume_grace_s, outcome)
