@@ -237,63 +237,53 @@ CHATS = (
 )
 
 
-def _tokenize(path: str, name: str) -> Operation:
-    return post(
-        path,
-        name,
-        "The token ids of a prompt, or of messages as the chat template renders them",
-        TokenizeAnswer,
-        body=TokenizeRequest,
-        example={"model": "demo", "prompt": "Hello!"},
-        own_errors=(404, 500),
-    )
+_tokenize = partial(
+    post,
+    summary="The token ids of a prompt, or of messages as the chat template renders them",
+    answer=TokenizeAnswer,
+    body=TokenizeRequest,
+    example={"model": "demo", "prompt": "Hello!"},
+    own_errors=(404, 500),
+)
 
 
-def _rerank(path: str, name: str) -> Operation:
-    return generate(
-        path,
-        name,
-        "The documents that are most like a query, by their embeddings",
-        RerankList,
-        body=RerankRequest,
-        description="A body with texts in place of documents has the form of Text Embeddings "
-        "Inference, and its answer is a list of index and score: see docs/embeddings.md.",
-        example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
-    )
+_rerank = partial(
+    generate,
+    summary="The documents that are most like a query, by their embeddings",
+    answer=RerankList,
+    body=RerankRequest,
+    description="A body with texts in place of documents has the form of Text Embeddings "
+    "Inference, and its answer is a list of index and score: see docs/embeddings.md.",
+    example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
+)
 
 
-def _reset_prefixes(path: str, name: str) -> Operation:
-    return post(
-        path,
-        name,
-        "Empty the prefix caches of all workers, for administrators",
-        PrefixCacheReset,
-        query=(_MODEL,),
-        own_errors=(404, 409),
-    )
+_reset_prefixes = partial(
+    post,
+    summary="Empty the prefix caches of all workers, for administrators",
+    answer=PrefixCacheReset,
+    query=(_MODEL,),
+    own_errors=(404, 409),
+)
 
 
-def _score(path: str, name: str) -> Operation:
-    return generate(
-        path,
-        name,
-        "How like one another texts are, by their embeddings",
-        ScoreList,
-        body=ScoreRequest,
-        example={"model": "demo", "text_1": "Hello!", "text_2": ["Good day!", "A mill."]},
-    )
+_score = partial(
+    generate,
+    summary="How like one another texts are, by their embeddings",
+    answer=ScoreList,
+    body=ScoreRequest,
+    example={"model": "demo", "text_1": "Hello!", "text_2": ["Good day!", "A mill."]},
+)
 
 
-def _detokenize(path: str, name: str) -> Operation:
-    return post(
-        path,
-        name,
-        "The text of token ids",
-        DetokenizeAnswer,
-        body=DetokenizeRequest,
-        example={"model": "demo", "tokens": [72, 105]},
-        own_errors=(404, 500),
-    )
+_detokenize = partial(
+    post,
+    summary="The text of token ids",
+    answer=DetokenizeAnswer,
+    body=DetokenizeRequest,
+    example={"model": "demo", "tokens": [72, 105]},
+    own_errors=(404, 500),
+)
 
 
 def _health(path: str, name: str, method: str = "get") -> Operation:

@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 from msgspec.structs import replace
 
-from millrace.gateway.responses.built_in_calls import called
+from millrace.gateway.responses.built_in_calls import asked_of, called
 from millrace.gateway.responses.items import LENGTH, OutputItems
 from millrace.gateway.responses.tools import CallKind, told_name
 from millrace.gateway.streams.parts import (
@@ -26,11 +26,8 @@ from millrace.gateway.streams.parts import (
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
 from millrace.schemas.responses.call_items import (
-    ApplyPatchCallItem,
     BuiltInCallItem,
     CustomToolCallItem,
-    LocalShellCallItem,
-    ShellCallItem,
 )
 from millrace.schemas.responses.events import (
     ArgumentsDelta,
@@ -147,11 +144,7 @@ def _kept_arguments(item: BuiltInCallItem) -> str:
     """Return the arguments that make the same item; none make an ``incomplete`` item."""
     if item.status != "completed":
         return ""
-    if isinstance(item, LocalShellCallItem | ShellCallItem):
-        asked = item.action
-    else:
-        asked = item.operation if isinstance(item, ApplyPatchCallItem) else item.arguments
-    return msgspec.json.encode(asked).decode()
+    return msgspec.json.encode(asked_of(item)).decode()
 
 
 def events_after(events: Iterable[ResponseEvent], after: int) -> Iterator[ResponseEvent]:

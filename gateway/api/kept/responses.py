@@ -252,16 +252,11 @@ class ResponsesApi(RestApi):
     async def input_items(self, request: Request) -> HttpResponse:
         """All items that went before the answer, in pages, the newest first unless told."""
         check_items_query(request)
-        stored = await self._stored(request)
-        return items_page(request, stored.input)
-
-    async def _stored(self, request: Request) -> StoredResponse:
-        caller = await self._caller(request)
-        response_id = request.path_params["response_id"]
+        caller, response_id = await self._caller(request), request.path_params["response_id"]
         stored = await self._store.get(caller.tenant, response_id)
         if stored is None:
             raise ResponseNotFoundError(response_id)
-        return stored
+        return items_page(request, stored.input)
 
 
 class _ToldNotices(msgspec.Struct, frozen=True):
