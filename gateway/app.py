@@ -12,27 +12,20 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from millrace.gateway.api import pages
-from millrace.gateway.api.adapters import AdaptersApi
-from millrace.gateway.api.anthropic_models import VERSION_HEADER
+from millrace.gateway.api.administration import AdaptersApi, PrefixCachesApi, RolloutsApi
 from millrace.gateway.api.batches import BatchesApi
 from millrace.gateway.api.files import FilesApi
 from millrace.gateway.api.generations import GenerationHandler
-from millrace.gateway.api.kept.chats import ChatsApi
+from millrace.gateway.api.kept.chats import ChatsApi, SessionsApi
 from millrace.gateway.api.kept.conversations import ConversationsApi
 from millrace.gateway.api.kept.responses import ResponsesApi, ResponsesEndpoint
-from millrace.gateway.api.kept.sessions import SessionsApi
-from millrace.gateway.api.limits import LimitsApi
-from millrace.gateway.api.messages import MessagesApi, MessagesEndpoint
+from millrace.gateway.api.messages import VERSION_HEADER, MessagesApi, MessagesEndpoint
 from millrace.gateway.api.ops import OpsApi
-from millrace.gateway.api.pooled.classify import classify_endpoints
 from millrace.gateway.api.pooled.embeddings import embedding_endpoints
 from millrace.gateway.api.pooled.scores import scoring_endpoints
-from millrace.gateway.api.prefix_caches import PrefixCachesApi
-from millrace.gateway.api.rollouts import RolloutsApi
 from millrace.gateway.api.socket.websocket import ROUTE as WEBSOCKET_ROUTE
 from millrace.gateway.api.socket.websocket import WebSocketHandler
 from millrace.gateway.api.system import GatewayApi
-from millrace.gateway.api.tools import ToolsApi
 from millrace.gateway.core import Gateway
 from millrace.gateway.endpoints import CHAT_COMPLETIONS, COMPLETIONS, Endpoint
 from millrace.gateway.errors import (
@@ -142,11 +135,7 @@ def _in_words_of(endpoint: Endpoint, app: AsgiApp) -> AsgiApp:
 
 
 def _starlette(gateway: Gateway) -> Starlette:
-    pooled = [
-        *embedding_endpoints(gateway),
-        *scoring_endpoints(gateway),
-        *classify_endpoints(gateway),
-    ]
+    pooled = [*embedding_endpoints(gateway), *scoring_endpoints(gateway)]
     app = Starlette(
         routes=[
             *GatewayApi(gateway).routes(),
@@ -158,8 +147,6 @@ def _starlette(gateway: Gateway) -> Starlette:
             *FilesApi(gateway).routes(),
             *BatchesApi(gateway).routes(),
             *SessionsApi(gateway).routes(),
-            *ToolsApi(gateway).routes(),
-            *LimitsApi(gateway).routes(),
             *AdaptersApi(gateway).routes(),
             *RolloutsApi(gateway).routes(),
             *PrefixCachesApi(gateway).routes(),

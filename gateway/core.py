@@ -19,7 +19,6 @@ from millrace.gateway.metrics import Metrics
 from millrace.gateway.models import LoadedModels
 from millrace.gateway.request.admission import Admission
 from millrace.gateway.request.failure_log import FailureLog
-from millrace.gateway.request.idempotency import Idempotency
 from millrace.gateway.request.index import RequestIndex
 from millrace.gateway.request.job_maker import JobMaker
 from millrace.gateway.request.job_runner import GatewayJobRunner
@@ -28,7 +27,7 @@ from millrace.gateway.request.refusals import RefusalRecords
 from millrace.gateway.request.response_stream import OpenResponses, ResponseContext, ResponseStream
 from millrace.gateway.request.resuming import Resuming
 from millrace.gateway.request.submitter import RequestSubmitter
-from millrace.gateway.request.tool_loop import ToolCallLoop
+from millrace.gateway.request.tool_loop import run_tools
 from millrace.gateway.request.tracing import RequestTraces
 from millrace.gateway.sessions.sessions import Sessions
 from millrace.gateway.streams.deliveries import Deliveries, DeliveryHistory, delivery_record
@@ -147,59 +146,39 @@ class Gateway:
             self.prompts,
             trusts_templates=settings.trust_request_chat_template,
         )
-        self.runner = GatewayJobRunner(
-            bus,
-            settings,
-            models,
-            self.maker,
-            self.streams,
-            self.admission,
-            self.metrics.gaps,
-            clock,
-        )
         self.sessions = Sessions(
             redis,
             settings,
             clock,
             models,
-            self.runner.generate,
+            lambda *asked: self.runner.generate(*asked),
             self.tools.catalogue.definitions,
             self.prompts,
         )
         self.choice = ModelChoice(models, self.fleet, self.sessions)
-        index = RequestIndex(redis, settings.idempotency_ttl_s)
-        tool_loop = ToolCallLoop(bus, settings, clock, index, self.maker, self.tools)
         self.responses = OpenResponses()
-        self.response_context = ResponseContext(
-            self.streams,
-            self.responses,
-            self.admission,
-            DeliveryHistory(clock, settings.request_timeout_s),
-            self.sessions,
-            self.metrics.gaps,
-            clock,
-            tool_loop.run,
-            self.tools.catalogue,
-            self.failure_log,
+        context = ResponseContext(
+            bus=bus,
+            config=settings,
+            clock=clock,
+            metrics=self.metrics,
+            failure_log=self.failure_log,
+            models=models,
+            identity=self.identity,
+            index=RequestIndex(redis, settings.idempotency_ttl_s),
+            sessions=self.sessions,
+            choice=self.choice,
+            maker=self.maker,
+            admission=self.admission,
+            streams=self.streams,
+            responses=self.responses,
+            history=DeliveryHistory(clock, settings.request_timeout_s),
+            tools=self.tools,
+            run_tools=run_tools,
         )
-        self.submitter = RequestSubmitter(
-            settings,
-            models,
-            self.choice,
-            self.identity,
-            index,
-            self.maker,
-            bus,
-            self.response_context,
-        )
-        self.resuming = Resuming(bus, settings, index, models, self.identity, self.response_context)
-        self.idempotency = Idempotency(
-            index,
-            self.submitter,
-            self.resuming,
-            self.response_context,
-            self.metrics.count_repeated_answer,
-        )
+        self.runner = GatewayJobRunner(context)
+        self.resuming = Resuming(context)
+        self.submitter = RequestSubmitter(context, self.resuming)
         self.keys = KeyWatch(redis, clock, self._keys_in_use, self._on_closed_keys)
         self._handovers: Subscription | None = None
         self._watch()

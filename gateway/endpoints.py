@@ -74,7 +74,7 @@ _RequestT = TypeVar("_RequestT", bound=_Request)
 
 class BodyEndpoint(Endpoint, Generic[_RequestT]):
     """An endpoint whose responses depend on nothing but the body: ``parse`` makes a request of it,
-    and ``renderer`` shapes the response."""
+    and ``renderer`` shapes the response: it takes the ``request`` after it."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class BodyEndpoint(Endpoint, Generic[_RequestT]):
         api: Api,
         request_type: type[_RequestT],
         parse: Callable[[_RequestT], GenerationRequest],
-        renderer: Callable[[ResponseReader, _RequestT], Renderer],
+        renderer: Callable[..., Renderer],
     ) -> None:
         self.route = route
         self.id_prefix = id_prefix
@@ -97,10 +97,7 @@ class BodyEndpoint(Endpoint, Generic[_RequestT]):
 
     def _read(self, body: bytes) -> Prepared:
         request = decode(self._decoder, body)
-
-        def render(response: ResponseReader) -> Renderer:
-            return self._renderer(response, request)
-
+        render = partial(self._renderer, request=request)
         return Prepared(request=self._parse(request), stream=bool(request.stream), render=render)
 
 

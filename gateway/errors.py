@@ -61,6 +61,9 @@ class SlowRequestError(MillraceError, code="request_timeout", http_status=408):
 class DrainingError(MillraceError, code="draining", retryable=True, http_status=503):
     """This gateway is going down and takes nothing new."""
 
+    def __init__(self) -> None:
+        super().__init__("This gateway is shutting down. Send the request again.")
+
 
 class InternalError(MillraceError):
     """Something here is broken; the log says what."""

@@ -10,20 +10,24 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from http import HTTPStatus
+from typing import Any, TypeVar, cast
 
 import uvicorn
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.datastructures import Headers as HandshakeHeaders
+from websockets.exceptions import InvalidHeader
+from websockets.http11 import Response
 from websockets.protocol import State
+from websockets.server import ServerProtocol
 
-from millrace.gateway.api.client_connection import ABORT_EXTENSION
+from millrace.gateway.api.answers import ABORT_EXTENSION
 from millrace.gateway.app import build_app, token_endpoints
 from millrace.gateway.batches.runner import BatchRunner
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import Refusal
 from millrace.gateway.transport.certificate import Certificate, certificate_of
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter, text_frames
-from millrace.gateway.transport.handshakes import HandshakeProtocol, Note
 from millrace.gateway.transport.http import JSON, Headers, new_request_id, request_id_header
 from millrace.runtime.faults.failures import keep_running
 from millrace.runtime.http.head import HttpFault
@@ -40,6 +44,12 @@ _LEAVING_S = 0.005
 _NOTSENT_LOWAT_BYTES = 16_384
 _GC_THRESHOLDS = (50_000, 50, 50)
 _CLOSED = (State.CLOSING, State.CLOSED)
+_VERSION_HEADER = "Sec-WebSocket-Version"
+_CODES = {414: "uri_too_long", 431: "request_header_fields_too_large"}
+
+# Has a refusal counted; its caller is not known.
+Note = Callable[[Refusal, None], None]
+_ProtocolT = TypeVar("_ProtocolT")
 
 
 def listen(config: GatewayConfig) -> socket.socket:
@@ -85,8 +95,8 @@ class Server:
         note = partial(gateway.refusals.note, _CONNECTION)
         config = uvicorn.Config(
             build_app(gateway),
-            http=_http_protocol(note),
-            ws=_socket_protocol(note),
+            http=_noting(_HttpProtocol, note),
+            ws=_noting(_WebSocketProtocol, note),
             ws_max_size=gateway.config.max_ws_message_bytes,
             ws_per_message_deflate=False,
             lifespan="off",
@@ -219,15 +229,6 @@ class _HttpProtocol(HttpProtocol):
         return headers, refusal.body
 
 
-def _http_protocol(note: Note) -> type[_HttpProtocol]:
-    """The protocol of one gateway's connections, which tells what it refuses."""
-
-    class Protocol(_HttpProtocol):
-        _note = staticmethod(note)
-
-    return Protocol
-
-
 class _SocketWriter:
     """An accepted socket."""
 
@@ -301,10 +302,48 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
             self.handshake_complete = True  # a handshake that was refused is no bug to be logged
 
 
-def _socket_protocol(note: Note) -> type[_WebSocketProtocol]:
-    """The protocol of one gateway's sockets, which tells what handshakes it refuses."""
+def _noting(protocol: type[_ProtocolT], note: Note) -> type[_ProtocolT]:
+    """The protocol of one gateway's connections, which tells what it refuses."""
+    return type(protocol.__name__, (protocol,), {"_note": staticmethod(note)})
 
-    class Protocol(_WebSocketProtocol):
-        _note = staticmethod(note)
 
-    return Protocol
+class HandshakeProtocol(ServerProtocol):
+    """The WebSocket protocol of one connection. ``note`` is told of each refusal."""
+
+    def __init__(self, note: Note, **options: Any) -> None:
+        super().__init__(**options)
+        self._note = note
+
+    def reject(self, status: HTTPStatus | int, text: str) -> Response:
+        """The response to a handshake: ``text`` as it is, unless the handshake is not valid."""
+        error = self.handshake_exc
+        if error is None:
+            return super().reject(status, text)
+        refusal = _refusal_of(error, HTTPStatus(status).value)
+        self._note(refusal, None)
+        body = refusal.body
+        lines = [
+            JSON,
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+            request_id_header(new_request_id("req")),
+            *refusal.headers,
+        ]
+        headers = HandshakeHeaders([(name.decode(), value.decode()) for name, value in lines])
+        return Response(refusal.status, HTTPStatus(refusal.status).phrase, headers, body)
+
+
+def _refusal_of(error: Exception, status: int) -> Refusal:
+    header = error.name if isinstance(error, InvalidHeader) else ""
+    param = header.lower() or None
+    if header == _VERSION_HEADER:
+        return Refusal(
+            status=HTTPStatus.UPGRADE_REQUIRED.value,
+            code="upgrade_required",
+            message=f"This WebSocket speaks version 13 only: send {_VERSION_HEADER}: 13.",
+            param=param,
+            more_headers=((b"sec-websocket-version", b"13"), (b"upgrade", b"websocket")),
+        )
+    message = f"The WebSocket handshake is not valid: {error!s:.200}."
+    code = _CODES.get(status, "invalid_handshake")
+    return Refusal(status=status, code=code, message=message, param=param)

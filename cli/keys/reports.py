@@ -10,7 +10,7 @@ import msgspec
 
 from millrace.bus.tenancy.accounts import month_of, read_account_usage, tenant_account
 from millrace.bus.tenancy.tenants import TenantStore
-from millrace.gateway.api.limits import AccountLimits, account_limits
+from millrace.gateway.api.system import AccountLimits, account_limits
 from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.text_table import text_table
 from millrace.schemas.jobs import Tier

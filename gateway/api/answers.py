@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
-from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
-from millrace.gateway.api.told_events import ToldEvents
+from millrace.gateway.api.event_ids import EventId, ToldEvents
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import GOING_AWAY_REFUSAL, Refusal
 from millrace.gateway.rendering.rendering import SSE_COMMENT, SSE_KEEP_ALIVE, Renderer, encode
@@ -16,9 +16,9 @@ from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.resuming import UnknownRequestError
 from millrace.gateway.responses.store import ResponseNotFoundError
 from millrace.gateway.streams.parts import Part
+from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter
-from millrace.gateway.transport.event_ids import EventId
 from millrace.gateway.transport.http import (
     JSON,
     Headers,
@@ -28,6 +28,7 @@ from millrace.gateway.transport.http import (
     request_id_header,
     send_refusal,
     send_response,
+    wait_for_disconnect,
 )
 from millrace.runtime.json.lines import on_one_line
 from millrace.schemas.records import ClientEnd
@@ -42,11 +43,94 @@ SSE_HEADERS = [
 ]
 # A request that is refused this soon after it was accepted still gets its HTTP status.
 _STATUS_WAIT_S = 3.0
+ABORT_EXTENSION = "millrace.abort"
 
 
-class EventPump:
-    """Writes to the client's wire whenever its answer has something, without waking a task. Events
-    have ids if the client takes them. Events that the client has, as ``had`` says, are left out."""
+class HttpClient(Client):
+    """``gone`` says why, once the connection was closed or dropped; ``going_away`` that this
+    gateway shuts down and the client is to be told. ``on_wake`` is called when there is something
+    to take; without another one, ``wait`` returns. ``takes_event_ids``: the events of a stream are
+    to say where it is."""
+
+    def __init__(
+        self, limit_bytes: int, abort: Callable[[], None], *, takes_event_ids: bool = False
+    ) -> None:
+        super().__init__(limit_bytes)
+        self.takes_event_ids = takes_event_ids
+        self._abort = abort
+        self._wakeup = asyncio.Event()
+        self.gone = ""
+        self.going_away = False
+        self.on_wake: Callable[[], None] | None = None
+
+    def wake(self, _stream: OpenStream) -> None:
+        (self.on_wake or self._wakeup.set)()
+
+    def call(self) -> None:
+        """Have ``wait`` return."""
+        self._wakeup.set()
+
+    def has_left(self) -> bool:
+        return bool(self.gone)
+
+    def drop(self, reason: str) -> None:
+        self.disconnect(reason)
+        self._abort()
+
+    def go_away(self) -> None:
+        self.going_away = True
+        self._wakeup.set()
+
+    def disconnect(self, reason: str) -> None:
+        self.gone = self.gone or reason
+        self._wakeup.set()
+
+    async def wait(self) -> None:
+        """Return when there is something to take, or nobody to take it."""
+        await self._wakeup.wait()
+        self._wakeup.clear()
+
+    async def wait_up_to(self, timeout_s: float) -> bool:
+        """Like ``wait``; False if nothing happened in time."""
+        is_late = False
+
+        def on_late() -> None:
+            nonlocal is_late
+            if not self._wakeup.is_set():
+                is_late = True
+                self._wakeup.set()
+
+        timer = asyncio.get_running_loop().call_later(timeout_s, on_late)
+        try:
+            await self.wait()
+        finally:
+            timer.cancel()
+        return not is_late
+
+    @asynccontextmanager
+    async def watching(self, receive: Receive) -> AsyncIterator[None]:
+        """Note within that the client closes its connection."""
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            yield
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    async def _watch(self, receive: Receive) -> None:
+        await wait_for_disconnect(receive)
+        self.disconnect(ClientEnd.DISCONNECTED)
+
+
+class HttpAnswer:
+    """A response on its way to an HTTP client. ``whole``, ``stream`` and ``follow`` return the HTTP
+    status that was sent, 499 if the client left.
+
+    A stream is written to the client's wire whenever the response has something, without waking a
+    task. Its events have ids if the client takes them. ``shaped`` makes of a refusal what the
+    client reads, if not OpenAI's.
+    """
 
     def __init__(
         self,
@@ -54,36 +138,130 @@ class EventPump:
         response: ResponseStream,
         client: HttpClient,
         writer: HttpWriter,
+        send: Send,
         renderer: Renderer,
-        had: EventId | None = None,
+        shaped: Callable[[Refusal], Refusal] = lambda refusal: refusal,
     ) -> None:
         self._gateway = gateway
         self._response = response
         self._client = client
         self._writer = writer
-        self._render = renderer.part
-        told = ToldEvents(response, renderer, had) if client.takes_event_ids else None
-        self._told = told
-        self._plain = None if told is not None and told.is_resumed else renderer.plain
+        self._send = send
+        self._renderer = renderer
+        self._shaped = shaped
+        self._told: ToldEvents | None = None
+        self._plain: tuple[bytes, bytes] | None = None
         self._id_prefix = f"id: {response.request_id}/".encode()
-        self._keep_alive = SSE_KEEP_ALIVE if told is None else SSE_COMMENT
         self._is_asked = False
         self._is_over = False
         self._has_written = False
 
-    def first(self, events: bytes) -> bytes:
-        """Return the events before any part, without those that the client has."""
-        return events if self._told is None else self._told.first(events)
+    async def whole(self) -> int:
+        response, client, monotonic = self._response, self._client, self._gateway.clock.monotonic
+        while True:
+            for part in response.read_parts(monotonic()):
+                self._renderer.add(part)
+            if response.ended:
+                break
+            await client.wait()
+            if client.has_left():
+                return 499
+            if client.going_away:
+                return await self._refuse(GOING_AWAY_REFUSAL)
+        refusal = await self._concluded()
+        headers = [JSON, request_id_header(response.request_id), *response.headers]
+        if refusal is not None:
+            response.finish()
+            return await self._refuse(refusal)
+        body = self._renderer.whole()
+        response.finish()
+        self._writer.hold()
+        await send_response(self._send, 200, headers, body)
+        self._writer.release()
+        return 200
 
-    def last(self, events: bytes) -> bytes:
-        """Return the events after the last part, without those that the client has."""
-        return events if self._told is None else self._told.last(events)
+    async def stream(self, had: EventId | None = None) -> int:
+        """``had`` says what the client has of the stream from another connection: those events are
+        left out."""
+        response, client = self._response, self._client
+        goes_on = had is not None and had.has_begun
+        early = [] if goes_on else await self._early_parts()
+        refusal = response.refusal
+        if refusal is not None and not early and not goes_on:
+            await self._concluded()
+            response.finish()
+            return await self._refuse(refusal)
+        if client.has_left():
+            return 499
+        await self._start([request_id_header(response.request_id), *response.headers], had)
+        if await self._run(early):
+            return await self._end()
+        if client.going_away and not client.has_left():
+            tail = on_one_line(self._renderer.failed(GOING_AWAY_REFUSAL))
+            await self._send({"type": "http.response.body", "body": tail})
+        return 499
 
-    async def run(self, early: list[Part]) -> bool:
-        """Write ``early`` with what the writer holds, then parts as they come until the answer's
+    async def follow(self, headers: Headers) -> int:
+        """The events of a response that goes on without this client: a refusal is one of them, and
+        if this gateway shuts down they just cease."""
+        await self._start(headers, None)
+        if await self._run([]):
+            return await self._end()
+        if self._client.going_away and not self._client.has_left():
+            await self._send({"type": "http.response.body", "body": b""})
+        return 499
+
+    async def _refuse(self, refusal: Refusal) -> int:
+        await send_refusal(self._send, self._shaped(refusal), self._response.request_id)
+        return refusal.status
+
+    async def _concluded(self) -> Refusal | None:
+        """Store what is to be kept before the client learns of the end."""
+        await self._response.conclude()
+        refusal = self._response.refusal
+        if refusal is None:
+            await self._renderer.store()
+        else:
+            await self._response.release_key()
+        return refusal
+
+    # --- a stream ---
+
+    async def _early_parts(self) -> list[Part]:
+        """Wait a moment for a sign of life, so that a refusal can still have its status."""
+        response, client, monotonic = self._response, self._client, self._gateway.clock.monotonic
+        give_up_s = monotonic() + _STATUS_WAIT_S
+        while True:
+            parts = response.read_parts(monotonic())
+            if parts or response.ended or response.has_begun:
+                return parts
+            if client.has_left() or client.going_away:
+                return []
+            left_s = give_up_s - monotonic()
+            if left_s <= 0 or not await client.wait_up_to(left_s):
+                return []
+
+    async def _start(self, headers: Headers, had: EventId | None) -> None:
+        """Send the head, and the events before any part that the client lacks."""
+        renderer, first = self._renderer, self._renderer.first()
+        self._plain = renderer.plain
+        if self._client.takes_event_ids:
+            self._told = ToldEvents(self._response, renderer, had)
+            first = self._told.first(first)
+            if self._told.is_resumed:
+                self._plain = None
+        self._writer.hold()
+        start = {"status": 200, "headers": [*SSE_HEADERS, *headers]}
+        await self._send({"type": "http.response.start", **start})
+        if first:
+            self._writer.write([on_one_line(first)])
+
+    async def _run(self, early: list[Part]) -> bool:
+        """Write ``early`` with what the writer holds, then parts as they come until the response's
         end, which the writer holds; False if the client is gone before that. Silence is broken by
         comments. When it returns, the renderer knows all parts of earlier connections."""
         client, response = self._client, self._response
+        keep_alive = SSE_KEEP_ALIVE if self._told is None else SSE_COMMENT
         self._write(early)
         self._writer.release()
         client.on_wake = self._writer.on_writable = self._schedule_flush
@@ -93,7 +271,7 @@ class EventPump:
                 if await client.wait_up_to(_KEEP_ALIVE_S):
                     continue
                 if not self._has_written and self._writer.is_writable:
-                    self._writer.write([self._keep_alive])
+                    self._writer.write([keep_alive])
                 self._has_written = False
         finally:
             client.on_wake = self._writer.on_writable = None
@@ -101,6 +279,11 @@ class EventPump:
             if self._told is not None and not client.has_left():
                 self._write_events(self._told.catch_up())
         return response.ended and not client.has_left()
+
+    def _schedule_flush(self) -> None:
+        if not self._is_asked:
+            self._is_asked = True
+            self._gateway.write_coalescer.schedule(self)
 
     def flush(self) -> None:
         self._is_asked = False
@@ -127,11 +310,6 @@ class EventPump:
     def drop(self, reason: str) -> None:
         self._client.drop(reason)
 
-    def _schedule_flush(self) -> None:
-        if not self._is_asked:
-            self._is_asked = True
-            self._gateway.write_coalescer.schedule(self)
-
     def _write_plain(self, text: str, before: bytes, after: bytes) -> None:
         event = b"%b%b%b" % (before, on_one_line(encode(text)), after)
         if self._told is not None:
@@ -147,162 +325,30 @@ class EventPump:
         if self._told is not None:
             self._write_events(self._told.parts(parts))
             return
-        self._write_events(b"".join([piece for part in parts for piece in self._render(part)]))
+        render = self._renderer.part
+        self._write_events(b"".join([piece for part in parts for piece in render(part)]))
 
     def _write_events(self, events: bytes) -> None:
         if events:
             self._writer.write([on_one_line(events)])
             self._has_written = True
 
-
-class Answers:
-    """Of one gateway. Each call gives the HTTP status that was sent, 499 if the client left."""
-
-    def __init__(
-        self, gateway: Gateway, shaped: Callable[[Refusal], Refusal] = lambda refusal: refusal
-    ) -> None:
-        """``shaped`` makes of a refusal what its client reads, if not OpenAI's."""
-        self._gateway = gateway
-        self._shaped = shaped
-
-    async def whole(
-        self,
-        response: ResponseStream,
-        client: HttpClient,
-        writer: HttpWriter,
-        send: Send,
-        renderer: Renderer,
-    ) -> int:
-        monotonic = self._gateway.clock.monotonic
-        while True:
-            for part in response.read_parts(monotonic()):
-                renderer.add(part)
-            if response.ended:
-                break
-            await client.wait()
-            if client.has_left():
-                return 499
-            if client.going_away:
-                await self._refuse(send, GOING_AWAY_REFUSAL, response)
-                return GOING_AWAY_REFUSAL.status
-        refusal = await self._concluded(response, renderer)
-        headers = [JSON, request_id_header(response.request_id), *response.headers]
-        if refusal is not None:
-            response.finish()
-            await self._refuse(send, refusal, response)
-            return refusal.status
-        body = renderer.whole()
-        response.finish()
-        writer.hold()
-        await send_response(send, 200, headers, body)
-        writer.release()
-        return 200
-
-    async def stream(
-        self,
-        response: ResponseStream,
-        client: HttpClient,
-        writer: HttpWriter,
-        send: Send,
-        renderer: Renderer,
-        had: EventId | None = None,
-    ) -> int:
-        """``had`` says what the client has of the stream from another connection."""
-        goes_on = had is not None and had.has_begun
-        early = [] if goes_on else await self._early_parts(response, client)
-        refusal = response.refusal
-        if refusal is not None and not early and not goes_on:
-            await self._concluded(response, renderer)
-            response.finish()
-            await self._refuse(send, refusal, response)
-            return refusal.status
-        if client.has_left():
-            return 499
-        headers = [request_id_header(response.request_id), *response.headers]
-        pump = EventPump(self._gateway, response, client, writer, renderer, had)
-        await _start(writer, send, headers, pump.first(renderer.first()))
-        if not await pump.run(early):
-            if client.going_away and not client.has_left():
-                tail = on_one_line(renderer.failed(GOING_AWAY_REFUSAL))
-                await send({"type": "http.response.body", "body": tail})
-            return 499
-        return await self._last(response, client, writer, send, renderer, pump)
-
-    async def follow(
-        self,
-        response: ResponseStream,
-        client: HttpClient,
-        writer: HttpWriter,
-        send: Send,
-        renderer: Renderer,
-        headers: Headers,
-    ) -> int:
-        """The events of a response that goes on without this client: a refusal is one of them, and
-        if this gateway shuts down they just cease."""
-        await _start(writer, send, headers, renderer.first())
-        pump = EventPump(self._gateway, response, client, writer, renderer)
-        if await pump.run([]):
-            return await self._last(response, client, writer, send, renderer, pump)
-        if client.going_away and not client.has_left():
-            await send({"type": "http.response.body", "body": b""})
-        return 499
-
-    async def _last(
-        self,
-        response: ResponseStream,
-        client: HttpClient,
-        writer: HttpWriter,
-        send: Send,
-        renderer: Renderer,
-        pump: EventPump,
-    ) -> int:
-        if response.must_conclude or renderer.must_store:
+    async def _end(self) -> int:
+        client, writer, renderer = self._client, self._writer, self._renderer
+        if self._response.must_conclude or renderer.must_store:
             writer.release()  # the client need not wait for that with the last of the text
-        refusal = await self._concluded(response, renderer)
-        tail = pump.last(renderer.last()) if refusal is None else renderer.failed(refusal)
+        refusal = await self._concluded()
+        if refusal is not None:
+            tail = renderer.failed(refusal)
+        else:
+            tail = renderer.last() if self._told is None else self._told.last(renderer.last())
         client.sending_since_s = self._gateway.clock.monotonic()
-        await send({"type": "http.response.body", "body": on_one_line(tail)})
+        await self._send({"type": "http.response.body", "body": on_one_line(tail)})
         writer.release()
         if client.has_left():
             return 499
-        response.finish()
+        self._response.finish()
         return 200
-
-    async def _refuse(self, send: Send, refusal: Refusal, response: ResponseStream) -> None:
-        await send_refusal(send, self._shaped(refusal), response.request_id)
-
-    async def _concluded(self, response: ResponseStream, renderer: Renderer) -> Refusal | None:
-        """Store what is to be kept before the client learns of the end."""
-        await response.conclude()
-        refusal = response.refusal
-        if refusal is None:
-            await renderer.store()
-        else:
-            await self._gateway.idempotency.release_of_failure(response)
-        return refusal
-
-    async def _early_parts(self, response: ResponseStream, client: HttpClient) -> list[Part]:
-        """Wait a moment for a sign of life, so that a refusal can still have its status."""
-        monotonic = self._gateway.clock.monotonic
-        give_up_s = monotonic() + _STATUS_WAIT_S
-        while True:
-            parts = response.read_parts(monotonic())
-            if parts or response.ended or response.has_begun:
-                return parts
-            if client.has_left() or client.going_away:
-                return []
-            left_s = give_up_s - monotonic()
-            if left_s <= 0 or not await client.wait_up_to(left_s):
-                return []
-
-
-async def _start(writer: HttpWriter, send: Send, headers: Headers, first: bytes) -> None:
-    """The head of a stream, and the events before any part."""
-    writer.hold()
-    start = {"status": 200, "headers": [*SSE_HEADERS, *headers]}
-    await send({"type": "http.response.start", **start})
-    if first:
-        writer.write([on_one_line(first)])
 
 
 async def follow(
@@ -323,20 +369,15 @@ async def follow(
     extensions = scope["extensions"]
     client = HttpClient(gateway.config.client_buffer_bytes, extensions[ABORT_EXTENSION])
     writer: HttpWriter = extensions[WRITER_EXTENSION]
-    watch = asyncio.create_task(client.watch(receive))
-    try:
+    async with client.watching(receive):
         try:
             response = await gateway.resuming.share(caller, response_id, client)
         except UnknownRequestError:
             raise ResponseNotFoundError(response_id) from None
         try:
-            answers = Answers(gateway)
-            return await answers.follow(response, client, writer, send, render(response), headers)
+            answer = HttpAnswer(gateway, response, client, writer, send, render(response))
+            return await answer.follow(headers)
         finally:
             writer.release()
             # Nothing to do if its end was delivered.
             response.abort(client.gone or ClientEnd.DISCONNECTED)
-    finally:
-        watch.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watch

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import msgspec
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from millrace.gateway.api.paging import list_response, page_of
+from millrace.gateway.api.rest import RestApi, list_response, page_of
 from millrace.gateway.batches.files import Files, new_ordered_id
 from millrace.gateway.batches.store import BatchRecord, BatchStore
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import NotFoundError
-from millrace.gateway.transport.http import json_response, read_body
-from millrace.registry.requests.decoding import decode
+from millrace.gateway.transport.http import json_response
 from millrace.registry.requests.message_fields import check_metadata
 from millrace.runtime.redis.link import reachable
 from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest, BatchStatus
@@ -36,14 +34,13 @@ class BatchOverError(MillraceError, code="batch_not_cancellable", http_status=40
     """The batch has ended, or is about to; nothing is left to cancel."""
 
 
-class BatchesApi:
+class BatchesApi(RestApi):
     """Starlette endpoints; each tenant sees its own batches. Batches are run by ``BatchRunner``."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        super().__init__(gateway)
         self._store = BatchStore(gateway.bus.journal)
         self._files = Files(gateway.bus.objects)
-        self._decoder = msgspec.json.Decoder(BatchRequest)
 
     def routes(self) -> list[Route]:
         return [
@@ -58,8 +55,7 @@ class BatchesApi:
         gateway = self._gateway
         caller = await gateway.identity.caller(request.scope)
         gateway.stores.check()
-        body = await read_body(request.scope, request.receive, gateway.config)
-        asked = decode(self._decoder, body)
+        asked = await self._read(request, BatchRequest)
         _check(asked)
         await self._check_input(caller.tenant, asked.input_file_id)
         reachable(gateway.redis)  # without it nobody would run the batch
@@ -80,12 +76,12 @@ class BatchesApi:
         return json_response(batch)
 
     async def retrieve(self, request: Request) -> Response:
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         record = await self._store.get(caller.tenant, request.path_params["batch_id"])
         return json_response(record.batch)
 
     async def list(self, request: Request) -> Response:
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         ids = await self._store.ids(caller.tenant)
         page = page_of(request, ids, default=_DEFAULT_PAGE, most=_MAX_PAGE)
         entries = await self._store.batches(caller.tenant, page.ids)
@@ -94,7 +90,7 @@ class BatchesApi:
     async def cancel(self, request: Request) -> Response:
         """What waits and runs is cancelled; what is done by then is in the files. Again is the same
         as once."""
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         batch_id = request.path_params["batch_id"]
         now_s = self._gateway.clock.now_ns() // _NS_PER_S
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from millrace.gateway.api.paging import list_response, page_of
+from millrace.gateway.api.rest import RestApi, list_response, page_of
 from millrace.gateway.batches.files import Files, new_ordered_id
 from millrace.gateway.batches.store import BatchStore
 from millrace.gateway.core import Gateway
@@ -43,11 +43,11 @@ class StorageFullError(MillraceError, code="storage_limit_exceeded", http_status
     """The tenant has as many files, or bytes of files, as it may have."""
 
 
-class FilesApi:
+class FilesApi(RestApi):
     """Starlette endpoints; each tenant sees its own files."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        super().__init__(gateway)
         self._files = Files(gateway.bus.objects)
         self._batches = BatchStore(gateway.bus.journal)
 
@@ -63,7 +63,7 @@ class FilesApi:
     async def upload(self, request: Request) -> Response:
         """A form with ``file`` and ``purpose``; the file passes through, it is never in memory as a
         whole."""
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         self._gateway.stores.check()
         limit_bytes = self._gateway.config.max_file_bytes
         parser = await _parser(request, self._gateway.config)
@@ -117,7 +117,7 @@ class FilesApi:
             )
 
     async def list(self, request: Request) -> Response:
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         purpose = request.query_params.get("purpose")
         ids = await self._files.ids(caller.tenant)
         if purpose is not None:
@@ -128,12 +128,12 @@ class FilesApi:
         return list_response(FileList, entries, page.has_more)
 
     async def retrieve(self, request: Request) -> Response:
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         file, _ = await self._files.get(caller.tenant, request.path_params["file_id"])
         return json_response(file)
 
     async def content(self, request: Request) -> Response:
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         file, stored = await self._files.get(caller.tenant, request.path_params["file_id"])
         return StreamingResponse(
             self._files.read(stored),
@@ -143,7 +143,7 @@ class FilesApi:
 
     async def delete(self, request: Request) -> Response:
         """Refused while a batch reads the file."""
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         file_id = request.path_params["file_id"]
         batch_id = await self._batches.reader_of(caller.tenant, file_id)
         if batch_id is not None:

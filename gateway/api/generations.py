@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import re
 from collections.abc import Iterator
 
-from millrace.gateway.api.answers import Answers, follow
-from millrace.gateway.api.client_connection import ABORT_EXTENSION, HttpClient
+from millrace.gateway.api.answers import ABORT_EXTENSION, HttpAnswer, HttpClient, follow
+from millrace.gateway.api.event_ids import parse_event_id
 from millrace.gateway.core import Gateway
 from millrace.gateway.endpoints import Endpoint, Prepared
 from millrace.gateway.errors import (
@@ -20,13 +19,10 @@ from millrace.gateway.errors import (
     refusal_of,
 )
 from millrace.gateway.request.index import digest_of
-from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.submitter import Requester
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
 from millrace.gateway.streams.stream import DetachedClient
-from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpWriter
-from millrace.gateway.transport.event_ids import EventId, parse_event_id
 from millrace.gateway.transport.http import (
     ACCEPTED,
     CALLER,
@@ -59,7 +55,6 @@ class GenerationHandler:
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
         self._endpoint = endpoint
-        self._answers = Answers(gateway, endpoint.shaped)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived_s = self._gateway.clock.monotonic()
@@ -114,86 +109,89 @@ class GenerationHandler:
         with _bugs_answered(request_id):
             caller = await gateway.identity.caller(scope)
         async with gateway.admission.refusals_count(caller, request_id):
-            return await self._answer_to(caller, scope, receive, send, request_id, trace, arrived_s)
-
-    async def _answer_to(
-        self,
-        caller: Caller,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        request_id: str,
-        trace: RequestTrace | None,
-        arrived_s: float,
-    ) -> int:
-        gateway, endpoint = self._gateway, self._endpoint
-        with _bugs_answered(request_id):
-            body = await read_body(scope, receive, gateway.config)
-            await gateway.admission.admit_body(caller, request_id, len(body))
-            prepared = await endpoint.prepare(body, caller, gateway.prompts)
-        key = _idempotency_key(scope)
-        digest = digest_of(endpoint.route.encode(), body) if key else ""
-        asked = Asked(api=endpoint.api, stream=prepared.stream)
-        if prepared.begin is not None:
-            requester = Requester(caller, DetachedClient(lambda: None), trace=trace, asked=asked)
             with _bugs_answered(request_id):
-                _refuse_last_event_id(scope)
-                if key:
-                    begun = await gateway.idempotency.submit(
-                        prepared.request, requester, request_id, key, digest
-                    )
-                else:  # its result is kept under its own id
-                    begun = await gateway.submitter.submit(
-                        prepared.request, requester, request_id, request_id
-                    )
+                body = await read_body(scope, receive, gateway.config)
+                await gateway.admission.admit_body(caller, request_id, len(body))
+                prepared = await endpoint.prepare(body, caller, gateway.prompts)
+            key = _idempotency_key(scope)
+            digest = digest_of(endpoint.route.encode(), body) if key else ""
+            asked = Asked(api=endpoint.api, stream=prepared.stream)
+            if prepared.begin is not None:
+                requester = Requester(
+                    caller, DetachedClient(lambda: None), trace=trace, asked=asked
+                )
+                return await self._in_background(
+                    prepared, requester, request_id, key, digest, scope, receive, send
+                )
+            last_event_id, had = header_of(scope, b"last-event-id"), None
+            client = HttpClient(
+                gateway.config.client_buffer_bytes,
+                scope["extensions"][ABORT_EXTENSION],
+                takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
+            )
+            writer: HttpWriter = scope["extensions"][WRITER_EXTENSION]
+            requester = Requester(caller, client, trace=trace, arrived_s=arrived_s, asked=asked)
+            async with client.watching(receive):
+                with _bugs_answered(request_id):
+                    if last_event_id is not None:
+                        had = parse_event_id(last_event_id)
+                        if not prepared.stream:
+                            raise ParameterError(
+                                "last-event-id", "Last-Event-ID goes only with stream: true."
+                            )
+                        response = await gateway.resuming.resume(
+                            caller, had.request_id, had.indices, client
+                        )
+                        if trace is not None:
+                            trace.attach_response(response)
+                    else:
+                        response = await gateway.submitter.submit(
+                            prepared.request, requester, request_id, key, digest
+                        )
                 scope[ACCEPTED] = True
-                answer = await prepared.begin(begun)
-            return await self._tell_of(prepared, begun, answer, scope, receive, send)
-        last_event_id, had = header_of(scope, b"last-event-id"), None
-        client = HttpClient(
-            gateway.config.client_buffer_bytes,
-            scope["extensions"][ABORT_EXTENSION],
-            takes_event_ids=bool(key or last_event_id) or _accepts_events(scope),
-        )
-        writer: HttpWriter = scope["extensions"][WRITER_EXTENSION]
-        requester = Requester(caller, client, trace=trace, arrived_s=arrived_s, asked=asked)
-        watch = asyncio.create_task(client.watch(receive))
-        try:
-            with _bugs_answered(request_id):
-                if last_event_id is not None:
-                    had = parse_event_id(last_event_id)
-                    response = await self._resume(had, prepared, caller, client)
-                    if trace is not None:
-                        trace.attach_response(response)
-                else:
-                    response = await gateway.idempotency.submit(
-                        prepared.request, requester, request_id, key, digest
-                    )
-            scope[ACCEPTED] = True
-            try:
-                return await self._deliver(prepared, response, client, writer, send, had)
-            finally:
-                writer.release()
-                # Nothing to do if the end was delivered.
-                if response.is_kept or (client.going_away and prepared.stream):
-                    response.detach(None, client.gone or ClientEnd.DISCONNECTED)
-                else:
-                    response.abort(client.gone or ClientEnd.DISCONNECTED)
-        finally:
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
+                try:
+                    with _bugs_answered(response.request_id):
+                        renderer = prepared.render(response)
+                        answer = HttpAnswer(
+                            gateway, response, client, writer, send, renderer, endpoint.shaped
+                        )
+                        if not prepared.stream:
+                            return await answer.whole()
+                    return await answer.stream(had)
+                finally:
+                    writer.release()
+                    # Nothing to do if the end was delivered.
+                    if response.idempotency_key or (client.going_away and prepared.stream):
+                        response.detach(None, client.gone or ClientEnd.DISCONNECTED)
+                    else:
+                        response.abort(client.gone or ClientEnd.DISCONNECTED)
 
-    async def _tell_of(
+    async def _in_background(
         self,
         prepared: Prepared,
-        response: ResponseStream,
-        answer: bytes,
+        requester: Requester,
+        request_id: str,
+        key: str,
+        digest: str,
         scope: Scope,
         receive: Receive,
         send: Send,
     ) -> int:
-        """Tell of a response that goes on in the background."""
+        """Have a response made, and tell of it as it is at its beginning, or as it goes on."""
+        assert prepared.begin is not None
+        submitter = self._gateway.submitter
+        with _bugs_answered(request_id):
+            _refuse_last_event_id(scope)
+            if key:
+                response = await submitter.submit(
+                    prepared.request, requester, request_id, key, digest
+                )
+            else:  # its result is kept under its own id
+                response = await submitter.submit_new(
+                    prepared.request, requester, request_id, request_id
+                )
+            scope[ACCEPTED] = True
+            answer = await prepared.begin(response)
         headers = [request_id_header(response.request_id), *response.headers]
         if not prepared.stream:
             await send_response(send, 200, [JSON, *headers], answer)
@@ -208,28 +206,6 @@ class GenerationHandler:
             prepared.render,
             headers,
         )
-
-    async def _resume(
-        self, had: EventId, prepared: Prepared, caller: Caller, client: HttpClient
-    ) -> ResponseStream:
-        if not prepared.stream:
-            raise ParameterError("last-event-id", "Last-Event-ID goes only with stream: true.")
-        return await self._gateway.resuming.resume(caller, had.request_id, had.indices, client)
-
-    async def _deliver(
-        self,
-        prepared: Prepared,
-        response: ResponseStream,
-        client: HttpClient,
-        writer: HttpWriter,
-        send: Send,
-        had: EventId | None,
-    ) -> int:
-        with _bugs_answered(response.request_id):
-            renderer = prepared.render(response)
-            if not prepared.stream:
-                return await self._answers.whole(response, client, writer, send, renderer)
-        return await self._answers.stream(response, client, writer, send, renderer, had)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from millrace.bus.fleet.rollouts import RolloutStore
+from millrace.gateway.api.rest import RestApi
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import NotFoundError, TelemetryUnavailableError
-from millrace.gateway.tenancy.identity import require_admin
 from millrace.runtime.alerts.rules import RULES
 from millrace.runtime.alerts.watch import Alert, AlertState, unknown_alert
 from millrace.runtime.redis.link import RedisUnreachableError, reachable
@@ -70,11 +70,11 @@ class _Count(msgspec.Struct, frozen=True):
     requests: int
 
 
-class OpsApi:
+class OpsApi(RestApi):
     """Starlette endpoints over one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        super().__init__(gateway)
         self._counts = msgspec.json.Decoder(tuple[_Count], strict=False)
         self._told = msgspec.json.Decoder(list[Alert])
 
@@ -92,7 +92,7 @@ class OpsApi:
         Raises NotFoundError, ParameterError, AnswerTooLargeError, QueryError,
         TelemetryUnavailableError.
         """
-        require_admin(await self._gateway.identity.caller(request.scope))
+        await self._admin(request)
         asked: str = request.path_params["query"]
         name = asked.removesuffix(".csv")
         wants_csv = name != asked or _accepts_only_csv(request)

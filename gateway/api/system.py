@@ -1,10 +1,11 @@
-"""The endpoints beside the token path: models, tokenize, health, metrics."""
+"""The endpoints beside the token path: models, tokenize, health, metrics, tools, limits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from decimal import Decimal
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -12,14 +13,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millrace.bus.storage import NATS
-from millrace.gateway.api.anthropic_models import VERSION_HEADER, model_info, model_page
-from millrace.gateway.api.counted_reading import counted_body
-from millrace.gateway.core import Gateway
+from millrace.bus.tenancy.accounts import Account, AccountUsage, remaining
+from millrace.gateway.api.messages import VERSION_HEADER, model_info, model_page
+from millrace.gateway.api.rest import RestApi, decode_as
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.tenancy.identity import AuthenticationError
+from millrace.gateway.tenancy.identity import AuthenticationError, Caller, require_admin
 from millrace.gateway.transport.http import header_of, json_response
 from millrace.gateway.transport.origins import is_forwarded
-from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.message_fields import chat_messages, left_out_of
 from millrace.registry.requests.offered.chat_tools import given_tools
 from millrace.registry.requests.offered.offered_tools import AskedChoice, offered_tools
@@ -37,7 +37,7 @@ from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.jobs import Tier
 from millrace.schemas.models.cards import ModelCard, ModelList
 from millrace.schemas.notices import Notices, bounded, field_of
-from millrace.schemas.tenants import lower_limit
+from millrace.schemas.tenants import LimitSet, Remaining, check_tenant, from_nano, lower_limit
 
 _AskedT = TypeVar("_AskedT", TokenizeRequest, DetokenizeRequest)
 
@@ -68,13 +68,43 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
 
-class GatewayApi:
-    """Starlette endpoints over one gateway."""
+class ServerTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool that the gateway runs itself. ``parameters`` is the JSON Schema of its arguments."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
-        self._tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-        self._detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+    name: str
+    object: Literal["tool"]
+    description: str
+    parameters: dict[str, Any] | None
+
+
+class ServerToolList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"]
+    data: tuple[ServerTool, ...]
+
+
+class AccountLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant or key: its limits, what is left of them, and what it has spent this month, by
+    currency. What runs may cost ``held`` at most, which is not left either."""
+
+    kind: Literal["tenant", "key"]
+    name: str
+    limits: LimitSet
+    remaining: Remaining
+    spent: Mapping[str, Decimal]
+    held: Mapping[str, Decimal]
+
+
+class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of ``GET /v1/limits``. ``tier`` is null for another tenant than the caller's."""
+
+    tenant: str
+    tier: Tier | None
+    accounts: tuple[AccountLimits, ...]
+    object: Literal["limits"] = "limits"
+
+
+class GatewayApi(RestApi):
+    """Starlette endpoints over one gateway."""
 
     def routes(self) -> list[Route]:
         return [
@@ -86,18 +116,20 @@ class GatewayApi:
             Route("/ping", self.healthz, methods=["POST"]),
             Route("/version", self.version, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/v1/tools", self.tools, methods=["GET"]),
+            Route("/v1/limits", self.limits, methods=["GET"]),
         ]
 
     async def models(self, request: Request) -> Response:
         """All models: in Anthropic's form for clients that send ``anthropic-version``."""
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         cards = self._gateway.models.cards(caller.tenant)
         if header_of(request.scope, VERSION_HEADER) is not None:
             return json_response(model_page(request, cards, caller))
         return json_response(ModelList(data=tuple(map(self._with_tiers, cards))))
 
     async def model(self, request: Request) -> Response:
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         card = self._gateway.models.card(request.path_params["name"], caller.tenant)
         if header_of(request.scope, VERSION_HEADER) is not None:
             return json_response(model_info(card, caller))
@@ -114,24 +146,24 @@ class GatewayApi:
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a prompt, or of messages as the chat template renders them."""
-        return await self._read_by(request, self._tokenize_decoder, _tokenized)
+        return await self._read_by(request, TokenizeRequest, _tokenized)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids; bytes that are no whole character show as U+FFFD."""
-        return await self._read_by(request, self._detokenize_decoder, _detokenized)
+        return await self._read_by(request, DetokenizeRequest, _detokenized)
 
     async def _read_by(
         self,
         request: Request,
-        decoder: msgspec.json.Decoder[_AskedT],
+        kind: type[_AskedT],
         answer: Callable[[_AskedT, ServedModelLike], object],
     ) -> Response:
         """The JSON of what ``answer`` makes of the body. It counts as a request, and a long one is
         read and answered off the event loop."""
         gateway = self._gateway
-        async with counted_body(gateway, request) as (caller, body):
+        async with self._counted_body(request) as (caller, body):
             read = partial(gateway.prompts.run, caller.tenant)
-            asked = await read(len(body), lambda: decode(decoder, body))
+            asked = await read(len(body), lambda: decode_as(kind, body))
             template = asked.chat_template if isinstance(asked, TokenizeRequest) else None
             check_template(template, is_trusted=gateway.config.trust_request_chat_template)
             model = await gateway.models.get_named(asked.model, caller.tenant)
@@ -181,9 +213,43 @@ class GatewayApi:
         body, headers = exposition(self._gateway.metrics.registry, request.headers.raw)
         return Response(body, headers=headers)
 
+    async def tools(self, request: Request) -> Response:
+        """What a request may name in ``server_tools``; where they lead is not told."""
+        await self._caller(request)
+        listed = tuple(
+            ServerTool(
+                name=tool.name,
+                object="tool",
+                description=tool.definition.description,
+                parameters=tool.definition.parameters,
+            )
+            for tool in self._gateway.tools.catalogue
+        )
+        return json_response(ServerToolList(object="list", data=listed))
+
+    async def limits(self, request: Request) -> Response:
+        """The caller's own; an administrator may ask for those of ``?tenant=``."""
+        caller = await self._caller(request)
+        asked = request.query_params.get("tenant")
+        tier: Tier | None = caller.tier
+        if asked is not None and asked != caller.tenant:
+            require_admin(caller)
+            try:
+                check_tenant(asked)
+            except ValueError as error:
+                raise ParameterError("tenant", f"{error}.") from error
+            caller, tier = Caller(tenant=asked), None
+        accounts = await self._gateway.limiter.caller_usage(caller)
+        answer = CallerLimits(
+            tenant=caller.tenant,
+            tier=tier,
+            accounts=tuple(account_limits(account, usage) for account, usage in accounts),
+        )
+        return json_response(answer)
+
     async def _require_administrators_key(self, request: Request) -> None:
         try:
-            caller = await self._gateway.identity.caller(request.scope)
+            caller = await self._caller(request)
         except AuthenticationError as error:
             raise MetricsClosedError from error
         if not (caller.key_id and caller.is_admin):
@@ -246,3 +312,17 @@ class MetricsClosedError(MillraceError, code="metrics_closed", http_status=401):
             "metrics.public to true."
         )
         self.headers = [(b"www-authenticate", b'Bearer realm="millrace metrics"')]
+
+
+def account_limits(account: Account, usage: AccountUsage) -> AccountLimits:
+    """An account as it is shown."""
+    spent = {currency: from_nano(spend.spent_nano) for currency, spend in usage.money.items()}
+    held = {currency: from_nano(spend.held_nano) for currency, spend in usage.money.items()}
+    return AccountLimits(
+        kind=account.kind,
+        name=account.name,
+        limits=account.limits,
+        remaining=remaining(account, usage),
+        spent=spent,
+        held=held,
+    )

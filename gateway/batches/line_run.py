@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from millrace.gateway.batches import answers as batch_answers
+import msgspec
+
+from millrace.bus.api import Bus
+from millrace.bus.transport import Subscription
 from millrace.gateway.batches.input import InputLine, read_line
 from millrace.gateway.batches.lines import BatchEndpoint, BatchOrder, LineAttempt
 from millrace.gateway.batches.log import BatchLog
-from millrace.gateway.batches.results import ResultWaiter
-from millrace.gateway.batches.store import BatchRecord, FinishedLine, PublishedLine
+from millrace.gateway.batches.store import BatchRecord, PublishedLine
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import InternalError, Refusal, refusal_of
+from millrace.runtime.clock import Clock
 from millrace.runtime.retry import doubling_delays
 from millrace.runtime.tasks import wait_or_sleep
-from millrace.schemas.batches.batches import BatchLine
-from millrace.schemas.errors import MillraceError, QueueFullError
+from millrace.schemas.batches.batches import BatchLine, LineResponse
+from millrace.schemas.errors import BusUnavailableError, MillraceError, QueueFullError
 from millrace.schemas.jobs import Job, JobResult
 from millrace.schemas.records import Status
 
@@ -25,9 +28,15 @@ logger = logging.getLogger(__name__)
 _DOOR = "/v1/batches"
 _RETRY_S = 1.0
 _LONGEST_RETRY_S = 30.0
+_OK = 200
 _TOO_MANY_REQUESTS = 429
 _QUEUE_SHARE = 0.5
 _NS_PER_S = 1_000_000_000
+_FIRST_POLL_S = 0.1
+_POLL_S = 5.0
+_EAGER_S = 0.05
+_NUM_EAGER = 10
+_LOST_AFTER_S = 60.0
 
 
 class LineRunner:
@@ -194,10 +203,8 @@ class LineRunner:
             except MillraceError as error:
                 refusal = refusal_of(error)
             else:
-                answer = batch_answers.answered(
-                    self._batch_id, line, request, order.attempt.request_id, body
-                )
-                self._log.note_finished(FinishedLine(line.number, True, answer))
+                answer = LineResponse(_OK, order.attempt.request_id, msgspec.Raw(body))
+                self._log.note_answer(line, request, answer, ok=True)
                 return
         self._gateway.failure_log.failed(
             _DOOR, refusal, self._caller.tenant, order.attempt.request_id
@@ -206,8 +213,8 @@ class LineRunner:
 
     def _refuse(self, line: InputLine, request: BatchLine, refusal: Refusal) -> None:
         request_id = LineAttempt(self._batch_id, line.number).request_id
-        answer = batch_answers.refused(self._batch_id, line, request, request_id, refusal)
-        self._log.note_finished(FinishedLine(line.number, False, answer))
+        answer = LineResponse(refusal.status, request_id, msgspec.Raw(refusal.body))
+        self._log.note_answer(line, request, answer, ok=False)
 
     async def _stopped_within(self, seconds: float) -> bool:
         """Wait; whether the batch was stopped meanwhile."""
@@ -222,3 +229,76 @@ def _has(results: list[JobResult], status: Status) -> bool:
 def _is_hopeless(error: MillraceError) -> bool:
     """A limit that the request is over all by itself."""
     return error.http_status == _TOO_MANY_REQUESTS and getattr(error, "retry_after_s", None) is None
+
+
+class ResultWaiter:
+    """Gets a tenant's results as soon as they are stored.
+
+    It is told of each; what came too early or in an outage is found by looking, soon at first and
+    every 5 s later. Owns its subscription; ``close`` ends it.
+    """
+
+    def __init__(self, bus: Bus, tenant: str, clock: Clock) -> None:
+        self._bus = bus
+        self._tenant = tenant
+        self._clock = clock
+        self._told: dict[str, asyncio.Event] = {}
+        self._subscription: Subscription | None = None
+
+    async def start(self) -> None:
+        self._subscription = await self._bus.results.watch(self._tenant, self._on_stored)
+
+    async def close(self) -> None:
+        if self._subscription is not None:
+            await self._subscription.close()
+
+    async def wait(self, request_id: str, sequence: int) -> JobResult | None:
+        """The result of the job that the queue has, or had, under ``sequence``; None for a job
+        that left the queue and has no result: it was not answered and never will be."""
+        told = self._told.setdefault(request_id, asyncio.Event())
+        closed_at_s: float | None = None
+        linger_s = _FIRST_POLL_S
+        try:
+            while True:
+                now_s = self._clock.monotonic()
+                try:
+                    result = await self._fetch(request_id, eager=told.is_set())
+                except BusUnavailableError:
+                    result = None
+                    closed_at_s = None if closed_at_s is None else now_s  # the store did not say
+                if result is not None:
+                    return result
+                if closed_at_s is not None and now_s > closed_at_s + _LOST_AFTER_S:
+                    return None
+                told.clear()
+                await wait_or_sleep(told, self._clock, linger_s)
+                if told.is_set():
+                    continue
+                linger_s = min(2 * linger_s, _POLL_S)
+                if linger_s == _POLL_S and closed_at_s is None and await self._is_gone(sequence):
+                    # Whoever took it out of the queue may be about to store its result.
+                    closed_at_s = self._clock.monotonic()
+        finally:
+            del self._told[request_id]
+
+    def _on_stored(self, request_id: str) -> None:
+        told = self._told.get(request_id)
+        if told is not None:
+            told.set()
+
+    async def _fetch(self, request_id: str, *, eager: bool) -> JobResult | None:
+        """Look it up; ``eager``: it was just sent to the store and must be there in a moment.
+        Raises BusUnavailableError."""
+        for _ in range(_NUM_EAGER if eager else 1):
+            result = await self._bus.results.fetch(self._tenant, request_id)
+            if result is not None or not eager:
+                return result
+            await self._clock.sleep(_EAGER_S)
+        return None
+
+    async def _is_gone(self, sequence: int) -> bool:
+        """Whether the job has left the queue, as far as anybody can say."""
+        try:
+            return not await self._bus.jobs.is_open(sequence)
+        except BusUnavailableError:
+            return False

@@ -5,11 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
+
 from millrace.bus.store.objects import Objects
+from millrace.gateway.batches.input import InputLine
 from millrace.gateway.batches.store import BatchStore, FinishedLine, LogEntry, PublishedLine
+from millrace.runtime.json.lines import on_one_line
+from millrace.schemas.batches.batches import BatchAnswer, BatchLine, LineError, LineResponse
 
 _ENTRY_BYTES = 256 * 1024
 _LINE_OVERHEAD_BYTES = 64
+
+
+def answer_line(
+    batch_id: str, line: InputLine, request: BatchLine, answer: LineResponse | LineError
+) -> bytes:
+    """A line of the output or error file: what the endpoint answers, or why the request was not
+    run."""
+    return on_one_line(
+        msgspec.json.encode(
+            BatchAnswer(
+                id=f"batch_req_{batch_id.removeprefix('batch_')}_{line.number}",
+                custom_id=request.custom_id,
+                response=answer if isinstance(answer, LineResponse) else None,
+                error=answer if isinstance(answer, LineError) else None,
+            )
+        )
+    )
 
 
 class BatchLog:
@@ -48,6 +70,13 @@ class BatchLog:
             return
         self._count(finished)
         self._finished.append(finished)
+
+    def note_answer(
+        self, line: InputLine, request: BatchLine, answer: LineResponse | LineError, *, ok: bool
+    ) -> None:
+        """Note what the line's request is answered with."""
+        told = answer_line(self._batch_id, line, request, answer)
+        self.note_finished(FinishedLine(line.number, ok, told))
 
     async def flush(self) -> None:
         """Write what was noted. Raises JournalConflictError, BusUnavailableError; after the latter

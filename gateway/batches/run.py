@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from millrace.bus.store.journal import JournalConflictError
 from millrace.bus.store.objects import ObjectLostError
-from millrace.gateway.batches import answers as batch_answers
 from millrace.gateway.batches.files import Files
 from millrace.gateway.batches.input import (
     InputLine,
@@ -20,11 +19,10 @@ from millrace.gateway.batches.input import (
     lines_of,
     read_line,
 )
-from millrace.gateway.batches.line_run import LineRunner
+from millrace.gateway.batches.line_run import LineRunner, ResultWaiter
 from millrace.gateway.batches.lines import BatchEndpoint, LineAttempt
 from millrace.gateway.batches.log import BatchLog
-from millrace.gateway.batches.results import ResultWaiter
-from millrace.gateway.batches.store import BatchRecord, BatchStore, FinishedLine
+from millrace.gateway.batches.store import BatchRecord, BatchStore
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import NotFoundError
 from millrace.gateway.request.job_maker import job_id
@@ -34,6 +32,7 @@ from millrace.schemas.batches.batches import (
     BatchError,
     BatchErrors,
     BatchStatus,
+    LineError,
     RequestCounts,
 )
 from millrace.schemas.batches.files import FilePurpose
@@ -47,8 +46,12 @@ _WATCH_S = 1.0
 _RETRY_S = 1.0
 _STOP_GRACE_S = 30.0
 _NS_PER_S = 1_000_000_000
-_CANCELLED = ("batch_cancelled", "The batch was cancelled before this request was run.")
-_EXPIRED = ("batch_expired", "This request was not run within the batch's completion window.")
+_CANCELLED = LineError(
+    code="batch_cancelled", message="The batch was cancelled before this request was run."
+)
+_EXPIRED = LineError(
+    code="batch_expired", message="This request was not run within the batch's completion window."
+)
 _ENDED_AT = {
     BatchStatus.COMPLETED: "completed_at",
     BatchStatus.CANCELLED: "cancelled_at",
@@ -274,10 +277,9 @@ class BatchRun:
 
     async def _answer_the_rest(self) -> None:
         """Say of each line that was not run why it was not."""
-        code, message = _CANCELLED if self._batch.cancelling_at is not None else _EXPIRED
+        why = _CANCELLED if self._batch.cancelling_at is not None else _EXPIRED
         async for line in self._lines():
-            answer = batch_answers.not_run(self._batch_id, line, read_line(line), code, message)
-            self._log.note_finished(FinishedLine(line.number, False, answer))
+            self._log.note_answer(line, read_line(line), why, ok=False)
 
     async def _decide(self) -> None:
         """How the batch ends; from now on nothing changes that any more."""

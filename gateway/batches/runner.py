@@ -13,9 +13,12 @@ from typing import NamedTuple
 
 from millrace.bus import redis_keys
 from millrace.bus.store.journal import JournalConflictError
-from millrace.gateway.batches.embeddings import EmbeddingBatchEndpoint
 from millrace.gateway.batches.files import created_ms
-from millrace.gateway.batches.lines import BatchEndpoint, GenerationBatchEndpoint
+from millrace.gateway.batches.lines import (
+    BatchEndpoint,
+    EmbeddingBatchEndpoint,
+    GenerationBatchEndpoint,
+)
 from millrace.gateway.batches.run import BatchRun
 from millrace.gateway.batches.store import BatchStore
 from millrace.gateway.core import Gateway

@@ -19,12 +19,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from millrace.bus import asyncapi
+from millrace.gateway.api.event_ids import EVENT_ID_PATTERN
 from millrace.gateway.api.system import HEALTH_PATHS
 from millrace.gateway.openapi.fields import refine
 from millrace.gateway.openapi.operation import JSON, Media, Operation
 from millrace.gateway.openapi.operations import BY_TAG, OPERATIONS
 from millrace.gateway.openapi.portable import Components, Use
-from millrace.gateway.transport.event_ids import EVENT_ID_PATTERN
 from millrace.gateway.transport.response_headers import HEADERS, RATE_LIMITS, ROUTED
 from millrace.schemas.anthropic.answers import MessageEvent
 from millrace.schemas.chat.tools import ChatTool

@@ -5,23 +5,20 @@ from __future__ import annotations
 from functools import partial
 from itertools import chain
 
-from millrace.gateway.api.kept.sessions import SessionDeleted
-from millrace.gateway.api.limits import CallerLimits
+from millrace.gateway.api.administration import RESET_PATHS, PrefixCacheReset
+from millrace.gateway.api.kept.chats import MAX_PAGE_CHATS, SessionDeleted
 from millrace.gateway.api.messages import COUNT_TOKENS
-from millrace.gateway.api.pooled.classify import ROUTE as CLASSIFY_ROUTE
-from millrace.gateway.api.pooled.embeddings import POOLING_ROUTE
+from millrace.gateway.api.pooled.embeddings import CLASSIFY_ROUTE, POOLING_ROUTE
 from millrace.gateway.api.pooled.scores import RERANK_PATHS, SCORE_PATHS
-from millrace.gateway.api.prefix_caches import RESET_PATHS, PrefixCacheReset
 from millrace.gateway.api.system import (
     DETOKENIZE_PATHS,
     HEALTH_PATHS,
     TOKENIZE_PATHS,
+    CallerLimits,
     Health,
+    ServerToolList,
     Version,
 )
-from millrace.gateway.api.tools import ServerToolList
-from millrace.gateway.openapi.adapters import ADAPTERS
-from millrace.gateway.openapi.conversations import CHATS, CONVERSATIONS
 from millrace.gateway.openapi.fields import closed_object
 from millrace.gateway.openapi.operation import (
     JSON,
@@ -36,7 +33,6 @@ from millrace.gateway.openapi.operation import (
     page,
     post,
 )
-from millrace.gateway.openapi.rollouts import ROLLOUTS
 from millrace.gateway.openapi.shapes import ChatCompletionChunk, CompletionChunk
 from millrace.schemas.anthropic.answers import (
     MessageAnswer,
@@ -47,7 +43,15 @@ from millrace.schemas.anthropic.answers import (
 from millrace.schemas.anthropic.requests import MessagesRequest
 from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest
 from millrace.schemas.batches.files import FileDeleted, FileList, FileObject
+from millrace.schemas.chat.chats import Chat, ChatDeleted, ChatInfo, ChatList, ChatUpdate
 from millrace.schemas.chat.completions import ChatCompletion
+from millrace.schemas.chat.conversations import (
+    Conversation,
+    ConversationDeleted,
+    ConversationRequest,
+    ConversationUpdate,
+    NewItems,
+)
 from millrace.schemas.chat.tokenizing import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -66,14 +70,20 @@ from millrace.schemas.embeddings import (
     ScoreList,
     ScoreRequest,
 )
+from millrace.schemas.models.adapters import (
+    AdapterList,
+    LoadLoraAdapterRequest,
+    UnloadLoraAdapterRequest,
+)
 from millrace.schemas.models.cards import ModelCard, ModelList
+from millrace.schemas.models.rollouts import RolloutList, RolloutReport, StartRolloutRequest
 from millrace.schemas.openai import (
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
 )
 from millrace.schemas.responses.events import ResponseEvent
-from millrace.schemas.responses.items import ResponseAnswer, ResponsesRequest
+from millrace.schemas.responses.items import Item, ResponseAnswer, ResponsesRequest
 from millrace.schemas.responses.kept import InputTokens, ItemList, ResponseDeleted
 from millrace.schemas.sessions import SessionHistory
 
@@ -89,65 +99,191 @@ _BYTES = Media("application/octet-stream", {"type": "string", "format": "binary"
 _FILE = {"file": _BYTES.schema, "purpose": {"enum": ["batch"]}}
 _UPLOAD = Media("multipart/form-data", closed_object(_FILE))
 _models = partial(get, description="With the header anthropic-version in Anthropic's form.")
-
-
-def _tokenize(path: str, name: str) -> Operation:
-    return post(
-        path,
-        name,
-        "The token ids of a prompt, or of messages as the chat template renders them",
-        TokenizeAnswer,
-        body=TokenizeRequest,
-        example={"model": "demo", "prompt": "Hello!"},
-        own_errors=(404, 500),
-    )
-
-
-def _rerank(path: str, name: str) -> Operation:
-    return generate(
-        path,
-        name,
-        "The documents that are most like a query, by their embeddings",
-        RerankList,
-        body=RerankRequest,
-        description="A body with texts in place of documents has the form of Text Embeddings "
-        "Inference, and its answer is a list of index and score: see docs/embeddings.md.",
-        example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
-    )
-
-
-def _reset_prefixes(path: str, name: str) -> Operation:
-    return post(
-        path,
-        name,
-        "Empty the prefix caches of all workers, for administrators",
-        PrefixCacheReset,
-        query=(_MODEL,),
+ADAPTERS = (
+    get(
+        "/v1/adapters",
+        "listAdapters",
+        "All LoRA adapters, for administrators",
+        AdapterList,
+    ),
+    post(
+        "/v1/load_lora_adapter",
+        "loadLoraAdapter",
+        "Offer a LoRA adapter, for administrators",
+        TEXT,
+        body=LoadLoraAdapterRequest,
+        example={"lora_name": "sql", "lora_path": "/srv/adapters/sql"},
+        own_errors=(404, 409, 500),
+    ),
+    post(
+        "/v1/unload_lora_adapter",
+        "unloadLoraAdapter",
+        "Offer a LoRA adapter no more, for administrators; what runs with it goes on",
+        TEXT,
+        body=UnloadLoraAdapterRequest,
+        example={"lora_name": "sql"},
+        own_errors=(404,),
+    ),
+)
+ROLLOUTS = (
+    get(
+        "/v1/rollouts",
+        "listRollouts",
+        "The latest rollout of each model, for administrators",
+        RolloutList,
+    ),
+    post(
+        "/v1/rollouts",
+        "startRollout",
+        "Move the traffic of a model to another version of it, for administrators",
+        RolloutReport,
+        body=StartRolloutRequest,
+        example={
+            "version": "chat@v2",
+            "canary_percent": 10,
+            "step_percent": 20,
+            "interval_s": 300,
+            "abort_if": "error_rate>0.01 or ttft_p95>1.5x",
+        },
         own_errors=(404, 409),
-    )
+    ),
+    get(
+        "/v1/rollouts/{model}",
+        "getRollout",
+        "The latest rollout of a model, for administrators",
+        RolloutReport,
+    ),
+    post(
+        "/v1/rollouts/{model}/rollback",
+        "rollBack",
+        "Give the traffic of a model back to the version that had it, for administrators",
+        RolloutReport,
+        own_errors=(409,),
+    ),
+)
+_ONE = "/v1/conversations/{conversation_id}"
+_HELLO_ITEM = {"type": "message", "role": "user", "content": "Hello!"}
+
+CONVERSATIONS = (
+    post(
+        "/v1/conversations",
+        "createConversation",
+        "Begin a conversation that answers are added to",
+        Conversation,
+        body=ConversationRequest,
+        example={"items": [_HELLO_ITEM], "metadata": {"topic": "mills"}},
+        own_errors=(404,),
+    ),
+    get(_ONE, "getConversation", "A conversation without its items", Conversation),
+    post(
+        _ONE,
+        "updateConversation",
+        "Give a conversation other metadata",
+        Conversation,
+        body=ConversationUpdate,
+        example={"metadata": {"topic": "rivers"}},
+    ),
+    delete(_ONE, "deleteConversation", "Forget a conversation", ConversationDeleted),
+    get(
+        f"{_ONE}/items",
+        "listConversationItems",
+        "The items of a conversation, in pages",
+        ItemList,
+        query=page(100, ORDER),
+    ),
+    post(
+        f"{_ONE}/items",
+        "createConversationItems",
+        "Add items to a conversation",
+        ItemList,
+        body=NewItems,
+        example={"items": [_HELLO_ITEM]},
+    ),
+    get(
+        f"{_ONE}/items/{{item_id}}",
+        "getConversationItem",
+        "An item of a conversation",
+        Item,
+    ),
+    delete(
+        f"{_ONE}/items/{{item_id}}",
+        "deleteConversationItem",
+        "Forget an item of a conversation",
+        Conversation,
+    ),
+)
+
+_CHAT = "/v1/chats/{chat_id}"
+
+CHATS = (
+    get(
+        "/v1/chats",
+        "listChats",
+        "The tenant's chats, the last changed first, in pages",
+        ChatList,
+        query=page(MAX_PAGE_CHATS),
+    ),
+    get(_CHAT, "getChat", "A chat with its document", Chat),
+    post(
+        _CHAT,
+        "putChat",
+        "Keep a new chat, or another revision of it",
+        ChatInfo,
+        body=ChatUpdate,
+        example={"revision": 0, "title": "Mills", "document": {"turns": []}},
+        own_errors=(409,),
+    ),
+    delete(_CHAT, "deleteChat", "Forget a chat", ChatDeleted),
+)
 
 
-def _score(path: str, name: str) -> Operation:
-    return generate(
-        path,
-        name,
-        "How like one another texts are, by their embeddings",
-        ScoreList,
-        body=ScoreRequest,
-        example={"model": "demo", "text_1": "Hello!", "text_2": ["Good day!", "A mill."]},
-    )
+_tokenize = partial(
+    post,
+    summary="The token ids of a prompt, or of messages as the chat template renders them",
+    answer=TokenizeAnswer,
+    body=TokenizeRequest,
+    example={"model": "demo", "prompt": "Hello!"},
+    own_errors=(404, 500),
+)
 
 
-def _detokenize(path: str, name: str) -> Operation:
-    return post(
-        path,
-        name,
-        "The text of token ids",
-        DetokenizeAnswer,
-        body=DetokenizeRequest,
-        example={"model": "demo", "tokens": [72, 105]},
-        own_errors=(404, 500),
-    )
+_rerank = partial(
+    generate,
+    summary="The documents that are most like a query, by their embeddings",
+    answer=RerankList,
+    body=RerankRequest,
+    description="A body with texts in place of documents has the form of Text Embeddings "
+    "Inference, and its answer is a list of index and score: see docs/embeddings.md.",
+    example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
+)
+
+
+_reset_prefixes = partial(
+    post,
+    summary="Empty the prefix caches of all workers, for administrators",
+    answer=PrefixCacheReset,
+    query=(_MODEL,),
+    own_errors=(404, 409),
+)
+
+
+_score = partial(
+    generate,
+    summary="How like one another texts are, by their embeddings",
+    answer=ScoreList,
+    body=ScoreRequest,
+    example={"model": "demo", "text_1": "Hello!", "text_2": ["Good day!", "A mill."]},
+)
+
+
+_detokenize = partial(
+    post,
+    summary="The text of token ids",
+    answer=DetokenizeAnswer,
+    body=DetokenizeRequest,
+    example={"model": "demo", "tokens": [72, 105]},
+    own_errors=(404, 500),
+)
 
 
 def _health(path: str, name: str, method: str = "get") -> Operation:

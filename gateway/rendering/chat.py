@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from millrace.gateway.errors import Refusal
 from millrace.gateway.rendering.rendering import (
-    SseHead,
+    ChunkRenderer,
     encode,
-    end_fields,
-    sse_failure,
     usage_info,
 )
-from millrace.gateway.rendering.tokens import ToldTokens, logprob_infos, prompt_tokens
+from millrace.gateway.rendering.tokens import logprob_infos, prompt_tokens
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import (
     AnswerText,
@@ -45,27 +42,22 @@ _NO_LOGPROBS = b',"logprobs":null' + _NOT_FINISHED
 _AFTER_TEXT = b"}" + _NO_LOGPROBS
 
 
-class ChatRenderer:
+class ChatRenderer(ChunkRenderer):
     """``chat.completion.chunk`` events and the ``chat.completion`` body."""
 
     def __init__(self, response: ResponseReader, request: ChatCompletionRequest) -> None:
-        self._response = response
+        super().__init__("chat.completion.chunk", response, request.stream_options)
         self._request = request
         self._with_logprobs = response.request.sampling.logprobs is not None
-        self._head = SseHead("chat.completion.chunk", response, request.stream_options)
         num_choices = len(response.choices)
-        self._befores = [self._head.before(i) for i in range(num_choices)]
         self._text_befores = [before + b',"delta":{"content":' for before in self._befores]
-        self._told = ToldTokens(response) if response.request.tells_token_ids else None
         is_plain = (
             num_choices == 1
             and not self._with_logprobs
             and self._told is None
-            and not self._head.is_continuous
+            and not self._is_continuous
         )
-        self.plain = (
-            (self._text_befores[0], _AFTER_TEXT + self._head.after(0)) if is_plain else None
-        )
+        self.plain = (self._text_befores[0], _AFTER_TEXT + self._after(0)) if is_plain else None
         self._logprobs: list[list[LogprobInfo]] = [[] for _ in range(num_choices)]
         self._steps: list[ToolStepInfo] = []
 
@@ -73,11 +65,11 @@ class ChatRenderer:
         role: dict[str, object] = {"role": "assistant", "content": ""}
         chunks = [self._delta(i, role) for i in range(len(self._befores))]
         if self._told is not None:
-            told = self._head.after_first("prompt_token_ids", self._response.prompt_token_ids(0))
-            chunks[0] = chunks[0].removesuffix(self._head.after(0)) + told
+            told = self._after_first("prompt_token_ids", self._response.prompt_token_ids(0))
+            chunks[0] = chunks[0].removesuffix(self._after(0)) + told
         events = b"".join(chunks)
         if self._response.session is not None:
-            events += self._head.without_choices("session", self._response.session)
+            events += self._without_choices("session", self._response.session)
         return events
 
     def part(self, part: Part) -> PartEvents:
@@ -87,7 +79,7 @@ class ChatRenderer:
             if not part.text:
                 return PartEvents()
             text = self._text_befores[part.choice] + encode(part.text)
-            return PartEvents(delta=text + _AFTER_TEXT + self._head.after(part.choice))
+            return PartEvents(delta=text + _AFTER_TEXT + self._after(part.choice))
         if isinstance(part, ReasoningPart):
             return PartEvents(delta=self._reasoning(part))
         if isinstance(part, CallStart):
@@ -100,16 +92,10 @@ class ChatRenderer:
             call = {"index": part.call, kind: {key: part.text}}
             return PartEvents(delta=self._delta(part.choice, {"tool_calls": [call]}))
         if isinstance(part, StepPart):
-            return PartEvents(self._head.without_choices("tool_step", _step_info(part)))
+            return PartEvents(self._without_choices("tool_step", _step_info(part)))
         assert isinstance(part, ChoiceEnd)
-        end = b',"delta":{},"logprobs":null,"finish_reason":' + end_fields(part)
-        return PartEvents(self._befores[part.choice] + end + self._head.end(part.choice))
-
-    def last(self) -> bytes:
-        return self._head.last()
-
-    def failed(self, refusal: Refusal) -> bytes:
-        return sse_failure(refusal)
+        end = b',"delta":{},"logprobs":null,"finish_reason":' + self._end(part)
+        return PartEvents(self._befores[part.choice] + end)
 
     def add(self, part: Part) -> None:
         if isinstance(part, AnswerText | ReasoningPart):
@@ -137,13 +123,6 @@ class ChatRenderer:
                 notices=field_of(response.notices),
             )
         )
-
-    @property
-    def must_store(self) -> bool:
-        return False
-
-    async def store(self) -> None:
-        """The session is stored by the answer; nothing else is kept."""
 
     def _choice(self, index: int) -> ChatChoice:
         response = self._response
@@ -200,7 +179,7 @@ class ChatRenderer:
             body += b',"logprobs":' + encode(ChoiceLogprobs(content=infos)) + _NOT_FINISHED
         if told_of is not None and self._told is not None:
             body += b',"token_ids":' + encode(self._told.of_part(told_of))
-        return self._befores[choice] + body + self._head.after(choice)
+        return self._befores[choice] + body + self._after(choice)
 
 
 def _step_info(part: StepPart) -> ToolStepInfo:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from millrace.gateway.errors import Refusal
+from millrace.gateway.rendering.tokens import ToldTokens
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import ChoiceEnd, Part, PartEvents
 from millrace.schemas.frames import Usage
@@ -80,29 +81,21 @@ def usage_info(usage: Usage) -> UsageInfo:
     )
 
 
-def end_fields(end: ChoiceEnd) -> bytes:
-    """The value of ``finish_reason`` in a choice's last chunk, and the field behind it."""
-    return encode(end.reason) + b',"stop_reason":' + encode(end.stop_reason)
-
-
 def sse_data(payload: bytes) -> bytes:
     """One server-sent event."""
     return b"data: " + payload + b"\n\n"
 
 
-def sse_failure(refusal: Refusal) -> bytes:
-    """The end of a stream that failed on the way."""
-    return sse_data(refusal.body) + SSE_DONE
-
-
-class SseHead:
-    """The beginning and the end that all chunks of one answer have."""
+class ChunkRenderer:
+    """Renders the answers of the endpoints that stream chunks: what all chunks of one answer begin
+    and end with. ``_told`` has the ids of its tokens, if they are to be told."""
 
     def __init__(self, kind: str, response: ResponseReader, options: StreamOptions | None) -> None:
         self._response = response
+        self._told = ToldTokens(response) if response.request.tells_token_ids else None
         self._with_usage = bool(options is not None and options.include_usage)
         # Whether the end of a chunk is not that of any other: it says what was used by then.
-        self.is_continuous = bool(options is not None and options.continuous_usage_stats)
+        self._is_continuous = bool(options is not None and options.continuous_usage_stats)
         head = {
             "id": response.request_id,
             "object": kind,
@@ -110,31 +103,31 @@ class SseHead:
             "model": response.request.model,
         }
         self._head = encode(head)[:-1]
-        self._before = b"data: " + self._head + b',"choices":[{"index":'
-        self._after = b'}],"usage":null}\n\n' if self._with_usage else b"}]}\n\n"
+        begin = b"data: " + self._head + b',"choices":[{"index":'
+        # Up to and with the index of each choice; what else it has follows after a comma.
+        self._befores = [begin + str(i).encode() for i in range(len(response.choices))]
+        self._close = b'}],"usage":null}\n\n' if self._with_usage else b"}]}\n\n"
 
-    def before(self, choice: int) -> bytes:
-        """Up to and with the index of the choice; what else it has follows after a comma."""
-        return self._before + str(choice).encode()
-
-    def after(self, choice: int) -> bytes:
+    def _after(self, choice: int) -> bytes:
         """The end of a chunk that has something of that choice."""
-        if not self.is_continuous:
-            return self._after
+        if not self._is_continuous:
+            return self._close
         usage = self._response.choices[choice].usage_so_far
         return b'}],"usage":' + encode(usage and usage_info(usage)) + b"}\n\n"
 
-    def end(self, choice: int) -> bytes:
-        """The end of the last chunk of that choice, with what the answer leaves out."""
-        after, notices = self.after(choice), self._notices()
-        return b"}]" + notices + after.removeprefix(b"}]") if notices else after
+    def _end(self, end: ChoiceEnd) -> bytes:
+        """The value of ``finish_reason`` in the last chunk of a choice, and what is behind it, with
+        what the answer leaves out."""
+        fields = encode(end.reason) + b',"stop_reason":' + encode(end.stop_reason)
+        after, notices = self._after(end.choice), self._notices()
+        return fields + (b"}]" + notices + after.removeprefix(b"}]") if notices else after)
 
-    def after_first(self, name: str, value: object) -> bytes:
+    def _after_first(self, name: str, value: object) -> bytes:
         """The end of a chunk of the first choice that also has a field beside its choices."""
         field = f'}}],"{name}":'.encode() + encode(value)
-        return field + self.after(0).removeprefix(b"}]")
+        return field + self._after(0).removeprefix(b"}]")
 
-    def without_choices(self, name: str, value: object) -> bytes:
+    def _without_choices(self, name: str, value: object) -> bytes:
         """An event with a field beside an empty list of choices."""
         field = f',"choices":[],"{name}":'.encode()
         return sse_data(self._head + field + encode(value) + b"}")
@@ -151,3 +144,13 @@ class SseHead:
         usage = encode(usage_info(self._response.usage))
         fields = b',"choices":[],"usage":' + usage + self._notices()
         return sse_data(self._head + fields + b"}") + SSE_DONE
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return sse_data(refusal.body) + SSE_DONE
+
+    @property
+    def must_store(self) -> bool:
+        return False
+
+    async def store(self) -> None:
+        """A session is stored by the answer; nothing else is kept."""

@@ -6,17 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from millrace.gateway.errors import Refusal
 from millrace.gateway.rendering.rendering import (
-    SseHead,
+    ChunkRenderer,
     encode,
-    end_fields,
-    sse_failure,
     usage_info,
 )
 from millrace.gateway.rendering.tokens import (
     TextOffsets,
-    ToldTokens,
     completion_logprobs,
     prompt_tokens,
 )
@@ -35,28 +31,26 @@ from millrace.schemas.openai import (
 _AFTER_TEXT = b',"logprobs":null,"finish_reason":null'
 
 
-class CompletionRenderer:
+class CompletionRenderer(ChunkRenderer):
     """``text_completion`` events and body. With ``echo`` a choice's text begins with its prompt,
     which comes with the first sign of the model's work."""
 
     def __init__(self, response: ResponseReader, request: CompletionRequest) -> None:
-        self._response = response
-        self._head = SseHead("text_completion", response, request.stream_options)
+        super().__init__("text_completion", response, request.stream_options)
         num_choices = len(response.choices)
-        self._text_befores = [self._head.before(i) + b',"text":' for i in range(num_choices)]
+        self._text_befores = [before + b',"text":' for before in self._befores]
         had = response.first_indices
         self._to_echo = set(range(num_choices)) if response.request.echo else set()
-        self._told = ToldTokens(response) if response.request.tells_token_ids else None
         self._told_prompts = {i for i in range(num_choices) if had and had[i]}
         is_plain = (
             num_choices == 1
             and self._told is None
             and not response.request.echo
-            and not self._head.is_continuous
+            and not self._is_continuous
             and response.request.tells_completion
         )
         self.plain = (
-            (self._text_befores[0], _AFTER_TEXT + self._head.after(0))
+            (self._text_befores[0], _AFTER_TEXT + self._after(0))
             if is_plain and response.request.sampling.logprobs is None
             else None
         )
@@ -79,19 +73,13 @@ class CompletionRenderer:
             if not part.text:
                 return PartEvents(echoed)
             text = self._text_befores[part.choice] + encode(part.text) + _AFTER_TEXT
-            return PartEvents(echoed, text + self._head.after(part.choice))
+            return PartEvents(echoed, text + self._after(part.choice))
         if isinstance(part, ChoiceEnd):
             echoed = self._echo_event(part.choice) if part.choice in self._to_echo else b""
-            end = b'"","logprobs":null,"finish_reason":' + end_fields(part)
-            end = self._text_befores[part.choice] + end + self._head.end(part.choice)
+            end = b'"","logprobs":null,"finish_reason":' + self._end(part)
+            end = self._text_befores[part.choice] + end
             return PartEvents(echoed + end)
         return PartEvents()
-
-    def last(self) -> bytes:
-        return self._head.last()
-
-    def failed(self, refusal: Refusal) -> bytes:
-        return sse_failure(refusal)
 
     def add(self, part: Part) -> None:
         if isinstance(part, AnswerText):
@@ -111,13 +99,6 @@ class CompletionRenderer:
                 notices=field_of(response.notices),
             )
         )
-
-    @property
-    def must_store(self) -> bool:
-        return False
-
-    async def store(self) -> None:
-        """Nothing is kept."""
 
     def _choice(self, index: int) -> CompletionChoice:
         response = self._response
@@ -185,7 +166,7 @@ class CompletionRenderer:
             more += b',"prompt_token_ids":' + encode(self._response.prompt_token_ids(index))
         if self._told is not None and told_of is not None:
             more += b',"token_ids":' + encode(self._told.of_part(told_of))
-        return self._text_befores[index] + encode(text) + more + self._head.after(index)
+        return self._text_befores[index] + encode(text) + more + self._after(index)
 
     def _lists(
         self, index: int, first_index: int, logprobs: Sequence[TokenLogprob]

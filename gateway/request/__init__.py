@@ -2,6 +2,6 @@
 ``admission`` and ``model_choice``; then ``response_reader`` reads the streams, ``response_stream``
 minds the client and ``tool_loop`` runs tools.
 
-``resuming`` and ``idempotency`` lead to a response that runs already. Called by the endpoints and
-by batches; imports ``sessions``, ``streams`` and what is below.
+``resuming`` leads to a response that runs already. Called by the endpoints and by batches; imports
+``sessions``, ``streams`` and what is below.
 """

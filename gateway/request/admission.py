@@ -68,7 +68,7 @@ class Admission:
     def check_open(self) -> None:
         """Raises DrainingError, or what ``StoreWatch.check`` does while a store has no room."""
         if self.draining:
-            raise DrainingError("This gateway is shutting down. Send the request again.")
+            raise DrainingError
         self._stores.check()
 
     def check_queue(self, model: str) -> None:
@@ -118,7 +118,11 @@ class Admission:
         if not known:
             self.release(reservation_id)
             return
-        price = sum((_price(model, usage) for usage in known), Decimal(0))
+        costs = (
+            cost(model.prices, one.prompt_tokens, one.cached_tokens, one.completion_tokens)
+            for one in known
+        )
+        price = sum(costs, _NOTHING)
         self._limiter.settle_soon(reservation_id, total_usage(known), price, model.prices.currency)
 
     # --- requests that come to nothing ---
@@ -188,10 +192,6 @@ def _longest_tokens(job: Job) -> int:
     """Of the prompt and one completion; an embedding has none."""
     num_completion = 0 if job.pooling is not None else job.sampling.max_tokens or 0
     return len(job.prompt_token_ids or ()) + num_completion
-
-
-def _price(model: ServedModelLike, usage: Usage) -> Decimal:
-    return cost(model.prices, usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
 
 def _entry_id(request_id: str) -> str:

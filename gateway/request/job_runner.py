@@ -6,21 +6,16 @@ import asyncio
 
 from msgspec.structs import replace
 
-from millrace.bus.api import Bus
 from millrace.bus.frame_reader import StreamReader
 from millrace.gateway.errors import DrainingError, refusal_of_end
-from millrace.gateway.models import LoadedModels
-from millrace.gateway.request.admission import Admission
-from millrace.gateway.request.job_maker import JobMaker, bare_job
+from millrace.gateway.request.job_maker import bare_job
+from millrace.gateway.request.response_stream import ResponseContext
 from millrace.gateway.request.submitter import publish_jobs
-from millrace.gateway.streams.stream import Client, OpenStream, TokenGaps
-from millrace.gateway.streams.streams import StreamTable
+from millrace.gateway.streams.stream import Client, OpenStream
 from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.ready_jobs import with_prompt
-from millrace.runtime.clock import Clock
 from millrace.schemas.chat.asked import Api
-from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import Done
 from millrace.schemas.jobs import Job, Tier
@@ -38,16 +33,16 @@ class _JobClient(Client):
     """Gathers the text of one stream, which it reads at once: nobody can be slow here, and only a
     gateway that shuts down drops it."""
 
-    def __init__(self, clock: Clock, gaps: TokenGaps) -> None:
+    def __init__(self, context: ResponseContext) -> None:
         super().__init__(limit_bytes=2**62)
         self.texts: list[str] = []
-        self._clock = clock
-        self._gaps = gaps
+        self._context = context
         self._dropped = False
         self._over = asyncio.Event()
 
     def wake(self, stream: OpenStream) -> None:
-        self.texts.append(stream.read(self._clock.monotonic(), self._gaps).text)
+        now_s = self._context.clock.monotonic()
+        self.texts.append(stream.read(now_s, self._context.metrics.gaps).text)
         if stream.ended:
             self._over.set()
 
@@ -58,53 +53,38 @@ class _JobClient(Client):
     async def wait_end(self) -> None:
         await self._over.wait()
         if self._dropped:
-            raise DrainingError("This gateway is shutting down. Send the request again.")
+            raise DrainingError
 
 
 class GatewayJobRunner:
     """Queues jobs whose frames come to this gateway."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: GatewayConfig,
-        models: LoadedModels,
-        maker: JobMaker,
-        streams: StreamTable,
-        admission: Admission,
-        gaps: TokenGaps,
-        clock: Clock,
-    ) -> None:
-        self._bus = bus
-        self._config = config
-        self._models = models
-        self._maker = maker
-        self._streams = streams
-        self._admission = admission
-        self._gaps = gaps
-        self._clock = clock
+    def __init__(self, context: ResponseContext) -> None:
+        self._context = context
 
     async def run(self, job: Job) -> tuple[StreamReader, str]:
         """What was read of a job that is ready for a worker at its end, and its text. Raises
         MillraceError if it could not be queued, and DrainingError if this gateway shuts down before
         the end."""
-        client = _JobClient(self._clock, self._gaps)
+        streams = self._context.streams
+        client = _JobClient(self._context)
         stream = await self._submit(job, client)
         try:
             await client.wait_end()
-            self._streams.finish(stream)
+            streams.finish(stream)
         finally:
             # Nothing to do if the end was read.
-            self._streams.abort(stream, "cancelled")
+            streams.abort(stream, "cancelled")
         return stream.reader, "".join(client.texts)
 
     async def generate(self, tenant: str, request_id: str, request: GenerationRequest) -> str:
         """The text that answers a request of the gateway's own, as batch work of the tenant's.
         Raises MillraceError for any other end."""
-        model = await self._models.get(request.model, tenant, request.adapter)
+        context = self._context
+        model = await context.models.get(request.model, tenant, request.adapter)
         caller = Caller(tenant=tenant, tier=Tier.BATCH)
-        now_ns = self._clock.now_ns()
-        deadline_ns = now_ns + round(self._config.request_timeout_s * _NS_PER_S)
+        now_ns = context.clock.now_ns()
+        deadline_ns = now_ns + round(context.config.request_timeout_s * _NS_PER_S)
         base = replace(
             bare_job(
                 request.model,
@@ -116,11 +96,11 @@ class GatewayJobRunner:
                 Api.GATEWAY,
             ),
             session_id=request.session_id,
-            reply=self._config.gateway_id,
+            reply=context.config.gateway_id,
             batch_frames=True,
             store_result=True,
         )
-        job = await self._maker.prepare(with_prompt(base, request), request, model, caller)
+        job = await context.maker.prepare(with_prompt(base, request), request, model, caller)
         reader, text = await self.run(job)
         assert reader.terminal is not None
         if isinstance(reader.terminal, Done):
@@ -130,8 +110,9 @@ class GatewayJobRunner:
 
     async def _submit(self, job: Job, client: Client) -> OpenStream:
         """The stream is accepted on return. Raises MillraceError: nothing was stored then."""
-        self._admission.check_open()
-        self._admission.check_queue(job.model)
-        stream = self._streams.open(job, client, self._clock.monotonic())
-        await publish_jobs(self._bus, self._streams, [job], [stream])
+        context = self._context
+        context.admission.check_open()
+        context.admission.check_queue(job.model)
+        stream = context.streams.open(job, client, context.clock.monotonic())
+        await publish_jobs(context, [job], [stream])
         return stream

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from millrace.gateway.errors import Refusal, refusal_of_end
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.index import PromptTokenIds, RequestState
-from millrace.gateway.streams.beam_choice import BeamChoice
-from millrace.gateway.streams.choice import Choice, ToldTools
+from millrace.gateway.streams.choice import BeamChoice, Choice, ToldTools
 from millrace.gateway.streams.parts import Part
 from millrace.gateway.streams.stream import OpenStream, TokenGaps, total_usage
 from millrace.gateway.tenancy.identity import Caller

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
 
+from millrace.bus.api import Bus
+from millrace.gateway.metrics import Metrics
+from millrace.gateway.models import LoadedModels
 from millrace.gateway.request.admission import Admission
 from millrace.gateway.request.failure_log import FailureLog
-from millrace.gateway.request.index import RequestState
-from millrace.gateway.request.job_maker import job_id
-from millrace.gateway.request.model_choice import route_headers
+from millrace.gateway.request.index import RequestIndex, RequestState
+from millrace.gateway.request.job_maker import JobMaker, job_id
+from millrace.gateway.request.model_choice import ModelChoice, route_headers
 from millrace.gateway.request.response_reader import AcceptedRequest, ResponseReader
 from millrace.gateway.request.tracing import RequestTrace
 from millrace.gateway.sessions.sessions import Sessions
@@ -23,13 +26,14 @@ from millrace.gateway.streams.stream import (
     Client,
     DetachedClient,
     OpenStream,
-    TokenGaps,
     usage_so_far,
 )
 from millrace.gateway.streams.streams import TAKEN_OVER, StreamTable
-from millrace.gateway.tools.catalogue import ToolCatalogue
+from millrace.gateway.tenancy.identity import Identity
+from millrace.gateway.tools.runner import ToolRunner
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
+from millrace.schemas.config import GatewayConfig
 from millrace.schemas.control import CancelReason
 from millrace.schemas.frames import Cancelled, Failed, TerminalFrame, Usage
 from millrace.schemas.notices import NOTICE_HEADER, header_value
@@ -38,19 +42,26 @@ from millrace.schemas.tools import ToolDefinition
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """What the responses of one gateway share. ``run_tools`` runs the tools that a choice called
-    and starts its next round; it never raises."""
+    """What the requests and responses of one gateway share. ``run_tools`` runs the tools that a
+    choice called and starts its next round; it never raises."""
 
+    bus: Bus
+    config: GatewayConfig
+    clock: Clock
+    metrics: Metrics
+    failure_log: FailureLog
+    models: LoadedModels
+    identity: Identity
+    index: RequestIndex
+    sessions: Sessions
+    choice: ModelChoice
+    maker: JobMaker
+    admission: Admission
     streams: StreamTable
     responses: OpenResponses
-    admission: Admission
     history: DeliveryHistory
-    sessions: Sessions
-    gaps: TokenGaps
-    clock: Clock
+    tools: ToolRunner
     run_tools: Callable[[ResponseStream, Choice], Coroutine[Any, Any, None]]
-    server_tools: ToolCatalogue
-    failure_log: FailureLog
 
 
 class Keeper(Protocol):
@@ -111,7 +122,7 @@ class ResponseStream(ResponseReader):
         is_copy: bool = False,
         was_counted: bool = False,
     ) -> None:
-        super().__init__(accepted, context.gaps, first_indices)
+        super().__init__(accepted, context.metrics.gaps, first_indices)
         self.context = context
         self.idempotency_key = accepted.idempotency_key
         self._path = accepted.path
@@ -137,18 +148,13 @@ class ResponseStream(ResponseReader):
     @property
     def tools(self) -> tuple[ToolDefinition, ...]:
         """Those that the model was told of, the gateway's own after the client's."""
-        named = map(self.context.server_tools.get, self.request.server_tools)
+        named = map(self.context.tools.catalogue.get, self.request.server_tools)
         return (*self.request.tools, *(tool.definition for tool in named if tool is not None))
 
     @property
     def was_resumed(self) -> bool:
         """Whether another connection had it before."""
         return bool(self.first_indices)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether it is made to its end though nobody waits for it, for who comes with its key."""
-        return bool(self.idempotency_key)
 
     @property
     def is_attached(self) -> bool:
@@ -243,6 +249,14 @@ class ResponseStream(ResponseReader):
             self.choices[0].conversation,
         )
 
+    async def release_key(self) -> None:
+        """Let the Idempotency-Key be tried again if the response failed in a way that may pass."""
+        refusal = self.refusal
+        if refusal is not None and refusal.retry_after_s is not None and self.idempotency_key:
+            await self.context.index.release(
+                self.caller.tenant, self.idempotency_key, self.request_id
+            )
+
     def finish(self) -> None:
         """The client has read the end."""
         was_attached = self.is_attached
@@ -296,6 +310,7 @@ class ResponseStream(ResponseReader):
             await self.conclude()
             if self._keeper is not None and not self.was_handed_off:
                 await self._keeper.keep()
+                await self.release_key()
         finally:
             self.finish()
 
@@ -309,7 +324,8 @@ class ResponseStream(ResponseReader):
         if not any(choice.stream is stream and choice.runs_tools for choice in self.choices):
             self._unlink(stream)
         usage = usage_so_far(stream)
-        if stream.request_id not in self._first_ids():
+        first_ids = {job_id(self.request_id, choice.index, 0) for choice in self.choices}
+        if stream.request_id not in first_ids:
             context.admission.settle(stream.request_id, self.model, [usage])
         else:
             self._settled.append(usage)
@@ -330,9 +346,6 @@ class ResponseStream(ResponseReader):
         stream.owner = None
         if isinstance(stream.client, DetachedClient):
             stream.client = NULL_CLIENT
-
-    def _first_ids(self) -> set[str]:
-        return {job_id(self.request_id, choice.index, 0) for choice in self.choices}
 
     # --- rounds of tools ---
 

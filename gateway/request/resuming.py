@@ -7,16 +7,13 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
-from millrace.bus.api import Bus
-from millrace.gateway.models import LoadedModels
-from millrace.gateway.request.index import RequestIndex, RequestState
+from millrace.gateway.request.index import RequestState
 from millrace.gateway.request.job_maker import job_id, job_of
 from millrace.gateway.request.response_reader import AcceptedRequest
 from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
 from millrace.gateway.streams.deliveries import continue_statistics, statistics_of
 from millrace.gateway.streams.stream import Client
-from millrace.gateway.tenancy.identity import Caller, Identity
-from millrace.schemas.config import GatewayConfig
+from millrace.gateway.tenancy.identity import Caller
 from millrace.schemas.control import DeliveryStatistics, HandedOver
 from millrace.schemas.errors import MillraceError, ParameterError
 
@@ -37,21 +34,9 @@ class Resuming:
     """``resume`` takes a response over from whoever held it, ``hand_over`` gives one away,
     ``share`` reads one beside whoever holds it, ``adopt`` takes one that nobody holds."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: GatewayConfig,
-        index: RequestIndex,
-        models: LoadedModels,
-        identity: Identity,
-        context: ResponseContext,
-    ) -> None:
-        self._bus = bus
-        self._gateway_id = config.gateway_id
-        self._index = index
-        self._models = models
-        self._identity = identity
+    def __init__(self, context: ResponseContext) -> None:
         self._context = context
+        self._gateway_id = context.config.gateway_id
         self._clock = context.clock
         self._started_ns = context.clock.now_ns()
         self._streams = context.streams
@@ -73,7 +58,7 @@ class Resuming:
         RedisUnreachableError, and AuthenticationError for a key that was revoked since it was
         shown.
         """
-        await self._identity.check_key(caller)
+        await self._context.identity.check_key(caller)
         state = await self._state_of(caller, request_id)
         num_choices = _num_choices(state)
         if len(next_indices) != num_choices:
@@ -82,10 +67,10 @@ class Resuming:
             )
         if min(next_indices) < 0:
             raise ParameterError("next_index", "next_index must not be negative.")
-        model = await self._models.get(state.request.model, adapter=state.request.adapter)
+        model = await self._context.models.get(state.request.model, adapter=state.request.adapter)
         accepted = AcceptedRequest.of(state, state.request, caller, model)
         # Of rounds that are still to be asked for.
-        keep_transcript = await self._identity.keeps_transcripts(state.tenant)
+        keep_transcript = await self._context.identity.keeps_transcripts(state.tenant)
         handed_over: HandedOver | None = HandedOver(started_ns=self._started_ns)
         if state.holder != self._gateway_id:
             handed_over = await self._ask_holder(state)
@@ -137,7 +122,7 @@ class Resuming:
         # Of several at once, who finds nobody to hold it is the one that the others find.
         async with lock:
             state = await self._state_of(caller, request_id)
-            await self._identity.check_key(caller)
+            await self._context.identity.check_key(caller)
             is_here = self._context.responses.get(request_id) is not None
             if is_here or await self._is_held_elsewhere(state):
                 return None
@@ -159,7 +144,9 @@ class Resuming:
         indices = (0,) * _num_choices(state)
         held = self._context.responses.get(request_id)
         if held is None:
-            model = await self._models.get(state.request.model, adapter=state.request.adapter)
+            model = await self._context.models.get(
+                state.request.model, adapter=state.request.adapter
+            )
         else:
             model = held.model  # it may be out of the catalogue by now
         accepted = AcceptedRequest.of(state, state.request, caller, model)
@@ -177,7 +164,7 @@ class Resuming:
         if state.holder == self._gateway_id:
             return False
         try:
-            return await self._bus.control.is_gateway_there(
+            return await self._context.bus.control.is_gateway_there(
                 state.holder, state.request_id, _HANDOVER_TIMEOUT_S
             )
         except (MillraceError, TimeoutError):
@@ -198,7 +185,7 @@ class Resuming:
             for choice in response.choices:
                 self._streams.follow(choice.stream, is_foreign=is_foreign)
         if state.holder != self._gateway_id:
-            await self._index.put(replace(state, holder=self._gateway_id))
+            await self._context.index.put(replace(state, holder=self._gateway_id))
 
     def hand_over(self, request_id: str) -> HandedOver | None:
         """Hand off a response that another gateway takes over."""
@@ -242,7 +229,9 @@ class Resuming:
     async def _state_of(self, caller: Caller, request_id: str) -> RequestState:
         """What this gateway knows itself, also while Redis is unreachable, or what others wrote.
         Raises UnknownRequestError, also for another tenant's request."""
-        state = self._context.responses.state_of(request_id) or await self._index.get(request_id)
+        state = self._context.responses.state_of(request_id) or await self._context.index.get(
+            request_id
+        )
         if state is None or state.tenant != caller.tenant:
             raise UnknownRequestError(request_id)
         return state
@@ -250,7 +239,7 @@ class Resuming:
     async def _ask_holder(self, state: RequestState) -> HandedOver | None:
         """None: the holder is not there any more."""
         try:
-            return await self._bus.control.hand_over(
+            return await self._context.bus.control.hand_over(
                 state.holder, state.request_id, _HANDOVER_TIMEOUT_S
             )
         except (MillraceError, TimeoutError):

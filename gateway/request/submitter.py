@@ -9,25 +9,24 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from millrace.bus.api import Bus
-from millrace.gateway.models import LoadedModels, ServedModelLike
+from millrace.gateway.models import ServedModelLike
 from millrace.gateway.request.admission import tier_of
-from millrace.gateway.request.index import RequestIndex, RequestState
-from millrace.gateway.request.job_maker import JobMaker, job_of, prompt_token_ids
-from millrace.gateway.request.model_choice import ModelChoice
+from millrace.gateway.request.index import RequestState
+from millrace.gateway.request.job_maker import job_of, prompt_token_ids
 from millrace.gateway.request.response_reader import AcceptedRequest
 from millrace.gateway.request.response_stream import ResponseContext, ResponseStream
+from millrace.gateway.request.resuming import Resuming, UnknownRequestError
 from millrace.gateway.request.tracing import RequestTrace
 from millrace.gateway.streams.stream import Client, OpenStream
-from millrace.gateway.streams.streams import StreamTable
-from millrace.gateway.tenancy.identity import Caller, Identity
+from millrace.gateway.tenancy.identity import Caller
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.schemas.chat.asked import Asked
-from millrace.schemas.config import GatewayConfig
 from millrace.schemas.jobs import Job, Source
 from millrace.schemas.records import ClientEnd
 from millrace.schemas.sessions import SessionInfo
 
+_POLL_S = 0.05
+_SUBMITTED_WITHIN_S = 3.0
 _NS_PER_S = 1_000_000_000
 
 
@@ -48,29 +47,66 @@ class Requester:
 
 
 class RequestSubmitter:
-    """Makes responses of requests."""
+    """Makes responses of requests. The first request with an Idempotency-Key is answered, and its
+    result kept; equal ones get that answer from its beginning, also while it is still being made:
+    each of them its own copy."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        models: LoadedModels,
-        choice: ModelChoice,
-        identity: Identity,
-        index: RequestIndex,
-        maker: JobMaker,
-        bus: Bus,
-        context: ResponseContext,
-    ) -> None:
-        self._config = config
-        self._models = models
-        self._choice = choice
-        self._identity = identity
-        self._index = index
-        self._maker = maker
-        self._bus = bus
+    def __init__(self, context: ResponseContext, resuming: Resuming) -> None:
         self._context = context
+        self._resuming = resuming
+        self._submitting: set[str] = set()
 
     async def submit(
+        self,
+        request: GenerationRequest,
+        requester: Requester,
+        new_id: str,
+        key: str = "",
+        digest: str = "",
+    ) -> ResponseStream:
+        """The response, new or known; a new one has the request id ``new_id``. ``digest`` tells
+        apart requests with one ``key``; a request without a key is always new. Raises
+        IdempotencyConflictError for a key of another request, RedisUnreachableError, and what
+        ``submit_new`` raises; the key can be used again then."""
+        if not key:
+            return await self.submit_new(request, requester, new_id)
+        context, index, tenant = self._context, self._context.index, requester.caller.tenant
+        awaited_id, give_up_s = "", 0.0
+        while True:
+            # Asked for each time: whoever has the key may be refused, and give it up.
+            known_id = await index.claim(tenant, key, digest, new_id)
+            now_s = context.clock.monotonic()
+            if known_id == new_id:
+                break
+            if known_id != awaited_id:
+                awaited_id, give_up_s = known_id, now_s + _SUBMITTED_WITHIN_S
+            try:
+                # The response under way or done, if it was accepted so far.
+                response = await self._resuming.share(
+                    requester.caller, known_id, requester.client, owner=requester.owner
+                )
+            except UnknownRequestError:
+                if now_s >= give_up_s and not self._is_here(known_id):
+                    break  # The gateway that claimed the key died.
+                await context.clock.sleep(_POLL_S)
+                continue
+            if requester.trace is not None:
+                requester.trace.attach_response(response)
+            context.metrics.count_repeated_answer(response.request.model)
+            return response
+        self._submitting.add(known_id)
+        try:
+            # If who claimed the key died before the queue had the job, it is submitted now under
+            # the same id, which the queue takes once.
+            return await self.submit_new(request, requester, known_id, key)
+        except BaseException:
+            if context.responses.get(known_id) is None:  # or somebody else has submitted it by now
+                await index.release(tenant, key, known_id)
+            raise
+        finally:
+            self._submitting.discard(known_id)
+
+    async def submit_new(
         self,
         request: GenerationRequest,
         requester: Requester,
@@ -84,8 +120,8 @@ class RequestSubmitter:
         context.admission.check_open()
         received_ns, received_s = context.clock.now_ns(), context.clock.monotonic()
         # Choose the model.
-        request = await self._choice.resolve(request, caller.tenant, tier_of(request, caller))
-        model = await self._models.get(request.model, adapter=request.adapter)
+        request = await context.choice.resolve(request, caller.tenant, tier_of(request, caller))
+        model = await context.models.get(request.model, adapter=request.adapter)
         if trace is not None:
             trace.note_request(request)
         async with self._in_session(request, caller, model, request_id) as (session, request):
@@ -93,9 +129,9 @@ class RequestSubmitter:
             state = self._state(
                 request, requester, request_id, received_ns, session, idempotency_key
             )
-            keep_transcript = await self._identity.keeps_transcripts(caller.tenant)
+            keep_transcript = await context.identity.keeps_transcripts(caller.tenant)
             base = job_of(state, 0, keep_transcript=keep_transcript)
-            jobs = await self._maker.jobs(base, request, model, caller)
+            jobs = await context.maker.jobs(base, request, model, caller)
             if (notices := jobs[0].notices) != request.notices:
                 request = replace(request, notices=notices)
                 state = replace(state, request=replace(state.request, notices=notices))
@@ -124,15 +160,21 @@ class RequestSubmitter:
             # Publish them. Nobody can attach to what may yet be refused.
             context.responses.add(response, None)
             try:
-                await publish_for(self._bus, response, request_id, jobs, streams)
+                await publish_for(response, request_id, jobs, streams)
                 if context.responses.get(request_id) is response:
                     context.responses.add(response, state)
-                    await self._index.put(state)
+                    await context.index.put(state)
             except BaseException:
                 response.abort("failed")
                 context.responses.remove(response)
                 raise
             return response
+
+    def _is_here(self, request_id: str) -> bool:
+        """Whether this gateway submits the request, or has its response."""
+        return request_id in self._submitting or (
+            self._context.responses.get(request_id) is not None
+        )
 
     def _state(
         self,
@@ -143,7 +185,7 @@ class RequestSubmitter:
         session: SessionInfo | None,
         idempotency_key: str,
     ) -> RequestState:
-        gateway_id, trace = self._config.gateway_id, requester.trace
+        gateway_id, trace = self._context.config.gateway_id, requester.trace
         needs_prompt = request.server_tools or request.echo
         return RequestState(
             request_id=request_id,
@@ -153,7 +195,7 @@ class RequestSubmitter:
             source=requester.source,
             tier=tier_of(request, requester.caller),
             created_ns=received_ns,
-            deadline_ns=received_ns + round(self._config.request_timeout_s * _NS_PER_S),
+            deadline_ns=received_ns + round(self._context.config.request_timeout_s * _NS_PER_S),
             keep_result=bool(idempotency_key or request.server_tools),
             request=request if needs_prompt else _without_prompt(request),
             session=session,
@@ -198,7 +240,6 @@ def _without_prompt(request: GenerationRequest) -> GenerationRequest:
 
 
 async def publish_for(
-    bus: Bus,
     response: ResponseStream,
     reservation_id: str,
     jobs: Sequence[Job],
@@ -210,7 +251,7 @@ async def publish_for(
     context, error = response.context, ""
     since_ns = context.clock.now_ns()
     try:
-        await publish_jobs(bus, context.streams, jobs, streams, first_reply)
+        await publish_jobs(context, jobs, streams, first_reply)
     except BaseException as failure:
         error = type(failure).__name__
         response.release(reservation_id)
@@ -221,8 +262,7 @@ async def publish_for(
 
 
 async def publish_jobs(
-    bus: Bus,
-    table: StreamTable,
+    context: ResponseContext,
     jobs: Sequence[Job],
     streams: Sequence[OpenStream],
     first_reply: str = "",
@@ -235,23 +275,23 @@ async def publish_jobs(
     """
     try:
         stored = await asyncio.gather(
-            *(bus.jobs.publish(job, reserved=True) for job in jobs), return_exceptions=True
+            *(context.bus.jobs.publish(job, reserved=True) for job in jobs), return_exceptions=True
         )
     except BaseException:
         for stream in streams:
-            table.discard(stream)
+            context.streams.discard(stream)
         raise
     failed = next((one for one in stored if isinstance(one, BaseException)), None)
     for stream, published in zip(streams, stored, strict=True):
         if isinstance(published, BaseException):
-            table.discard(stream)
+            context.streams.discard(stream)
             continue
         if published.duplicate:
             if first_reply:
                 stream.job = replace(stream.job, reply=first_reply)
-            table.follow(stream)
-        table.accept(stream, published.stream_sequence)
+            context.streams.follow(stream)
+        context.streams.accept(stream, published.stream_sequence)
         if failed is not None:
-            table.abort(stream, ClientEnd.REFUSED)
+            context.streams.abort(stream, ClientEnd.REFUSED)
     if failed is not None:
         raise failed

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from millrace.bus import subjects
 from millrace.gateway.errors import Refusal
 from millrace.gateway.streams.choice import Choice
-from millrace.gateway.transport.http import Event, Headers, Send
+from millrace.gateway.transport.http import Headers, Send, with_headers
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.runtime.clock import Clock
 from millrace.runtime.tracing import (
@@ -98,13 +98,7 @@ class RequestTrace:
 
     def with_headers(self, send: Send) -> Send:
         """``send`` that adds them to the response."""
-
-        async def send_with_headers(event: Event) -> None:
-            if event["type"] == "http.response.start":
-                event["headers"] = [*event["headers"], *self.headers]
-            await send(event)
-
-        return send_with_headers
+        return with_headers(send, lambda own: [*own, *self.headers])
 
     def add_context(self, job: Job) -> Job:
         """The job with its place in the trace, below the span by which it is ``published``."""

@@ -3,7 +3,7 @@ of chat completions."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -48,17 +48,23 @@ class _PatchOperation(msgspec.Struct, omit_defaults=True):
     diff: str = ""
 
 
-_ASKED_FOR: dict[type[BuiltInCallItem], msgspec.json.Decoder[Any]] = {
-    LocalShellCallItem: msgspec.json.Decoder(_LocalShellAction),
-    ShellCallItem: msgspec.json.Decoder(_ShellAction),
-    ApplyPatchCallItem: msgspec.json.Decoder(_PatchOperation),
-    ToolSearchCallItem: msgspec.json.Decoder(dict[str, Any]),
-}
-_NOTHING: dict[type[BuiltInCallItem], dict[str, Any]] = {
-    LocalShellCallItem: {"type": _EXEC, "command": [], "env": {}},
-    ShellCallItem: {"commands": []},
-    ApplyPatchCallItem: {},
-    ToolSearchCallItem: {},
+class _Form(NamedTuple):
+    """How an item tells what is asked for: in which field, read how, and what it is of none."""
+
+    field: str
+    decoder: msgspec.json.Decoder[Any]
+    nothing: dict[str, Any]
+
+
+_FORMS: dict[type[BuiltInCallItem], _Form] = {
+    LocalShellCallItem: _Form(
+        "action",
+        msgspec.json.Decoder(_LocalShellAction),
+        {"type": _EXEC, "command": [], "env": {}},
+    ),
+    ShellCallItem: _Form("action", msgspec.json.Decoder(_ShellAction), {"commands": []}),
+    ApplyPatchCallItem: _Form("operation", msgspec.json.Decoder(_PatchOperation), {}),
+    ToolSearchCallItem: _Form("arguments", msgspec.json.Decoder(dict[str, Any]), {}),
 }
 
 
@@ -67,19 +73,21 @@ def built_in_item(
 ) -> BuiltInCallItem:
     """Make the item of a call with these arguments. If the tool does not take the arguments, the
     item is ``incomplete`` and its action is empty."""
-    asked = _NOTHING[kind]
+    form = _FORMS[kind]
+    asked = form.nothing
     if status == "completed":
         try:
-            asked = msgspec.to_builtins(_ASKED_FOR[kind].decode(arguments))
+            asked = msgspec.to_builtins(form.decoder.decode(arguments))
         except (msgspec.DecodeError, RecursionError):
             status = "incomplete"
-    if kind is ToolSearchCallItem:
-        return ToolSearchCallItem(id=item_id, call_id=call_id, status=status, arguments=asked)
-    if kind is ApplyPatchCallItem:
-        return ApplyPatchCallItem(id=item_id, call_id=call_id, status=status, operation=asked)
-    if kind is ShellCallItem:
-        return ShellCallItem(id=item_id, call_id=call_id, status=status, action=asked)
-    return LocalShellCallItem(id=item_id, call_id=call_id, status=status, action=asked)
+    fields: dict[str, Any] = {form.field: asked}
+    return kind(id=item_id, call_id=call_id, status=status, **fields)
+
+
+def asked_of(item: BuiltInCallItem) -> dict[str, Any]:
+    """Return what the item tells that is asked for."""
+    asked: dict[str, Any] = getattr(item, _FORMS[type(item)].field)
+    return asked
 
 
 def called(item: OtherCallItem) -> CalledFunction:

@@ -8,8 +8,14 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 
 from millrace.gateway.responses.history import messages_of
-from millrace.gateway.responses.normalised import left_out_of, normalised, said, with_sentences
-from millrace.gateway.responses.thoughts import THOUGHTS, opened
+from millrace.gateway.responses.normalised import (
+    THOUGHTS,
+    left_out_of,
+    normalised,
+    opened,
+    said,
+    with_sentences,
+)
 from millrace.gateway.responses.tools import offered_of_responses
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from millrace.gateway.responses.growing_items import GrowingCall, GrowingMessage, GrowingThoughts
+import msgspec
+
+from millrace.gateway.responses.built_in_calls import built_in_item
+from millrace.gateway.responses.normalised import ID_PREFIXES, sealed
 from millrace.gateway.responses.tools import CallKind
 from millrace.gateway.streams.parts import (
     AnswerText,
@@ -18,13 +22,9 @@ from millrace.gateway.streams.parts import (
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
 from millrace.schemas.responses.call_items import (
-    ApplyPatchCallItem,
     BuiltInCallItem,
     CustomToolCallItem,
     ItemStatus,
-    LocalShellCallItem,
-    ShellCallItem,
-    ToolSearchCallItem,
 )
 from millrace.schemas.responses.events import (
     ArgumentsDelta,
@@ -54,14 +54,80 @@ from millrace.schemas.responses.items import (
 
 Describe = Callable[[Sequence[TokenLogprob]], tuple[LogprobInfo, ...]]
 LENGTH = "length"
-# Prefixes of the ids of calls: of functions, of custom tools and of built-in tools.
+# Prefixes of the ids of calls: of functions and of custom tools.
 _PREFIX = ("fc", "ctc")
-_PREFIXES: Mapping[type[BuiltInCallItem], str] = {
-    LocalShellCallItem: "lsh",
-    ShellCallItem: "sh",
-    ApplyPatchCallItem: "apc",
-    ToolSearchCallItem: "tsc",
-}
+
+
+class GrowingMessage:
+    """A message that grows."""
+
+    def __init__(self, item_id: str) -> None:
+        self.item_id = item_id
+        self.texts: list[str] = []
+        self.logprobs: list[LogprobInfo] = []
+
+    def content(self) -> OutputText:
+        return OutputText("".join(self.texts), logprobs=tuple(self.logprobs))
+
+    def item(self, status: ItemStatus) -> MessageItem:
+        return MessageItem(
+            id=self.item_id, role="assistant", content=(self.content(),), status=status
+        )
+
+
+class GrowingThoughts:
+    """Reasoning that grows."""
+
+    def __init__(self, item_id: str, *, seals: bool) -> None:
+        self.item_id = item_id
+        self.texts: list[str] = []
+        self._seals = seals
+
+    def content(self) -> ReasoningText:
+        return ReasoningText("".join(self.texts))
+
+    def item(self, status: ItemStatus) -> ReasoningItem:
+        content, seals = self.content(), self._seals and status != "in_progress"
+        return ReasoningItem(
+            id=self.item_id,
+            content=(content,),
+            encrypted_content=sealed(content.text) if seals else None,
+            status=status,
+        )
+
+
+class GrowingCall:
+    """A call whose arguments, or whose input, grow."""
+
+    def __init__(self, item_id: str, call_id: str, kind: CallKind, *, custom: bool) -> None:
+        self.item_id = item_id
+        self.call_id = call_id
+        self.kind = kind
+        self.custom = custom
+        self.texts: list[str] = []
+
+    def item(self, status: ItemStatus) -> FunctionCallItem | CustomToolCallItem | BuiltInCallItem:
+        name, text = self.kind.name, "".join(self.texts)
+        namespace = self.kind.namespace or msgspec.UNSET
+        if self.kind.built_in is not None:
+            return built_in_item(self.kind.built_in, self.item_id, self.call_id, text, status)
+        if self.custom:
+            return CustomToolCallItem(
+                id=self.item_id,
+                call_id=self.call_id,
+                name=name,
+                input=text,
+                namespace=namespace,
+                status=status,
+            )
+        return FunctionCallItem(
+            id=self.item_id,
+            call_id=self.call_id,
+            name=name,
+            arguments=text,
+            namespace=namespace,
+            status=status,
+        )
 
 
 class OutputItems:
@@ -122,89 +188,68 @@ class OutputItems:
             self._end(part, events)
         return events
 
+    def _tell(
+        self,
+        events: list[ResponseEvent],
+        kind: Callable[..., ResponseEvent],
+        advance: int = 1,
+        **fields: Any,
+    ) -> None:
+        """Append an event about the item that is open, which tells of ``advance`` things."""
+        number = self.number(advance)
+        events.append(kind(sequence_number=number, output_index=len(self._done), **fields))
+
     def _take_text(self, part: AnswerText, events: list[ResponseEvent]) -> None:
         self._hidden += part.logprobs
         if not part.text:
             return
-        message = self._message(events)
+        if not isinstance(self._open, GrowingMessage):
+            self._begin(GrowingMessage(self._item_id("msg", events)), events)
+        message = self._open
+        assert isinstance(message, GrowingMessage)
         logprobs = self._describe(self._hidden) if self._hidden else ()
         logprobs = _without_end(logprobs, part.text)
         self._hidden = []
         message.texts.append(part.text)
         message.logprobs += logprobs
-        events.append(
-            TextDelta(
-                sequence_number=self.number(len(part.text)),
-                item_id=message.item_id,
-                output_index=len(self._done),
-                delta=part.text,
-                logprobs=logprobs,
-            )
+        self._tell(
+            events,
+            TextDelta,
+            len(part.text),
+            item_id=message.item_id,
+            delta=part.text,
+            logprobs=logprobs,
         )
-
-    def _message(self, events: list[ResponseEvent]) -> GrowingMessage:
-        """The open message; a new one if there is none."""
-        if isinstance(self._open, GrowingMessage):
-            return self._open
-        self._close("completed", events)
-        message = GrowingMessage(self._item_id("msg"))
-        self._open = message
-        in_progress = MessageItem(
-            id=message.item_id, role="assistant", content=(), status="in_progress"
-        )
-        self._tell_of(in_progress, OutputText("", logprobs=()), events)
-        return message
 
     def _take_thoughts(self, text: str, events: list[ResponseEvent]) -> None:
         if not text:
             return
-        thoughts = self._open_thoughts(events)
+        if not isinstance(self._open, GrowingThoughts):
+            item_id = self._item_id("rs", events)
+            self._begin(GrowingThoughts(item_id, seals=self._seals), events)
+        thoughts = self._open
+        assert thoughts is not None
         thoughts.texts.append(text)
-        events.append(
-            ReasoningDelta(
-                sequence_number=self.number(len(text)),
-                item_id=thoughts.item_id,
-                output_index=len(self._done),
-                delta=text,
-            )
-        )
+        self._tell(events, ReasoningDelta, len(text), item_id=thoughts.item_id, delta=text)
 
-    def _open_thoughts(self, events: list[ResponseEvent]) -> GrowingThoughts:
-        if isinstance(self._open, GrowingThoughts):
-            return self._open
-        self._close("completed", events)
-        thoughts = self._open = GrowingThoughts(self._item_id("rs"), seals=self._seals)
-        in_progress = ReasoningItem(id=thoughts.item_id, content=(), status="in_progress")
-        self._tell_of(in_progress, ReasoningText(""), events)
-        return thoughts
-
-    def _tell_of(
-        self,
-        item: MessageItem | ReasoningItem,
-        part: OutputText | ReasoningText,
-        events: list[ResponseEvent],
+    def _begin(
+        self, growing: GrowingMessage | GrowingThoughts, events: list[ResponseEvent]
     ) -> None:
-        """An item that begins, and the one part of its content."""
-        index = len(self._done)
-        events.append(OutputItemAdded(sequence_number=self.number(), output_index=index, item=item))
-        events.append(
-            ContentPartAdded(
-                sequence_number=self.number(), item_id=item.id, output_index=index, part=part
-            )
-        )
+        """Open an item, and the one part of its content."""
+        self._open = growing
+        item = msgspec.structs.replace(growing.item("in_progress"), content=())
+        self._tell(events, OutputItemAdded, item=item)
+        self._tell(events, ContentPartAdded, item_id=item.id, part=growing.content())
 
     def _start_call(
         self, call_id: str, name: str, events: list[ResponseEvent], *, custom: bool = False
     ) -> None:
-        self._close("completed", events)
         self._hidden = []
         kind = self._kinds.get(name) or CallKind(name)
-        item_id = self._item_id(_PREFIXES[kind.built_in] if kind.built_in else _PREFIX[custom])
+        prefix = ID_PREFIXES[kind.built_in] if kind.built_in else _PREFIX[custom]
+        item_id = self._item_id(prefix, events)
         self._open = GrowingCall(item_id, call_id, kind, custom=custom)
-        item = self._open.item("in_progress")
-        events.append(
-            OutputItemAdded(sequence_number=self.number(), output_index=len(self._done), item=item)
-        )
+        self._tell(events, OutputItemAdded, item=self._open.item("in_progress"))
 
     def _take_arguments(self, text: str, events: list[ResponseEvent]) -> None:
         call = self._open
@@ -212,30 +257,17 @@ class OutputItems:
         if not text:
             return
         call.texts.append(text)
-        if call.kind.built_in is not None:
-            return
-        number = self.number(len(text))
-        kind = InputDelta if call.custom else ArgumentsDelta
-        events.append(
-            kind(
-                sequence_number=number,
-                item_id=call.item_id,
-                output_index=len(self._done),
-                delta=text,
-            )
-        )
+        if call.kind.built_in is None:
+            kind = InputDelta if call.custom else ArgumentsDelta
+            self._tell(events, kind, len(text), item_id=call.item_id, delta=text)
 
     def _take_step(self, part: StepPart, events: list[ResponseEvent]) -> None:
         """A call of a tool of ours, and what it gave."""
         self._start_call(part.call_id, part.name, events)
         self._take_arguments(part.arguments, events)
-        self._close("completed", events)
-        item = FunctionCallOutputItem(
-            id=self._item_id("fco"), call_id=part.call_id, output=part.output
-        )
-        events.append(
-            OutputItemAdded(sequence_number=self.number(), output_index=len(self._done), item=item)
-        )
+        item_id = self._item_id("fco", events)
+        item = FunctionCallOutputItem(id=item_id, call_id=part.call_id, output=part.output)
+        self._tell(events, OutputItemAdded, item=item)
         self._finish(item, events)
 
     def _end(self, part: ChoiceEnd, events: list[ResponseEvent]) -> None:
@@ -245,96 +277,40 @@ class OutputItems:
             self.incomplete = "stop"
         if not self._done and self._open is None:
             # An answer of no words is a message too.
-            self._message(events)
+            self._begin(GrowingMessage(self._item_id("msg", events)), events)
         is_whole = self.incomplete is None or (
             isinstance(self._open, GrowingCall) and not part.is_call_cut
         )
         self._close("completed" if is_whole else "incomplete", events)
 
     def _close(self, status: ItemStatus, events: list[ResponseEvent]) -> None:
-        if isinstance(self._open, GrowingMessage):
-            self._close_message(self._open, self._open.item(status), events)
-        elif isinstance(self._open, GrowingThoughts):
-            self._close_thoughts(self._open, self._open.item(status), events)
-        elif self._open is not None:
-            self._close_call(self._open.item(status), events)
+        growing = self._open
+        if growing is None:
+            return
+        item = growing.item(status)
+        if isinstance(growing, GrowingMessage | GrowingThoughts):
+            content = growing.content()
+            if isinstance(content, OutputText):
+                told = content.logprobs or ()
+                self._tell(events, TextDone, item_id=item.id, text=content.text, logprobs=told)
+            else:
+                self._tell(events, ReasoningDone, item_id=item.id, text=content.text)
+            self._tell(events, ContentPartDone, item_id=item.id, part=content)
+        elif item.status == "completed" and isinstance(item, FunctionCallItem):
+            arguments = item.arguments
+            self._tell(events, ArgumentsDone, item_id=item.id, name=item.name, arguments=arguments)
+        elif item.status == "completed" and isinstance(item, CustomToolCallItem):
+            self._tell(events, InputDone, item_id=item.id, input=item.input)
+        self._finish(item, events)
         self._open = None
 
-    def _close_message(
-        self, message: GrowingMessage, item: MessageItem, events: list[ResponseEvent]
-    ) -> None:
-        content = message.content()
-        index = len(self._done)
-        events.append(
-            TextDone(
-                sequence_number=self.number(),
-                item_id=item.id,
-                output_index=index,
-                text=content.text,
-                logprobs=content.logprobs or (),
-            )
-        )
-        events.append(
-            ContentPartDone(
-                sequence_number=self.number(), item_id=item.id, output_index=index, part=content
-            )
-        )
-        self._finish(item, events)
-
-    def _close_thoughts(
-        self, thoughts: GrowingThoughts, item: ReasoningItem, events: list[ResponseEvent]
-    ) -> None:
-        content, index = thoughts.content(), len(self._done)
-        events.append(
-            ReasoningDone(
-                sequence_number=self.number(),
-                item_id=item.id,
-                output_index=index,
-                text=content.text,
-            )
-        )
-        events.append(
-            ContentPartDone(
-                sequence_number=self.number(), item_id=item.id, output_index=index, part=content
-            )
-        )
-        self._finish(item, events)
-
-    def _close_call(
-        self,
-        item: FunctionCallItem | CustomToolCallItem | BuiltInCallItem,
-        events: list[ResponseEvent],
-    ) -> None:
-        index = len(self._done)
-        is_whole = item.status == "completed"
-        if is_whole and isinstance(item, FunctionCallItem):
-            events.append(
-                ArgumentsDone(
-                    sequence_number=self.number(),
-                    item_id=item.id,
-                    output_index=index,
-                    name=item.name,
-                    arguments=item.arguments,
-                )
-            )
-        elif is_whole and isinstance(item, CustomToolCallItem):
-            events.append(
-                InputDone(
-                    sequence_number=self.number(),
-                    item_id=item.id,
-                    output_index=index,
-                    input=item.input,
-                )
-            )
-        self._finish(item, events)
-
     def _finish(self, item: Item, events: list[ResponseEvent]) -> None:
-        events.append(
-            OutputItemDone(sequence_number=self.number(), output_index=len(self._done), item=item)
-        )
+        self._tell(events, OutputItemDone, item=item)
         self._done.append(item)
 
-    def _item_id(self, kind: str) -> str:
+    def _item_id(self, kind: str, events: list[ResponseEvent]) -> str:
+        """Close the item that is open, and return the id of the next one."""
+        self._close("completed", events)
         return f"{kind}_{self._stem}_{len(self._done)}"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from millrace.gateway.responses.thoughts import opened
 from millrace.registry.requests.message_fields import left_out_at
 from millrace.schemas.chat.unreadable import UnreadPart
 from millrace.schemas.errors import ParameterError
@@ -45,7 +46,7 @@ from millrace.schemas.responses.items import (
     ReasoningText,
 )
 
-_ID_PREFIXES: Mapping[type[Item], str] = {
+ID_PREFIXES: Mapping[type[Item], str] = {
     MessageItem: "msg",
     ReasoningItem: "rs",
     FunctionCallItem: "fc",
@@ -62,6 +63,24 @@ _ID_PREFIXES: Mapping[type[Item], str] = {
     ToolSearchOutputItem: "tso",
     AdditionalToolsItem: "at",
 }
+# What a request includes to get them.
+THOUGHTS = "reasoning.encrypted_content"
+_MARK = "millrace1."
+
+
+def sealed(text: str) -> str:
+    """Encode thoughts in the form that ``opened`` reads."""
+    return _MARK + base64.urlsafe_b64encode(text.encode(errors="replace")).decode()
+
+
+def opened(content: str) -> str | None:
+    """Return the thoughts that ``sealed`` wrote; None for content of another server."""
+    if not content.startswith(_MARK):
+        return None
+    try:
+        return base64.b64decode(content.removeprefix(_MARK), b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
 
 
 def left_out_of(item: object, where: str) -> list[Notice]:
@@ -146,7 +165,7 @@ def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[It
     result: list[Item] = []
     for number, item in enumerate(items):
         if not item.id or item.id in taken:
-            new_id = f"{_ID_PREFIXES[type(item)]}_{stem}_in{number}"
+            new_id = f"{ID_PREFIXES[type(item)]}_{stem}_in{number}"
             item = msgspec.structs.replace(item, id=new_id)
         taken.add(item.id)
         result.append(item)

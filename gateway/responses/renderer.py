@@ -11,11 +11,10 @@ import msgspec
 from millrace.gateway.errors import Refusal
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
-from millrace.gateway.responses.cursor import events_after
 from millrace.gateway.responses.items import Describe, OutputItems
-from millrace.gateway.responses.normalised import named
+from millrace.gateway.responses.normalised import THOUGHTS, named
+from millrace.gateway.responses.replay import events_after
 from millrace.gateway.responses.store import ResponseStore
-from millrace.gateway.responses.thoughts import THOUGHTS
 from millrace.gateway.responses.tools import call_kinds
 from millrace.gateway.streams.parts import (
     AnswerText,

@@ -5,14 +5,13 @@ Neither the model nor the tokens of the answer are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import msgspec
 from msgspec.structs import replace
 
-from millrace.gateway.responses.built_in_calls import called
-from millrace.gateway.responses.cursor import events_after
+from millrace.gateway.responses.built_in_calls import asked_of, called
 from millrace.gateway.responses.items import LENGTH, OutputItems
 from millrace.gateway.responses.tools import CallKind, told_name
 from millrace.gateway.streams.parts import (
@@ -27,13 +26,13 @@ from millrace.gateway.streams.parts import (
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.openai import LogprobInfo
 from millrace.schemas.responses.call_items import (
-    ApplyPatchCallItem,
     BuiltInCallItem,
     CustomToolCallItem,
-    LocalShellCallItem,
-    ShellCallItem,
 )
 from millrace.schemas.responses.events import (
+    ArgumentsDelta,
+    InputDelta,
+    ReasoningDelta,
     ResponseCompleted,
     ResponseCreated,
     ResponseEvent,
@@ -41,6 +40,7 @@ from millrace.schemas.responses.events import (
     ResponseIncomplete,
     ResponseInProgress,
     StreamError,
+    TextDelta,
 )
 from millrace.schemas.responses.items import (
     FunctionCallItem,
@@ -53,6 +53,7 @@ from millrace.schemas.responses.items import (
 )
 
 _decode = msgspec.json.Decoder(ResponseAnswer).decode
+_Deltas = ReasoningDelta | ArgumentsDelta | InputDelta
 
 
 def replayed(response: bytes, after: int) -> list[ResponseEvent]:
@@ -143,8 +144,31 @@ def _kept_arguments(item: BuiltInCallItem) -> str:
     """Return the arguments that make the same item; none make an ``incomplete`` item."""
     if item.status != "completed":
         return ""
-    if isinstance(item, LocalShellCallItem | ShellCallItem):
-        asked = item.action
-    else:
-        asked = item.operation if isinstance(item, ApplyPatchCallItem) else item.arguments
-    return msgspec.json.encode(asked).decode()
+    return msgspec.json.encode(asked_of(item)).decode()
+
+
+def events_after(events: Iterable[ResponseEvent], after: int) -> Iterator[ResponseEvent]:
+    """``events`` with a ``sequence_number`` over ``after``. That of a delta is its last
+    character's, so one that begins before loses the characters up to there: the client may have
+    read a stream whose text was cut otherwise."""
+    for event in events:
+        num_lacking = event.sequence_number - after
+        if num_lacking <= 0:
+            continue
+        if isinstance(event, TextDelta) and num_lacking < len(event.delta):
+            given, rest = event.delta[:-num_lacking], event.delta[-num_lacking:]
+            yield replace(event, delta=rest, logprobs=_behind(given, event.logprobs))
+        elif isinstance(event, _Deltas) and num_lacking < len(event.delta):
+            yield replace(event, delta=event.delta[-num_lacking:])
+        else:
+            yield event
+
+
+def _behind(text: str, logprobs: Sequence[LogprobInfo]) -> tuple[LogprobInfo, ...]:
+    """Those of the tokens that end behind ``text``."""
+    num_bytes, length = len(text.encode()), 0
+    for count, info in enumerate(logprobs):
+        length += len(info.bytes)
+        if length > num_bytes:
+            return tuple(logprobs[count:])
+    return ()

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 
 from millrace.bus.api import Outbox
 from millrace.gateway.streams.stream import OpenStream, status_of
@@ -177,22 +178,17 @@ class Deliveries:
     async def _send_all(self) -> None:
         while True:
             record = await self._waiting.get()
+            delays = doubling_delays(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
+            send = partial(self._outbox.publish, record)
             try:
-                await self._send(record)
+                await retry(send, delays, self._clock.sleep, retried=_may_pass)
+            except MillraceError as error:
+                self._lose(record, str(error))
             except Exception:
                 self._lose(record, "it could not be sent")
                 raise
             finally:
                 self._waiting.task_done()
-
-    async def _send(self, record: DeliveryRecord) -> None:
-        delays = doubling_delays(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-        try:
-            await retry(
-                lambda: self._outbox.publish(record), delays, self._clock.sleep, retried=_may_pass
-            )
-        except MillraceError as error:
-            self._lose(record, str(error))
 
     def _lose(self, record: DeliveryRecord, why: str) -> None:
         self.num_lost += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -152,6 +152,7 @@ class Client(ABC):
         self.drop(ClientEnd.GOING_AWAY)
 
 
+@dataclass(slots=True, eq=False)
 class OpenStream:
     """A job that this gateway answers, from before it is published until its end is recorded.
 
@@ -169,54 +170,31 @@ class OpenStream:
     its end was recorded: no metric counts it again.
     """
 
-    __slots__ = (
-        "accepted",
-        "cancellation",
-        "client",
-        "delivery",
-        "detached_until_s",
-        "from_index",
-        "is_copy",
-        "is_ready",
-        "job",
-        "last_frame_s",
-        "look_at_s",
-        "opened_s",
-        "outcome",
-        "owner",
-        "phase",
-        "reader",
-        "replay",
-        "stream_sequence",
-        "was_counted",
-    )
+    job: Job
+    client: Client
+    opened_s: float
+    _: KW_ONLY
+    owner: object = None
+    from_index: int = 0
+    phase: StreamPhase = field(default=StreamPhase.ATTACHED, init=False)
+    detached_until_s: float | None = field(default=None, init=False)
+    is_copy: bool = field(default=False, init=False)
+    was_counted: bool = field(default=False, init=False)
+    is_ready: bool = field(default=False, init=False)
+    accepted: bool = field(default=False, init=False)
+    stream_sequence: int | None = field(default=None, init=False)
+    cancellation: Cancellation | None = field(default=None, init=False)
+    outcome: str = field(default="", init=False)
+    replay: ReplayState = field(default_factory=ReplayState, init=False)
+    reader: StreamReader = field(init=False)
+    delivery: DeliveryFigures = field(init=False)
+    last_frame_s: float = field(init=False)
+    look_at_s: float = field(init=False)
 
-    def __init__(
-        self,
-        job: Job,
-        client: Client,
-        now_s: float,
-        *,
-        owner: object = None,
-        from_index: int = 0,
-    ) -> None:
-        self.job = job
-        self.client = client
-        self.owner = owner
-        self.phase = StreamPhase.ATTACHED
-        self.detached_until_s: float | None = None
-        self.is_copy = False
-        self.was_counted = False
-        self.from_index = from_index
-        self.reader = StreamReader(from_index)
-        self.is_ready = False
-        self.accepted = False
-        self.stream_sequence: int | None = None
-        self.cancellation: Cancellation | None = None
-        self.replay = ReplayState()
-        self.outcome = ""
-        self.opened_s = self.last_frame_s = self.look_at_s = now_s
-        self.delivery = DeliveryFigures(now_s)
+    def __post_init__(self) -> None:
+        self.reader = StreamReader(self.from_index)
+        self.delivery = DeliveryFigures(self.opened_s)
+        self.last_frame_s = self.look_at_s = self.opened_s
 
     def _enter(self, phase: StreamPhase) -> bool:
         """The one transition of phases: only forward; whether it was one."""

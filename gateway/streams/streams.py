@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from msgspec.structs import replace
@@ -32,39 +32,6 @@ _CANCEL_INTERVAL_S = 1.0
 _CANCEL_BOUND_S = 15.0
 _LAST_CANCELS_S = 0.5
 TAKEN_OVER = Failed(code="taken_over", message="Another connection goes on with this request.")
-
-
-class StreamCopies:
-    """By the ids of their jobs. A copy is here as long as its client may take something."""
-
-    def __init__(self) -> None:
-        self._copies: dict[str, list[OpenStream]] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._copies)
-
-    def __iter__(self) -> Iterator[OpenStream]:
-        for copies in self._copies.values():
-            yield from copies
-
-    def of(self, request_id: str) -> Sequence[OpenStream]:
-        """A snapshot: feeding one may remove it."""
-        # Most gateways have none at most times, and this is asked for each frame.
-        return list(self._copies.get(request_id, ())) if self._copies else ()
-
-    def add(self, stream: OpenStream) -> None:
-        stream.is_copy = True
-        self._copies.setdefault(stream.request_id, []).append(stream)
-
-    def remove(self, stream: OpenStream) -> bool:
-        """Whether it was here."""
-        copies = self._copies.get(stream.request_id, [])
-        if stream not in copies:
-            return False
-        copies.remove(stream)
-        if not copies:
-            del self._copies[stream.request_id]
-        return True
 
 
 class _NotYet:
@@ -105,7 +72,7 @@ class StreamTable:
             bus, gateway_id, fleet, clock, generations, self.on_frame, self._end
         )
         self._streams: dict[str, OpenStream] = {}
-        self._copies = StreamCopies()
+        self._copies: dict[str, list[OpenStream]] = {}  # by the ids of their jobs
         self._subscriptions: list[Subscription] = []
         self._proxy_subscriptions: dict[str, dict[str, Subscription]] = {}
         self._tasks = Tasks()
@@ -116,7 +83,7 @@ class StreamTable:
         return len(self._streams)
 
     def __iter__(self) -> Iterator[OpenStream]:
-        return chain(self._streams.values(), self._copies)
+        return chain(self._streams.values(), chain.from_iterable(self._copies.values()))
 
     @property
     def num_served(self) -> int:
@@ -179,7 +146,8 @@ class StreamTable:
             is_foreign = main is None or main.replay.is_foreign
         stream = OpenStream(job, client, self._clock.monotonic(), owner=owner)
         stream.accepted = True
-        self._copies.add(stream)
+        stream.is_copy = True
+        self._copies.setdefault(job.request_id, []).append(stream)
         self._has_streams.set()
         self.follow(stream, is_foreign=is_foreign)
         return stream
@@ -248,11 +216,18 @@ class StreamTable:
 
     def _remove(self, stream: OpenStream) -> bool:
         """Whether it was there: another one of the same request may have taken its place."""
+        request_id = stream.request_id
         if stream.is_copy:
-            return self._copies.remove(stream)
-        if self._streams.get(stream.request_id) is not stream:
+            copies = self._copies.get(request_id, [])
+            if stream not in copies:
+                return False
+            copies.remove(stream)
+            if not copies:
+                del self._copies[request_id]
+            return True
+        if self._streams.get(request_id) is not stream:
             return False
-        del self._streams[stream.request_id]
+        del self._streams[request_id]
         return True
 
     def cancel(self, stream: OpenStream, reason: CancelReason) -> None:
@@ -279,8 +254,9 @@ class StreamTable:
         stream = self._streams.get(request_id)
         if stream is not None:
             self._feed(stream, frame)
-        for copy in self._copies.of(request_id):
-            self._feed(copy, frame)
+        if self._copies:  # most gateways have none at most times
+            for copy in list(self._copies.get(request_id, ())):
+                self._feed(copy, frame)
 
     def _feed(self, stream: OpenStream, frame: Frame) -> None:
         outcome = stream.feed(frame, self._clock.monotonic())
@@ -329,7 +305,7 @@ class StreamTable:
             stream.phase is StreamPhase.DETACHED
             and stream.detached_until_s is not None
             and now_s >= stream.detached_until_s
-            and not self._copies.of(stream.request_id)
+            and stream.request_id not in self._copies
         ):
             self.abort(stream, ClientEnd.DISCONNECTED)
         elif stream.cancellation is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 from collections import OrderedDict
+from typing import TypeVar
 
 import msgspec
 from redis.exceptions import ResponseError
@@ -36,6 +37,7 @@ _KNOWN_WHILE_AWAY_S = 3600.0
 _MAX_KNOWN = 10_000
 _NOTE_USE_S = 60.0
 _LAST_NOTES_S = 0.5
+_V = TypeVar("_V")
 _RETRY_AFTER_S = 2.0
 
 
@@ -118,10 +120,7 @@ class Identity:
         return self._note_consent(tenant, stored.record)
 
     def _note_consent(self, tenant: str, record: TenantRecord) -> bool:
-        self._consents[tenant] = (record.keep_transcripts, self._clock.monotonic())
-        self._consents.move_to_end(tenant)
-        if len(self._consents) > _MAX_KNOWN:
-            self._consents.popitem(last=False)
+        _remember(self._consents, tenant, (record.keep_transcripts, self._clock.monotonic()))
         return record.keep_transcripts
 
     def demands_key_of(self, scope: Scope) -> bool:
@@ -177,10 +176,7 @@ class Identity:
         now_s = self._clock.monotonic()
         if self._store is None or now_s - self._noted_s.get(key_id, -_NOTE_USE_S) < _NOTE_USE_S:
             return
-        self._noted_s[key_id] = now_s
-        self._noted_s.move_to_end(key_id)
-        if len(self._noted_s) > _MAX_KNOWN:
-            self._noted_s.popitem(last=False)
+        _remember(self._noted_s, key_id, now_s)
         self._notes.spawn(self._write_use(self._store, key_id), f"note a use of {key_id}")
 
     async def _write_use(self, store: TenantStore, key_id: str) -> None:
@@ -221,10 +217,7 @@ class Identity:
         key_found, tenant_found = found
         known = _Known(key_found.record, tenant_found.record, now_s)
         self._note_consent(key_found.record.tenant, tenant_found.record)
-        self._known[key_id] = known
-        self._known.move_to_end(key_id)
-        if len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
+        _remember(self._known, key_id, known)
         return known
 
     def _caller(self, known: _Known) -> Caller:
@@ -237,6 +230,14 @@ class Identity:
             context_tokens=lower_limit(of_key.context_tokens, of_tenant.context_tokens),
             is_admin=known.key.is_admin,
         )
+
+
+def _remember(known: OrderedDict[str, _V], key: str, value: _V) -> None:
+    """Keep the newest ``_MAX_KNOWN`` values."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > _MAX_KNOWN:
+        known.popitem(last=False)
 
 
 def token_of(scope: Scope) -> str | None:

@@ -7,6 +7,7 @@ import contextlib
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -119,12 +120,10 @@ def _check_media_type(scope: Scope) -> None:
 
 def content_length(scope: Scope) -> int | None:
     """What the head declares. Raises ParameterError if it is no number."""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            if not value.isdigit():
-                raise ParameterError("content-length", "content-length must be a number")
-            return int(value)
-    return None
+    declared = header_of(scope, b"content-length")
+    if declared is not None and not (declared.isascii() and declared.isdigit()):
+        raise ParameterError("content-length", "content-length must be a number")
+    return None if declared is None else int(declared)
 
 
 def header_of(scope: Scope, name: bytes) -> str | None:
@@ -217,24 +216,26 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
 
-        async def send_with_id(event: Event) -> None:
-            if event["type"] == "http.response.start":
-                event = {**event, "headers": _headers_with(given, event["headers"])}
-            await send(event)
+        await self._app(scope, receive, with_headers(send, partial(_headers_with, given)))
 
-        await self._app(scope, receive, send_with_id)
+
+def with_headers(send: Send, change: Callable[[Headers], Headers]) -> Send:
+    """``send`` of a response with the headers that ``change`` makes of its own."""
+
+    async def send_changed(event: Event) -> None:
+        if event["type"] == "http.response.start":
+            event = {**event, "headers": change(event["headers"])}
+        await send(event)
+
+    return send_changed
 
 
 def with_id_also_as(name: bytes, send: Send) -> Send:
     """Our own id in a header of that name, too."""
-
-    async def send_with_name(event: Event) -> None:
-        if event["type"] == "http.response.start":
-            also = [(name, value) for known, value in event["headers"] if known == _NAME]
-            event = {**event, "headers": [*event["headers"], *also]}
-        await send(event)
-
-    return send_with_name
+    return with_headers(
+        send,
+        lambda own: [*own, *((name, value) for known, value in own if known == _NAME)],
+    )
 
 
 def _headers_with(given: str, headers: Headers) -> Headers:

@@ -16,12 +16,12 @@ from millrace.gateway.errors import Refusal, refusal_of
 from millrace.gateway.transport.http import (
     JSON,
     AsgiApp,
-    Event,
     Receive,
     Scope,
     Send,
     header_of,
     refuse_handshake,
+    with_headers,
 )
 from millrace.gateway.transport.response_headers import EXPOSED
 from millrace.runtime.addresses import is_loopback
@@ -250,13 +250,8 @@ class OriginGuard:
             await send({"type": "http.response.body", "body": b""})
             return
 
-        async def send_with_origin(event: Event) -> None:
-            if event["type"] == "http.response.start":
-                exposed = (b"access-control-expose-headers", EXPOSED)
-                event["headers"] = [*event["headers"], allow, vary, exposed]
-            await send(event)
-
-        await self._app(scope, receive, send_with_origin)
+        more = [allow, vary, (b"access-control-expose-headers", EXPOSED)]
+        await self._app(scope, receive, with_headers(send, lambda own: [*own, *more]))
 
 
 @functools.lru_cache(maxsize=_MAX_HOSTS)

@@ -13,7 +13,7 @@ import openai
 import websockets
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from millrace.gateway.transport.event_ids import parse_event_id
+from millrace.gateway.api.event_ids import parse_event_id
 from tests.e2e.clients import Answer, chat_body
 from tests.support.system import System
 

@@ -16,7 +16,7 @@ from starlette.routing import Mount, Route
 from websockets.asyncio.client import connect
 
 from millrace.gateway import app
-from millrace.gateway.api.pooled.classify import ROUTE as CLASSIFY_ROUTE
+from millrace.gateway.api.pooled.embeddings import CLASSIFY_ROUTE
 from millrace.gateway.openapi import document as openapi
 from millrace.gateway.openapi.fields import FIELDS, SAMPLING
 from millrace.gateway.openapi.operations import OPERATIONS

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
+from millrace.gateway.api.answers import HttpClient
 from millrace.gateway.core import Gateway
 from millrace.gateway.errors import DrainingError
 from millrace.gateway.rendering.tokens import logprob_infos
-from millrace.gateway.request.idempotency import Idempotency
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.request.response_stream import ResponseStream
 from millrace.gateway.request.resuming import UnknownRequestError
@@ -23,8 +22,7 @@ from millrace.gateway.responses.store import (
     is_background,
     is_over,
 )
-from millrace.gateway.streams.parts import Part
-from millrace.gateway.streams.stream import Client, DetachedClient, OpenStream
+from millrace.gateway.streams.stream import DetachedClient
 from millrace.gateway.tenancy.identity import Caller
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError, ModelNotFoundError
@@ -40,47 +38,6 @@ class NotInBackgroundError(MillraceError, code="not_in_background", http_status=
     def __init__(self, param: str) -> None:
         super().__init__("Only an answer that was asked for with background: true can do that.")
         self.param = param
-
-
-class _Waiting(Client):
-    """Waits for what comes, at this gateway only."""
-
-    def __init__(self) -> None:
-        super().__init__(limit_bytes=2**62)
-        self._wakeup = asyncio.Event()
-        self._dropped = False
-
-    def wake(self, _stream: OpenStream) -> None:
-        self._wakeup.set()
-
-    def drop(self, _reason: str) -> None:
-        self._dropped = True
-        self._wakeup.set()
-
-    async def wait(self) -> None:
-        """Raises DrainingError if this gateway shuts down."""
-        await self._wakeup.wait()
-        self._wakeup.clear()
-        if self._dropped:
-            raise DrainingError("This gateway is shutting down. Send the request again.")
-
-
-class _BackgroundKeeper:
-    """A ``gateway.request.response_stream.Keeper``."""
-
-    def __init__(
-        self, renderer: ResponseRenderer, response: ResponseStream, idempotency: Idempotency
-    ) -> None:
-        self._renderer = renderer
-        self._response = response
-        self._idempotency = idempotency
-
-    def add(self, part: Part) -> None:
-        self._renderer.add(part)
-
-    async def keep(self) -> None:
-        await self._renderer.keep()
-        await self._idempotency.release_of_failure(self._response)
 
 
 class BackgroundResponses:
@@ -107,7 +64,7 @@ class BackgroundResponses:
         except BaseException:
             response.abort("failed")
             raise
-        response.detach(None, "", self._keeper(renderer, response))
+        response.detach(None, "", renderer)
         stored = await self.look(response.caller, response.request_id)
         return msgspec.json.encode(queued) if stored is None else bytes(stored.response)
 
@@ -125,8 +82,7 @@ class BackgroundResponses:
         except ModelNotFoundError:
             return stored  # nothing more of it can be read here
         if adopted is not None:
-            keeper = self._keeper(self.renderer(stored, adopted), adopted)
-            adopted.detach(None, "", keeper)
+            adopted.detach(None, "", self.renderer(stored, adopted))
         if not await self._has_begun(response_id):
             return stored
         response = msgspec.structs.replace(_decode(stored.response), status="in_progress")
@@ -166,11 +122,8 @@ class BackgroundResponses:
             conversations=self._conversations,
         )
 
-    def _keeper(self, renderer: ResponseRenderer, response: ResponseStream) -> _BackgroundKeeper:
-        return _BackgroundKeeper(renderer, response, self._gateway.idempotency)
-
     async def _cancel(self, caller: Caller, response_id: str, stored: StoredResponse) -> None:
-        client = _Waiting()
+        client = HttpClient(2**62, lambda: None)
         try:
             response = await self._gateway.resuming.share(caller, response_id, client)
         except UnknownRequestError:
@@ -184,6 +137,8 @@ class BackgroundResponses:
                 if response.ended:
                     break
                 await client.wait()
+                if client.going_away:
+                    raise DrainingError
             if not response.was_handed_off:
                 await renderer.keep()
             response.finish()

@@ -1,20 +1,24 @@
-"""``/v1/chats``: what a front end keeps of its conversations, for the tenant's other browsers."""
+"""``/v1/chats``: what a front end keeps of its conversations, for the tenant's other browsers;
+``/v1/sessions/{id}``: a conversation that the gateway keeps, to read and to delete."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from millrace.gateway.api.paging import limit_of, list_response
+from millrace.gateway.api.rest import RestApi, limit_of, list_response, refuse_other_fields
 from millrace.gateway.core import Gateway
 from millrace.gateway.sessions.chats import ChatNotFoundError, ChatStore
+from millrace.gateway.sessions.sessions import SessionNotFoundError
 from millrace.gateway.tenancy.identity import Caller
-from millrace.gateway.transport.http import json_response, read_body
-from millrace.registry.requests.decoding import decode
+from millrace.gateway.transport.http import json_response
 from millrace.schemas.chat.chats import MAX_TITLE_CHARACTERS, ChatDeleted, ChatList, ChatUpdate
 from millrace.schemas.errors import MillraceError, ParameterError
+from millrace.schemas.jobs import MAX_LABEL_CHARACTERS
 
 MAX_PAGE_CHATS = 100
 _PAGE_CHATS = 20
@@ -29,13 +33,12 @@ class ChatsNeedKeyError(MillraceError, code="chats_need_key", http_status=403):
         )
 
 
-class ChatsApi:
+class ChatsApi(RestApi):
     """Starlette endpoints over one gateway; each tenant sees its own chats."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        super().__init__(gateway)
         self._store = ChatStore(gateway.redis, gateway.config, gateway.clock)
-        self._update = msgspec.json.Decoder(ChatUpdate)
 
     def routes(self) -> list[Route]:
         one = "/v1/chats/{chat_id}"
@@ -49,9 +52,7 @@ class ChatsApi:
     async def list(self, request: Request) -> Response:
         """In pages, the last changed first. One that is changed while they are read may come again
         or be missing."""
-        for name in request.query_params:
-            if name not in ("limit", "after"):
-                raise ParameterError(name, f"{name} is not a field of this request; leave it out.")
+        refuse_other_fields(request, ("limit", "after"))
         caller = await self._caller(request)
         num = limit_of(request, _PAGE_CHATS, MAX_PAGE_CHATS)
         after = request.query_params.get("after", "")
@@ -60,25 +61,26 @@ class ChatsApi:
 
     async def chat(self, request: Request) -> Response:
         caller = await self._caller(request)
-        return json_response(await self._store.get(caller.tenant, _chat_id(request)))
+        return json_response(await self._store.get(caller.tenant, request.path_params["chat_id"]))
 
     async def put(self, request: Request) -> Response:
         """Keep a new one, or another revision of it."""
         caller = await self._caller(request)
-        body = await read_body(request.scope, request.receive, self._gateway.config)
-        asked = decode(self._update, body)
+        asked = await self._read(request, ChatUpdate)
         _check(asked)
-        return json_response(await self._store.put(caller.tenant, _chat_id(request), asked))
+        return json_response(
+            await self._store.put(caller.tenant, request.path_params["chat_id"], asked)
+        )
 
     async def delete(self, request: Request) -> Response:
         caller = await self._caller(request)
-        chat_id = _chat_id(request)
+        chat_id = request.path_params["chat_id"]
         if not await self._store.delete(caller.tenant, chat_id):
             raise ChatNotFoundError
         return json_response(ChatDeleted(id=chat_id))
 
     async def _caller(self, request: Request) -> Caller:
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await super()._caller(request)
         if not caller.key_id:
             raise ChatsNeedKeyError
         return caller
@@ -94,6 +96,38 @@ def _check(asked: ChatUpdate) -> None:
         raise ParameterError("document", "document must be a JSON object.")
 
 
-def _chat_id(request: Request) -> str:
-    chat_id: str = request.path_params["chat_id"]
-    return chat_id
+class SessionDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["session"]
+    deleted: bool
+
+
+class SessionsApi(RestApi):
+    """Starlette endpoints over one gateway's sessions; a caller sees its own tenant's only."""
+
+    def routes(self) -> list[Route]:
+        path = "/v1/sessions/{session_id:path}"
+        return [
+            Route(path, self.read, methods=["GET"]),
+            Route(path, self.delete, methods=["DELETE"]),
+        ]
+
+    async def read(self, request: Request) -> Response:
+        """The turns that are kept. Looking at them does not prolong a session's life."""
+        caller = await self._caller(request)
+        session_id = _session_id(request)
+        return json_response(await self._gateway.sessions.history(caller.tenant, session_id))
+
+    async def delete(self, request: Request) -> Response:
+        """Forget it, and what requests that still run would add to it."""
+        caller = await self._caller(request)
+        session_id = _session_id(request)
+        await self._gateway.sessions.delete(caller.tenant, session_id)
+        return json_response(SessionDeleted(id=session_id, object="session", deleted=True))
+
+
+def _session_id(request: Request) -> str:
+    session_id: str = request.path_params["session_id"]
+    if not 1 <= len(session_id) <= MAX_LABEL_CHARACTERS:
+        raise SessionNotFoundError
+    return session_id

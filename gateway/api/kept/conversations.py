@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from millrace.gateway.api.kept.items_page import check_items_query, check_query, items_page
-from millrace.gateway.api.paging import list_response
+from millrace.gateway.api.rest import (
+    RestApi,
+    check_items_query,
+    check_query,
+    items_page,
+    list_response,
+    place_of,
+)
 from millrace.gateway.core import Gateway
 from millrace.gateway.responses.conversations import ConversationNotFoundError, ConversationStore
 from millrace.gateway.responses.input import given_items
@@ -20,8 +25,7 @@ from millrace.gateway.responses.normalised import named
 from millrace.gateway.responses.references import ItemNotFoundError, resolve
 from millrace.gateway.responses.store import ResponseStore
 from millrace.gateway.tenancy.identity import Caller
-from millrace.gateway.transport.http import json_response, new_request_id, read_body
-from millrace.registry.requests.decoding import decode
+from millrace.gateway.transport.http import json_response, new_request_id
 from millrace.registry.requests.message_fields import check_metadata
 from millrace.schemas.chat.conversations import (
     Conversation,
@@ -38,19 +42,14 @@ from millrace.schemas.responses.kept import ItemList
 MAX_NEW_ITEMS = 20
 _NS_PER_S = 1_000_000_000
 
-_BodyT = TypeVar("_BodyT", ConversationRequest, ConversationUpdate, NewItems)
 
-
-class ConversationsApi:
+class ConversationsApi(RestApi):
     """Starlette endpoints over one gateway; each tenant sees its own conversations."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        super().__init__(gateway)
         self._store = ConversationStore(gateway.redis, gateway.config)
         self._responses = ResponseStore(gateway.redis, gateway.config)
-        self._new = msgspec.json.Decoder(ConversationRequest)
-        self._update = msgspec.json.Decoder(ConversationUpdate)
-        self._items = msgspec.json.Decoder(NewItems)
 
     def routes(self) -> list[Route]:
         one = "/v1/conversations/{conversation_id}"
@@ -67,7 +66,8 @@ class ConversationsApi:
 
     async def create(self, request: Request) -> Response:
         """A new one, with the items that are given."""
-        caller, asked = await self._read(request, self._new)
+        caller = await self._caller(request)
+        asked = await self._read(request, ConversationRequest)
         check_metadata(asked.metadata)
         items, notices = await self._given(asked.items or (), (), caller)
         head = Conversation(
@@ -81,23 +81,24 @@ class ConversationsApi:
         return _with_notices(json_response(head), notices)
 
     async def conversation(self, request: Request) -> Response:
-        caller = await self._gateway.identity.caller(request.scope)
-        kept = await self._store.get(caller.tenant, _conversation_id(request))
+        caller = await self._caller(request)
+        kept = await self._store.get(caller.tenant, request.path_params["conversation_id"])
         return json_response(kept.head)
 
     async def update(self, request: Request) -> Response:
         """Other metadata, in the place of what it has."""
-        caller, asked = await self._read(request, self._update)
+        caller = await self._caller(request)
+        asked = await self._read(request, ConversationUpdate)
         check_metadata(asked.metadata)
-        kept = await self._store.get(caller.tenant, _conversation_id(request))
+        kept = await self._store.get(caller.tenant, request.path_params["conversation_id"])
         head = msgspec.structs.replace(kept.head, metadata=asked.metadata or {})
         await self._store.update(caller.tenant, head)
         return json_response(head)
 
     async def delete(self, request: Request) -> Response:
         """Forget it with its items. Answers that run then are added to none."""
-        caller = await self._gateway.identity.caller(request.scope)
-        conversation_id = _conversation_id(request)
+        caller = await self._caller(request)
+        conversation_id = request.path_params["conversation_id"]
         if not await self._store.delete(caller.tenant, conversation_id):
             raise ConversationNotFoundError(conversation_id)
         return json_response(ConversationDeleted(id=conversation_id))
@@ -105,17 +106,18 @@ class ConversationsApi:
     async def items(self, request: Request) -> Response:
         """Its items, in pages."""
         check_items_query(request)
-        caller = await self._gateway.identity.caller(request.scope)
-        kept = await self._store.get(caller.tenant, _conversation_id(request))
+        caller = await self._caller(request)
+        kept = await self._store.get(caller.tenant, request.path_params["conversation_id"])
         return items_page(request, kept.items)
 
     async def add_items(self, request: Request) -> Response:
         """More items, behind all others."""
         check_query(request, ())
-        caller, asked = await self._read(request, self._items)
+        caller = await self._caller(request)
+        asked = await self._read(request, NewItems)
         if not asked.items:
             raise ParameterError("items", "items must hold at least one item.")
-        conversation_id = _conversation_id(request)
+        conversation_id = request.path_params["conversation_id"]
         kept = await self._store.get(caller.tenant, conversation_id)
         items, notices = await self._given(asked.items, kept.items, caller)
         await self._store.append(caller.tenant, conversation_id, items)
@@ -123,25 +125,18 @@ class ConversationsApi:
 
     async def item(self, request: Request) -> Response:
         check_query(request, ())
-        caller = await self._gateway.identity.caller(request.scope)
-        kept = await self._store.get(caller.tenant, _conversation_id(request))
+        caller = await self._caller(request)
+        kept = await self._store.get(caller.tenant, request.path_params["conversation_id"])
         return json_response(kept.items[_place(request, kept.items)])
 
     async def delete_item(self, request: Request) -> Response:
         """Forget one item; what is left of the conversation."""
-        caller = await self._gateway.identity.caller(request.scope)
-        conversation_id = _conversation_id(request)
+        caller = await self._caller(request)
+        conversation_id = request.path_params["conversation_id"]
         kept = await self._store.get(caller.tenant, conversation_id)
         field = kept.fields[_place(request, kept.items)]
         await self._store.delete_item(caller.tenant, conversation_id, field)
         return json_response(kept.head)
-
-    async def _read(
-        self, request: Request, decoder: msgspec.json.Decoder[_BodyT]
-    ) -> tuple[Caller, _BodyT]:
-        caller = await self._gateway.identity.caller(request.scope)
-        body = await read_body(request.scope, request.receive, self._gateway.config)
-        return caller, decode(decoder, body)
 
     async def _given(
         self, raw: Sequence[msgspec.Raw], earlier: tuple[Item, ...], caller: Caller
@@ -175,14 +170,9 @@ def _with_notices(response: Response, notices: Notices) -> Response:
     return response
 
 
-def _conversation_id(request: Request) -> str:
-    conversation_id: str = request.path_params["conversation_id"]
-    return conversation_id
-
-
 def _place(request: Request, items: Sequence[Item]) -> int:
     item_id: str = request.path_params["item_id"]
-    for place, item in enumerate(items):
-        if item.id == item_id:
-            return place
-    raise ItemNotFoundError("item_id", item_id)
+    place = place_of(items, item_id)
+    if place is None:
+        raise ItemNotFoundError("item_id", item_id)
+    return place

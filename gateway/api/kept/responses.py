@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
 from functools import partial
 
@@ -12,11 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 
-from millrace.gateway.api.answers import SSE_HEADERS, follow
-from millrace.gateway.api.client_connection import HttpClient
-from millrace.gateway.api.counted_reading import counted_body
+from millrace.gateway.api.answers import SSE_HEADERS, HttpClient, follow
 from millrace.gateway.api.kept.background import BackgroundResponses, NotInBackgroundError
-from millrace.gateway.api.kept.items_page import check_items_query, check_query, items_page
+from millrace.gateway.api.rest import RestApi, check_items_query, check_query, items_page
 from millrace.gateway.core import Gateway
 from millrace.gateway.endpoints import Endpoint, Prepared, read_long
 from millrace.gateway.rendering.rendering import Renderer
@@ -42,7 +38,7 @@ from millrace.gateway.responses.store import (
     is_over,
     model_of,
 )
-from millrace.gateway.responses.window import fit_window, num_input_tokens
+from millrace.gateway.sessions.context_window import fit_window, num_input_tokens
 from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import (
     Headers,
@@ -192,11 +188,11 @@ class ResponsesEndpoint(Endpoint):
         )
 
 
-class ResponsesApi:
+class ResponsesApi(RestApi):
     """What is kept of answers; each tenant sees its own. An answer is kept when it has ended."""
 
     def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+        super().__init__(gateway)
         self._store = ResponseStore(gateway.redis, gateway.config)
         self._background = BackgroundResponses(gateway, self._store)
         self._endpoint = ResponsesEndpoint(gateway)
@@ -216,7 +212,7 @@ class ResponsesApi:
         those after ``starting_after``."""
         check_query(request, ("stream", "starting_after"))
         is_stream, after = _is_stream(request), _starting_after(request)
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         response_id = request.path_params["response_id"]
         stored = await self._background.look(caller, response_id)
         if stored is None:
@@ -231,20 +227,20 @@ class ResponsesApi:
 
     async def cancel(self, request: Request) -> HttpResponse:
         """Have an answer in the background end."""
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         stored = await self._background.cancel(caller, request.path_params["response_id"])
         return _whole(stored)
 
     async def input_tokens(self, request: Request) -> HttpResponse:
         """How many tokens the prompt of a request would have. It counts as a request."""
-        async with counted_body(self._gateway, request) as (caller, body):
+        async with self._counted_body(request) as (caller, body):
             prompts = self._gateway.prompts
             count = await self._endpoint.count(body, caller, prompts)
         return json_response(count)
 
     async def delete(self, request: Request) -> HttpResponse:
         """Forget an answer; one that is made in the background is made no more."""
-        caller = await self._gateway.identity.caller(request.scope)
+        caller = await self._caller(request)
         response_id = request.path_params["response_id"]
         stored = await self._store.get(caller.tenant, response_id)
         if stored is not None and is_background(stored) and not is_over(stored):
@@ -256,16 +252,11 @@ class ResponsesApi:
     async def input_items(self, request: Request) -> HttpResponse:
         """All items that went before the answer, in pages, the newest first unless told."""
         check_items_query(request)
-        stored = await self._stored(request)
-        return items_page(request, stored.input)
-
-    async def _stored(self, request: Request) -> StoredResponse:
-        caller = await self._gateway.identity.caller(request.scope)
-        response_id = request.path_params["response_id"]
+        caller, response_id = await self._caller(request), request.path_params["response_id"]
         stored = await self._store.get(caller.tenant, response_id)
         if stored is None:
             raise ResponseNotFoundError(response_id)
-        return stored
+        return items_page(request, stored.input)
 
 
 class _ToldNotices(msgspec.Struct, frozen=True):
@@ -336,8 +327,7 @@ class _Followed(HttpResponse):
         gateway = self._gateway
         client = HttpClient(gateway.config.client_buffer_bytes, lambda: None)
         give_up_s = gateway.clock.monotonic() + gateway.config.request_timeout_s
-        watch = asyncio.create_task(client.watch(receive))
-        try:
+        async with client.watching(receive):
             while gateway.clock.monotonic() < give_up_s:
                 stored = await self._background.look(self._caller, self._response_id)
                 if stored is None or is_over(stored):
@@ -348,10 +338,6 @@ class _Followed(HttpResponse):
             if stored is None or not is_over(stored):
                 raise ResponseNotFoundError(self._response_id)
             return stored
-        finally:
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
 
 
 def _is_stream(request: Request) -> bool:

@@ -1,16 +1,13 @@
-"""``POST /v1/embeddings``, and ``/pooling`` as vLLM's servers have it."""
+"""``POST /v1/embeddings``, and ``/pooling`` and ``/classify`` as vLLM's servers have them."""
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from millrace.gateway.api.pooled.classify import class_activation
 from millrace.gateway.api.pooled.pooled import (
     AnswerHead,
-    PooledAnswer,
     PooledAsk,
     PooledEndpoint,
     PooledPlan,
@@ -21,14 +18,16 @@ from millrace.gateway.rendering.embedding_vectors import VectorForm, form_of, nu
 from millrace.gateway.request.embedding_jobs import (
     classifier_of,
     embedding_pooling,
+    inputs_of,
     truncated_inputs,
-    user_of,
 )
-from millrace.registry.checkpoints.classifier import activated
+from millrace.registry.checkpoints.classifier import Activation, ClassifierHead, activated
 from millrace.registry.requests.decoding import decode
-from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.chat.asked import Api
 from millrace.schemas.embeddings import (
+    ClassifiedText,
+    ClassifyList,
+    ClassifyRequest,
     EmbeddingList,
     EmbeddingObject,
     EmbeddingRequest,
@@ -43,11 +42,13 @@ ROUTE = "/v1/embeddings"
 POOLING_ROUTE = "/pooling"
 # Fields that only embeddings have.
 _OF_EMBEDDINGS = ("dimensions", "normalize", "pooling")
+CLASSIFY_ROUTE = "/classify"
 
 
 def embedding_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
     embeddings = msgspec.json.Decoder(EmbeddingRequest)
     pooling = msgspec.json.Decoder(PoolingRequest)
+    classify = msgspec.json.Decoder(ClassifyRequest)
     return [
         PooledEndpoint(
             gateway, (ROUTE,), "embd", Api.EMBEDDINGS, lambda body: _embed(decode(embeddings, body))
@@ -59,38 +60,14 @@ def embedding_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
             Api.POOLING,
             lambda body: _pool(decode(pooling, body)),
         ),
+        PooledEndpoint(
+            gateway,
+            (CLASSIFY_ROUTE,),
+            "classify",
+            Api.CLASSIFY,
+            lambda body: _classify(decode(classify, body)),
+        ),
     ]
-
-
-class _Vectors(PooledAnswer[msgspec.Raw], ABC):
-    """Each input's numbers as ``encode`` gives them out."""
-
-    def __init__(self, model: str, encode: Callable[[bytes], msgspec.Raw]) -> None:
-        self._model = model
-        self._encode = encode
-
-    def of_input(self, pooled: bytes) -> msgspec.Raw:
-        return self._encode(pooled)
-
-
-class _Embeddings(_Vectors):
-    def whole(self, made: Sequence[msgspec.Raw], head: AnswerHead) -> EmbeddingList:
-        return EmbeddingList(
-            data=tuple(EmbeddingObject(index=i, embedding=one) for i, one in enumerate(made)),
-            model=self._model,
-            usage=head.usage,
-        )
-
-
-class _Pooled(_Vectors):
-    def whole(self, made: Sequence[msgspec.Raw], head: AnswerHead) -> PoolingList:
-        return PoolingList(
-            id=head.request_id,
-            created=head.created_s,
-            data=tuple(PoolingObject(index=i, data=one) for i, one in enumerate(made)),
-            model=self._model,
-            usage=head.usage,
-        )
 
 
 def _embed(asked: EmbeddingRequest) -> PooledAsk:
@@ -98,9 +75,16 @@ def _embed(asked: EmbeddingRequest) -> PooledAsk:
 
     def plan(model: ServedModelLike) -> PooledPlan:
         pooling = embedding_pooling(asked.pooling, model)
-        return PooledPlan(inputs, pooling, _Embeddings(asked.model, form_of(asked, model).encode))
+        return PooledPlan(inputs, pooling, form_of(asked, model).encode, whole)
 
-    return _ask_of(asked, num_kept, plan)
+    def whole(made: Sequence[msgspec.Raw], head: AnswerHead) -> EmbeddingList:
+        return EmbeddingList(
+            data=tuple(EmbeddingObject(index=i, embedding=one) for i, one in enumerate(made)),
+            model=asked.model,
+            usage=head.usage,
+        )
+
+    return PooledAsk.of(asked, plan, num_kept)
 
 
 def _pool(asked: PoolingRequest) -> PooledAsk:
@@ -108,15 +92,24 @@ def _pool(asked: PoolingRequest) -> PooledAsk:
 
     def plan(model: ServedModelLike) -> PooledPlan:
         if asked.task == "classify" or (asked.task is None and model.classifier is not None):
-            return PooledPlan(inputs, Pooling.CLASSIFY, _Pooled(asked.model, _labels(asked, model)))
+            return PooledPlan(inputs, Pooling.CLASSIFY, _labels(asked, model), whole)
         pooling = embedding_pooling(asked.pooling, model)
         if asked.use_activation is not None:
             raise ParameterError(
                 "use_activation", "use_activation goes with labels; see normalize."
             )
-        return PooledPlan(inputs, pooling, _Pooled(asked.model, form_of(asked, model).encode))
+        return PooledPlan(inputs, pooling, form_of(asked, model).encode, whole)
 
-    return _ask_of(asked, num_kept, plan)
+    def whole(made: Sequence[msgspec.Raw], head: AnswerHead) -> PoolingList:
+        return PoolingList(
+            id=head.request_id,
+            created=head.created_s,
+            data=tuple(PoolingObject(index=i, data=one) for i, one in enumerate(made)),
+            model=asked.model,
+            usage=head.usage,
+        )
+
+    return PooledAsk.of(asked, plan, num_kept)
 
 
 def _labels(asked: PoolingRequest, model: ServedModelLike) -> Callable[[bytes], msgspec.Raw]:
@@ -129,14 +122,41 @@ def _labels(asked: PoolingRequest, model: ServedModelLike) -> Callable[[bytes], 
     return lambda pooled: form.encode_numbers(activated(numbers_of(pooled), activation))
 
 
-def _ask_of(
-    asked: EmbeddingRequest, num_kept: int | None, plan: Callable[[ServedModelLike], PooledPlan]
-) -> PooledAsk:
-    return PooledAsk(
-        model=asked.model,
-        plan=plan,
-        user=user_of(asked.user),
-        truncate_prompt_tokens=num_kept,
-        priority=priority_of(asked.priority),
-        metadata=metadata_of(asked.metadata),
-    )
+def class_activation(head: ClassifierHead, use_activation: bool | None) -> Activation:
+    """What the numbers of a text's labels go through."""
+    return Activation.NONE if use_activation is False else head.class_activation
+
+
+def _classify(asked: ClassifyRequest) -> PooledAsk:
+    inputs = inputs_of(asked.input)
+
+    def plan(model: ServedModelLike) -> PooledPlan:
+        head = classifier_of(model)
+        activation = class_activation(head, asked.use_activation)
+
+        def whole(made: Sequence[list[float]], answer: AnswerHead) -> ClassifyList:
+            texts = (
+                ClassifiedText(
+                    index=index,
+                    label=head.labels[numbers.index(max(numbers))],
+                    probs=tuple(numbers),
+                    num_classes=len(numbers),
+                )
+                for index, numbers in enumerate(made)
+            )
+            return ClassifyList(
+                id=answer.request_id,
+                created=answer.created_s,
+                model=asked.model,
+                data=tuple(texts),
+                usage=answer.usage,
+            )
+
+        return PooledPlan(
+            inputs,
+            Pooling.CLASSIFY,
+            lambda pooled: activated(numbers_of(pooled), activation),
+            whole,
+        )
+
+    return PooledAsk.of(asked, plan, asked.truncate_prompt_tokens)

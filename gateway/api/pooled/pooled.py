@@ -4,9 +4,8 @@ together."""
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -17,7 +16,7 @@ from millrace.gateway.core import Gateway
 from millrace.gateway.endpoints import read_long
 from millrace.gateway.errors import refusal_of, refusal_of_end
 from millrace.gateway.models import ServedModelLike
-from millrace.gateway.request.embedding_jobs import Input, jobs_of
+from millrace.gateway.request.embedding_jobs import Input, jobs_of, user_of
 from millrace.gateway.request.job_maker import bare_job
 from millrace.gateway.request.tracing import TRACEPARENT, RequestTrace
 from millrace.gateway.streams.stream import total_usage
@@ -33,8 +32,15 @@ from millrace.gateway.transport.http import (
     request_id_header,
     wait_for_disconnect,
 )
+from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.schemas.chat.asked import Api
-from millrace.schemas.embeddings import EmbeddingUsage
+from millrace.schemas.embeddings import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    EmbeddingUsage,
+    RerankRequest,
+    ScoreRequest,
+)
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.frames import Done, TerminalFrame, Usage
 from millrace.schemas.jobs import Job
@@ -47,9 +53,6 @@ MAX_JOBS_AT_ONCE = 64
 _NS_PER_S = 1_000_000_000
 
 
-_MadeT = TypeVar("_MadeT")
-
-
 class AnswerHead(NamedTuple):
     """What is known of an answer beside what was pooled: ``usage`` and ``notices`` are of all
     inputs, ``created_s`` is UTC epoch."""
@@ -60,24 +63,15 @@ class AnswerHead(NamedTuple):
     notices: Notices = ()
 
 
-class PooledAnswer(ABC, Generic[_MadeT]):
-    """What is made of embeddings or of the numbers of labels."""
-
-    @abstractmethod
-    def of_input(self, pooled: bytes) -> _MadeT:
-        """What is kept of what a worker pooled of an input, in little-endian float32."""
-
-    @abstractmethod
-    def whole(self, made: Sequence[_MadeT], head: AnswerHead) -> object:
-        """The body, of what was made of each input."""
-
-
 class PooledPlan(NamedTuple):
-    """What a model is to compute of each input, and what is made of that."""
+    """What a model is to compute of each input, and what is made of that: ``of_input`` of what a
+    worker pooled of an input, in little-endian float32, and ``whole``, the body, of all that
+    ``of_input`` made."""
 
     inputs: Sequence[Input]
     pooling: Pooling
-    answer: PooledAnswer[Any]
+    of_input: Callable[[bytes], Any]
+    whole: Callable[[Sequence[Any], AnswerHead], object]
 
 
 class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +84,23 @@ class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     priority: int = 0
     metadata: dict[str, str] = {}
+
+    @classmethod
+    def of(
+        cls,
+        asked: EmbeddingRequest | ClassifyRequest | RerankRequest | ScoreRequest,
+        plan: Callable[[ServedModelLike], PooledPlan],
+        num_kept: int | None,
+    ) -> PooledAsk:
+        """Raises ParameterError for a field that cannot be honoured."""
+        return cls(
+            model=asked.model,
+            plan=plan,
+            user=user_of(asked.user),
+            truncate_prompt_tokens=num_kept,
+            priority=priority_of(asked.priority),
+            metadata=metadata_of(asked.metadata),
+        )
 
 
 class _Made(NamedTuple):
@@ -170,12 +181,12 @@ class PooledEndpoint:
         if name is None:
             name = await self._only_scorer(caller.tenant)
         model = await gateway.models.get_named(name, caller.tenant)
-        inputs, pooling, shape = asked.plan(model)
-        base = self._base_job(asked, name, request_id, pooling, caller)
+        plan = asked.plan(model)
+        base = self._base_job(asked, name, request_id, plan.pooling, caller)
         if trace is not None:
             trace.note_model(name)
             base = msgspec.structs.replace(base, traceparent=trace.context.traceparent)
-        jobs = await jobs_of(base, inputs, model, gateway.prompts)
+        jobs = await jobs_of(base, plan.inputs, model, gateway.prompts)
         notices = bounded([one for job in jobs for one in job.notices])
         left = await gateway.admission.reserve(caller, request_id, model, jobs)
         headers = [request_id_header(request_id), *left]
@@ -183,7 +194,7 @@ class PooledEndpoint:
             headers.append((NOTICE_HEADER, header_value(notices)))
         made: list[_Made | None] = [None] * len(jobs)
         try:
-            await self._make(jobs, shape, made, request.receive)
+            await self._make(jobs, plan, made, request.receive)
         except _EndedBadlyError as error:
             refusal = refusal_of_end(error.end)
             path = request.scope["route"].path
@@ -202,7 +213,7 @@ class PooledEndpoint:
             EmbeddingUsage.of(usage.prompt_tokens),
             notices,
         )
-        answer = shape.whole([one.made for one in made if one is not None], head)
+        answer = plan.whole([one.made for one in made if one is not None], head)
         return _with_headers(json_response(answer), headers)
 
     async def _only_scorer(self, tenant: str) -> str:
@@ -246,7 +257,7 @@ class PooledEndpoint:
     async def _make(
         self,
         jobs: Sequence[Job],
-        shape: PooledAnswer[Any],
+        plan: PooledPlan,
         made: list[_Made | None],
         receive: Receive,
     ) -> None:
@@ -256,7 +267,7 @@ class PooledEndpoint:
 
         async def work() -> None:
             for number in numbers:
-                made[number] = await self._make_one(jobs[number], shape)
+                made[number] = await self._make_one(jobs[number], plan)
 
         gone = asyncio.create_task(wait_for_disconnect(receive))
         workers = {asyncio.create_task(work()) for _ in range(min(len(jobs), MAX_JOBS_AT_ONCE))}
@@ -276,14 +287,14 @@ class PooledEndpoint:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _make_one(self, job: Job, shape: PooledAnswer[Any]) -> _Made:
+    async def _make_one(self, job: Job, plan: PooledPlan) -> _Made:
         reader, _ = await self._gateway.runner.run(job)
         end = reader.terminal
         assert end is not None
         if not isinstance(end, Done):
             raise _EndedBadlyError(end)
         assert reader.usage is not None
-        return _Made(shape.of_input(reader.embedding), reader.usage)
+        return _Made(plan.of_input(reader.embedding), reader.usage)
 
 
 def _with_headers(response: Response, headers: Sequence[tuple[bytes, bytes]]) -> Response:

@@ -1,25 +1,25 @@
-"""``POST /v1/rerank`` and ``/v1/score``: pairs of texts, by a cross-encoder or by their
-embeddings."""
+"""``POST /v1/rerank`` and ``/v1/score``: pairs of texts, by a cross-encoder or by their embeddings.
+
+A rerank may be in the form of Text Embeddings Inference: ``texts`` in, a list of scores out.
+"""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import yaml
+from msgspec.structs import replace
 
 from millrace.gateway.api.pooled.pooled import (
     AnswerHead,
-    PooledAnswer,
     PooledAsk,
     PooledEndpoint,
     PooledPlan,
 )
-from millrace.gateway.api.pooled.text_ranks import has_texts, rank_texts
 from millrace.gateway.core import Gateway
 from millrace.gateway.models import ServedModelLike
 from millrace.gateway.rendering.embedding_vectors import numbers_of
@@ -29,30 +29,29 @@ from millrace.gateway.request.embedding_jobs import (
     embedding_pooling,
     inputs_in,
     truncation,
-    user_of,
 )
 from millrace.registry.checkpoints.classifier import Activation, ClassifierHead, activated
 from millrace.registry.requests.decoding import decode
-from millrace.registry.requests.message_fields import metadata_of, priority_of
 from millrace.registry.similarity import Vector, cosine
 from millrace.schemas.chat.asked import Api
 from millrace.schemas.embeddings import (
     RankedDocument,
+    RankTextsRequest,
     RerankList,
     RerankRequest,
     Score,
     ScoreList,
     ScoreRequest,
+    TextRank,
 )
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import field_of
 from millrace.schemas.pooling import Pooling
 
-_MadeT = TypeVar("_MadeT")
-
 # By the name that the endpoint has here, then by those of other servers.
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 SCORE_PATHS = ("/v1/score", "/score")
+_DECODER = msgspec.json.Decoder(RankTextsRequest)
 
 
 def scoring_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
@@ -72,97 +71,28 @@ def scoring_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
     ]
 
 
-class _Scorer(ABC, Generic[_MadeT]):
-    """How texts are compared."""
+class _Scorer(NamedTuple):
+    """How texts are compared: what is made of each input, and of all of these each pair's score."""
 
-    @abstractmethod
-    def of_input(self, pooled: bytes) -> _MadeT: ...
-
-    @abstractmethod
-    def scores(self, made: Sequence[_MadeT]) -> list[float]:
-        """Of each pair, of what was made of all inputs."""
+    of_input: Callable[[bytes], Any]
+    scores: Callable[[Sequence[Any]], list[float]]
 
 
-class _Cosines(_Scorer[Vector]):
+def _cosines(num_first: int) -> _Scorer:
     """Of the embeddings of ``num_first`` texts and of those that they are compared with."""
 
-    def __init__(self, num_first: int) -> None:
-        self._num_first = num_first
-
-    def of_input(self, pooled: bytes) -> Vector:
-        return Vector.of(pooled)
-
-    def scores(self, made: Sequence[Vector]) -> list[float]:
-        first, second = made[: self._num_first], made[self._num_first :]
+    def scores(made: Sequence[Vector]) -> list[float]:
+        first, second = made[:num_first], made[num_first:]
         if len(first) == 1:
             first = [first[0]] * len(second)
         return list(map(cosine, first, second))
 
+    return _Scorer(Vector.of, scores)
 
-class _Relevances(_Scorer[float]):
+
+def _relevances(activation: Activation) -> _Scorer:
     """What a cross-encoder says of each pair."""
-
-    def __init__(self, activation: Activation) -> None:
-        self._activation = activation
-
-    def of_input(self, pooled: bytes) -> float:
-        return activated(numbers_of(pooled), self._activation)[0]
-
-    def scores(self, made: Sequence[float]) -> list[float]:
-        return list(made)
-
-
-class _Scored(PooledAnswer[_MadeT], ABC):
-    def __init__(self, scorer: _Scorer[_MadeT]) -> None:
-        self._scorer = scorer
-
-    def of_input(self, pooled: bytes) -> _MadeT:
-        return self._scorer.of_input(pooled)
-
-
-class _RerankAnswer(_Scored[_MadeT]):
-    def __init__(self, asked: RerankRequest, scorer: _Scorer[_MadeT]) -> None:
-        super().__init__(scorer)
-        self._asked = asked
-
-    def whole(self, made: Sequence[_MadeT], head: AnswerHead) -> RerankList:
-        asked = self._asked
-        scores = self._scorer.scores(made)
-        # Of equals the one that was given first: the order is the same whenever it is asked for.
-        best = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n or None]
-        with_texts = asked.return_documents is not False
-        return RerankList(
-            id=head.request_id,
-            model=asked.model,
-            results=tuple(
-                RankedDocument(
-                    index=i,
-                    relevance_score=scores[i],
-                    document=_as_object(asked.documents[i]) if with_texts else msgspec.UNSET,
-                )
-                for i in best
-            ),
-            usage=head.usage,
-            notices=field_of(head.notices),
-        )
-
-
-class _ScoreAnswer(_Scored[_MadeT]):
-    def __init__(self, model: str, scorer: _Scorer[_MadeT]) -> None:
-        super().__init__(scorer)
-        self._model = model
-
-    def whole(self, made: Sequence[_MadeT], head: AnswerHead) -> ScoreList:
-        return ScoreList(
-            id=head.request_id,
-            created=head.created_s,
-            model=self._model,
-            data=tuple(
-                Score(index=i, score=score) for i, score in enumerate(self._scorer.scores(made))
-            ),
-            usage=head.usage,
-            notices=field_of(head.notices),
-        )
+    return _Scorer(lambda pooled: activated(numbers_of(pooled), activation)[0], list)
 
 
 def _rerank(asked: RerankRequest, field: str = "documents") -> PooledAsk:
@@ -174,7 +104,38 @@ def _rerank(asked: RerankRequest, field: str = "documents") -> PooledAsk:
         raise ParameterError("rank_fields", "rank_fields must name at least one field.")
     texts = [_text_of(asked, f"{field}[{i}]", one) for i, one in enumerate(asked.documents)]
     query, documents = Input(asked.query, "query"), inputs_in(field, texts)
-    return _ask_of(asked, [query], documents, lambda scorer: _RerankAnswer(asked, scorer))
+    return _ask_of(asked, [query], documents, partial(_reranked, asked))
+
+
+def _reranked(asked: RerankRequest, scores: list[float], head: AnswerHead) -> RerankList:
+    # Of equals the one that was given first: the order is the same whenever it is asked for.
+    best = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n or None]
+    with_texts = asked.return_documents is not False
+    return RerankList(
+        id=head.request_id,
+        model=asked.model,
+        results=tuple(
+            RankedDocument(
+                index=i,
+                relevance_score=scores[i],
+                document=_as_object(asked.documents[i]) if with_texts else msgspec.UNSET,
+            )
+            for i in best
+        ),
+        usage=head.usage,
+        notices=field_of(head.notices),
+    )
+
+
+def _scored(model: str, scores: list[float], head: AnswerHead) -> ScoreList:
+    return ScoreList(
+        id=head.request_id,
+        created=head.created_s,
+        model=model,
+        data=tuple(Score(index=i, score=score) for i, score in enumerate(scores)),
+        usage=head.usage,
+        notices=field_of(head.notices),
+    )
 
 
 def _as_object(document: str | dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +180,7 @@ def _score(asked: ScoreRequest) -> PooledAsk:
             f"{name} must be one text or as many as {other} has, "
             f"got {len(first)} and {len(second)}",
         )
-    return _ask_of(asked, first, second, lambda scorer: _ScoreAnswer(asked.model, scorer))
+    return _ask_of(asked, first, second, partial(_scored, asked.model))
 
 
 def _texts(asked: ScoreRequest, name: str, other: str) -> list[Input]:
@@ -234,7 +195,7 @@ def _ask_of(
     asked: RerankRequest | ScoreRequest,
     first: list[Input],
     second: list[Input],
-    answer: Callable[[_Scorer[Any]], PooledAnswer[Any]],
+    answer: Callable[[list[float], AnswerHead], object],
 ) -> PooledAsk:
     first, second, num_kept = _limited(asked, first, second)
 
@@ -246,21 +207,22 @@ def _ask_of(
                     "use_activation", "use_activation: false goes with a cross-encoder only."
                 )
             pooling = embedding_pooling(asked.pooling, model)
-            return PooledPlan([*first, *second], pooling, answer(_Cosines(len(first))))
+            return planned([*first, *second], pooling, _cosines(len(first)))
         _check_scores_pairs(asked, head)
         many = first * len(second) if len(first) == 1 else first
         pairs = [one._replace(pair=other) for one, other in zip(many, second, strict=True)]
         activation = Activation.NONE if asked.use_activation is False else head.score_activation
-        return PooledPlan(pairs, Pooling.CLASSIFY, answer(_Relevances(activation)))
+        return planned(pairs, Pooling.CLASSIFY, _relevances(activation))
 
-    return PooledAsk(
-        model=asked.model,
-        plan=plan,
-        user=user_of(asked.user),
-        truncate_prompt_tokens=num_kept,
-        priority=priority_of(asked.priority),
-        metadata=metadata_of(asked.metadata),
-    )
+    def planned(inputs: list[Input], pooling: Pooling, scorer: _Scorer) -> PooledPlan:
+        return PooledPlan(
+            inputs,
+            pooling,
+            scorer.of_input,
+            lambda made, head: answer(scorer.scores(made), head),
+        )
+
+    return PooledAsk.of(asked, plan, num_kept)
 
 
 def _limited(
@@ -295,3 +257,58 @@ def _check_scores_pairs(asked: RerankRequest | ScoreRequest, head: ClassifierHea
         )
     if asked.pooling is not None:
         raise ParameterError("pooling", "pooling goes with embeddings, not with a cross-encoder.")
+
+
+class _Texts(msgspec.Struct):
+    """The field by which a body in this form is known."""
+
+    texts: msgspec.Raw = msgspec.Raw(b"")
+
+
+def _ranks(asked: RankTextsRequest, ranked: RerankList) -> tuple[TextRank, ...]:
+    """The answer of a rerank in the form of Text Embeddings Inference."""
+    texts = asked.texts if asked.return_text else ()
+    return tuple(
+        TextRank(
+            index=one.index,
+            score=one.relevance_score,
+            text=texts[one.index] if texts else msgspec.UNSET,
+        )
+        for one in ranked.results
+    )
+
+
+def has_texts(body: bytes) -> bool:
+    """Whether a body is in this form."""
+    try:
+        return bool(msgspec.json.decode(body, type=_Texts).texts)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return False
+
+
+def rank_texts(body: bytes, rerank: Callable[[RerankRequest], PooledAsk]) -> PooledAsk:
+    """Read a body in this form; ``rerank`` makes an ask of a rerank. Raises MillraceError."""
+    asked = decode(_DECODER, body)
+    if asked.truncate and asked.truncation_direction in ("Left", "left"):
+        raise ParameterError(
+            "truncation_direction",
+            "truncation_direction: texts are cut at their end here; give Right.",
+        )
+    request = RerankRequest(
+        model=asked.model or "",
+        query=asked.query,
+        documents=asked.texts,
+        truncate=asked.truncate,
+        return_documents=False,
+        use_activation=False if asked.raw_scores else None,
+    )
+
+    def plan(model: ServedModelLike) -> PooledPlan:
+        # The cosine of two embeddings has no activation.
+        by_model = request if model.classifier else replace(request, use_activation=None)
+        planned = rerank(by_model).plan(model)
+        return planned._replace(
+            whole=lambda made, head: _ranks(asked, cast("RerankList", planned.whole(made, head)))
+        )
+
+    return replace(rerank(request), model=asked.model, plan=plan)

@@ -214,7 +214,7 @@ class SocketSession(Client):
             # A client that asks again may name the request anew.
             unnamed = msgspec.structs.replace(message, id="")
             digest = digest_of(b"generate", msgspec.json.encode(unnamed))
-        return await gateway.idempotency.submit(parsed, requester, request.request_id, key, digest)
+        return await gateway.submitter.submit(parsed, requester, request.request_id, key, digest)
 
     async def _resumed(self, message: Resume, request: SocketRequest) -> ResponseStream:
         index = message.next_index
@@ -253,7 +253,7 @@ class SocketSession(Client):
         outcome = self.dropped or ClientEnd.DISCONNECTED
         if response.trace is not None:
             response.trace.finish(error=outcome)
-        if response.is_kept:
+        if response.idempotency_key:
             response.detach(None, outcome)
         elif self._holds:
             response.detach(self._gateway.config.resume_grace_s, outcome)
@@ -356,7 +356,7 @@ class SocketSession(Client):
         message = request.end(response)
         response.finish()
         if response.refusal is not None:
-            self._spawn(self._gateway.idempotency.release_of_failure(response), request)
+            self._spawn(response.release_key(), request)
         return message
 
     def _say_refusal(self, request: SocketRequest, refusal: Refusal) -> None:

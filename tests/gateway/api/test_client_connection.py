@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from millrace.gateway.api.client_connection import HttpClient
+from millrace.gateway.api.answers import HttpClient
 from millrace.runtime.virtual_time import VirtualClock, run_virtual
 
 

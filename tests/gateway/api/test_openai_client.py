@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from millrace.gateway.api import answers
-from millrace.gateway.api.client_connection import HttpClient
+from millrace.gateway.api.answers import HttpClient
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.control import QueueStatus
 from millrace.schemas.frames import Delta, Expired, Failed, Frame, Shed

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
-from millrace.gateway.batches.results import ResultWaiter
+from millrace.gateway.batches.line_run import ResultWaiter
 from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.jobs import Job, JobResult
 from millrace.schemas.records import Status

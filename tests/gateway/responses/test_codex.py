@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from millrace.gateway.responses.thoughts import opened, sealed
+from millrace.gateway.responses.normalised import opened, sealed
 from millrace.registry.tool_formats.freeform import arguments_of_input
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import NOTICE_NAME

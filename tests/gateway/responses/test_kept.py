@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from millrace.bus.tenancy.tenants import TenantStore
-from millrace.gateway.transport.event_ids import parse_event_id
+from millrace.gateway.api.event_ids import parse_event_id
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from tests.gateway.responses.fronts import says, transcribing_models

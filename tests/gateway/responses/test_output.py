@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.gateway.api.told_events import ToldEvents
+from millrace.gateway.api.event_ids import ToldEvents, parse_event_id
 from millrace.gateway.errors import Refusal
 from millrace.gateway.responses.items import _without_end
 from millrace.gateway.streams.parts import (
@@ -24,7 +24,6 @@ from millrace.gateway.streams.parts import (
     ReasoningPart,
     StepPart,
 )
-from millrace.gateway.transport.event_ids import parse_event_id
 from millrace.registry.requests.decoding import decode
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import TokenLogprob

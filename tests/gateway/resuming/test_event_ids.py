@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from millrace.gateway.api.event_ids import EventId, event_id, parse_event_id
 from millrace.gateway.models import LoadedModels
-from millrace.gateway.transport.event_ids import EventId, event_id, parse_event_id
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.errors import ParameterError

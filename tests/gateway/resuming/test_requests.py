@@ -14,7 +14,7 @@ import httpx
 import pytest
 from redis.asyncio import Redis
 
-from millrace.gateway.request import idempotency
+from millrace.gateway.request import submitter as submitting
 from millrace.gateway.request.index import RequestIndex, digest_of
 from millrace.schemas.config import GatewayConfig, RedisConfig
 from millrace.schemas.errors import BusUnavailableError
@@ -188,11 +188,12 @@ async def test_a_client_that_waited_too_long_shares_what_another_submitted(
     fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its patience ended while the other client's request was submitted and answered."""
-    monkeypatch.setattr(idempotency, "_SUBMITTED_WITHIN_S", 0.1)
+    monkeypatch.setattr(submitting, "_SUBMITTED_WITHIN_S", 0.1)
     first, _ = fronts
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
-    index, submitter = first.gateway.idempotency._index, first.gateway.idempotency._submitter
-    claim, submit = index.claim, submitter.submit
+    submitter = first.gateway.submitter
+    index = submitter._context.index
+    claim, submit = index.claim, submitter.submit_new
     await claim("local", "k-1", digest_of(b"/v1/chat/completions", body), "chatcmpl-gone")
     waiting, answered = asyncio.Event(), asyncio.Event()
     claims: list[str] = []
@@ -210,7 +211,7 @@ async def test_a_client_that_waited_too_long_shares_what_another_submitted(
         return await submit(request, requester, request_id, key)
 
     monkeypatch.setattr(index, "claim", claim_late)
-    monkeypatch.setattr(submitter, "submit", submit_noted)
+    monkeypatch.setattr(submitter, "submit_new", submit_noted)
     headers = {"Idempotency-Key": "k-1", "Content-Type": "application/json"}
     path = "/v1/chat/completions"
     async with httpx.AsyncClient(base_url=first.url, timeout=8) as http:
@@ -226,7 +227,7 @@ async def test_a_key_that_was_given_up_belongs_to_the_next(
     fronts: tuple[RunningGateway, RunningGateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waited for the first gets the answer of the next, not one of its own."""
-    monkeypatch.setattr(idempotency, "_SUBMITTED_WITHIN_S", 0.4)
+    monkeypatch.setattr(submitting, "_SUBMITTED_WITHIN_S", 0.4)
     first, second = fronts
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}).encode()
     index = RequestIndex(first.gateway.redis, 60.0)

@@ -17,7 +17,7 @@ import pytest
 from millrace.bus.tenancy.accounts import Account, AccountUsage, remaining
 from millrace.cli.keys.reports import as_table, as_text, key_report, tenant_report
 from millrace.cli.main import build_parser
-from millrace.gateway.api.limits import account_limits
+from millrace.gateway.api.system import account_limits
 from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.tenancy.limits import Limiter
 from millrace.schemas.errors import MillraceError

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from millrace.gateway.batches.answers import not_run
 from millrace.gateway.batches.input import InputLine
+from millrace.gateway.batches.log import answer_line
 from millrace.runtime.json.lines import on_one_line
-from millrace.schemas.batches.batches import BatchLine
+from millrace.schemas.batches.batches import BatchLine, LineError
 from tests.support.running_gateway import MODEL, RunningGateway, running_gateway
 
 _TEXT = "a\u2028b\u2029c\u0085d «é» “é” 日本\x1c\x0b\r\n"
@@ -71,7 +71,8 @@ def text_of(event: dict[str, Any]) -> str:
 
 def test_a_line_of_a_batch_is_one_line() -> None:
     request = BatchLine(custom_id=_TEXT, method="POST", url="/v1/completions", body={})  # type: ignore[arg-type]
-    line = not_run("batch_1", InputLine(1, b""), request, "code", _TEXT).decode()
+    why = LineError(code="code", message=_TEXT)
+    line = answer_line("batch_1", InputLine(1, b""), request, why).decode()
     assert len(line.splitlines()) == 1
     assert json.loads(line)["custom_id"] == _TEXT
 
