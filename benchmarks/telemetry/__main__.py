@@ -4,6 +4,7 @@
 
 sink       rows per second of one core from Kafka into the embedded ClickHouse engine
 outage     how long until the lag is gone after ClickHouse took nothing for five minutes
+endpoint   whether the ClickHouse endpoint keeps its bounds under twelve clients
 chaos      no figure: every record is counted once after kill -9 of telemetry and of Kafka
 cost       the share of a worker's CPU that its records take
 analytics  how long every saved query takes over 1,000,000 requests
@@ -17,6 +18,7 @@ from benchmarks.support.command import run_parts
 PARTS = {
     "sink": "sink:run",
     "outage": "outage:run",
+    "endpoint": "endpoint:run",
     "chaos": "chaos:run",
     "cost": "cost:run",
     "analytics": "analytics:run",

@@ -13,6 +13,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SAID = {
     "sink": ("the whole sink", "rows/s of one core"),
     "outage": ("ClickHouse is back", "caught up in", "0 missing, 0 double"),
+    "endpoint": ("light_p95_s", "page_failures", "sink_lag_max_s"),
     "chaos": ("telemetry killed", "kafka killed", "0 missing, 0 double"),
     "cost": ("of the worker's CPU", "of a core (goal 1%)"),
 }
