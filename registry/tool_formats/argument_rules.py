@@ -12,7 +12,7 @@ from millrace.registry.json_schemas.keeping import Unkept
 from millrace.registry.tool_formats.argument_types import TEXT, kinds_of
 from millrace.registry.tool_formats.dropped import Dropped
 from millrace.registry.tool_formats.flat_schema import FlatSchema, flat_schemas, listed, resolved
-from millrace.registry.tool_formats.scanners.xml_calls import (
+from millrace.registry.tool_formats.tags import (
     FUNCTION_END,
     FUNCTION_TAG,
     KEY_END,

@@ -13,9 +13,13 @@ from millrace.registry.tool_formats.argument_rules import literal
 from millrace.registry.tool_formats.dropped import Dropped
 from millrace.registry.tool_formats.freeform import held_to_patterns
 from millrace.registry.tool_formats.grammar_rules import STYLE, rules_of_call
-from millrace.registry.tool_formats.scanners.deepseek_calls import CALLS_BEGIN, CALLS_END
-from millrace.registry.tool_formats.scanners.mistral_calls import CALLS_TAG
-from millrace.registry.tool_formats.scanners.xml_calls import CLOSING_TAG, OPENING_TAG
+from millrace.registry.tool_formats.tags import (
+    CALLS_BEGIN,
+    CALLS_END,
+    CALLS_TAG,
+    CLOSING_TAG,
+    OPENING_TAG,
+)
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.sampling import (
     MAX_GRAMMAR_CHARACTERS,

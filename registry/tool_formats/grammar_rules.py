@@ -17,14 +17,15 @@ from millrace.registry.tool_formats.argument_rules import (
 )
 from millrace.registry.tool_formats.closed_schema import may_be_closed, with_closed_parts
 from millrace.registry.tool_formats.dropped import Dropped, refusal
-from millrace.registry.tool_formats.scanners.deepseek_calls import (
+from millrace.registry.tool_formats.tags import (
+    ARGUMENTS_TAG,
     CALL_BEGIN,
     CALL_END,
     FENCE,
+    ID_TAG,
     JSON_FENCE,
     SEPARATOR,
 )
-from millrace.registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, ID_TAG
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.sampling import SCHEMA_SETTINGS
 from millrace.schemas.tools import ToolDefinition, ToolFormat

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import re
 
-from millrace.registry.tool_formats.scanners.deepseek_calls import JSON_FENCE, SEPARATOR
-from millrace.registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, CALLS_TAG
-from millrace.registry.tool_formats.scanners.xml_calls import KEY_TAG, OPENING_TAG, PARAMETER_TAG
+from millrace.registry.tool_formats.tags import (
+    ARGUMENTS_TAG,
+    CALLS_TAG,
+    JSON_FENCE,
+    KEY_TAG,
+    OPENING_TAG,
+    PARAMETER_TAG,
+    SEPARATOR,
+)
 from millrace.schemas.tools import ToolFormat
 
 # As templates tell a model what to write: [name(parameter=value, …)].

@@ -8,48 +8,29 @@ from typing import NamedTuple
 
 from millrace.registry.tool_formats.argument_types import ArgumentTypes
 from millrace.registry.tool_formats.scanners.base import Scanner
-from millrace.registry.tool_formats.scanners.deepseek_calls import (
+from millrace.registry.tool_formats.scanners.json_calls import (
+    CallScanner,
+    DeepseekScanner,
+    HermesScanner,
+    MistralScanner,
+)
+from millrace.registry.tool_formats.scanners.python_calls import PythonScanner
+from millrace.registry.tool_formats.scanners.xml_calls import GlmScanner, QwenScanner
+from millrace.registry.tool_formats.tags import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
     CALLS_END,
-    FENCE,
-    SEPARATOR,
-    DeepseekScanner,
-)
-from millrace.registry.tool_formats.scanners.json_calls import CallScanner
-from millrace.registry.tool_formats.scanners.mistral_calls import (
-    ARGUMENTS_TAG,
     CALLS_TAG,
-    ID_TAG,
-    BracketScanner,
-)
-from millrace.registry.tool_formats.scanners.python_calls import PythonScanner
-from millrace.registry.tool_formats.scanners.xml_calls import (
     CLOSING_TAG,
+    FENCE,
     FUNCTION_TAG,
-    KEY_END,
-    KEY_TAG,
     OPENING_TAG,
-    VALUE_END,
-    VALUE_TAG,
-    GlmScanner,
-    QwenScanner,
 )
 from millrace.schemas.tools import ToolFormat
 
 _BLANKS = re.compile(r"[ \t\n\r]*")
 _JSON_BEGINS = re.compile(r"\{")
-
-
-# What may be one token that is special in a checkpoint.
-TAGS = frozenset(
-    {
-        *(OPENING_TAG, CLOSING_TAG, KEY_TAG, KEY_END, VALUE_TAG, VALUE_END),
-        *(CALLS_TAG, ID_TAG, ARGUMENTS_TAG),
-        *(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR),
-    }
-)
 
 
 class Syntax(NamedTuple):
@@ -75,13 +56,13 @@ class Syntax(NamedTuple):
 
 SYNTAXES = {
     ToolFormat.HERMES: Syntax(
-        lambda _first, _types: CallScanner(CLOSING_TAG),
+        lambda _first, _types: HermesScanner(),
         opening=OPENING_TAG,
         closing=CLOSING_TAG,
         tags=(CLOSING_TAG,),
     ),
     ToolFormat.LLAMA3: Syntax(
-        lambda _first, _types: CallScanner(""),
+        lambda _first, _types: CallScanner(),
         first_gap=re.compile(r"(?:[ \t\n\r]|<\|python_tag\|>)*"),
         gap=re.compile(r"(?:[ \t\n\r;]|<\|python_tag\|>)*"),
         tags=("<|python_tag|>",),
@@ -96,7 +77,7 @@ SYNTAXES = {
         tags=("<|python_start|>",),
     ),
     ToolFormat.MISTRAL: Syntax(
-        lambda _first, _types: BracketScanner(),
+        lambda _first, _types: MistralScanner(),
         opening=CALLS_TAG,
         closing="]",
         gap=re.compile(r"[ \t\n\r,]*"),

@@ -8,25 +8,24 @@ from typing import Any
 
 from millrace.registry.template_text import TemplateText, filled, joined, literal
 from millrace.registry.tool_formats.python_literals import as_literal
-from millrace.registry.tool_formats.scanners.deepseek_calls import (
+from millrace.registry.tool_formats.tags import (
+    ARGUMENTS_TAG,
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
     CALLS_END,
-    FENCE,
-    JSON_FENCE,
-    SEPARATOR,
-)
-from millrace.registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, CALLS_TAG
-from millrace.registry.tool_formats.scanners.xml_calls import (
+    CALLS_TAG,
     CLOSING_TAG,
+    FENCE,
     FUNCTION_END,
     FUNCTION_TAG,
+    JSON_FENCE,
     KEY_END,
     KEY_TAG,
     OPENING_TAG,
     PARAMETER_END,
     PARAMETER_TAG,
+    SEPARATOR,
     VALUE_END,
     VALUE_TAG,
 )
