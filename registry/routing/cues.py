@@ -1,4 +1,4 @@
-"""Words and signs by which a question is judged. Data only; ``registry.routing.score`` reads it.
+"""Words and signs by which a question is judged. Data only; ``registry.routing.router`` reads it.
 
 Words are matched whole and without regard to case, phrases anywhere in the text. Languages that
 put no spaces between words have phrases only.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from millrace.engine.types import EngineOutput
 from millrace.schemas.records import Attempt
 from millrace.schemas.transfer import KvSource
-from millrace.workers.host.energy.meter import EnergyMeter, EnergyShare
+from millrace.workers.host.energy import EnergyMeter, EnergyShare
 
 
 class DeviceUse:

@@ -22,7 +22,7 @@ from millrace.schemas.frames import (
 )
 from millrace.schemas.records import Status
 from millrace.workers.host.generations.generation import Generation
-from millrace.workers.host.generations.outcomes import GenerationOutcome
+from millrace.workers.host.generations.state import GenerationOutcome
 
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
 MAX_TOKENS_PER_DELTA = 1024
