@@ -315,7 +315,9 @@ class Generation:
             request_id=self.request_id,
             tenant=self.job.tenant,
             tier=self.job.tier,
-            answer=self.timing.answer_of(self.outcome, self.job.received_ns, num_made),
+            answer=None
+            if self.outcome is None
+            else self.timing.answer(self.outcome.status, self.job.received_ns, num_made),
             epoch=self.epoch,
             started_ns=self.timing.started_ns,
             device_us=self.accounting.device_use.total_us,

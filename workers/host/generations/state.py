@@ -125,12 +125,6 @@ class GenerationTiming:
             total_ms=since_ms(since_ns, self.done_ns),
         )
 
-    def answer_of(
-        self, outcome: GenerationOutcome | None, received_ns: int, num_tokens: int
-    ) -> AnswerTimes | None:
-        """As ``answer``, if there is an outcome."""
-        return None if outcome is None else self.answer(outcome.status, received_ns, num_tokens)
-
 
 def since_ms(start_ns: int, end_ns: int) -> float:
     """0 for what never happened, and where two machines' clocks disagree."""

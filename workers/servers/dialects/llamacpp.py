@@ -150,7 +150,8 @@ class LlamaCppDialect(Dialect):
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         super().__init__(model, config, owned=owned)
-        self._slots = SlotTable(config.max_num_sequences or _NUM_SLOTS)
+        self._num_slots = config.max_num_sequences or _NUM_SLOTS
+        self._slots = SlotTable(self._num_slots)
 
     def command(self, program: Path, address: ServerAddress) -> Command:
         entry, config = self.model.entry, self.config
@@ -180,7 +181,7 @@ class LlamaCppDialect(Dialect):
         """How many slots, and for how many tokens each: the whole window, or what the memory for
         the KV cache has room for. Raises ConfigError if that is next to nothing."""
         config, window = self.config, self.model.context_window_tokens
-        num_slots = config.max_num_sequences or _NUM_SLOTS
+        num_slots = self._num_slots
         if not kv_token_bytes:
             return num_slots, window
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
