@@ -6,7 +6,8 @@ import math
 from collections.abc import Collection, Sequence
 
 from millrace.simulation.inter_token import InterTokenLatencies
-from millrace.workers.simulated.batch import SimulatedBatch, SimulatedSequence, StepOutputs
+from millrace.workers.simulated.batch import SimulatedBatch, StepOutputs
+from millrace.workers.simulated.blocks import SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
 from millrace.workers.simulated.tokens import SimulatedTokens
 

@@ -98,21 +98,6 @@ class EngineKeeper:
         return "" if self._engine is None else self._engine.device_uuid
 
     @property
-    def num_devices(self) -> int:
-        """How many devices the last engine computed on, all of them at a time."""
-        return self._num_devices
-
-    @property
-    def max_num_sequences(self) -> int:
-        """How many sequences the last engine ran at a time."""
-        return self._max_num_sequences
-
-    @property
-    def weights(self) -> str | None:
-        """The fingerprint of what the last engine ran."""
-        return self._weights
-
-    @property
     def transfer_endpoint(self) -> TransferEndpoint | None:
         """Where the engine serves blocks of its KV cache, if it does; none while there is none."""
         return None if self._engine is None else self._engine.transfer_endpoint
@@ -178,9 +163,10 @@ class EngineKeeper:
 
     def _take_over(self, engine: EngineLike) -> None:
         self._seen = engine.stats
-        self._weights = engine.weights
-        self._num_devices = engine.num_devices
-        self._max_num_sequences = engine.max_num_sequences
+        # Those of the last engine, whether or not it runs.
+        self.weights = engine.weights
+        self.num_devices = engine.num_devices
+        self.max_num_sequences = engine.max_num_sequences
         self._connect(engine)
         self._engine = engine
 

@@ -34,12 +34,8 @@ from millrace.schemas.frames import FinishReason
 from millrace.schemas.prefix import REPORTED_BYTES
 from millrace.schemas.sampling import MAX_SEED
 from millrace.workers.engine_like import EngineLike
-from millrace.workers.simulated.batch import (
-    GenerationLimits,
-    SimulatedBatch,
-    SimulatedSequence,
-    StepOutputs,
-)
+from millrace.workers.simulated.batch import SimulatedBatch, StepOutputs
+from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
 from millrace.workers.simulated.tokens import SimulatedTokens, readable_token_ids
 

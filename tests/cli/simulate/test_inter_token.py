@@ -11,7 +11,7 @@ from benchmarks.support.figures import percentile
 from millrace.schemas.config import SimulationConfig
 from millrace.simulation.inter_token import InterTokenLatencies
 from millrace.simulation.workers.leaps import LeapingBatch
-from millrace.workers.simulated.batch import GenerationLimits, SimulatedSequence
+from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
 
 

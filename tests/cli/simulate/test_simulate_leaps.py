@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from millrace.schemas.config import SimulationConfig
 from millrace.simulation.workers.leaps import ConsecutiveTokens, LeapingBatch
-from millrace.workers.simulated.batch import GenerationLimits, SimulatedBatch, SimulatedSequence
+from millrace.workers.simulated.batch import SimulatedBatch
+from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
 
 LATENCY = LatencyModel(
