@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from millrace.registry.artifacts.settings import artifact_cache
+from millrace.registry.artifacts.cache import artifact_cache
 from millrace.registry.artifacts.store import is_address
 from millrace.registry.checkpoints.adapters.config import CONFIG_FILE
 from millrace.registry.checkpoints.adapters.outline import (

@@ -17,16 +17,15 @@ from msgspec.structs import replace
 from millrace.registry.reasoning import format_shown as reasoning_shown
 from millrace.registry.template_environment import TemplateEnvironment
 from millrace.registry.template_text import TemplateText, literal
-from millrace.registry.tool_formats.call_ids import WITH_SHORT_IDS
 from millrace.registry.tool_formats.conversation import (
+    WITH_SHORT_IDS,
     in_plain_text,
     messages_as_dicts,
     one_call_a_turn,
     tool_as_dict,
     with_tools_described,
 )
-from millrace.registry.tool_formats.manners import CallManners, manners_of
-from millrace.registry.tool_formats.shown import format_shown
+from millrace.registry.tool_formats.template_manners import CallManners, format_shown, manners_of
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import CheckpointError, ParameterError
 from millrace.schemas.jobs import ChatMessage

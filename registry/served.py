@@ -156,12 +156,9 @@ class ServedModel:
             token_ids, sampling = self._with_reasoning(job, token_ids)
         if sampling.max_reasoning_tokens is not None:
             job, sampling = self._with_budget(job, sampling)
-        for token_id in sampling.stop_token_ids:
-            self._check_token_id("stop_token_ids", token_id)
-        for token_id in sampling.allowed_token_ids:
-            self._check_token_id("allowed_token_ids", token_id)
-        for token_id in sampling.logit_bias:
-            self._check_token_id("logit_bias", token_id)
+        for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token_id in getattr(sampling, field):
+                self._check_token_id(field, token_id)
         if in_frames and sampling.n != sampling.num_answers:
             raise ParameterError(
                 "n", "n must be 1: one request makes one completion, unless by use_beam_search."

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from millrace.registry.artifacts.settings import artifact_cache
+from millrace.registry.artifacts.cache import artifact_cache
 from millrace.registry.artifacts.store import is_address
 from millrace.registry.checkpoints.side_files import REFUSED_FILES
 from millrace.registry.gguf.parts import GGUF_ENDING, parts_of

@@ -44,8 +44,7 @@ from millrace.runtime.tracing_setup import open_tracing
 from millrace.schemas.config import Config, WorkerConfig
 from millrace.schemas.engines import QUANTIZATIONS, EngineKind
 from millrace.schemas.errors import ConfigError, MillraceError, NameTakenError
-from millrace.workers.custom_engine import load_engine_class
-from millrace.workers.engine_like import EngineLike
+from millrace.workers.engine_like import EngineLike, load_engine_class
 from millrace.workers.host.metrics import WorkerMetrics
 from millrace.workers.host.weights import check_weights
 from millrace.workers.host.worker import Worker

@@ -1,9 +1,14 @@
-"""What a worker asks of an engine, whoever wrote it."""
+"""What a worker asks of an engine, whoever wrote it, and how a user's own engine is found."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
 
 from millrace.engine.types import (
     DeviceTime,
@@ -12,7 +17,10 @@ from millrace.engine.types import (
     EngineStats,
     PrefixChanges,
 )
-from millrace.schemas.errors import MillraceError, PrefixCacheKeptError
+from millrace.registry.served import ServedModel
+from millrace.runtime.clock import Clock
+from millrace.schemas.config import EngineConfig
+from millrace.schemas.errors import ConfigError, MillraceError, PrefixCacheKeptError
 from millrace.schemas.transfer import TransferEndpoint
 
 OnOutputs = Callable[[list[EngineOutput], EngineStats], None]
@@ -99,3 +107,46 @@ class EngineLike(ABC):
 
 def ignore(*_: object) -> None:
     """A callback of an engine that has no worker yet."""
+
+
+class CustomEngine(Protocol):
+    """What the class is called for."""
+
+    async def start(self, model: ServedModel, config: EngineConfig, clock: Clock, /) -> EngineLike:
+        """A class method: an engine that is ready. Raises ConfigError or EngineFailedError."""
+
+
+def load_engine_class(name: str) -> CustomEngine:
+    """The class of ``module:Class`` or ``file.py:Class``, a subclass of ``EngineLike`` with a class
+    method ``start``. Raises ConfigError that says what is wrong with it."""
+    where, _, class_name = name.rpartition(":")
+    if not where or not class_name:
+        raise ConfigError(
+            f"worker.engine.command is {name!r}; a custom engine is named as module:Class or "
+            f"file.py:Class."
+        )
+    try:
+        module = (
+            _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"The custom engine's {where} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type) or not issubclass(found, EngineLike):
+        raise ConfigError(f"{where} has no class {class_name} that derives from EngineLike.")
+    start = getattr(found, "start", None)
+    if start is None:
+        raise ConfigError(f"{name} has no class method `start(model, config, clock)`.")
+    return found  # type: ignore[return-value]  # a class whose method start is bound to it
+
+
+def _load_file(file: Path) -> object:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None or not file.is_file():
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module

@@ -47,7 +47,7 @@ _TIMEOUT_S = 30.0
 
 
 class NoIndex:
-    """See ``workers.host.leases.index.Generations``: nobody asks who runs what."""
+    """See ``workers.host.leases.Generations``: nobody asks who runs what."""
 
     async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None: ...
 

@@ -17,8 +17,7 @@ from millrace.engine.models.reduced_linear import ReducedLinear
 from millrace.engine.models.stacked_experts import StackedExperts
 from millrace.engine.models.weight_reader import EVERYTHING, Slices, WeightReader
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.registry.checkpoints.expert_layers import ExpertsConfig
-from millrace.registry.checkpoints.families import Experts, family_of
+from millrace.registry.checkpoints.families import Experts, ExpertsConfig, family_of
 from millrace.registry.checkpoints.shard import attention_slices, even_range, mlp_slices
 
 

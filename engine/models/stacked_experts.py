@@ -10,7 +10,7 @@ import torch
 from millrace.engine.kernels.gpu.kernel_set import ExpertKernels, Stack
 from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
 from millrace.engine.kernels.operations import Linear, WeightSize, total_size
-from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.registry.checkpoints.families import ExpertsConfig
 
 
 class StackedExperts(NamedTuple):

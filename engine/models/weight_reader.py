@@ -24,7 +24,7 @@ from millrace.engine.quantization.weight import (
     as_one,
     can_be_one,
 )
-from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.registry.checkpoints.families import ExpertsConfig
 from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
 from millrace.registry.checkpoints.shard import WHOLE, WHOLE_MODEL, Shard, Slice
 from millrace.registry.checkpoints.tensors import ALL_DTYPES, TensorIndex

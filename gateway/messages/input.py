@@ -15,9 +15,7 @@ from millrace.registry.requests.message_fields import (
     respelled,
     words_in_words,
 )
-from millrace.registry.requests.offered.chat_tools import unknown_type
-from millrace.registry.requests.offered.client_tools import CLIENT_TOOL_TYPES, client_tool
-from millrace.registry.requests.offered.freeform_tools import CUSTOM
+from millrace.registry.requests.offered.chat_tools import CUSTOM, unknown_type
 from millrace.registry.requests.offered.offered_tools import (
     AskedChoice,
     GivenTool,
@@ -26,6 +24,7 @@ from millrace.registry.requests.offered.offered_tools import (
     offered_tools,
     tool_left_out,
 )
+from millrace.registry.requests.offered.provider_tools import CLIENT_TOOL_TYPES, client_tool
 from millrace.registry.requests.parsing import parse_chat
 from millrace.schemas.anthropic.requests import (
     OF_PROVIDER_TOOLS,

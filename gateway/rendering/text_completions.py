@@ -18,7 +18,7 @@ from millrace.gateway.rendering.tokens import (
 )
 from millrace.gateway.request.response_reader import ResponseReader
 from millrace.gateway.streams.parts import AnswerText, ChoiceEnd, Part, PartEvents
-from millrace.registry.tokenizers.silent_tokens import silent_tokens
+from millrace.registry.tokenizers.output_text import silent_tokens
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.notices import field_of
 from millrace.schemas.openai import (

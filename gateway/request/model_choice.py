@@ -13,8 +13,13 @@ from millrace.gateway.sessions.sessions import Sessions
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.rollouts.versions import REASON
-from millrace.registry.routing.router import Chosen, ModelState, check_routable
-from millrace.registry.routing.score import RoutingQuestion, question_of
+from millrace.registry.routing.router import (
+    Chosen,
+    ModelState,
+    RoutingQuestion,
+    check_routable,
+    question_of,
+)
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tools import ToolMode
 

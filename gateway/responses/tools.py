@@ -11,8 +11,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from millrace.registry.requests.decoding import decode
-from millrace.registry.requests.offered.chat_tools import ToolHead, decode_within, unknown_type
-from millrace.registry.requests.offered.freeform_tools import CUSTOM, freeform_tool
+from millrace.registry.requests.offered.chat_tools import (
+    CUSTOM,
+    ToolHead,
+    decode_within,
+    freeform_tool,
+    unknown_type,
+)
 from millrace.registry.requests.offered.offered_tools import (
     OWN,
     GivenTool,

@@ -29,6 +29,7 @@ from millrace.registry.artifacts.store import (
     StoreUnreachableError,
 )
 from millrace.runtime.binaries import cache_folder
+from millrace.runtime.settings import load_config
 
 _log = logging.getLogger(__name__)
 
@@ -239,3 +240,10 @@ def _used_ns(snapshot: Path) -> int:
         return (snapshot / _COMPLETE).stat().st_mtime_ns
     except OSError:  # another process has just removed it
         return 0
+
+
+def artifact_cache() -> ArtifactCache:
+    """By ``artifacts`` of the configuration, as the environment has it or names its file. Raises
+    ConfigError."""
+    config = load_config(None, os.environ).artifacts
+    return ArtifactCache(Path(config.path) if config.path else None, config.max_bytes)

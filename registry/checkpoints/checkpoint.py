@@ -8,17 +8,18 @@ from typing import Any
 import msgspec
 
 from millrace.registry.checkpoints.classifier import ClassifierHead, read_classifier
-from millrace.registry.checkpoints.expert_layers import ExpertsConfig, read_experts
 from millrace.registry.checkpoints.families import (
     CLASSIFIER_ARCHITECTURES,
     EMBEDDING_ARCHITECTURES,
     SUPPORTED_ARCHITECTURES,
     Biases,
+    ExpertsConfig,
     Family,
     family_of,
+    read_experts,
+    read_windows,
 )
 from millrace.registry.checkpoints.json_fields import JsonFields, read_json_object
-from millrace.registry.checkpoints.layer_windows import read_windows
 from millrace.registry.checkpoints.quantization.reading import read_quantization
 from millrace.registry.checkpoints.quantization.scheme import QuantizationConfig
 from millrace.registry.checkpoints.rope_scaling import extended_window, read_rope

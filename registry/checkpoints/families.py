@@ -5,6 +5,10 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import NamedTuple
 
+import msgspec
+
+from millrace.registry.checkpoints.json_fields import JsonFields
+
 
 class Biases(Enum):
     """Which of the attention's projections have a bias."""
@@ -104,3 +108,117 @@ def family_of(architecture: str) -> Family | None:
         if architecture.endswith(ending):
             return FAMILIES.get(architecture.removesuffix(ending))
     return None
+
+
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
+_MAX_WINDOW_LAYERS = 28  # of a Qwen file that does not name it
+
+
+def read_windows(
+    fields: JsonFields, family: Family, num_layers: int
+) -> tuple[int | None, tuple[int, ...]]:
+    """(window in tokens, the layers that have it); (None, ()) if none has.
+
+    Raises CheckpointError naming the field for a window that the family would not compute.
+    """
+    window = _window(fields, family)
+    if window is None:
+        layers: tuple[int, ...] = ()
+    elif family.windows is Windows.SWITCHED_BY_LAYER:
+        first = fields.get("max_window_layers")
+        if first != 0:  # zero layers without a window is a fair answer, and no positive integer
+            first = fields.positive_int("max_window_layers", _MAX_WINDOW_LAYERS)
+        layers = tuple(range(first, num_layers))
+    else:
+        layers = tuple(range(num_layers))
+    kinds = fields.get("layer_types")
+    if kinds is not None:
+        layers = _listed_layers(fields, family, layers, window, num_layers)
+    return (window, layers) if layers else (None, ())
+
+
+def _window(fields: JsonFields, family: Family) -> int | None:
+    switched = family.windows in (Windows.SWITCHED_ALL_LAYERS, Windows.SWITCHED_BY_LAYER)
+    if switched and not fields.boolean("use_sliding_window", default=False):
+        return None
+    if family.windows is Windows.NONE:
+        if fields.boolean("use_sliding_window", default=False):
+            raise fields.bad("use_sliding_window", "false: this architecture has no windows")
+        return None
+    if family.sliding_window is None and fields.get("sliding_window") is None:
+        return None
+    if fields.is_null("sliding_window"):
+        return None
+    return fields.positive_int("sliding_window", family.sliding_window)
+
+
+def _listed_layers(
+    fields: JsonFields,
+    family: Family,
+    implied: tuple[int, ...],
+    window: int | None,
+    num_layers: int,
+) -> tuple[int, ...]:
+    kinds = fields.get("layer_types")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or any(kind not in (_SLIDING, _FULL) for kind in kinds)
+    ):
+        raise fields.bad("layer_types", f"{num_layers} of {_FULL} and {_SLIDING}, one a layer")
+    listed = tuple(layer for layer, kind in enumerate(kinds) if kind == _SLIDING)
+    if listed and window is None:
+        raise fields.bad("layer_types", f"{_FULL} in every layer, as there is no sliding window")
+    if family.windows is not Windows.SWITCHED_BY_LAYER and listed != implied:
+        raise fields.bad("layer_types", "the same in every layer for this architecture")
+    return listed
+
+
+class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """In ``layers`` (rising), ``num_chosen`` of ``num_experts`` MLPs of ``intermediate_size``
+    compute each token; their weights are softmax probabilities over all experts, divided by their
+    sum if ``normalized``."""
+
+    layers: tuple[int, ...]
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    normalized: bool
+
+
+def read_experts(fields: JsonFields, family: Family, num_layers: int) -> ExpertsConfig | None:
+    """What ``config.json`` says about experts; None if no layer has any.
+
+    Raises CheckpointError naming the field for a number that cannot be.
+    """
+    if family.experts is Experts.NONE:
+        return None
+    by_qwen = family.experts is Experts.QWEN
+    layers = _qwen_layers(fields, num_layers) if by_qwen else tuple(range(num_layers))
+    if not layers:
+        return None
+    name = "num_experts" if by_qwen and fields.get("num_experts") is not None else None
+    num_experts = fields.positive_int(name or "num_local_experts", family.num_experts)
+    num_chosen = fields.positive_int("num_experts_per_tok", family.num_chosen_experts)
+    if num_chosen > num_experts:
+        raise fields.bad("num_experts_per_tok", f"at most the number of experts ({num_experts})")
+    return ExpertsConfig(
+        layers=layers,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate_size=fields.positive_int(
+            "moe_intermediate_size" if by_qwen else "intermediate_size"
+        ),
+        normalized=fields.boolean("norm_topk_prob", default=False) if by_qwen else True,
+    )
+
+
+def _qwen_layers(fields: JsonFields, num_layers: int) -> tuple[int, ...]:
+    """Every ``decoder_sparse_step``-th layer but those of ``mlp_only_layers``."""
+    step = fields.positive_int("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        raise fields.bad("mlp_only_layers", "a list of layer numbers")
+    sparse = range(step - 1, num_layers, step)
+    return tuple(layer for layer in sparse if layer not in dense)

@@ -10,11 +10,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from millrace.registry.json_schemas.whole_counts import with_whole_counts
+from millrace.registry.json_schemas.walk import with_whole_counts
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.registry.requests.offered.chat_tools import FUNCTION
-from millrace.registry.requests.offered.freeform_tools import CUSTOM
+from millrace.registry.requests.offered.chat_tools import CUSTOM, FUNCTION
 from millrace.registry.requests.parsing import parse_chat, parse_completion
 from millrace.registry.requests.ready_jobs import (
     PreparingModel,

@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from millrace.registry.requests.beam_fields import check_beam_search, check_tools_of_beam_search
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.requests.grammar_fields import grammar_of
 from millrace.registry.requests.message_fields import (
@@ -21,7 +20,11 @@ from millrace.registry.requests.message_fields import (
 )
 from millrace.registry.requests.offered.chat_tools import offered_of_chat
 from millrace.registry.requests.offered.offered_tools import OfferedTools
-from millrace.registry.requests.socket_fields import check_socket_fields
+from millrace.registry.requests.unfit_fields import (
+    check_beam_search,
+    check_socket_fields,
+    check_tools_of_beam_search,
+)
 from millrace.schemas.chat.messages import Message
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import Tier

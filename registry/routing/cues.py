@@ -1,4 +1,4 @@
-"""Words and signs by which a question is judged. Data only; ``registry.routing.score`` reads it.
+"""Words and signs by which a question is judged. Data only; ``registry.routing.router`` reads it.
 
 Words are matched whole and without regard to case, phrases anywhere in the text. Languages that
 put no spaces between words have phrases only.
@@ -21,8 +21,9 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-def _phrases(*texts: str) -> Phrases:
-    return Phrases(texts, tuple(text for text in texts if text.isascii()))
+def _phrases(text: str) -> Phrases:
+    texts = tuple(phrase.strip() for phrase in text.split(","))
+    return Phrases(texts, tuple(phrase for phrase in texts if phrase.isascii()))
 
 
 # What has to be thought through.
@@ -39,37 +40,12 @@ REASON_WORDS = _words(
     """
 )
 REASON_PHRASES = _phrases(
-    "step by step",
-    "step-by-step",
-    "think carefully",
-    "explain why",
-    "explain how",
-    "pros and cons",
-    "root cause",
-    "in depth",
-    "schritt für schritt",
-    "étape par étape",
-    "paso a paso",
-    "passo a passo",
-    "stap voor stap",
-    "шаг за шагом",
-    "خطوة بخطوة",
-    "सिद्ध",
-    "तुलना",
-    "证明",
-    "證明",
-    "証明",
-    "一步一步",
-    "逐步",
-    "推导",
-    "分析",
-    "比较",
-    "ステップバイステップ",
-    "段階的",
-    "比較",
-    "증명",
-    "단계별",
-    "분석",
+    """
+    step by step, step-by-step, think carefully, explain why, explain how, pros and cons,
+    root cause, in depth, schritt für schritt, étape par étape, paso a paso, passo a passo,
+    stap voor stap, шаг за шагом, خطوة بخطوة, सिद्ध, तुलना, 证明, 證明, 証明, 一步一步,
+    逐步, 推导, 分析, 比较, ステップバイステップ, 段階的, 比較, 증명, 단계별, 분석
+    """
 )
 
 # What a small model does as well as a large one.
@@ -85,26 +61,10 @@ LIGHT_WORDS = _words(
     """
 )
 LIGHT_PHRASES = _phrases(
-    "yes or no",
-    "true or false",
-    "fix the grammar",
-    "fix the spelling",
-    "fasse zusammen",
-    "ja oder nein",
-    "oui ou non",
-    "अनुवाद",
-    "翻译",
-    "翻譯",
-    "翻訳",
-    "分类",
-    "分類",
-    "总结",
-    "提取",
-    "要約",
-    "抽出",
-    "번역",
-    "분류",
-    "요약",
+    """
+    yes or no, true or false, fix the grammar, fix the spelling, fasse zusammen, ja oder nein,
+    oui ou non, अनुवाद, 翻译, 翻譯, 翻訳, 分类, 分類, 总结, 提取, 要約, 抽出, 번역, 분류, 요약
+    """
 )
 
 CODE_WORDS = _words(
@@ -131,21 +91,8 @@ MATHS_WORDS = _words(
     """
 )
 MATHS_MARKS = _phrases(
-    "\\frac",
-    "\\int",
-    "\\sum",
-    "\\sqrt",
-    "\\begin{",
-    "$$",
-    "\\(",
-    "\\[",
-    "समीकरण",
-    "方程",
-    "积分",
-    "積分",
-    "概率",
-    "確率",
-    "定理",
-    "방정식",
-    "확률",
+    r"""
+    \frac, \int, \sum, \sqrt, \begin{, $$, \(, \[, समीकरण, 方程, 积分, 積分, 概率,
+    確率, 定理, 방정식, 확률
+    """
 )

@@ -7,8 +7,18 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from millrace.registry.tokenizers.detokenizer import IncrementalDetokenizer
-from millrace.registry.tokenizers.silent_tokens import silent_tokens
 from millrace.registry.tool_formats.first_call import FirstCall
+from millrace.schemas.sampling import SamplingOptions
+
+
+def silent_tokens(eos_token_ids: Iterable[int], sampling: SamplingOptions) -> frozenset[int]:
+    """The tokens that would end the completion, unless the options ask for them in its text."""
+    if sampling.include_stop_str_in_output:
+        return frozenset()
+    if sampling.ignore_eos and not sampling.skip_special_tokens:
+        return frozenset(sampling.stop_token_ids)
+    return frozenset(eos_token_ids).union(sampling.stop_token_ids)
+
 
 if TYPE_CHECKING:
     from millrace.registry.tokenizers.tokenizer import Tokenizer

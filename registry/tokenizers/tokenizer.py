@@ -31,7 +31,7 @@ from millrace.registry.tokenizers.token_bytes import (
     UnsupportedDecoderError,
     token_bytes,
 )
-from millrace.registry.tool_formats.syntax import TAGS
+from millrace.registry.tool_formats.tags import SPECIAL_TAGS
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import CheckpointError, ParameterError
 from millrace.schemas.jobs import ChatMessage
@@ -121,7 +121,7 @@ class Tokenizer:
         )
         added = backend.get_added_tokens_decoder()
         # Without what marks calls and thoughts in the text nobody could tell these from content.
-        shown = set(TAGS)
+        shown = set(SPECIAL_TAGS)
         if reasoning_format is not None:
             shown |= {reasoning_format.start, reasoning_format.end}
         self.special_token_ids = frozenset(

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 
 from millrace.registry.template_text import filled, joined, literal
-from millrace.registry.tool_formats.call_ids import short_id
-from millrace.registry.tool_formats.manners import CallManners
+from millrace.registry.tool_formats.template_manners import CallManners
 from millrace.registry.tool_formats.written import INSTRUCTIONS, arguments_of, calls_as_text
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
+
+_SHORT = re.compile(r"[A-Za-z0-9]{9}")
+# Templates of these models refuse all ids but of nine letters and digits.
+WITH_SHORT_IDS = frozenset({ToolFormat.MISTRAL, ToolFormat.MISTRAL_V11})
+
+
+def new_call_id(tool_format: ToolFormat, seed: str) -> str:
+    """An id that is the same for the same ``seed``, and another for any other."""
+    digest = hashlib.sha256(seed.encode()).hexdigest()
+    return digest[:9] if tool_format in WITH_SHORT_IDS else f"call_{digest[:24]}"
+
+
+def short_id(call_id: str) -> str:
+    """The id if it is of nine letters and digits, else one made of it."""
+    if _SHORT.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 

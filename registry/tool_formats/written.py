@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from millrace.registry.template_text import TemplateText, filled, joined, literal
 from millrace.registry.tool_formats.python_literals import as_literal
-from millrace.registry.tool_formats.scanners.deepseek_calls import (
+from millrace.registry.tool_formats.tags import (
+    ARGUMENTS_TAG,
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,
     CALLS_END,
-    FENCE,
-    JSON_FENCE,
-    SEPARATOR,
-)
-from millrace.registry.tool_formats.scanners.mistral_calls import ARGUMENTS_TAG, CALLS_TAG
-from millrace.registry.tool_formats.scanners.xml_calls import (
+    CALLS_TAG,
     CLOSING_TAG,
+    FENCE,
     FUNCTION_END,
     FUNCTION_TAG,
+    JSON_FENCE,
     KEY_END,
     KEY_TAG,
     OPENING_TAG,
     PARAMETER_END,
     PARAMETER_TAG,
+    SEPARATOR,
     VALUE_END,
     VALUE_TAG,
 )
@@ -78,41 +77,58 @@ INSTRUCTIONS = {
 }
 
 
+class _Form(NamedTuple):
+    """How a call is written, what stands between calls, and around all of them."""
+
+    each: str
+    joint: str = "\n"
+    around: str = "{calls}"
+
+
+_SECTION = f"{CALLS_BEGIN}{{calls}}{CALLS_END}"
+_FORMS = {
+    ToolFormat.HERMES: _Form("<tool_call>\n{json}\n</tool_call>"),
+    ToolFormat.LLAMA3: _Form("{json}", "; "),
+    ToolFormat.PYTHONIC: _Form("{python}", ", ", "[{calls}]"),
+    ToolFormat.MISTRAL: _Form("{json}", ", ", f"{CALLS_TAG}[{{calls}}]"),
+    ToolFormat.MISTRAL_V11: _Form(f"{CALLS_TAG}{{name}}{ARGUMENTS_TAG}{{arguments}}", ""),
+    ToolFormat.QWEN3_CODER: _Form(
+        f"{OPENING_TAG}\n{FUNCTION_TAG}{{name}}>\n{{values}}{FUNCTION_END}\n{CLOSING_TAG}"
+    ),
+    ToolFormat.DEEPSEEK_V3: _Form(
+        f"{CALL_BEGIN}function{SEPARATOR}{{name}}\n{JSON_FENCE}\n{{arguments}}\n{FENCE}{CALL_END}",
+        around=_SECTION,
+    ),
+    ToolFormat.DEEPSEEK_V31: _Form(
+        f"{CALL_BEGIN}{{name}}{SEPARATOR}{{arguments}}{CALL_END}", "", _SECTION
+    ),
+    ToolFormat.GLM45: _Form(f"{OPENING_TAG}{{name}}\n{{values}}{CLOSING_TAG}"),
+}
+_VALUES = {
+    ToolFormat.QWEN3_CODER: f"{PARAMETER_TAG}{{name}}>\n{{value}}\n{PARAMETER_END}\n",
+    ToolFormat.GLM45: f"{KEY_TAG}{{name}}{KEY_END}\n{VALUE_TAG}{{value}}{VALUE_END}\n",
+}
+
+
 def calls_as_text(calls: Sequence[ToolCall], tool_format: ToolFormat) -> TemplateText:
     """What a model of this format writes to make these calls: names and arguments are content."""
-    match tool_format:
-        case ToolFormat.HERMES:
-            return literal("\n").join(
-                filled("<tool_call>\n{call}\n</tool_call>", call=_in_json(call, "arguments"))
-                for call in calls
-            )
-        case ToolFormat.LLAMA3:
-            return literal("; ").join(_in_json(call, "parameters") for call in calls)
-        case ToolFormat.PYTHONIC:
-            return filled("[{calls}]", calls=literal(", ").join(map(_in_python, calls)))
-        case ToolFormat.MISTRAL:
-            told = literal(", ").join(_in_json(call, "arguments") for call in calls)
-            return filled(f"{CALLS_TAG}[{{calls}}]", calls=told)
-        case ToolFormat.MISTRAL_V11:
-            form = f"{CALLS_TAG}{{name}}{ARGUMENTS_TAG}{{arguments}}"
-            return joined(filled(form, name=call.name, arguments=call.arguments) for call in calls)
-        case ToolFormat.QWEN3_CODER:
-            return literal("\n").join(map(_in_qwen_s_tags, calls))
-        case ToolFormat.DEEPSEEK_V3:
-            form = (
-                f"{CALL_BEGIN}function{SEPARATOR}{{name}}\n{JSON_FENCE}\n{{arguments}}\n"
-                f"{FENCE}{CALL_END}"
-            )
-            told = literal("\n").join(
-                filled(form, name=call.name, arguments=call.arguments) for call in calls
-            )
-            return filled(f"{CALLS_BEGIN}{{calls}}{CALLS_END}", calls=told)
-        case ToolFormat.DEEPSEEK_V31:
-            form = f"{CALL_BEGIN}{{name}}{SEPARATOR}{{arguments}}{CALL_END}"
-            told = joined(filled(form, name=call.name, arguments=call.arguments) for call in calls)
-            return filled(f"{CALLS_BEGIN}{{calls}}{CALLS_END}", calls=told)
-        case ToolFormat.GLM45:
-            return literal("\n").join(map(_in_glm_s_tags, calls))
+    form = _FORMS[tool_format]
+    key = "parameters" if tool_format is ToolFormat.LLAMA3 else "arguments"
+    told = literal(form.joint).join(
+        filled(
+            form.each,
+            name=call.name,
+            arguments=call.arguments,
+            json=_in_json(call, key),
+            python=_in_python(call),
+            values=joined(
+                filled(_VALUES.get(tool_format, ""), name=name, value=value)
+                for name, value in _as_texts(call)
+            ),
+        )
+        for call in calls
+    )
+    return filled(form.around, calls=told)
 
 
 def arguments_of(call: ToolCall) -> Any:
@@ -136,22 +152,6 @@ def _in_python(call: ToolCall) -> TemplateText:
         pairs = (f"{key}={as_literal(arguments[key])}" for key in arguments)
         arguments = ", ".join(pairs)
     return filled("{name}({arguments})", name=call.name, arguments=arguments)
-
-
-def _in_qwen_s_tags(call: ToolCall) -> TemplateText:
-    form = f"{PARAMETER_TAG}{{name}}>\n{{value}}\n{PARAMETER_END}\n"
-    parameters = joined(filled(form, name=name, value=value) for name, value in _as_texts(call))
-    return filled(
-        f"{OPENING_TAG}\n{FUNCTION_TAG}{{name}}>\n{{parameters}}{FUNCTION_END}\n{CLOSING_TAG}",
-        name=call.name,
-        parameters=parameters,
-    )
-
-
-def _in_glm_s_tags(call: ToolCall) -> TemplateText:
-    form = f"{KEY_TAG}{{name}}{KEY_END}\n{VALUE_TAG}{{value}}{VALUE_END}\n"
-    pairs = joined(filled(form, name=name, value=value) for name, value in _as_texts(call))
-    return filled(f"{OPENING_TAG}{{name}}\n{{pairs}}{CLOSING_TAG}", name=call.name, pairs=pairs)
 
 
 def _as_texts(call: ToolCall) -> Iterator[tuple[str, str]]:

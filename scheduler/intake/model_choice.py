@@ -8,8 +8,7 @@ import msgspec
 
 from millrace.bus.job_queue import LeasedJob
 from millrace.registry.requests.generation_request import GenerationRequest
-from millrace.registry.routing.router import ModelState, Router, check_routable, routed
-from millrace.registry.routing.score import question_of
+from millrace.registry.routing.router import ModelState, Router, check_routable, question_of, routed
 from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.schemas.jobs import Job, Tier

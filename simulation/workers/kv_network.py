@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from millrace.schemas.transfer import KvSource
 from millrace.simulation.settings import KvLink
-from millrace.workers.simulated.blocks import SimulatedBlocks
-from millrace.workers.simulated.sequence import SimulatedSequence
+from millrace.workers.simulated.blocks import SimulatedBlocks, SimulatedSequence
 
 # As the real engine: what takes longer is computed, a peer is asked for so much more than it was
 # said to have, and a later pull counts so much in what pulls are said to run at.

@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from millrace.simulation.outcomes import InterTokenLatencies
 from millrace.workers.simulated.batch import SimulatedBatch, StepOutputs
+from millrace.workers.simulated.blocks import SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
-from millrace.workers.simulated.sequence import SimulatedSequence
 from millrace.workers.simulated.tokens import SimulatedTokens
 
 # Times of the loop that are equal differ by no more.

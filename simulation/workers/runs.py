@@ -14,7 +14,7 @@ from millrace.schemas.frames import Cancelled, Done, Expired, FinishReason, Fram
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.records import RequestRecord, Status
 from millrace.simulation.outcomes import RequestOutcome
-from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence
+from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequence
 
 # As the real worker ranks tiers for its engine.
 PRIORITIES = {tier: rank for rank, tier in enumerate(reversed(Tier), start=-1)}

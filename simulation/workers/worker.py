@@ -31,7 +31,7 @@ from millrace.simulation.workers.heartbeats import Heartbeats
 from millrace.simulation.workers.leaps import LeapingBatch
 from millrace.simulation.workers.moves import SimulatedMoves
 from millrace.simulation.workers.runs import SimulatedRun
-from millrace.workers.simulated.sequence import SimulatedSequence
+from millrace.workers.simulated.blocks import SimulatedSequence
 
 # Those that make way for higher tiers wait here too: so many times the capacity in all.
 _MAX_HELD_FACTOR = 2

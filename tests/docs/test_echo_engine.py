@@ -12,8 +12,7 @@ from millrace.runtime.clock import SystemClock
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.engines import EngineKind
 from millrace.schemas.errors import ConfigError
-from millrace.workers.custom_engine import load_engine_class
-from millrace.workers.engine_like import EngineLike
+from millrace.workers.engine_like import EngineLike, load_engine_class
 from tests.workers.conformance import EngineConformance, running
 from tests.workers.scripted import served_model
 

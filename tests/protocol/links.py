@@ -296,7 +296,7 @@ class SharedIndex:
 
 
 class IndexLink:
-    """See ``workers.host.leases.index.Generations``: one process's."""
+    """See ``workers.host.leases.Generations``: one process's."""
 
     def __init__(self, index: SharedIndex, process: Process, clock: Clock) -> None:
         self._index = index

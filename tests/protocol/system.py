@@ -36,8 +36,7 @@ from millrace.schemas.jobs import Job, Source
 from millrace.workers.host.worker import Worker
 from millrace.workers.process.keeper import EngineKeeper
 from millrace.workers.simulated.engine import SimulatedEngine
-from millrace.workers.simulated.tokens import SimulatedTokens
-from millrace.workers.simulated.words import readable_token_ids
+from millrace.workers.simulated.tokens import SimulatedTokens, readable_token_ids
 from tests.protocol.clients import Asked, Question
 from tests.protocol.doubles import watch_for_doubles
 from tests.protocol.gateways import Gateway

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.registry.routing.score import (
+from millrace.registry.routing.router import (
     ComplexityScore,
     Cue,
     RoutingQuestion,

@@ -12,14 +12,15 @@ from msgspec.structs import replace
 from millrace.registry.catalogue import Catalogue, load_catalogue
 from millrace.registry.routing.router import (
     Chosen,
+    Cue,
     ModelState,
     Route,
     Router,
+    RoutingQuestion,
     check_routable,
     choose,
     routed,
 )
-from millrace.registry.routing.score import Cue, RoutingQuestion
 from millrace.schemas.config import TierPolicies, TierPolicy
 from millrace.schemas.errors import ConfigError, ParameterError
 from millrace.schemas.jobs import MAX_LABEL_CHARACTERS, Job, Tier

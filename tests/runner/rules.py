@@ -38,6 +38,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("registry/demo/*.py", ()),
     ("tools/demo/faq/*", ("tools/demo/faq.py",)),
     ("tools/demo/natural_questions.yaml", ("tools/demo/faq.py",)),
+    ("tools/demo/phrasings.yaml", ("tools/demo/augment.py",)),
     ("registry/demo/*", ("registry/demo/*.py",)),
     ("benchmarks/results/*", ("tests/benchmarks/*",)),
     # Data of tests.

@@ -59,7 +59,7 @@ _BACKGROUND = (
     "gateway/alerts.py",
     "gateway/request/failure_log.py",
     "bus/store/conditions.py",
-    "workers/host/leases/ownership.py",
+    "workers/host/leases.py",
 )
 _NOT_FUNCTIONS = ("<module>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 

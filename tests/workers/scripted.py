@@ -147,7 +147,7 @@ class ScriptedEngine(EngineLike):
 
 
 class RecordingIndex:
-    """See ``workers.host.leases.index``. ``known`` is what it says; ``away``: nothing."""
+    """See ``workers.host.leases``. ``known`` is what it says; ``away``: nothing."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, int]] = []

@@ -48,6 +48,11 @@ VOCAB_SIZE: Final[int] = 4096
 _NOT_LEARNT: Final[int] = -100
 FOCUS_STEPS: Final[int] = 150
 _RUNS_FILE: Final = "training_runs.json"
+_SHAPE_FIELDS: Final = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
+_TOKEN_FIELDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
@@ -135,6 +140,14 @@ def learning_rate(progress: float, peak: float) -> float:
     return peak * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * falling)))
 
 
+def take_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    """Change the weights by the gradients of ``loss``."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
 def answerer_of(model: LlamaForCausalLM, tokenizer: Tokenizer) -> Answerer:
     """The answerer of a model that has not been saved yet."""
     config = tokenizer_config(CONTEXT_TOKENS)
@@ -189,10 +202,7 @@ def train(
         group = next(stream)
         with torch.autocast(device.type, torch.bfloat16) if options.bf16 else nullcontext():
             loss = loss_of(model, decoder, group, pad_id)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        take_step(model, optimizer, loss)
         num_steps = step + 1
         num_tokens += sum(len(sample.token_ids) for sample in group)
         mean_loss = loss.item() if step == 0 else 0.98 * mean_loss + 0.02 * loss.item()
@@ -228,12 +238,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
     config = model.config
     _write_json(
         folder / "generation_config.json",
-        {
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": config.eos_token_id,
-            "pad_token_id": config.pad_token_id,
-            "do_sample": False,
-        },
+        {**{name: getattr(config, name) for name in _TOKEN_FIELDS}, "do_sample": False},
     )
 
 
@@ -252,13 +257,7 @@ def save_weights(model: LlamaForCausalLM, folder: Path) -> None:
         {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_hidden_layers": config.num_hidden_layers,
-            "num_attention_heads": config.num_attention_heads,
-            "num_key_value_heads": config.num_key_value_heads,
-            "head_dim": config.head_dim,
+            **{name: getattr(config, name) for name in _SHAPE_FIELDS},
             "hidden_act": "silu",
             "max_position_embeddings": CONTEXT_TOKENS,
             "rms_norm_eps": config.rms_norm_eps,
@@ -267,9 +266,7 @@ def save_weights(model: LlamaForCausalLM, folder: Path) -> None:
             "mlp_bias": False,
             "tie_word_embeddings": True,
             "torch_dtype": "bfloat16",
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": config.eos_token_id,
-            "pad_token_id": config.pad_token_id,
+            **{name: getattr(config, name) for name in _TOKEN_FIELDS},
         },
     )
 
@@ -293,23 +290,32 @@ def _note_run(options: argparse.Namespace, num_steps: int) -> list[str]:
     return runs
 
 
+def training_options(prog: str, doc: str | None, **defaults: float) -> argparse.ArgumentParser:
+    """The options that all trainings have; ``defaults`` are those in which they differ."""
+    parser = argparse.ArgumentParser(prog=f"python -m tools.demo.{prog}", description=doc)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--minutes", type=float, help="longest time to train")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in one step")
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--seed", type=int, default=2)
+    parser.add_argument("--weights", type=Path, help="folder of a model to go on from")
+    parser.add_argument("--begin", type=float, help="where --weights stands, 0 to 1")
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    parser.set_defaults(**defaults)
+    return parser
+
+
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.demo.train", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--steps", type=int, default=3200)
-    parser.add_argument("--minutes", type=float, default=40, help="longest time to train")
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in one step")
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
-    parser.add_argument("--seed", type=int, default=2)
+    parser = training_options(
+        "train", __doc__, steps=3200, minutes=40, learning_rate=1.5e-3, begin=0.25
+    )
     parser.add_argument("--measure-every", type=int, default=800, help="steps between measures")
-    parser.add_argument("--weights", type=Path, help="folder of a model to go on from")
-    parser.add_argument("--begin", type=float, default=0.25, help="where --weights stands, 0 to 1")
     parser.add_argument(
         "--average", action="store_true", help="end with the mean of --weights and what they became"
     )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     pairs = load_pairs()
     tokenizer = (

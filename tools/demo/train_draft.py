@@ -26,7 +26,14 @@ from tools.demo.card import draft_card
 from tools.demo.faq import Pair, load_pairs
 from tools.demo.samples import ANSWERS, QUESTIONS, Sample, SampleMaker, batches
 from tools.demo.tokens import PAD, known_token_id
-from tools.demo.train import FOCUS_STEPS, draw_shares, learning_rate, save_weights
+from tools.demo.train import (
+    FOCUS_STEPS,
+    draw_shares,
+    learning_rate,
+    save_weights,
+    take_step,
+    training_options,
+)
 
 _MEASURED_QUESTIONS: Final[int] = 200
 
@@ -99,10 +106,7 @@ def train(
                 said = logits_of(target, token_ids, is_learnt).softmax(-1)
             logits = logits_of(draft, token_ids, is_learnt)
         loss = functional.cross_entropy(logits, said.clone())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
-        optimizer.step()
+        take_step(draft, optimizer, loss)
         mean_loss = loss.item() if step == 0 else 0.98 * mean_loss + 0.02 * loss.item()
         if (step + 1) % 100 == 0:
             spent_s = time.monotonic() - started
@@ -136,17 +140,10 @@ def agreement(
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.demo.train_draft", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the draft to")
+    parser = training_options(
+        "train_draft", __doc__, steps=6000, minutes=18, learning_rate=3e-3, begin=0.5
+    )
     parser.add_argument("--model", type=Path, default=MODEL_DIR, help="folder of the demo model")
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--minutes", type=float, default=18, help="longest time to train")
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in one step")
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
-    parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--weights", type=Path, help="folder of a draft to go on from")
-    parser.add_argument("--begin", type=float, default=0.5, help="where --weights stands, 0 to 1")
-    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     pairs = load_pairs()
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))

@@ -8,7 +8,7 @@ from millrace.bus.api import Bus
 from millrace.registry.served import ServedModel
 from millrace.runtime.clock import Clock
 from millrace.schemas.config import WorkerConfig
-from millrace.workers.host.energy.meter import EnergyMeter
+from millrace.workers.host.energy import EnergyMeter
 from millrace.workers.process.keeper import EngineKeeper
 
 

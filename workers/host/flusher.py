@@ -17,7 +17,7 @@ from millrace.workers.host.generations.state import Listener
 logger = logging.getLogger(__name__)
 
 
-# An engine gathers tokens for as long itself (``workers.process.gathering``): what came a moment
+# An engine gathers tokens for as long itself (``workers.process.loop``): what came a moment
 # after the others did is not to wait for a clock.
 _SLACK_S = 0.002
 

@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 from millrace.engine.types import EngineStats
 from millrace.runtime.histogram import Histogram
 from millrace.schemas.records import Status
-from millrace.workers.host.engine_figures import COUNTERS, GAUGES
 from millrace.workers.host.worker import Worker
+from millrace.workers.process.engine_figures import COUNTERS, GAUGES, HELP, TIERS
 from millrace.workers.process.keeper import EngineKeeper
 
 _LABELS = ("model", "worker")
@@ -53,15 +53,15 @@ class WorkerMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = [(one.labels, one.engine.stats) for one in self._workers]
-        for figure in GAUGES:
-            gauge = GaugeMetricFamily(figure.name, figure.what, labels=_LABELS)
+        for name, read in GAUGES.items():
+            gauge = GaugeMetricFamily(name, HELP[name], labels=_LABELS)
             for labels, of_engine in stats:
-                gauge.add_metric(labels, figure.read(of_engine))
+                gauge.add_metric(labels, read(of_engine))
             yield gauge
-        for figure in COUNTERS:
-            counter = CounterMetricFamily(figure.name, figure.what, labels=_LABELS)
+        for field, name in COUNTERS.items():
+            counter = CounterMetricFamily(name, HELP[name], labels=_LABELS)
             for labels, of_engine in stats:
-                counter.add_metric(labels, figure.read(of_engine))
+                counter.add_metric(labels, getattr(of_engine, field))
             yield counter
         yield self._tier_hits()
         yield self._expert_choices()
@@ -222,10 +222,5 @@ class WorkerMetrics(Collector):
 
 
 def _hits_by_tier(stats: EngineStats) -> dict[str, int]:
-    brought = {
-        "host": stats.host_hit_tokens,
-        "disk": stats.disk_hit_tokens,
-        "object": stats.object_hit_tokens,
-        "peer": stats.peer_hit_tokens,
-    }
+    brought = {source: getattr(stats, field) for field, source in TIERS.items()}
     return {"device": stats.prefix_hit_tokens - sum(brought.values()), **brought}

@@ -13,7 +13,7 @@ from millrace.schemas.errors import MillraceError
 from millrace.workers.host.capacity import OK, rejected
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.departures import Departures
-from millrace.workers.host.generations.engine_requests import cache_salt_of, warming_request
+from millrace.workers.host.engine_intake import cache_salt_of, warming_request
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.state import GenerationPhase
 

@@ -31,11 +31,15 @@ from millrace.workers.host.generations.frames import (
 from millrace.workers.host.generations.generated_output import GeneratedOutput
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.latencies import RequestTimes
-from millrace.workers.host.generations.outcomes import EXPIRED, GenerationOutcome, cancelled, failed
-from millrace.workers.host.generations.state import GenerationPhase
+from millrace.workers.host.generations.state import (
+    EXPIRED,
+    GenerationOutcome,
+    GenerationPhase,
+    cancelled,
+    failed,
+)
 from millrace.workers.host.generations.tracing import RunTraces
-from millrace.workers.host.leases.index import Generations, IndexWriter
-from millrace.workers.host.leases.ownership import LeaseOwnership
+from millrace.workers.host.leases import Generations, IndexWriter, LeaseOwnership
 from millrace.workers.host.moves import StreamMoves
 from millrace.workers.host.reports.completion_events import CompletionEvents
 

@@ -38,12 +38,10 @@ from millrace.schemas.errors import BusUnavailableError, MillraceError
 from millrace.schemas.jobs import Job
 from millrace.schemas.records import LossObserver, WorkerLossRecord
 from millrace.workers.host.context import WorkerContext
-from millrace.workers.host.energy.counters import EnergyCounter, NvmlCounter, RaplCounter
-from millrace.workers.host.energy.meter import EnergyMeter
+from millrace.workers.host.energy import EnergyCounter, EnergyMeter, NvmlCounter, RaplCounter
 from millrace.workers.host.flusher import Flusher
 from millrace.workers.host.generations.tracing import RunTraces
-from millrace.workers.host.leases.index import Generations, IndexWriter
-from millrace.workers.host.leases.keeper import LeaseKeeper
+from millrace.workers.host.leases import Generations, IndexWriter, LeaseKeeper
 from millrace.workers.host.reports.completion_events import CompletionEvents
 from millrace.workers.host.reports.device_watch import DeviceWatch
 from millrace.workers.host.reports.prefixes import PrefixReporter

@@ -25,6 +25,7 @@ from millrace.workers.engine_like import (
     OnPrefixes,
     ignore,
 )
+from millrace.workers.process import engine_figures
 
 # An engine that ends this often within this time is not worth another start.
 MAX_RESTARTS = 5
@@ -33,45 +34,7 @@ _FIRST_BACKOFF_S = 0.1
 
 # The fields of EngineStats that count from an engine's start; the others are gauges, but for
 # ``expert_choices``, which count for each expert.
-COUNTERS = (
-    "num_steps",
-    "prefill_tokens",
-    "decode_tokens",
-    "proposed_tokens",
-    "accepted_tokens",
-    "num_preemptions",
-    "busy_s",
-    "charged_s",
-    "prefix_query_tokens",
-    "prefix_hit_tokens",
-    "host_hit_tokens",
-    "disk_hit_tokens",
-    "object_hit_tokens",
-    "peer_hit_tokens",
-    "num_evicted_blocks",
-    "num_offloaded_blocks",
-    "num_reloaded_blocks",
-    "num_written_blocks",
-    "num_read_blocks",
-    "num_unreadable_blocks",
-    "num_object_written_blocks",
-    "num_object_written_bytes",
-    "num_object_read_blocks",
-    "num_object_read_bytes",
-    "num_absent_objects",
-    "num_object_failures",
-    "num_object_dropped_blocks",
-    "num_pulled_blocks",
-    "num_pulled_bytes",
-    "num_failed_pulls",
-    "num_served_blocks",
-    "num_swaps",
-    "num_adapter_loads",
-    "num_adapter_evictions",
-    "num_exchanges",
-    "num_exchanged_bytes",
-    "exchange_wait_s",
-)
+COUNTERS = (*engine_figures.COUNTERS, *engine_figures.TIERS)
 
 logger = logging.getLogger(__name__)
 
@@ -133,21 +96,6 @@ class EngineKeeper:
     def device_uuid(self) -> str:
         """That of the first CUDA device, by which its driver knows it; empty without one."""
         return "" if self._engine is None else self._engine.device_uuid
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices the last engine computed on, all of them at a time."""
-        return self._num_devices
-
-    @property
-    def max_num_sequences(self) -> int:
-        """How many sequences the last engine ran at a time."""
-        return self._max_num_sequences
-
-    @property
-    def weights(self) -> str | None:
-        """The fingerprint of what the last engine ran."""
-        return self._weights
 
     @property
     def transfer_endpoint(self) -> TransferEndpoint | None:
@@ -215,9 +163,10 @@ class EngineKeeper:
 
     def _take_over(self, engine: EngineLike) -> None:
         self._seen = engine.stats
-        self._weights = engine.weights
-        self._num_devices = engine.num_devices
-        self._max_num_sequences = engine.max_num_sequences
+        # Those of the last engine, whether or not it runs.
+        self.weights = engine.weights
+        self.num_devices = engine.num_devices
+        self.max_num_sequences = engine.max_num_sequences
         self._connect(engine)
         self._engine = engine
 

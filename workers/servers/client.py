@@ -113,30 +113,25 @@ class ServerClient:
     async def whole(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
         """The one answer to a POST, as ``stream`` gives many: it may take its time, and closing the
         iterator ends the request. Raises as ``stream`` does."""
-        try:
-            async with self._session.post(
-                self.url + path,
-                data=msgspec.json.encode(body),
-                headers={"Content-Type": "application/json"},
-            ) as response:
-                answer = await response.read()
-                if response.status != HTTPStatus.OK:
-                    raise _answer_error(path, response.status, answer)
-        except (aiohttp.ClientError, OSError) as error:
-            raise _unreachable(self.url, error) from error
-        yield answer
+        yield await self._request("POST", path, body, timeout_s=None)
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout_s: float | None = _ANSWER_TIMEOUT_S,
+    ) -> bytes:
         try:
             async with self._session.request(
                 method,
                 self.url + path,
                 data=None if body is None else msgspec.json.encode(body),
                 headers={"Content-Type": "application/json"} if body is not None else {},
-                timeout=aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S),
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

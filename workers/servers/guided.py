@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
@@ -113,11 +114,8 @@ class Guides:
         there."""
         grammar = request.sampling.grammar
         assert grammar is not None
-        loop = asyncio.get_running_loop()
-        compiled: asyncio.Future[Matcher] = loop.create_future()
         work = partial(self._compile, tuple(dict.fromkeys((read, grammar))), tuple(token_ids))
-        self._threads.submit(request.tenant, partial(_run, work, loop, compiled))
-        matcher = await compiled
+        matcher = await self._done(request.tenant, work)
         assert self._library is not None
         ends = frozenset(request.eos_token_ids) if request.sampling.ignore_eos else frozenset()
         return Guide(matcher, self._library.num_words, ends)
@@ -127,14 +125,16 @@ class Guides:
         would take the server down."""
         if grammar in self._good:
             return
-        loop = asyncio.get_running_loop()
-        checked: asyncio.Future[None] = loop.create_future()
-        work = partial(self._probe.check, grammar)
-        self._threads.submit(tenant, partial(_run, work, loop, checked))
-        await checked
+        await self._done(tenant, partial(self._probe.check, grammar))
         self._good[grammar] = None
         if len(self._good) > _MAX_KNOWN:
             del self._good[next(iter(self._good))]
+
+    async def _done(self, tenant: str, work: Callable[[], _Result]) -> _Result:
+        """What comes of ``work``, which a thread does within the tenant's share."""
+        done: Future[_Result] = Future()
+        self._threads.submit(tenant, partial(_run, work, done))
+        return await asyncio.wrap_future(done)
 
     def close(self) -> None:
         """End what compiles."""
@@ -159,26 +159,13 @@ class Guides:
         )
 
 
-def _run(
-    work: Callable[[], _Result], loop: asyncio.AbstractEventLoop, done: asyncio.Future[_Result]
-) -> None:
-    """Do it on this thread, and give the loop what comes of it."""
+def _run(work: Callable[[], _Result], done: Future[_Result]) -> None:
+    """Do it on this thread, unless nothing waits for it any more."""
+    if not done.set_running_or_notify_cancel():
+        return
     try:
-        result = work()
+        done.set_result(work())
     except MillraceError as error:
-        loop.call_soon_threadsafe(_fail, done, error)
-    except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception)
-        why = GrammarError(f"The grammar cannot be compiled: {type(error).__name__}.")
-        loop.call_soon_threadsafe(_fail, done, why)
-    else:
-        loop.call_soon_threadsafe(_give, done, result)
-
-
-def _give(done: asyncio.Future[_Result], result: _Result) -> None:
-    if not done.done():
-        done.set_result(result)
-
-
-def _fail(done: asyncio.Future[_Result], error: MillraceError) -> None:
-    if not done.done():
         done.set_exception(error)
+    except BaseException as error:  # noqa: BLE001 (a panic of the library is no Exception)
+        done.set_exception(GrammarError(f"The grammar cannot be compiled: {type(error).__name__}."))

@@ -36,8 +36,7 @@ from millrace.workers.servers.dialect import (
     ServerStreamError,
 )
 from millrace.workers.servers.guided import Guides
-from millrace.workers.servers.live_request import LiveRequest
-from millrace.workers.servers.questions import fitting_part, next_question
+from millrace.workers.servers.questions import LiveRequest, fitting_part, next_question
 from millrace.workers.servers.server_process import ServerProcess
 from millrace.workers.servers.server_stats import PrefixEstimate, ServerStats, TokenShares
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from millrace.engine.types import EngineStats, PrefixChanges
 from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
 from millrace.workers.servers.dialect import ServerLoad
-from millrace.workers.servers.live_request import LiveRequest
+from millrace.workers.servers.questions import LiveRequest
 
 # Of a measured time, what the newest counts.
 _NEWEST = 0.2

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from millrace.workers.simulated.blocks import SimulatedBlocks
+from millrace.workers.simulated.blocks import SimulatedBlocks, SimulatedSequence, State
 from millrace.workers.simulated.latency_model import LatencyModel
-from millrace.workers.simulated.sequence import SimulatedSequence, State
 from millrace.workers.simulated.tokens import SimulatedTokens
 
 # Blocks that admissions leave free for those who already run.

@@ -4,25 +4,89 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from enum import Enum, auto
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from millrace.schemas.prefix import extend_keys, root_key
 
 _root = lru_cache(maxsize=4_096)(root_key)
 
 
-class BlockHolder(Protocol):
-    """Whoever has blocks: the first ``num_cached_blocks`` of its ``num_blocks`` are full and can be
-    found by its ``keys``."""
+class State(Enum):
+    """Where a sequence is: added or preempted, admitted, or finished, cancelled or not added."""
 
-    salt: str
-    keys: list[bytes]
-    num_blocks: int
-    num_cached_blocks: int
+    WAITING = auto()
+    RUNNING = auto()
+    OVER = auto()
+
+
+class GenerationLimits(NamedTuple):
+    """``num_to_make``: how many tokens this run makes at most. A token of ``stop_token_ids`` ends
+    it once there are ``min_tokens``."""
+
+    num_to_make: int
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSequence:
+    """A request in the batch.
+
+    ``token_ids`` are those of the prompt and of the completion so far; the first
+    ``num_prompt_tokens`` are the prompt, with what an earlier run had made behind it: its tokens
+    have the indices 0 to ``num_resumed - 1``.
+    The driver may put what it needs into ``tag``, count in ``device_s`` what the sequence takes of
+    the steps' time, and note in ``last_token_s`` when its last token was made, by this run or the
+    one before it (None: it has none).
+    """
+
+    request_id: str
+    prompt_token_ids: InitVar[Sequence[int]]
+    _: KW_ONLY
+    limits: InitVar[GenerationLimits]
+    seed: int
+    num_resumed: int = 0
+    priority: int = 0
+    salt: str = ""
+    tag: object = None
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_total_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    min_tokens: int = field(init=False)
+    state: State = field(default=State.OVER, init=False)
+    arrival: int = field(default=0, init=False)
+    rank: tuple[int, int] = field(default=(0, 0), init=False)
+    keys: list[bytes] = field(default_factory=list, init=False)
+    num_blocks: int = field(default=0, init=False)
+    num_cached_blocks: int = field(default=0, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    num_cached_tokens: int = field(default=0, init=False)
+    num_preemptions: int = field(default=0, init=False)
+    device_s: float = field(default=0.0, init=False)
+    last_token_s: float | None = field(default=None, init=False)
+    started: bool = field(default=False, init=False)
+    stopped: bool = field(default=False, init=False)
+
+    def __post_init__(self, prompt_token_ids: Sequence[int], limits: GenerationLimits) -> None:
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_total_tokens = self.num_prompt_tokens + limits.num_to_make
+        self.stop_token_ids = limits.stop_token_ids
+        self.min_tokens = limits.min_tokens
 
     @property
-    def token_ids(self) -> Sequence[int]: ...
+    def num_made(self) -> int:
+        """Tokens that this run has made."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """What is left to compute if nothing stops early; the last token never is."""
+        return max(0, self.num_total_tokens - 1 - self.num_computed_tokens)
 
 
 class Hit(NamedTuple):
@@ -66,7 +130,7 @@ class SimulatedBlocks:
     def num_idle(self) -> int:
         return len(self._idle)
 
-    def match(self, holder: BlockHolder) -> Hit:
+    def match(self, holder: SimulatedSequence) -> Hit:
         """The longest kept prefix that leaves at least one token to compute; changes nothing."""
         if not self._keep:
             return Hit()
@@ -81,7 +145,7 @@ class SimulatedBlocks:
             found += 1
         return Hit(found, num_idle)
 
-    def open(self, holder: BlockHolder, hit: Hit, num_fresh: int) -> None:
+    def open(self, holder: SimulatedSequence, hit: Hit, num_fresh: int) -> None:
         """Give a holder without blocks those of its hit, and so many fresh ones behind them."""
         for key in holder.keys[: hit.num_blocks]:
             self._idle.pop(key, None)
@@ -90,7 +154,7 @@ class SimulatedBlocks:
         holder.num_blocks = holder.num_cached_blocks = hit.num_blocks
         self.allocate(holder, num_fresh)
 
-    def allocate(self, holder: BlockHolder, count: int) -> None:
+    def allocate(self, holder: SimulatedSequence, count: int) -> None:
         """Give more; there must be as many free ones."""
         assert count <= self.num_free
         self._num_private += count
@@ -129,7 +193,7 @@ class SimulatedBlocks:
             self.num_evicted += 1
             self._note(key)
 
-    def cache_full_blocks(self, holder: BlockHolder, num_full: int) -> None:
+    def cache_full_blocks(self, holder: SimulatedSequence, num_full: int) -> None:
         """The first ``num_full`` blocks are full. One that somebody else filled alike is shared
         from now on."""
         if not self._keep:
@@ -147,7 +211,7 @@ class SimulatedBlocks:
                 self._note(key)
         holder.num_cached_blocks = num_full
 
-    def release(self, holder: BlockHolder) -> None:
+    def release(self, holder: SimulatedSequence) -> None:
         """Take all blocks back; the ends of prefixes go before their beginnings."""
         self._num_private -= holder.num_blocks - holder.num_cached_blocks
         for key in reversed(holder.keys[: holder.num_cached_blocks]):
@@ -185,7 +249,7 @@ class SimulatedBlocks:
             noted.clear()
             self._noted_too_much = True
 
-    def _extend_keys(self, holder: BlockHolder, count: int) -> None:
+    def _extend_keys(self, holder: SimulatedSequence, count: int) -> None:
         if len(holder.keys) < count:
             extend_keys(
                 holder.keys,
@@ -195,7 +259,7 @@ class SimulatedBlocks:
                 block_size_tokens=self._size,
             )
 
-    def check_integrity(self, holders: Sequence[BlockHolder]) -> None:
+    def check_integrity(self, holders: Sequence[SimulatedSequence]) -> None:
         """Raise AssertionError unless these holders, and nobody else, have what is in use."""
         users: dict[bytes, int] = {}
         for holder in holders:

@@ -35,10 +35,9 @@ from millrace.schemas.prefix import REPORTED_BYTES
 from millrace.schemas.sampling import MAX_SEED
 from millrace.workers.engine_like import EngineLike
 from millrace.workers.simulated.batch import SimulatedBatch, StepOutputs
+from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
-from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence
-from millrace.workers.simulated.tokens import SimulatedTokens
-from millrace.workers.simulated.words import readable_token_ids
+from millrace.workers.simulated.tokens import SimulatedTokens, readable_token_ids
 
 # What settings of 0 leave to the device: those of a GPU, with a KV cache for 262,144 tokens.
 _NUM_SEQUENCES, _BATCH_TOKENS, _CACHE_TOKENS = 256, 4_096, 1 << 18

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
+
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -30,3 +33,25 @@ class SimulatedTokens:
                 if token_id not in banned:
                     return token_id
         return token_ids[place]
+
+
+MAX_WORDS = 1_024
+_WORD = re.compile(r" [a-z]{3,}")
+_LEGIBLE = re.compile(r"[ -~]+")
+
+
+def readable_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Up to ``MAX_WORDS`` ids: whole lower-case words; where there are none, printable ASCII; else
+    whatever is not special and ends nothing. The same for everybody with that tokenizer."""
+    pieces = tokenizer.table.pieces
+    ends = tokenizer.special_token_ids.union(tokenizer.eos_token_ids)
+
+    def those(fits: Callable[[str], object]) -> tuple[int, ...]:
+        found = (i for i, piece in enumerate(pieces) if i not in ends and fits(_text(piece)))
+        return tuple(token_id for token_id, _ in zip(found, range(MAX_WORDS), strict=False))
+
+    return those(_WORD.fullmatch) or those(_LEGIBLE.fullmatch) or those(lambda _: True)
+
+
+def _text(piece: str | bytes) -> str:
+    return piece.decode(errors="replace") if isinstance(piece, bytes) else piece

@@ -1,12 +1,11 @@
-"""Tools that a provider's server runs for its own models, by their types.
-
-Clients send such tools with every request, whatever server they talk to. No model here can be
-offered one: the client does not run it, and neither does this gateway.
-"""
+"""Tools that a provider's server runs for its own models, and tools of Anthropic's that the client
+runs."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 # A type may have its version behind it: web_search_20250305, web_search_preview_2025_03_11.
 _VERSION = re.compile(r"_(?:\d{8}|\d{4}_\d{2}_\d{2})$")
@@ -36,3 +35,67 @@ def why_left_out(tool_type: str) -> str:
     if unversioned(tool_type) in _SCREEN_TYPES:
         return "answers with pictures, which no model here takes"
     return "is run by its provider's own server only"
+
+
+_STRING: Mapping[str, Any] = {"type": "string"}
+
+
+def _object(required: tuple[str, ...], properties: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": dict(properties), "required": list(required)}
+
+
+def _one_of(*words: str) -> dict[str, Any]:
+    return {"type": "string", "enum": list(words)}
+
+
+_LINES = {
+    "type": "array",
+    "items": {"type": "integer"},
+    "minItems": 2,
+    "maxItems": 2,
+    "description": "The first and the last line to show; -1 is the last of the file.",
+}
+_CHANGES: Mapping[str, Any] = {
+    "path": _STRING,
+    "file_text": {**_STRING, "description": "The whole text of the file to create."},
+    "old_str": {**_STRING, "description": "The text to replace, which the file has once."},
+    "new_str": {**_STRING, "description": "The text to put in its place."},
+    "insert_line": {"type": "integer", "description": "Insert behind this line; 0: at the top."},
+    "insert_text": {**_STRING, "description": "The text to insert."},
+    "view_range": _LINES,
+}
+_SCHEMAS: Mapping[str, dict[str, Any]] = {
+    "bash": _object(
+        (),
+        {
+            "command": {**_STRING, "description": "The command to run in the shell."},
+            "restart": {"type": "boolean", "description": "Start the shell anew instead."},
+        },
+    ),
+    "text_editor": _object(
+        ("command", "path"),
+        {"command": _one_of("view", "create", "str_replace", "insert"), **_CHANGES},
+    ),
+    "memory": _object(
+        ("command",),
+        {
+            "command": _one_of("view", "create", "str_replace", "insert", "delete", "rename"),
+            **_CHANGES,
+            "old_path": _STRING,
+            "new_path": _STRING,
+        },
+    ),
+}
+_DESCRIPTIONS = {
+    "bash": "Run a command in a shell that stays open between calls.",
+    "text_editor": "View, create and edit files.",
+    "memory": "Keep notes in files under /memories, which later conversations can read.",
+}
+CLIENT_TOOL_TYPES = tuple(_SCHEMAS)
+
+
+def client_tool(tool_type: str) -> tuple[str, dict[str, Any]] | None:
+    """The description and the schema of the input of a tool of that type, whatever its version;
+    None: there is no such tool."""
+    kind = unversioned(tool_type)
+    return (_DESCRIPTIONS[kind], _SCHEMAS[kind]) if kind in _SCHEMAS else None

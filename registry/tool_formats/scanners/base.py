@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from enum import Enum, auto
+from typing import TypeVar
 
 BLANKS = " \t\n\r"
 NO_ARGUMENTS = "{}"
@@ -13,6 +15,11 @@ MAX_WORD_CHARACTERS = 64
 
 _NOT_BLANK = re.compile(r"[^ \t\n\r]")
 _WORD = re.compile(r"[A-Za-z0-9_-]*")
+_IN_STRING = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
+
+T = TypeVar("T")
+# Reads some of the text, and yields whenever it needs more than has come.
+Reading = Generator[None, None, T]
 
 
 class ScanStatus(Enum):
@@ -25,7 +32,8 @@ class ScanStatus(Enum):
     FAILED = auto()
 
 
-Step = Callable[[str, int], int]
+class UnfitError(Exception):
+    """What comes now does not belong to a call."""
 
 
 class Scanner(ABC):
@@ -39,19 +47,28 @@ class Scanner(ABC):
         self.status = ScanStatus.OPEN
         self.certain = False
         self.name = ""
-        self._step: Step = self._opening
-        self._word = ""
-        self._escaped = False
-        self._quoted = False
-        self._closers: list[str] = []
+        self._text = ""
+        self._at = 0
+        self._reading = self._read()
         self._arguments: list[str] = []
+        self._tail = ""
+        self._passed: list[str] | None = None
+        self._begin = 0
 
     def feed(self, text: str) -> int:
         """Go on by ``text``; how many of its characters belong here (all, while OPEN)."""
-        at = 0
-        while at < len(text) and self.status is ScanStatus.OPEN:
-            at = self._step(text, at)
-        return at
+        if self.status is not ScanStatus.OPEN:
+            return 0
+        self._text, self._at, self._begin = text, 0, 0
+        try:
+            next(self._reading)
+        except StopIteration as end:
+            self.status = end.value
+        except UnfitError:
+            self.status = self._broken_off()
+        if self._passed is not None:
+            self._passed.append(text[self._begin : self._at])
+        return self._at
 
     @property
     def is_whole(self) -> bool:
@@ -75,41 +92,118 @@ class Scanner(ABC):
         """No more text comes: what was kept back is an argument's, or nobody's."""
 
     @abstractmethod
-    def _opening(self, text: str, at: int) -> int:
-        """The first step; a step gives where it ends, beyond ``at`` unless it is another's turn."""
+    def _read(self) -> Reading[ScanStatus]:
+        """Read one call, and return the status behind it. Raises UnfitError."""
 
-    def _expect(self, text: str, at: int, character: str, then: Step) -> int:
-        at = skip_blanks(text, at)
-        if at == len(text):
-            return at
-        if text[at] != character:
-            return self._fail(at)
-        self._step = then
-        return at + 1
+    def _broken_off(self) -> ScanStatus:
+        """The status where the text does not go on as a call does."""
+        return ScanStatus.ENDED if self.certain else ScanStatus.FAILED
 
-    def _read_tag(self, text: str, at: int, tag: str, then: Step) -> int:
-        """Go on with ``tag``, of which ``_word`` is what has come."""
-        while at < len(text) and text[at] == tag[len(self._word)]:
-            self._word += text[at]
-            at += 1
-            if self._word == tag:
-                self._word = ""
-                self._step = then
-                return at
-        return at if at == len(text) else self._fail(at)
+    def _next(self) -> Reading[str]:
+        """The next character, which stays to be read."""
+        while self._at == len(self._text):
+            yield
+        return self._text[self._at]
 
-    def _read_name(self, text: str, at: int) -> tuple[int, bool]:
-        """Go on with a word; where it ends here, and whether it is certain that it does. A word of
-        no characters, or of too many, fails."""
-        at, found = run(_WORD, text, at)
-        self._word += found
-        if len(self._word) > MAX_WORD_CHARACTERS or (at < len(text) and not self._word):
-            return self._fail(at), False
-        return at, at < len(text)
+    def _behind_blanks(self) -> Reading[str]:
+        """The next character that is no blank, which stays to be read."""
+        while True:
+            found = _NOT_BLANK.search(self._text, self._at)
+            if found is not None:
+                self._at = found.start()
+                return found.group()
+            self._at = len(self._text)
+            yield
 
-    def _fail(self, at: int) -> int:
-        self.status = ScanStatus.ENDED if self.certain else ScanStatus.FAILED
-        return at
+    def _expect(self, character: str) -> Reading[None]:
+        """Read ``character``, and blanks before it."""
+        if (yield from self._behind_blanks()) != character:
+            raise UnfitError
+        self._at += 1
+
+    def _tag(self, tag: str) -> Reading[None]:
+        yield from self._one_of(tag)
+
+    def _one_of(self, *tags: str) -> Reading[str]:
+        word = ""
+        while word not in tags:
+            word += yield from self._next()
+            if not any(tag.startswith(word) for tag in tags):
+                raise UnfitError
+            self._at += 1
+        return word
+
+    def _run(self, pattern: re.Pattern[str], most: float = math.inf) -> Reading[str]:
+        """The characters that match ``pattern``, up to one that does not or beyond ``most``."""
+        word = ""
+        while True:
+            found = pattern.match(self._text, self._at)
+            assert found is not None, "it matches anywhere"
+            word += found.group()
+            self._at = found.end()
+            if self._at < len(self._text) or len(word) > most:
+                return word
+            yield
+
+    def _word(self) -> Reading[str]:
+        """A name, up to what cannot be a part of it."""
+        word = yield from self._run(_WORD, MAX_WORD_CHARACTERS)
+        if not 0 < len(word) <= MAX_WORD_CHARACTERS:
+            raise UnfitError
+        return word
+
+    def _quoted_word(self) -> Reading[str]:
+        """A word without escapes, to behind its closing quote."""
+        word = yield from self._run(_WORD, MAX_WORD_CHARACTERS)
+        if len(word) > MAX_WORD_CHARACTERS or self._text[self._at] != '"':
+            raise UnfitError
+        self._at += 1
+        return word
+
+    def _string(self, quote: str = '"', most: float = math.inf) -> Reading[None]:
+        """Pass through a string to behind its closing quote, up to ``most`` characters."""
+        while True:
+            begin = self._at
+            mark = _IN_STRING[quote].search(self._text, begin)
+            self._at = len(self._text) if mark is None else mark.end()
+            most -= self._at - begin
+            if most < 0:
+                self._at += int(most)
+                raise UnfitError
+            if mark is None:
+                yield
+            elif mark.group() == quote:
+                return
+            else:
+                yield from self._next()
+                self._at += 1
+                most -= 1
+
+    def _pass_into(self, passed: list[str] | None) -> None:
+        """Add what is read from here on to ``passed``; None: to nothing."""
+        if self._passed is not None:
+            self._passed.append(self._text[self._begin : self._at])
+        self._passed, self._begin = passed, self._at
+
+    def _up_to(
+        self, tag: str, take: Callable[[str], None], *, lines: bool = False
+    ) -> Reading[None]:
+        """Give ``take`` the text before ``tag`` as it comes, and end behind the tag. A line break
+        before the tag belongs to a tag that stands on ``lines`` of its own."""
+        while True:
+            data = self._tail + self._text[self._at :]
+            end = data.find(tag)
+            if end >= 0:
+                self._at += end + len(tag) - len(self._tail)
+                self._tail = ""
+                take(data[: end - (lines and data[:end].endswith("\n"))])
+                return
+            cut = start_of_partial(data, tag)
+            cut -= lines and data[:cut].endswith("\n")
+            take(data[:cut])
+            self._tail = data[cut:]
+            self._at = len(self._text)
+            yield
 
 
 def start_of_partial(text: str, tag: str) -> int:
@@ -120,16 +214,3 @@ def start_of_partial(text: str, tag: str) -> int:
             return at
         at = text.find(tag[0], at + 1)
     return len(text)
-
-
-def skip_blanks(text: str, at: int) -> int:
-    """Where the first character that is no blank is, from ``at``; the length if there is none."""
-    found = _NOT_BLANK.search(text, at)
-    return len(text) if found is None else found.start()
-
-
-def run(pattern: re.Pattern[str], text: str, at: int) -> tuple[int, str]:
-    """Where the match at ``at`` ends, and the match; for patterns that match anywhere."""
-    found = pattern.match(text, at)
-    assert found is not None
-    return found.end(), found.group()

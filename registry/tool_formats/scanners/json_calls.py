@@ -1,4 +1,4 @@
-"""One call, ``{"name": …, "arguments": …}``, followed while it is being written."""
+"""Calls whose arguments are an object in JSON, followed while they are being written."""
 
 from __future__ import annotations
 
@@ -8,135 +8,228 @@ import re
 from millrace.registry.tool_formats.scanners.base import (
     MAX_WORD_CHARACTERS,
     NO_ARGUMENTS,
+    Reading,
+    Scanner,
     ScanStatus,
-    run,
-    skip_blanks,
+    UnfitError,
 )
-from millrace.registry.tool_formats.scanners.json_arguments import JsonScanner
+from millrace.registry.tool_formats.tags import (
+    ARGUMENTS_TAG,
+    CALL_BEGIN,
+    CALL_END,
+    CLOSING_TAG,
+    FENCE,
+    ID_TAG,
+    JSON_FENCE,
+    SEPARATOR,
+)
 
+# "<" is nowhere in JSON but in strings: it begins the tag that should have come later.
+_IN_OBJECT = re.compile(r'["{}\[\]<]')
+_CLOSERS = {"{": "}", "[": "]"}
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
 _MAX_SIDE_VALUE_CHARACTERS = 256
-_WORD = re.compile(r"[A-Za-z0-9_-]*")
 _SCALAR = re.compile(r"[A-Za-z0-9.+-]*")
+_BEHIND_ARGUMENTS = re.compile(r'[A-Za-z0-9_\-,:" \t\n\r]*')
+
+
+class JsonScanner(Scanner):
+    """What stops being JSON in the arguments belongs to them up to ``closing_tag`` (or to the end,
+    if that is empty); behind it the status is ``behind_tag``."""
+
+    closing_tag = ""
+    behind_tag = ScanStatus.CLOSED
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._closers: list[str] = []
+        self._is_malformed = False
+
+    @property
+    def is_whole(self) -> bool:
+        return super().is_whole or (self.certain and not self._closers)
+
+    @property
+    def is_malformed(self) -> bool:
+        return self._is_malformed
+
+    def finish(self) -> None:
+        """What was kept back as a part of the tag belongs to the arguments."""
+        self._arguments.append(self._tail)
+        self._tail = ""
+
+    def _certain_object(self) -> Reading[ScanStatus | None]:
+        """As ``_object``, of a call whose name is known."""
+        if (yield from self._behind_blanks()) != "{":
+            raise UnfitError
+        self.certain = True
+        status = yield from self._object()
+        if status is None:
+            yield from self._next()
+        return status
+
+    def _object(self) -> Reading[ScanStatus | None]:
+        """Read the arguments; the status behind them if they stop being JSON."""
+        self._pass_into(self._arguments)
+        while True:
+            mark = _IN_OBJECT.search(self._text, self._at)
+            if mark is None:
+                self._at = len(self._text)
+                yield
+                continue
+            self._at = mark.end()
+            character = mark.group()
+            if character == '"':
+                yield from self._string()
+            elif character in _CLOSERS:
+                self._closers.append(_CLOSERS[character])
+            elif character == self._closers[-1]:
+                self._closers.pop()
+                if not self._closers:
+                    self._pass_into(None)
+                    return None
+            else:
+                self._at = mark.start()
+                self._pass_into(None)
+                return (yield from self._malformed())
+
+    def _malformed(self) -> Reading[ScanStatus]:
+        if not self.certain:
+            raise UnfitError
+        self._is_malformed = True
+        if self.closing_tag:
+            yield from self._up_to(self.closing_tag, self._arguments.append)
+            return self.behind_tag
+        self._pass_into(self._arguments)
+        while True:
+            self._at = len(self._text)
+            yield
 
 
 class CallScanner(JsonScanner):
-    """The keys may come in any order, ``type`` and ``id`` among them; anything else is no call. It
-    is certain once the name is known and the arguments' ``{`` is there.
+    """One call, ``{"name": …, "arguments": …}``. The keys may come in any order, ``type`` and
+    ``id`` among them; anything else is no call. It is certain once the name is known and the
+    arguments' ``{`` is there.
     """
 
-    def __init__(self, closing_tag: str) -> None:
-        super().__init__(closing_tag)
-        self._seen: set[str] = set()
-        self._key = ""
-        self._raw: list[str] = []
-        self._num_raw = 0
+    may_have_id_behind = False
 
-    def _opening(self, text: str, at: int) -> int:
-        return self._expect(text, at, "{", self._before_key)
+    def _read(self) -> Reading[ScanStatus]:
+        yield from self._expect("{")
+        seen: set[str] = set()
+        while True:
+            yield from self._expect('"')
+            word = yield from self._quoted_word()
+            key = "arguments" if word in _ARGUMENTS else word
+            if word not in _KEYS or key in seen:
+                raise UnfitError
+            seen.add(key)
+            yield from self._expect(":")
+            status = yield from self._value(key)
+            if status is not None:
+                return status
+            if self.may_have_id_behind and self.certain:
+                yield from self._run(_BEHIND_ARGUMENTS)
+                self._at += self._text[self._at] == "}"
+                return ScanStatus.ENDED
+            character = yield from self._behind_blanks()
+            if character == "}" and self.name:
+                break
+            if character != "," or self.certain:
+                raise UnfitError
+            self._at += 1
+        if not self.certain and not self._arguments:
+            self._arguments.append(NO_ARGUMENTS)
+        self.certain = True
+        self._at += 1
+        return ScanStatus.ENDED
 
-    def _before_key(self, text: str, at: int) -> int:
-        self._word = ""
-        return self._expect(text, at, '"', self._in_key)
-
-    def _in_key(self, text: str, at: int) -> int:
-        at, complete = self._read_word(text, at)
-        if complete:
-            self._key = "arguments" if self._word in _ARGUMENTS else self._word
-            if self._word not in _KEYS or self._key in self._seen:
-                return self._fail(at)
-            self._seen.add(self._key)
-            self._step = self._before_colon
-        return at
-
-    def _before_colon(self, text: str, at: int) -> int:
-        return self._expect(text, at, ":", self._before_value)
-
-    def _before_value(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        if at == len(text):
-            return at
-        first = text[at]
-        self._word = ""
-        self._raw.clear()
-        self._num_raw = 0
-        if self._key == "name":
-            return self._expect(text, at, '"', self._in_name)
-        if self._key == "arguments" and first == "{":
+    def _value(self, key: str) -> Reading[ScanStatus | None]:
+        """The status behind the call if its arguments stop being JSON."""
+        first = yield from self._behind_blanks()
+        if key == "name":
+            yield from self._expect('"')
+            self.name = yield from self._quoted_word()
+            if not self.name:
+                raise UnfitError
+        elif key == "arguments" and first == "{":
             self.certain = bool(self.name)
-            self._step = self._in_arguments
-            return at
-        if first == '"':
-            self._quoted = True
-            self._step = self._in_string
-            return at + 1
-        self._step = self._in_scalar
-        return at
+            return (yield from self._object())
+        elif first != '"':
+            word = yield from self._run(_SCALAR, MAX_WORD_CHARACTERS)
+            is_value = 0 < len(word) <= MAX_WORD_CHARACTERS
+            if not is_value or (key == "arguments" and word != "null"):
+                raise UnfitError
+        elif key == "arguments":
+            yield from self._quoted_arguments()
+        else:
+            self._at += 1
+            yield from self._string(most=_MAX_SIDE_VALUE_CHARACTERS)
+        return None
 
-    def _in_name(self, text: str, at: int) -> int:
-        at, complete = self._read_word(text, at)
-        if complete:
-            if not self._word:
-                return self._fail(at)
-            self.name = self._word
-            self._step = self._after_value
-        return at
+    def _quoted_arguments(self) -> Reading[None]:
+        """Arguments that were written as JSON within a string."""
+        raw: list[str] = []
+        self._pass_into(raw)
+        self._at += 1
+        yield from self._string()
+        self._pass_into(None)
+        arguments = _unquoted("".join(raw))
+        if arguments is None:
+            raise UnfitError
+        self._arguments.append(arguments)
 
-    def _in_scalar(self, text: str, at: int) -> int:
-        at, found = run(_SCALAR, text, at)
-        self._word += found
-        if len(self._word) > MAX_WORD_CHARACTERS:
-            return self._fail(at)
-        if at < len(text):
-            if not self._word or (self._key == "arguments" and self._word != "null"):
-                return self._fail(at)
-            self._step = self._after_value
-        return at
 
-    def _in_string(self, text: str, at: int) -> int:
-        """A value beside the call, or arguments that were written as JSON within a string."""
-        end = self._through_string(text, at)
-        self._raw.append(text[at:end])
-        self._num_raw += end - at
-        if self._key != "arguments":
-            beyond = self._num_raw - _MAX_SIDE_VALUE_CHARACTERS
-            if beyond > 0:
-                return self._fail(end - beyond)
-        elif not self._quoted:
-            arguments = _unquoted('"' + "".join(self._raw))
-            if arguments is None:
-                return self._fail(end)
-            self._arguments.append(arguments)
-        if not self._quoted:
-            self._step = self._after_value
-        return end
+class HermesScanner(CallScanner):
+    """A call between tags."""
 
-    def _after_value(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        if at == len(text):
-            return at
-        if text[at] == "," and not self.certain:
-            self._step = self._before_key
-            return at + 1
-        if text[at] == "}" and self.name:
-            if not self.certain and not self._arguments:
-                self._arguments.append(NO_ARGUMENTS)
-            self.certain = True
-            self.status = ScanStatus.ENDED
-            return at + 1
-        return self._fail(at)
+    closing_tag = CLOSING_TAG
 
-    def _after_arguments(self, text: str, at: int) -> int:
-        return self._after_value(text, at)
 
-    def _read_word(self, text: str, at: int) -> tuple[int, bool]:
-        """Go on with a word; where it ends here, and whether its closing quote has come."""
-        at, found = run(_WORD, text, at)
-        self._word += found
-        if len(self._word) > MAX_WORD_CHARACTERS or (at < len(text) and text[at] != '"'):
-            return self._fail(at), False
-        return (at + 1, True) if at < len(text) else (at, False)
+class MistralScanner(CallScanner):
+    """A call of a list in JSON, which may have its id behind its arguments, or
+    ``name[CALL_ID]id[ARGS]{…}``, whose id and tags may be missing and which is CLOSED at once: the
+    next one has its own ``[TOOL_CALLS]``. The ids that models make up are not kept."""
+
+    may_have_id_behind = True
+
+    def _read(self) -> Reading[ScanStatus]:
+        first = yield from self._behind_blanks()
+        if first in "[{":
+            self._at += first == "["
+            return (yield from super()._read())
+        self.name = yield from self._word()
+        if (yield from self._behind_blanks()) == "[":
+            self._at += 1
+            # The tags are told apart by their second character.
+            if (yield from self._next()) == ID_TAG[1]:
+                yield from self._tag(ID_TAG[1:])
+                yield from self._word()
+                yield from self._tag(ARGUMENTS_TAG)
+            else:
+                yield from self._tag(ARGUMENTS_TAG[1:])
+        return (yield from self._certain_object()) or ScanStatus.CLOSED
+
+
+class DeepseekScanner(JsonScanner):
+    """``name<｜tool▁sep｜>{…}`` as V3.1 writes it, or ``function<｜tool▁sep｜>name`` and the
+    arguments in a fence, as V3 and R1 do, from the tag that begins a call on."""
+
+    closing_tag = CALL_END
+    behind_tag = ScanStatus.ENDED
+
+    def _read(self) -> Reading[ScanStatus]:
+        yield from self._behind_blanks()
+        yield from self._tag(CALL_BEGIN)
+        # The name, or the type of what is called.
+        self.name = yield from self._word()
+        yield from self._tag(SEPARATOR)
+        if (yield from self._behind_blanks()) != "{":
+            self.name = yield from self._word()
+            if (yield from self._behind_blanks()) == FENCE[0]:
+                yield from self._tag(JSON_FENCE)
+        return (yield from self._certain_object()) or ScanStatus.ENDED
 
 
 def _unquoted(literal: str) -> str | None:

@@ -9,10 +9,10 @@ from millrace.registry.tool_formats.python_literals import StringReader, as_json
 from millrace.registry.tool_formats.scanners.base import (
     MAX_WORD_CHARACTERS,
     NO_ARGUMENTS,
+    Reading,
     Scanner,
     ScanStatus,
-    run,
-    skip_blanks,
+    UnfitError,
 )
 
 _KEY = re.compile(r"[\w-]*")
@@ -31,162 +31,78 @@ class PythonScanner(Scanner):
 
     def __init__(self, *, first: bool) -> None:
         super().__init__()
-        if not first:
-            self._step = self._in_name
+        self._is_first = first
         self._num_keys = 0
-        self._string = StringReader("")
-        self._literal: list[str] = []
-        self._is_dropped = False
-        self._mark = ""
 
-    def _opening(self, text: str, at: int) -> int:
-        return self._expect(text, at, "[", self._before_name)
-
-    def _before_name(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        self._step = self._in_name
-        return at
-
-    def _in_name(self, text: str, at: int) -> int:
-        at, complete = self._read_name(text, at)
-        if not complete:
-            return at
-        if text[at] != "(":
-            return self._fail(at)
-        self.name = self._word
-        self._step = self._before_first_key
-        return at + 1
-
-    def _before_first_key(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        if at < len(text) and text[at] == ")":
-            self.certain = True
-            self._arguments.append(NO_ARGUMENTS)
-            self.status = ScanStatus.ENDED
-            return at + 1
-        return self._begin_key(text, at)
-
-    def _begin_key(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        if at < len(text):
-            self._word = ""
-            self._step = self._in_key
-        return at
-
-    def _in_key(self, text: str, at: int) -> int:
-        at, found = run(_KEY, text, at)
-        self._word += found
-        if len(self._word) > MAX_WORD_CHARACTERS:
-            return self._drop(at)
-        if at < len(text):
-            self._step = self._behind_key
-        return at
-
-    def _behind_key(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        if at == len(text):
-            return at
-        if text[at] != "=" or not self._word:
-            return self._drop(at)
+    def _read(self) -> Reading[ScanStatus]:
+        if self._is_first:
+            yield from self._expect("[")
+            yield from self._behind_blanks()
+        self.name = yield from self._word()
+        if self._text[self._at] != "(":
+            raise UnfitError
+        separator = "("
+        while separator in "(,":
+            self._at += 1
+            if (yield from self._behind_blanks()) == ")":
+                break
+            yield from self._argument()
+            while (separator := (yield from self._behind_blanks())) not in ",)]}":
+                yield from self._literal()
         self.certain = True
-        key = json.dumps(self._word, ensure_ascii=False)
-        self._arguments.append(f"{', ' if self._num_keys else '{'}{key}: ")
+        self._at += self._text[self._at] == ")"
+        self._arguments.append("}" if self._num_keys else NO_ARGUMENTS)
+        return ScanStatus.ENDED
+
+    def _argument(self) -> Reading[None]:
+        """A key and its value; what is none is passed over, as far as an argument would go."""
+        key = yield from self._run(_KEY, MAX_WORD_CHARACTERS)
+        is_word = len(key) <= MAX_WORD_CHARACTERS
+        if not is_word or (yield from self._behind_blanks()) != "=" or not key:
+            if not self.certain:
+                raise UnfitError
+            yield from self._literal()
+            return
+        self.certain = True
+        quoted = json.dumps(key, ensure_ascii=False)
+        self._arguments.append(f"{', ' if self._num_keys else '{'}{quoted}: ")
         self._num_keys += 1
-        self._step = self._before_value
-        return at + 1
+        self._at += 1
+        quote = yield from self._behind_blanks()
+        if quote not in "\"'":
+            literal = yield from self._literal()
+            self._arguments.append(as_json(literal.strip()))
+            return
+        self._arguments.append('"')
+        self._at += 1
+        string = StringReader(quote)
+        while True:
+            self._at = string.feed(self._text, self._at, self._arguments)
+            if string.ended:
+                break
+            yield
+        self._arguments.append('"')
 
-    def _before_value(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        if at == len(text):
-            return at
-        if text[at] in "\"'":
-            self._string = StringReader(text[at])
-            self._arguments.append('"')
-            self._step = self._in_string
-            return at + 1
-        self._literal.clear()
-        self._is_dropped = False
-        self._step = self._in_literal
-        return at
-
-    def _drop(self, at: int) -> int:
-        """Pass over what is no argument, as far as an argument would go."""
-        if not self.certain:
-            return self._fail(at)
-        self._is_dropped = True
-        self._step = self._in_literal
-        return at
-
-    def _in_string(self, text: str, at: int) -> int:
-        at = self._string.feed(text, at, self._arguments)
-        if self._string.ended:
-            self._arguments.append('"')
-            self._step = self._behind_value
-        return at
-
-    def _in_literal(self, text: str, at: int) -> int:
-        begin = at
-        while at < len(text):
-            if self._quoted:
-                at = self._through_quotes(text, at)
-                continue
-            mark = _IN_LITERAL.search(text, at)
+    def _literal(self) -> Reading[str]:
+        """What comes before the end of a value."""
+        literal: list[str] = []
+        closers: list[str] = []
+        self._pass_into(literal)
+        while True:
+            mark = _IN_LITERAL.search(self._text, self._at)
             if mark is None:
-                at = len(text)
-                break
-            at = mark.start()
-            if not self._closers and mark.group() in ",)]}":
-                self._literal.append(text[begin:at])
-                if not self._is_dropped:
-                    self._arguments.append(as_json("".join(self._literal).strip()))
-                self._step = self._behind_value
-                return at
-            at += 1
-            self._note(mark.group())
-        self._literal.append(text[begin:at])
-        return at
-
-    def _note(self, mark: str) -> None:
-        if mark in "\"'":
-            self._quoted = True
-            self._mark = mark
-        elif mark in _CLOSERS:
-            self._closers.append(_CLOSERS[mark])
-        elif mark != ",":
-            self._closers.pop()
-
-    def _through_quotes(self, text: str, at: int) -> int:
-        while at < len(text):
-            character = text[at]
-            at += 1
-            if self._escaped:
-                self._escaped = False
-            elif character == "\\":
-                self._escaped = True
-            elif character == self._mark:
-                self._quoted = False
-                break
-        return at
-
-    def _behind_value(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        if at == len(text):
-            return at
-        if text[at] == ",":
-            self._step = self._before_next_key
-            return at + 1
-        if text[at] in ")]}":
-            return self._end(at + (text[at] == ")"))
-        return self._drop(at)
-
-    def _before_next_key(self, text: str, at: int) -> int:
-        at = skip_blanks(text, at)
-        if at < len(text) and text[at] == ")":
-            return self._end(at + 1)
-        return self._begin_key(text, at)
-
-    def _end(self, at: int) -> int:
-        """The call is over, by its bracket or by what does not belong to it."""
-        self._arguments.append("}")
-        self.status = ScanStatus.ENDED
-        return at
+                self._at = len(self._text)
+                yield
+                continue
+            self._at = mark.start()
+            character = mark.group()
+            if not closers and character in ",)]}":
+                self._pass_into(None)
+                return "".join(literal)
+            self._at += 1
+            if character in "\"'":
+                yield from self._string(character)
+            elif character in _CLOSERS:
+                closers.append(_CLOSERS[character])
+            elif character != ",":
+                closers.pop()

@@ -11,8 +11,8 @@ from benchmarks.support.figures import percentile
 from millrace.schemas.config import SimulationConfig
 from millrace.simulation.outcomes import InterTokenLatencies
 from millrace.simulation.workers.leaps import LeapingBatch
+from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
-from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence
 
 
 def test_percentiles_are_right_to_half_a_percent() -> None:

@@ -10,8 +10,7 @@ from millrace.runtime.virtual_time import VirtualClock, run_virtual
 from millrace.schemas.transfer import KvSource, TransferEndpoint
 from millrace.simulation.settings import KvLink
 from millrace.simulation.workers.kv_network import KvNetwork
-from millrace.workers.simulated.blocks import SimulatedBlocks
-from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence
+from millrace.workers.simulated.blocks import GenerationLimits, SimulatedBlocks, SimulatedSequence
 
 _SIZE = 4
 # 4 tokens, a block, take 40 ms; computing them takes 400.

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from millrace.schemas.config import SimulationConfig
 from millrace.simulation.workers.leaps import ConsecutiveTokens, LeapingBatch
 from millrace.workers.simulated.batch import SimulatedBatch
+from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
-from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence
 
 LATENCY = LatencyModel(
     SimulationConfig(

@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pytest
 
-from millrace.registry.tool_formats.call_ids import WITH_SHORT_IDS
+from millrace.registry.tool_formats.conversation import WITH_SHORT_IDS
 from millrace.schemas.tools import ToolFormat
 from tests.e2e.api.conftest import TOOL_FORMATS
 from tests.support.system import System

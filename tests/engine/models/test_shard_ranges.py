@@ -22,7 +22,7 @@ from millrace.engine.models.shard import (
     vocabulary_range,
 )
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.registry.checkpoints.families import ExpertsConfig
 from millrace.schemas.errors import ConfigError
 
 MODEL = ModelConfig(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.engine.models.shard import Shard, check_shard, shard_config, stage_layers
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.registry.checkpoints.families import ExpertsConfig
 from millrace.registry.checkpoints.shard import layer_weights
 from millrace.schemas.errors import ConfigError
 from tests.engine.models.test_shard_ranges import EXPERTS, MODEL, changed, tiles

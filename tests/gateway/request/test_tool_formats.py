@@ -17,7 +17,7 @@ import yaml
 
 from millrace.gateway.models import LoadedModels
 from millrace.gateway.tools.catalogue import load_tools
-from millrace.registry.tool_formats.call_ids import WITH_SHORT_IDS
+from millrace.registry.tool_formats.conversation import WITH_SHORT_IDS
 from millrace.registry.tool_formats.written import calls_as_text
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.tools import ToolCall, ToolFormat

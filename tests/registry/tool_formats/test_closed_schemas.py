@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.registry.tool_formats.closed_schema import with_closed_parts
 from millrace.registry.tool_formats.dropped import Dropped
-from millrace.registry.tool_formats.grammar_rules import rules_of_call
+from millrace.registry.tool_formats.grammar import rules_of_call
 from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 _OPEN: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.registry.tool_formats.scanners.deepseek_calls import (
+from millrace.registry.tool_formats.tags import (
     CALL_BEGIN,
     CALL_END,
     CALLS_BEGIN,

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from millrace.registry.chat_template import ChatTemplate
-from millrace.registry.tool_formats.call_ids import new_call_id, short_id
-from millrace.registry.tool_formats.manners import CallManners, manners_of
+from millrace.registry.tool_formats.conversation import new_call_id, short_id
+from millrace.registry.tool_formats.template_manners import CallManners, manners_of
 from millrace.registry.tool_formats.written import calls_as_text
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolFormat

@@ -18,8 +18,8 @@ from millrace.registry.routing.router import (
     SATURATED,
     SESSION,
     TIER,
+    Cue,
 )
-from millrace.registry.routing.score import Cue
 from millrace.schemas.chat.asked import Api
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.engines import CostMethod, WorkerRole

@@ -15,8 +15,13 @@ from millrace.engine.types import EngineOutput
 from millrace.registry.served import ServedModel
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.records import Attempt, sum_energy
-from millrace.workers.host.energy.counters import NvmlCounter, RaplCounter, UnreadableCounterError
-from millrace.workers.host.energy.meter import EnergyMeter, EnergyShare
+from millrace.workers.host.energy import (
+    EnergyMeter,
+    EnergyShare,
+    NvmlCounter,
+    RaplCounter,
+    UnreadableCounterError,
+)
 from tests.workers.scripted import bench
 
 RANGE_UJ = 262_143_328_850

@@ -7,7 +7,7 @@ import pytest
 from millrace.registry.served import ServedModel
 from millrace.schemas.control import Cancel, CancelReason, Ended
 from millrace.schemas.frames import Done, FinishReason
-from millrace.workers.host.leases.ownership import SETTLE_S
+from millrace.workers.host.leases import SETTLE_S
 from tests.support.waiting import eventually
 from tests.workers.scripted import Bench, bench, line_of
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.schemas.frames import FinishReason, TokenLogprob
-from millrace.workers.process.gathering import OutputGatherer
+from millrace.workers.process.loop import OutputGatherer
 
 INTERVAL_S = 0.015
 

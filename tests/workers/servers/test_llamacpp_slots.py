@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.workers.servers.dialects.llamacpp_slots import SlotAssignment, SlotTable
+from millrace.workers.servers.dialects.llamacpp import SlotAssignment, SlotTable
 
 
 async def _turns() -> None:

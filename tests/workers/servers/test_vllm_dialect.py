@@ -27,8 +27,7 @@ from millrace.workers.servers.dialect import (
     ServerAddress,
     ServerStreamError,
 )
-from millrace.workers.servers.dialects.vllm import VllmDialect
-from millrace.workers.servers.dialects.vllm_answers import VllmReader
+from millrace.workers.servers.dialects.vllm import VllmDialect, VllmReader
 from millrace.workers.servers.server_engine import ServerEngine
 from tests.workers.conformance import PROMPT, Heard, request
 from tests.workers.servers.stand_ins.checks import attached, check_refused, steered_request

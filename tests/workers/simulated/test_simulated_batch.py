@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from millrace.schemas.config import SimulationConfig
 from millrace.schemas.errors import ConfigError
 from millrace.workers.simulated.batch import MAX_PREEMPTIONS, SimulatedBatch
+from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequence, State
 from millrace.workers.simulated.latency_model import LatencyModel
-from millrace.workers.simulated.sequence import GenerationLimits, SimulatedSequence, State
 from millrace.workers.simulated.tokens import SimulatedTokens
 
 _CONFIG = SimulationConfig(

@@ -20,7 +20,7 @@ from millrace.schemas.pooling import Pooling
 from millrace.schemas.prefix import REPORTED_BYTES
 from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
 from millrace.workers.simulated.engine import SimulatedEngine
-from millrace.workers.simulated.words import readable_token_ids
+from millrace.workers.simulated.tokens import readable_token_ids
 from tests.support.manual_clock import ManualClock
 from tests.workers.scripted import served_model
 

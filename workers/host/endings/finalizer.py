@@ -18,11 +18,16 @@ from millrace.schemas.records import RequestRecord
 from millrace.schemas.tenants import to_nano
 from millrace.workers.host.context import WorkerContext
 from millrace.workers.host.endings.device_times import DeviceTimes
-from millrace.workers.host.endings.records import job_result, request_record, smaller_results
-from millrace.workers.host.endings.transcripts import transcript_of, wants_transcript
+from millrace.workers.host.endings.records import (
+    job_result,
+    request_record,
+    smaller_results,
+    transcript_of,
+    wants_transcript,
+)
 from millrace.workers.host.flusher import Flusher
 from millrace.workers.host.generations.generation import Generation
-from millrace.workers.host.leases.ownership import LeaseOwnership, Ownership
+from millrace.workers.host.leases import LeaseOwnership, Ownership
 
 _FIRST_BACKOFF_S = 0.05
 _LONGEST_BACKOFF_S = 2.0

@@ -1,4 +1,5 @@
-"""What an ended generation leaves behind: its record, and its result if it is to be kept."""
+"""What an ended generation leaves behind: its record, its result and transcript if they are to be
+kept."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import msgspec
 from millrace.bus.jobs.decoding import owner_of
 from millrace.bus.jobs.ends import record_of, result_of
 from millrace.registry.pricing import PriceBook, cost, device_cost
+from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.engines import CostMethod
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import JobResult, asked_of
@@ -20,6 +22,7 @@ from millrace.schemas.records import (
     Attempt,
     RequestRecord,
     Status,
+    TranscriptRecord,
     sum_energy,
     sum_pulled,
 )
@@ -184,4 +187,25 @@ def smaller_results(result: JobResult, message: str) -> Iterator[JobResult]:
         finish_reason=None,
         error_code="payload_too_large",
         error_message=message,
+    )
+
+
+def wants_transcript(generation: Generation) -> bool:
+    """Whether the words of an ended generation are to be kept: its job says so, and it was
+    answered with words."""
+    outcome, job = generation.outcome, generation.job
+    is_answered = outcome is not None and outcome.status is Status.DONE and job.pooling is None
+    return job.keep_transcript and is_answered
+
+
+def transcript_of(generation: Generation, tokenizer: Tokenizer) -> TranscriptRecord:
+    """Prompt and answer. The prompt is what the model read, with the marks of its template."""
+    job = generation.job
+    return TranscriptRecord(
+        request_id=job.request_id,
+        tenant=job.tenant,
+        model=job.model,
+        prompt=tokenizer.decode(generation.prompt_token_ids, skip_special_tokens=False),
+        completion=generation.output.text,
+        done_ns=generation.timing.done_ns,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from millrace.engine.types import EngineOutput
 from millrace.schemas.records import Attempt
 from millrace.schemas.transfer import KvSource
-from millrace.workers.host.energy.meter import EnergyMeter, EnergyShare
+from millrace.workers.host.energy import EnergyMeter, EnergyShare
 
 
 class DeviceUse:
@@ -45,6 +46,7 @@ class DeviceUse:
         return self._meter.settle(self._share)
 
 
+@dataclass(slots=True, eq=False)
 class Accounting:
     """The amounts of one attempt.
 
@@ -55,25 +57,15 @@ class Accounting:
     attempt used.
     """
 
-    __slots__ = (
-        "device_use",
-        "is_charged",
-        "num_accepted_tokens",
-        "num_cached_tokens",
-        "num_found_tokens",
-        "num_preemptions",
-        "num_proposed_tokens",
-        "num_pulled_tokens",
-        "resampled",
-    )
-
-    def __init__(self, device_use: DeviceUse) -> None:
-        self.device_use = device_use
-        self.num_cached_tokens = self.num_found_tokens = self.num_pulled_tokens = 0
-        self.num_preemptions = 0
-        self.num_proposed_tokens = self.num_accepted_tokens = 0
-        self.resampled = False
-        self.is_charged = False
+    device_use: DeviceUse
+    num_found_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_pulled_tokens: int = 0
+    num_preemptions: int = 0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
+    resampled: bool = False
+    is_charged: bool = False
 
     def begin(
         self, output: EngineOutput, attempts: Mapping[int, Attempt], num_prompt_tokens: int

@@ -13,7 +13,7 @@ from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.frames import Beam, BeamEnd
 from millrace.schemas.jobs import BeamResult, Job
 from millrace.schemas.records import Status
-from millrace.workers.host.generations.outcomes import GenerationOutcome
+from millrace.workers.host.generations.state import GenerationOutcome
 
 MAX_TOKENS_PER_BEAM_FRAME = 1024
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import msgspec
@@ -22,7 +21,6 @@ from millrace.schemas.frames import (
 )
 from millrace.schemas.records import Status
 from millrace.workers.host.generations.generation import Generation
-from millrace.workers.host.generations.outcomes import GenerationOutcome
 
 MAX_PROMPT_LOGPROBS_PER_FRAME = 512
 MAX_TOKENS_PER_DELTA = 1024
@@ -77,31 +75,38 @@ def closing_frames(generation: Generation) -> list[Frame]:
 
 
 def _delta(generation: Generation, start: int, end: int) -> Delta:
-    output, epoch = generation.output, generation.epoch
+    output = generation.output
     skip = output.num_resumed
     logprobs = output.logprobs and output.logprobs[max(0, start - skip) : max(0, end - skip)]
-    tokens = output.token_ids[start:end]
-    if output.answer is None:
-        return _text_delta(epoch, start, tokens, output.pieces[start:end], logprobs)
+    if output.answer is not None:
+        told = output.answer.delta_fields(start, end)
+    else:
+        pieces = output.pieces[start:end]
+        ends = tuple(accumulate(map(len, pieces))) if len(pieces) > 1 else ()
+        told = {"text": "".join(pieces), "text_ends": ends}
     return Delta(
-        epoch=epoch,
+        epoch=generation.epoch,
         index=start,
-        token_ids=tuple(tokens),
+        token_ids=tuple(output.token_ids[start:end]),
         logprobs=tuple(logprobs),
-        **output.answer.delta_fields(start, end),
+        **told,
     )
 
 
 def _terminal_frame(generation: Generation) -> TerminalFrame:
-    outcome, output = generation.outcome, generation.output
+    outcome, output, epoch = generation.outcome, generation.output, generation.epoch
     assert outcome is not None
     num_tokens = len(output.token_ids)
-    failure = _unanswered(outcome, generation.epoch, num_tokens)
-    if failure is not None:
-        return failure
+    match outcome.status:
+        case Status.CANCELLED:
+            return Cancelled(epoch=epoch, num_tokens=num_tokens, reason=outcome.cancel_reason)
+        case Status.EXPIRED:
+            return Expired(epoch=epoch, num_tokens=num_tokens)
+        case Status.FAILED:
+            return Failed(epoch=epoch, code=outcome.error_code, message=outcome.error_message)
     assert generation.finish_reason is not None
     return Done(
-        epoch=generation.epoch,
+        epoch=epoch,
         finish_reason=generation.finish_reason,
         stop_reason=generation.stop_reason,
         num_tokens=num_tokens,
@@ -121,34 +126,3 @@ def _prompt_logprob_frames(
         PromptLogprobs(epoch=epoch, index=start, logprobs=logprobs[start : start + size])
         for start in range(0, len(logprobs), size)
     ]
-
-
-def _text_delta(
-    epoch: int,
-    index: int,
-    token_ids: Sequence[int],
-    pieces: Sequence[str],
-    logprobs: Sequence[TokenLogprob],
-) -> Delta:
-    """Tokens from ``index`` on; ``pieces[i]`` is the text that ``token_ids[i]`` added."""
-    return Delta(
-        epoch=epoch,
-        index=index,
-        token_ids=tuple(token_ids),
-        text="".join(pieces),
-        text_ends=tuple(accumulate(map(len, pieces))) if len(pieces) > 1 else (),
-        logprobs=tuple(logprobs),
-    )
-
-
-def _unanswered(outcome: GenerationOutcome, epoch: int, num_tokens: int) -> TerminalFrame | None:
-    """The terminal frame of a generation that did not end well; None if it did."""
-    match outcome.status:
-        case Status.CANCELLED:
-            return Cancelled(epoch=epoch, num_tokens=num_tokens, reason=outcome.cancel_reason)
-        case Status.EXPIRED:
-            return Expired(epoch=epoch, num_tokens=num_tokens)
-        case Status.FAILED:
-            return Failed(epoch=epoch, code=outcome.error_code, message=outcome.error_message)
-        case _:
-            return None

@@ -14,16 +14,20 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.notices import Notices, bounded
 from millrace.schemas.records import Status
 from millrace.schemas.transfer import KvSource
-from millrace.workers.host.generations import outcomes
 from millrace.workers.host.generations.accounting import Accounting, DeviceUse
 from millrace.workers.host.generations.generated_output import GeneratedOutput
-from millrace.workers.host.generations.outcomes import GenerationOutcome
 from millrace.workers.host.generations.state import (
+    LENGTH_REACHED,
+    STOPPED,
     FrameDelivery,
+    GenerationOutcome,
     GenerationPhase,
     GenerationTiming,
     LeaseState,
     Listener,
+    failed,
+    is_failure,
+    is_refusal,
 )
 
 # An attribute of an enum takes longer to look up, and each output does so.
@@ -213,11 +217,11 @@ class Generation:
             last in eos_token_ids and not sampling.ignore_eos
         )
         if output.stream.stopped:
-            return outcomes.STOPPED
+            return STOPPED
         if not ends and len(output.token_ids) < (sampling.max_tokens or 0):
             return None
         output.flush()
-        return outcomes.STOPPED if ends else outcomes.LENGTH_REACHED
+        return STOPPED if ends else LENGTH_REACHED
 
     def apply(self, output: EngineOutput, now_ns: int) -> GenerationOutcome | None:
         """Add the output of a step; returns the outcome if it is the last one."""
@@ -241,9 +245,9 @@ class Generation:
             if made.beams is not None:
                 return made.beams.add(output)
             if made.add_tokens(output):
-                return outcomes.STOPPED
+                return STOPPED
         if output.error is not None:
-            return outcomes.failed(*output.error)
+            return failed(*output.error)
         if output.finish_reason is None:
             return None
         if self.known_outcome is not None:
@@ -278,7 +282,7 @@ class Generation:
         never ran, which does not even count as a request. A prompt that another choice pays for
         counts no tokens."""
         if not self.ran:
-            return Usage() if outcomes.is_refusal(self.outcome) else None
+            return Usage() if is_refusal(self.outcome) else None
         reasoning = self.job.sampling.reasoning
         if self.output.beams is not None:
             num_thoughts = self.output.beams.num_reasoning_tokens
@@ -300,9 +304,7 @@ class Generation:
 
     def pop_served(self) -> Served | None:
         """What this attempt used, returned once; None if it never started, unless it failed so."""
-        if self.accounting.is_charged or not (
-            self.timing.started_ns or outcomes.is_failure(self.outcome)
-        ):
+        if self.accounting.is_charged or not (self.timing.started_ns or is_failure(self.outcome)):
             return None
         self.accounting.is_charged = True
         num_made = self.output.num_completion_tokens - self.output.num_resumed
@@ -313,7 +315,9 @@ class Generation:
             request_id=self.request_id,
             tenant=self.job.tenant,
             tier=self.job.tier,
-            answer=self.timing.answer_of(self.outcome, self.job.received_ns, num_made),
+            answer=None
+            if self.outcome is None
+            else self.timing.answer(self.outcome.status, self.job.received_ns, num_made),
             epoch=self.epoch,
             started_ns=self.timing.started_ns,
             device_us=self.accounting.device_use.total_us,

@@ -7,6 +7,7 @@ from millrace.runtime.tracing import (
     Span,
     SpanEvent,
     SpanKind,
+    TraceContext,
     Tracing,
     Value,
     attempt_span,
@@ -107,70 +108,43 @@ class RunTrace:
 
     def record_published(self, generation: Generation) -> None:
         """Its record is in the outbox."""
-        self._tracing.tell(
-            Span(
-                "publish record",
-                record_span(self._attempt, generation.request_id),
-                self._attempt.span_id,
-                generation.timing.done_ns,
-                self._clock.now_ns(),
-                SpanKind.PRODUCER,
-                {"millrace.request.id": generation.request_id},
-            )
-        )
+        context = record_span(self._attempt, generation.request_id)
+        begin_ns, end_ns = generation.timing.done_ns, self._clock.now_ns()
+        self._add("publish record", generation, begin_ns, end_ns, {}, context, SpanKind.PRODUCER)
+
+    def _add(
+        self,
+        name: str,
+        generation: Generation,
+        begin_ns: int,
+        end_ns: int,
+        attributes: dict[str, Value],
+        context: TraceContext | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+    ) -> None:
+        """A span within the attempt."""
+        attributes = {"millrace.request.id": generation.request_id, **attributes}
+        context = context or self._attempt.anywhere()
+        above = self._attempt.span_id
+        self._tracing.tell(Span(name, context, above, begin_ns, end_ns, kind, attributes))
 
     def _add_prefill(self, generation: Generation, end_ns: int) -> None:
-        self._add_pull(generation)
-        self._tracing.tell(
-            Span(
-                "prefill",
-                self._attempt.anywhere(),
-                self._attempt.span_id,
-                generation.timing.started_ns,
-                end_ns,
-                attributes={
-                    "millrace.request.id": generation.request_id,
-                    "gen_ai.usage.input_tokens": len(generation.prompt_token_ids),
-                    "gen_ai.usage.cache_read.input_tokens": generation.accounting.num_cached_tokens,
-                    "millrace.resumed_tokens": generation.output.num_resumed,
-                },
-            )
-        )
-
-    def _add_pull(self, generation: Generation) -> None:
-        """Where anything was pulled: from when it was asked for until the last of it was here."""
-        source = generation.kv_source
-        if source is None or not generation.timing.pulled_ns:
-            return
-        self._tracing.tell(
-            Span(
-                "kv pull",
-                self._attempt.anywhere(),
-                self._attempt.span_id,
-                generation.timing.accepted_ns,
-                generation.timing.pulled_ns,
-                attributes={
-                    "millrace.request.id": generation.request_id,
-                    **_pull_attributes(generation, source),
-                },
-            )
-        )
+        source, timing = generation.kv_source, generation.timing
+        if source is not None and timing.pulled_ns:
+            # From when it was asked for until the last of it was here.
+            pulled = _pull_attributes(generation, source)
+            self._add("kv pull", generation, timing.accepted_ns, timing.pulled_ns, pulled)
+        attributes: dict[str, Value] = {
+            "gen_ai.usage.input_tokens": len(generation.prompt_token_ids),
+            "gen_ai.usage.cache_read.input_tokens": generation.accounting.num_cached_tokens,
+            "millrace.resumed_tokens": generation.output.num_resumed,
+        }
+        self._add("prefill", generation, timing.started_ns, end_ns, attributes)
 
     def _add_decode(self, generation: Generation) -> None:
-        self._tracing.tell(
-            Span(
-                "decode",
-                self._attempt.anywhere(),
-                self._attempt.span_id,
-                generation.timing.first_token_ns,
-                generation.timing.last_token_ns,
-                attributes={
-                    "millrace.request.id": generation.request_id,
-                    "gen_ai.usage.output_tokens": generation.output.num_completion_tokens
-                    - generation.output.num_resumed,
-                },
-            )
-        )
+        timing, output = generation.timing, generation.output
+        made = {"gen_ai.usage.output_tokens": output.num_completion_tokens - output.num_resumed}
+        self._add("decode", generation, timing.first_token_ns, timing.last_token_ns, {**made})
 
 
 def _pull_attributes(generation: Generation, source: KvSource) -> dict[str, Value]:

@@ -14,7 +14,7 @@ from millrace.schemas.errors import MillraceError
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import WorkerSample
 from millrace.workers.host.context import WorkerContext
-from millrace.workers.host.energy.meter import EnergyTotals
+from millrace.workers.host.energy import EnergyTotals
 from millrace.workers.host.reports.device_watch import DeviceReading, DeviceWatch
 
 _URGENT_GAP_S = 0.05

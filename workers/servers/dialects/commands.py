@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,23 @@ def group_options(config: EngineConfig, tensor: str, experts: str = "") -> dict[
     return options | ({experts: str(size)} if experts and config.expert_parallel else {})
 
 
+def changed(config: EngineConfig, names: Iterable[str]) -> list[str]:
+    """Those of these settings that are not as they are by default."""
+    return [name for name in names if getattr(config, name) != getattr(_USUAL, name)]
+
+
+def given(config: EngineConfig, **options: str) -> dict[str, str]:
+    """The options of a command line for the settings that are not as they are by default."""
+    return {options[name]: str(getattr(config, name)) for name in changed(config, options)}
+
+
 def check_usual(config: EngineConfig, kind: EngineKind, *names: str) -> None:
     """Raises ConfigError for one of these settings that is not as it is by default."""
-    usual = EngineConfig()
-    for name in names:
-        if getattr(config, name) != getattr(usual, name):
-            raise ConfigError(
-                f"worker.engine.{name} is a setting of Millrace's own engine; leave it out, and "
-                f"see worker.engine.arguments for those of {kind}."
-            )
+    for name in changed(config, names):
+        raise ConfigError(
+            f"worker.engine.{name} is a setting of Millrace's own engine; leave it out, and see "
+            f"worker.engine.arguments for those of {kind}."
+        )
 
 
 def device_variables(config: EngineConfig, *, hides_gpus: bool = True) -> dict[str, str]:
@@ -101,6 +109,7 @@ def vllm_command(program: Path, socket: Path, model: ServedModel, config: Engine
         "--kv-cache-dtype": config.kv_cache_dtype,
         "--load-format": config.load_format,
         **group_options(config, "--tensor-parallel-size"),
+        **given(config, max_batch_tokens="--max-num-batched-tokens"),
     }
     kv_cache_bytes = config.kv_cache_bytes
     if not kv_cache_bytes and not _has_gpu(config):
@@ -109,8 +118,6 @@ def vllm_command(program: Path, socket: Path, model: ServedModel, config: Engine
         options["--kv-cache-memory-bytes"] = str(kv_cache_bytes)
     else:
         options["--gpu-memory-utilization"] = str(config.gpu_memory_fraction)
-    if config.max_batch_tokens:
-        options["--max-num-batched-tokens"] = str(config.max_batch_tokens)
     flags = [
         "--enable-scale-out",
         "--enable-prompt-tokens-details",
@@ -178,15 +185,15 @@ def sglang_command(
         "--grammar-backend": "llguidance",
         "--log-level-http": "warning",
         **group_options(config, "--tp-size", "--ep-size"),
+        **given(
+            config,
+            max_num_sequences="--max-running-requests",
+            max_batch_tokens="--chunked-prefill-size",
+            gpu_memory_fraction="--mem-fraction-static",
+        ),
     }
     if config.device == "cpu":
         options["--device"] = "cpu"
-    if config.gpu_memory_fraction != _USUAL.gpu_memory_fraction:
-        options["--mem-fraction-static"] = str(config.gpu_memory_fraction)
-    if config.max_num_sequences:
-        options["--max-running-requests"] = str(config.max_num_sequences)
-    if config.max_batch_tokens:
-        options["--chunked-prefill-size"] = str(config.max_batch_tokens)
     flags = ["--enable-metrics", "--enable-priority-scheduling", "--enable-cache-report"]
     # All tokens so far with each event would be more of them the longer an answer gets.
     flags += ["--incremental-streaming-output"]
@@ -229,15 +236,15 @@ def tgi_command(
         "--max-concurrent-requests": str(num_requests + -(-num_requests // (TGI_SPARE - 1))),
         "--usage-stats": "off",
         **group_options(config, "--num-shard"),
+        **given(
+            config,
+            dtype="--dtype",
+            gpu_memory_fraction="--cuda-memory-fraction",
+            max_batch_tokens="--max-batch-prefill-tokens",
+        ),
     }
-    if config.dtype != "auto":
-        options["--dtype"] = config.dtype
     if config.kv_cache_dtype == "fp8":
         options["--kv-cache-dtype"] = "fp8_e4m3fn"
-    if config.gpu_memory_fraction != _USUAL.gpu_memory_fraction:
-        options["--cuda-memory-fraction"] = str(config.gpu_memory_fraction)
-    if config.max_batch_tokens:
-        options["--max-batch-prefill-tokens"] = str(config.max_batch_tokens)
     if not config.cuda_graphs:
         options["--cuda-graphs"] = "0"
     # Everyone on the machine can read a command line, but not these.
@@ -270,9 +277,8 @@ def trtllm_command(
         "--max_batch_size": str(config.max_num_sequences or TRTLLM_NUM_SEQUENCES),
         "--extra_llm_api_options": str(settings),
         **group_options(config, "--tp_size", "--ep_size"),
+        **given(config, max_batch_tokens="--max_num_tokens"),
     }
-    if config.max_batch_tokens:
-        options["--max_num_tokens"] = str(config.max_batch_tokens)
     words = (str(program), "serve", str(model.path), *words_of(options))
     return Command((*words, *config.arguments), device_variables(config))
 

@@ -20,7 +20,7 @@ from millrace.engine.step.device_work import (
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.registry.checkpoints.families import ExpertsConfig
 from millrace.schemas.pooling import Pooling
 from tests.engine.overlap_loads import ARRIVALS, CONFIGS, Arrival, World
 from tests.engine.support import SteppingClock, last_by_request, prompt, request, resolved

@@ -17,7 +17,7 @@ from millrace.registry.checkpoints.adapters.outline import (
     read_adapter_outline,
 )
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.registry.checkpoints.expert_layers import ExpertsConfig
+from millrace.registry.checkpoints.families import ExpertsConfig
 from millrace.schemas.errors import AdapterError
 
 MODEL = ModelConfig(

@@ -18,7 +18,7 @@ from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
 from millrace.workers.host.endings.records import smaller_results
 from millrace.workers.host.generations.chat_answer import ChatAnswer
-from millrace.workers.host.generations.outcomes import STOPPED
+from millrace.workers.host.generations.state import STOPPED
 from tests.e2e.jobs.scribe_system import scribe_model, texts_of
 from tests.workers.scripted import Bench, bench
 

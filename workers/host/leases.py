@@ -1,16 +1,73 @@
-"""Whether a worker that stalled or was disconnected still owns the leases of its requests."""
+"""Leases of the requests that run here: extended in time, confirmed after a gap, and written into
+the shared index."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
 from enum import Enum, auto
+from typing import Protocol
 
 from millrace.bus.api import Bus
+from millrace.bus.job_queue import JobQueue
+from millrace.bus.running_requests import RunningRequest
 from millrace.runtime.clock import Clock
+from millrace.schemas.errors import MillraceError
 from millrace.workers.host.generations.generation import Generation
-from millrace.workers.host.leases.index import Generations
+
+_MAX_PENDING = 10_000
+
+
+class Generations(Protocol):
+    """The index as a worker uses it; ``bus.running_requests`` is the one. Calls never raise: while
+    the index is unreachable nothing is known, and heartbeats and leases decide."""
+
+    async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None: ...
+
+    async def drop(self, request_id: str, worker_id: str) -> None: ...
+
+    async def finish(self, request_id: str, worker_id: str, epoch: int) -> None: ...
+
+    async def lookup(self, request_id: str) -> RunningRequest | None: ...
+
+
+class IndexWriter:
+    """Queues writes; while the index is slow the oldest are dropped."""
+
+    def __init__(self, generations: Generations, worker_id: str) -> None:
+        self._generations = generations
+        self._worker_id = worker_id
+        self._pending: deque[Callable[[], Awaitable[None]]] = deque(maxlen=_MAX_PENDING)
+        self._has_pending = asyncio.Event()
+
+    def start(self, request_id: str, epoch: int, lease: str) -> None:
+        """This worker runs the request, under a lease."""
+        self._add(lambda: self._generations.start(request_id, self._worker_id, epoch, lease))
+
+    def drop(self, request_id: str) -> None:
+        """This worker runs the request no more, and has not answered it."""
+        self._add(lambda: self._generations.drop(request_id, self._worker_id))
+
+    def finish(self, request_id: str, epoch: int) -> None:
+        """The request is answered."""
+        self._add(lambda: self._generations.finish(request_id, self._worker_id, epoch))
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            await self._has_pending.wait()
+            self._has_pending.clear()
+            writes = list(self._pending)
+            self._pending.clear()
+            # Made together, they travel together.
+            await asyncio.gather(*(write() for write in writes))
+
+    def _add(self, write: Callable[[], Awaitable[None]]) -> None:
+        self._pending.append(write)
+        self._has_pending.set()
+
 
 # Once schedulers receive its heartbeats again, they take nothing away from a worker for silence;
 # takeovers that they began before are in the index after this.
@@ -119,3 +176,49 @@ class LeaseOwnership:
     async def _drop_if_lost(self, generation: Generation) -> None:
         if await self.confirm(generation) is Ownership.LOST:
             self._on_lost(generation)
+
+
+class LeaseKeeper:
+    """Extends each held lease every ``interval_s``, and at once after a reconnect."""
+
+    def __init__(
+        self,
+        jobs: JobQueue,
+        clock: Clock,
+        interval_s: float,
+        held: Callable[[], Iterable[str]],
+    ) -> None:
+        self._jobs = jobs
+        self._clock = clock
+        self._interval_s = interval_s
+        self._held = held
+        self._now = asyncio.Event()
+
+    def extend_now(self) -> None:
+        """The bus was disconnected: leases may be about to lapse."""
+        self._now.set()
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._extend_periodically(), name="extend leases")
+            group.create_task(self._extend_on_request(), name="extend leases at once")
+
+    async def _extend_periodically(self) -> None:
+        while True:
+            await self._clock.sleep(self._interval_s)
+            await self._extend()
+
+    async def _extend_on_request(self) -> None:
+        while True:
+            await self._now.wait()
+            self._now.clear()
+            await self._extend()
+
+    async def _extend(self) -> None:
+        for lease in list(self._held()):
+            try:
+                await self._jobs.extend(lease)
+            except MillraceError as error:
+                logger.warning("leases could not be extended", extra={"code": error.code})
+                return

@@ -1,4 +1,4 @@
-"""What does not go with a beam search, by the names that clients have for it."""
+"""What does not go with a beam search or over a WebSocket, as clients name it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,27 @@ from millrace.schemas.openai import (
     ChatFields,
     CompletionRequest,
     GenerationFields,
+    StreamOptions,
 )
+from millrace.schemas.websocket import Generate
+
+
+def check_socket_fields(message: Generate) -> None:
+    """Raises ParameterError naming one of these fields that asks for something."""
+    options = message.stream_options or StreamOptions()
+    for name, given in (
+        ("prompt_logprobs", message.prompt_logprobs is not None),
+        ("use_beam_search", message.use_beam_search),
+        ("return_token_ids", message.return_token_ids),
+        ("stream_options.continuous_usage_stats", options.continuous_usage_stats),
+    ):
+        if given:
+            raise ParameterError(
+                name,
+                f"{name} is not supported over a WebSocket. Leave it out, or send the request to "
+                "/v1/chat/completions.",
+            )
+
 
 # Those that only ask for something if they are true, or not empty.
 _CHAT_FIELDS = ("logprobs", "top_logprobs", "server_tools")
