@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.faults.failures import Failures, note_in
-from millrace.runtime.http.answer_coding import encoded, weight_of
+from millrace.runtime.http.content_coding import encoded, weight_of
 from millrace.runtime.http.head import (
     MAX_FIELDS,
     MAX_HEAD_BYTES,

@@ -14,12 +14,17 @@ from millrace.runtime.tasks import Tasks
 from millrace.scheduler.fleet.fleet import Departure, Fleet
 from millrace.scheduler.jobs.admission import JobAdmission
 from millrace.scheduler.jobs.cancels import CancelMemory, KeptCancels
-from millrace.scheduler.jobs.finalizer import JobFinalizer
+from millrace.scheduler.jobs.finalizer import (
+    EXPIRED,
+    JobFinalizer,
+    TerminalStatus,
+    cancelled,
+    refused,
+)
 from millrace.scheduler.jobs.model_cache import ModelCache
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
-from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled, refused
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.placement.prefix_index import PrefixIndex
 from millrace.scheduler.queues.fair_queue import FairQueue

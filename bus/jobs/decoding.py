@@ -10,8 +10,8 @@ import msgspec
 
 from millrace.bus import codec, subjects
 from millrace.bus.jobs.published import read_published
-from millrace.bus.tokens import token, untoken
-from millrace.runtime.json.outline import check_outline
+from millrace.bus.subjects import token, untoken
+from millrace.runtime.json.faults import check_outline
 from millrace.runtime.json.tolerant import without_mark
 from millrace.runtime.tracing import parse_traceparent
 from millrace.schemas.errors import (

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from millrace.bus import codec, subjects
 from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
-from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage
-from millrace.bus.jobs.notices import watch_stored_jobs
+from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage, watch_stored_jobs
 from millrace.bus.jobs.published import encode_job
 from millrace.bus.memory.broker import MemoryBroker
 from millrace.bus.memory.queue import StoredJob, sequence_of
 from millrace.bus.storage import NATS
-from millrace.bus.tokens import token
+from millrace.bus.subjects import token
 from millrace.bus.transport import Subscription, Transport
 from millrace.schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from millrace.schemas.jobs import DeadJob, Job

@@ -13,17 +13,14 @@ from millrace.bus import codec, subjects
 from millrace.bus.codec import CONTENT_TYPE
 from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
-from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage
-from millrace.bus.jobs.notices import watch_stored_jobs
+from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage, watch_stored_jobs
 from millrace.bus.jobs.published import encode_job
 from millrace.bus.nats import jetstream, shedding, topology
 from millrace.bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
 from millrace.bus.nats.dropped_jobs import DroppedJobs
 from millrace.bus.nats.jetstream import JetStreamError, RawMessage, nanoseconds
-from millrace.bus.nats.leases import read_lease
-from millrace.bus.nats.pull_inbox import PullInbox
-from millrace.bus.nats.puller import ConsumerPuller
-from millrace.bus.tokens import token
+from millrace.bus.nats.puller import ConsumerPuller, PullInbox, read_lease
+from millrace.bus.subjects import token
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
 from millrace.runtime.tracing import HEADER as TRACEPARENT

@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from millrace.gateway.api.paging import limit_of
 from millrace.gateway.tenancy.identity import Caller
-from millrace.schemas.anthropic.models import ModelInfo, ModelPage
+from millrace.schemas.anthropic.answers import ModelInfo, ModelPage
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.models.cards import ModelCard
 from millrace.schemas.tenants import lower_limit

@@ -9,8 +9,7 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from millrace.bus.store.journal import JournalConflictError
-from millrace.bus.store.objects import ObjectLostError
+from millrace.bus.store.objects import JournalConflictError, ObjectLostError
 from millrace.gateway.batches import answers as batch_answers
 from millrace.gateway.batches.files import Files
 from millrace.gateway.batches.input import (
@@ -34,9 +33,9 @@ from millrace.schemas.batches.batches import (
     BatchError,
     BatchErrors,
     BatchStatus,
+    FilePurpose,
     RequestCounts,
 )
-from millrace.schemas.batches.files import FilePurpose
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.errors import MillraceError
 

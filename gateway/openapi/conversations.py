@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from millrace.gateway.api.kept.chats import MAX_PAGE_CHATS
 from millrace.gateway.openapi.operation import ORDER, delete, get, page, post
-from millrace.schemas.chat.chats import Chat, ChatDeleted, ChatInfo, ChatList, ChatUpdate
-from millrace.schemas.chat.conversations import (
+from millrace.schemas.chat.chats import (
+    Chat,
+    ChatDeleted,
+    ChatInfo,
+    ChatList,
+    ChatUpdate,
     Conversation,
     ConversationDeleted,
     ConversationRequest,
     ConversationUpdate,
     NewItems,
 )
-from millrace.schemas.responses.items import Item
-from millrace.schemas.responses.kept import ItemList
+from millrace.schemas.responses.items import Item, ItemList
 
 _ONE = "/v1/conversations/{conversation_id}"
 _HELLO = {"type": "message", "role": "user", "content": "Hello!"}

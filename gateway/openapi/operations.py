@@ -45,10 +45,16 @@ from millrace.schemas.anthropic.answers import (
     TokenCount,
 )
 from millrace.schemas.anthropic.requests import MessagesRequest
-from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest
-from millrace.schemas.batches.files import FileDeleted, FileList, FileObject
-from millrace.schemas.chat.completions import ChatCompletion
-from millrace.schemas.chat.tokenizing import (
+from millrace.schemas.batches.batches import (
+    Batch,
+    BatchList,
+    BatchRequest,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
+from millrace.schemas.chat.completions import (
+    ChatCompletion,
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,
@@ -73,8 +79,13 @@ from millrace.schemas.openai import (
     CompletionRequest,
 )
 from millrace.schemas.responses.events import ResponseEvent
-from millrace.schemas.responses.items import ResponseAnswer, ResponsesRequest
-from millrace.schemas.responses.kept import InputTokens, ItemList, ResponseDeleted
+from millrace.schemas.responses.items import (
+    InputTokens,
+    ItemList,
+    ResponseAnswer,
+    ResponseDeleted,
+    ResponsesRequest,
+)
 from millrace.schemas.sessions import SessionHistory
 
 _PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")

@@ -7,8 +7,8 @@ from collections import Counter
 
 from millrace.registry.routing.router import ModelState
 from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.finalizer import too_slow
 from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ResourceRequest, ScheduledJob, Tenant
-from millrace.scheduler.jobs.terminal_status import too_slow
 from millrace.scheduler.placement import placement
 from millrace.scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
 from millrace.scheduler.queues.measurements import WINDOW_S, JobSize, eta_s, size_of

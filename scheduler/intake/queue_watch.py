@@ -15,8 +15,8 @@ from millrace.runtime.tasks import wait_or_sleep
 from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
 from millrace.scheduler.fleet.autoscaler import Autoscaler, Signals
 from millrace.scheduler.intake.served_models import ServedModels
+from millrace.scheduler.jobs.finalizer import TerminalStatus, over_waiting_jobs, shed
 from millrace.scheduler.jobs.scheduled_job import JobPhase, Tenant
-from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_waiting_jobs, shed
 from millrace.scheduler.queues.fair_queue import weights_of
 from millrace.scheduler.queues.measurements import eta_s, retry_after_s
 from millrace.scheduler.stages import end

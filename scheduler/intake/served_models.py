@@ -12,9 +12,8 @@ from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Router
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
-from millrace.scheduler.intake.model_choice import ModelChooser
+from millrace.scheduler.intake.model_choice import ModelChooser, VersionChooser
 from millrace.scheduler.intake.unknown_models import UnknownModelJobs
-from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.scheduler.jobs.model_cache import Preparer
 from millrace.scheduler.stages import place
 from millrace.scheduler.stages.pull import JobPuller

@@ -6,9 +6,8 @@ import logging
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from millrace.scheduler.jobs.poison_pills import PoisonPillDetector
-from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
-from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed
+from millrace.scheduler.jobs.finalizer import TerminalStatus, failed
+from millrace.scheduler.jobs.scheduled_job import JobPhase, PoisonPillDetector, ScheduledJob
 from millrace.scheduler.state import MovedBy, Rerun, SchedulerState
 from millrace.schemas.errors import BusUnavailableError
 

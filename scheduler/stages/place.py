@@ -6,10 +6,10 @@ from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 from millrace.scheduler.fleet.worker_view import WorkerView
+from millrace.scheduler.jobs.finalizer import TerminalStatus, refused
 from millrace.scheduler.jobs.prompt_keys import PromptKeys
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob, Tenant
-from millrace.scheduler.jobs.terminal_status import TerminalStatus, refused
-from millrace.scheduler.placement import placement, roles
+from millrace.scheduler.placement import placement
 from millrace.scheduler.placement.placement import KvHolders
 from millrace.scheduler.queues.preemption import PreemptionPolicy
 from millrace.scheduler.stages import end, send
@@ -51,10 +51,10 @@ class PlacementRound:
         """The place for a job that waits."""
         workers = candidates = self._workers(scheduled)
         expected = scheduled.service.output_tokens
-        if roles.have_roles(workers):
+        if placement.have_roles(workers):
             candidates = self._in_role(scheduled, workers)
             if not scheduled.ran_before:
-                expected = roles.output_tokens_at(candidates, workers, expected)
+                expected = placement.output_tokens_at(candidates, workers, expected)
         return self._choose(scheduled, candidates, workers, scheduled.left_worker_id, expected)
 
     def find_elsewhere(
@@ -68,8 +68,8 @@ class PlacementRound:
             for worker in workers
             if worker is not away_from and to_worker_id in ("", worker.worker_id)
         ]
-        if not to_worker_id and roles.have_roles(candidates):
-            candidates = roles.for_running(candidates, scheduled.resources)
+        if not to_worker_id and placement.have_roles(candidates):
+            candidates = placement.for_running(candidates, scheduled.resources)
         return self._choose(scheduled, candidates, workers, away_from.worker_id)
 
     def find_decoder(
@@ -96,15 +96,15 @@ class PlacementRound:
     ) -> list[WorkerView]:
         return [
             worker
-            for worker in roles.decoders(workers)
+            for worker in placement.decoders(workers)
             if worker is not away_from and to_worker_id in ("", worker.worker_id)
         ]
 
     def _in_role(self, scheduled: ScheduledJob, workers: list[WorkerView]) -> list[WorkerView]:
         if scheduled.ran_before:
-            return roles.for_running(workers, scheduled.resources)
+            return placement.for_running(workers, scheduled.resources)
         cached = self._state.prefixes.cached_tokens(workers, scheduled.prefix_keys)
-        return roles.for_new(workers, scheduled.resources, cached)
+        return placement.for_new(workers, scheduled.resources, cached)
 
     def _choose(
         self,

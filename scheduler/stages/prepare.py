@@ -7,9 +7,9 @@ import logging
 from msgspec.structs import replace
 
 from millrace.runtime.redis.link import RedisUnreachableError
+from millrace.scheduler.jobs.finalizer import TerminalStatus, failed, refused
 from millrace.scheduler.jobs.running_requests import last_worker
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
-from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, refused
 from millrace.scheduler.stages import end, place, repeated
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.errors import ForeignReplyError, MillraceError, ModelNotFoundError

@@ -12,13 +12,12 @@ import msgspec
 
 from millrace.bus import codec
 from millrace.bus.fleet.adapters import AdapterDirectory
-from millrace.bus.fleet.directories import Directories
-from millrace.bus.fleet.reply_owners import ReplyOwners
+from millrace.bus.fleet.directories import Directories, ReplyOwners
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import JobClaim, RunningRequest
+from millrace.bus.subjects import untoken
 from millrace.bus.tenancy.keeper import LimitKeeper
-from millrace.bus.tokens import untoken
 from millrace.bus.transport import Message
 from millrace.registry.pricing import UNPRICED
 from millrace.registry.routing.router import Router

@@ -10,8 +10,7 @@ from starlette.responses import Response
 from millrace.gateway.api.paging import is_ascending, limit_of, list_response
 from millrace.gateway.responses.input import INCLUDABLE
 from millrace.schemas.errors import ParameterError
-from millrace.schemas.responses.items import Item
-from millrace.schemas.responses.kept import ItemList
+from millrace.schemas.responses.items import Item, ItemList
 
 _MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20

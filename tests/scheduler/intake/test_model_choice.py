@@ -10,8 +10,7 @@ from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.registry.requests.job_bodies import read_body
 from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Route, Router
-from millrace.scheduler.intake.model_choice import ModelChooser
-from millrace.scheduler.intake.version_choice import VersionChooser
+from millrace.scheduler.intake.model_choice import ModelChooser, VersionChooser
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, Job, Tier
 from millrace.schemas.pooling import Pooling
