@@ -10,8 +10,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from millrace.scheduler.fleet.fleet import Departure
-from millrace.scheduler.jobs.finalizer import FORESEEN_ENDS
 from millrace.scheduler.jobs.scheduled_job import JobPhase
+from millrace.scheduler.jobs.terminal_status import FORESEEN_ENDS
 from millrace.scheduler.scheduler import Scheduler
 from millrace.scheduler.state import DispatchResult, ModelQueue, MovedBy, Rerun
 from millrace.schemas.engines import WorkerRole
@@ -160,7 +160,7 @@ class SchedulerMetrics(Collector):
                 for status, code in FORESEEN_ENDS
             }
         )
-        for (model, status, code), count in self._scheduler.state.finalizer.num_ended.items():
+        for (model, status, code), count in self._scheduler.state.num_ended.items():
             ended[model if model in known else _OTHER_MODELS, status.value, code] += count
         yield _counter(
             "millrace_scheduler_ended_jobs",

@@ -16,7 +16,7 @@ import msgspec
 from millrace.bus import subjects
 from millrace.bus.fleet.directory import ENTRY_TTL_S
 from millrace.bus.job_queue import TenantQueue
-from millrace.bus.nats import jetstream, topology
+from millrace.bus.nats import jetstream
 from millrace.bus.nats.connection import Connection
 from millrace.bus.nats.jetstream import JetStreamError, Json, nanoseconds
 from millrace.bus.storage import NATS
@@ -293,7 +293,7 @@ class NatsStorage:
         self._config = config
 
     async def failed_streams(self) -> dict[str, str]:
-        names = topology.names_on_disk(self._config, self._connection.server_version)
+        names = names_on_disk(self._config, self._connection.server_version)
         causes = await asyncio.gather(*map(self._cause, names))
         return {name: cause for name, cause in zip(names, causes, strict=True) if cause}
 
@@ -308,8 +308,8 @@ class NatsStorage:
         return ""
 
     async def admit_jobs(self, *, admit: bool) -> None:
-        max_bytes = topology.ANY_SIZE if admit else _NOTHING_FITS
-        await topology.update_stream(
+        max_bytes = ANY_SIZE if admit else _NOTHING_FITS
+        await update_stream(
             self._connection,
             subjects.JOBS_STREAM,
             lambda existing: {**existing, "max_msg_size": max_bytes},

@@ -7,8 +7,8 @@ from collections import Counter
 
 from millrace.registry.routing.router import ModelState
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.finalizer import too_slow
 from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ResourceRequest, ScheduledJob, Tenant
+from millrace.scheduler.jobs.terminal_status import too_slow
 from millrace.scheduler.placement import placement
 from millrace.scheduler.queues.forecast import Forecast, Forecaster, Slots, Waiting
 from millrace.scheduler.queues.measurements import WINDOW_S, JobSize, eta_s, size_of
@@ -119,14 +119,8 @@ class QueueEstimate:
         return policy
 
     async def _publish_position(self, scheduled: ScheduledJob, frame: Queued) -> None:
-        job = scheduled.job
         try:
-            await self._state.bus.frames.publish(
-                job.reply,
-                [(job.request_id, frame)],
-                batch=job.batch_frames,
-                as_json=job.frames_as_json,
-            )
+            await self._state.bus.frames.answer(scheduled.job, frame)
         except MillraceError as error:
             logger.info("a position could not be published", extra={"code": error.code})
 

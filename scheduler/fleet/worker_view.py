@@ -477,15 +477,6 @@ class WorkerView:
         """Its runs are being looked up one by one."""
         self._short_since_s = None
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless what is counted is what is there."""
-        runs = self.runs.values()
-        assert self._promised_blocks == sum(run.num_blocks for run in runs)
-        assert self._unseen_blocks == sum(run.num_blocks for run in runs if not run.seen)
-        for rank, own in enumerate(self._own):
-            assert own == sum(run.rank == rank for run in runs)
-        assert self.num_held == sum(self._own) + sum(self._others)
-
 
 def _kv_kind_of(status: WorkerStatus) -> tuple[str, str] | None:
     """The weights and the layout of its blocks, where others can pull them."""

@@ -13,8 +13,8 @@ from millrace.bus.tenancy.errors import LimitsUnreachableError, RateLimitError
 from millrace.bus.tenancy.keeper import LimitKeeper
 from millrace.registry.pricing import PriceBook, cost, prices_with
 from millrace.runtime.clock import Clock
-from millrace.scheduler.jobs.finalizer import TerminalStatus, over_limit, refused
 from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_limit, refused
 from millrace.schemas.control import Reservation
 from millrace.schemas.errors import ContextLengthError, MillraceError
 from millrace.schemas.jobs import Job, Tier

@@ -12,8 +12,8 @@ from millrace.bus.job_queue import TenantQueue
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.scheduler.jobs.admission import JobAdmission, NotYet, Places
-from millrace.scheduler.jobs.finalizer import TerminalStatus
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob, Tenant
+from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.tenants import LOCAL_TENANT
 
 # Done with None once a job is admitted or over, else with how it ends.

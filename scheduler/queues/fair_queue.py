@@ -544,19 +544,6 @@ class FairQueue:
             (self._counter(one), 1.0, iter(self._tenant_jobs[one].in_order())) for one in tenants
         )
 
-    def check_integrity(self) -> None:
-        """AssertionError unless counts and members agree."""
-        waiting = self._queued
-        assert not self._passed, "a job is skipped for good"
-        assert waiting <= self._members.keys(), "what is gone is queued"
-        for tenant, jobs in self._tenant_jobs.items():
-            count = sum(scheduled.tenant == tenant for scheduled in waiting)
-            assert len(jobs) == count, f"{tenant} counts {len(jobs)} jobs of {count}"
-            is_ready = tenant.name in self._ready[tenant.tier]
-            assert is_ready == bool(count), f"{tenant} is not ready"
-            assert count or tenant in self._wanted, f"{tenant} wants nothing"
-        assert sum(map(len, self._tenant_jobs.values())) == len(waiting)
-
 
 def weights_of(tiers: TierPolicies) -> dict[Tier, float]:
     """The share of each tier."""

@@ -6,9 +6,9 @@ from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 from millrace.scheduler.fleet.worker_view import WorkerView
-from millrace.scheduler.jobs.finalizer import TerminalStatus, refused
 from millrace.scheduler.jobs.prompt_keys import PromptKeys
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob, Tenant
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, refused
 from millrace.scheduler.placement import placement
 from millrace.scheduler.placement.placement import KvHolders
 from millrace.scheduler.queues.preemption import PreemptionPolicy

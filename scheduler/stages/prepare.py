@@ -7,9 +7,9 @@ import logging
 from msgspec.structs import replace
 
 from millrace.runtime.redis.link import RedisUnreachableError
-from millrace.scheduler.jobs.finalizer import TerminalStatus, failed, refused
 from millrace.scheduler.jobs.running_requests import last_worker
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
+from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed, refused
 from millrace.scheduler.stages import end, place, repeated
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.errors import ForeignReplyError, MillraceError, ModelNotFoundError
@@ -42,7 +42,7 @@ async def refuse(state: SchedulerState, scheduled: ScheduledJob, error: Millrace
         repeated.answer(state, scheduled.job, lease, scheduled.claim, first)
         return
     terminal_status = await _why_forbidden(state, scheduled) or refused(error)
-    await state.finalizer.finish(scheduled, terminal_status)
+    await end.answer(state, scheduled, terminal_status)
 
 
 async def _run(state: SchedulerState, scheduled: ScheduledJob) -> None:

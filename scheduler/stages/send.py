@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from millrace.runtime.tracing import recorded_trace_id
-from millrace.scheduler.jobs.finalizer import (
+from millrace.scheduler.jobs.running_requests import last_worker
+from millrace.scheduler.jobs.scheduled_job import MAX_FAILURES, JobPhase, ScheduledJob
+from millrace.scheduler.jobs.terminal_status import (
     TerminalStatus,
     cancelled,
     failed,
     poison_pill,
     refused,
 )
-from millrace.scheduler.jobs.running_requests import last_worker
-from millrace.scheduler.jobs.scheduled_job import MAX_FAILURES, JobPhase, ScheduledJob
 from millrace.scheduler.stages import end
 from millrace.scheduler.state import DispatchResult, SchedulerState
 from millrace.schemas.control import Cancel, CancelReason, Dispatch, WorkerReply

@@ -9,8 +9,8 @@ from millrace.bus.worker_losses import publish_loss
 from millrace.runtime.clock import until_beat_s
 from millrace.runtime.tasks import Tasks, wait_or_sleep
 from millrace.scheduler.fleet.fleet import Departed, Departure
-from millrace.scheduler.jobs.finalizer import cancelled
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
+from millrace.scheduler.jobs.terminal_status import cancelled
 from millrace.scheduler.stages import end, place
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import Cancel, CancelReason, Ended

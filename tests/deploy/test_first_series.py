@@ -25,7 +25,7 @@ from millrace.gateway.models import LoadedModels
 from millrace.registry.served import ServedModel
 from millrace.runtime.metrics_server import Monitor
 from millrace.scheduler.fleet.fleet import Departure
-from millrace.scheduler.jobs.finalizer import FORESEEN_ENDS
+from millrace.scheduler.jobs.terminal_status import FORESEEN_ENDS
 from millrace.scheduler.metrics import SchedulerMetrics
 from millrace.scheduler.state import DispatchResult, MovedBy, Rerun
 from millrace.schemas.config import ClickHouseConfig, Config

@@ -15,9 +15,9 @@ from millrace.registry.routing.router import Route, Router
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.jobs.admission import JobAdmission, Learn, NotYet
 from millrace.scheduler.jobs.admission import Places as PlacesLeft
-from millrace.scheduler.jobs.finalizer import EXPIRED, TerminalStatus
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
+from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus
 from millrace.schemas.control import Cancel
 from millrace.schemas.frames import Cancelled, Done, Expired, Queued, Shed
 from millrace.schemas.jobs import Tier

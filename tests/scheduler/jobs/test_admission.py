@@ -18,9 +18,9 @@ from millrace.registry.pricing import PriceBook
 from millrace.runtime.redis.link import RedisLink
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.jobs.admission import JobAdmission, NotYet, Places
-from millrace.scheduler.jobs.finalizer import TerminalStatus
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
+from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.jobs import AnswerForm, Tier
 from millrace.schemas.models.adapters import AdapterRef
