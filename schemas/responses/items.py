@@ -6,7 +6,7 @@ value asks for nothing.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -125,7 +125,9 @@ class _GivenItem(msgspec.Struct, frozen=True, kw_only=True):
 class _GivenMessage(_GivenItem, frozen=True, kw_only=True, tag_field="role"):
     """Its ``type`` may be left out."""
 
-    role: ClassVar[str]
+    @property
+    def role(self) -> str:
+        return str(self.__struct_config__.tag)
 
     type: Literal["message"] = "message"
 
@@ -135,8 +137,6 @@ class GivenUserMessage(
 ):
     """What a user says."""
 
-    role: ClassVar[str] = "user"
-
     content: str | tuple[InputText | EchoedText, ...]
     phase: Any = None
     internal_chat_message_metadata_passthrough: dict[str, Any] | None = None
@@ -145,19 +145,13 @@ class GivenUserMessage(
 class GivenSystemMessage(GivenUserMessage, frozen=True, kw_only=True, tag="system"):
     """Instructions to the model."""
 
-    role: ClassVar[str] = "system"
-
 
 class GivenDeveloperMessage(GivenUserMessage, frozen=True, kw_only=True, tag="developer"):
     """The newer name of a system's message."""
 
-    role: ClassVar[str] = "developer"
-
 
 class GivenAnswer(_GivenMessage, frozen=True, kw_only=True, tag="assistant"):
     """A message of an earlier answer; null content is no text."""
-
-    role: ClassVar[str] = "assistant"
 
     content: (
         str
