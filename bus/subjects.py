@@ -138,14 +138,6 @@ REFUSALS_TOPIC = "millrace.refusals.v1"
 WORKER_LOSSES_TOPIC = "millrace.worker-losses.v1"
 DEAD_TOPIC = "millrace.dlq"
 BRIDGE_TOPIC = "millrace.bridge"  # signed by the bridge: a Kafka without it is a new one
-RECORD_TOPICS = (
-    REQUESTS_TOPIC,
-    DELIVERIES_TOPIC,
-    WORKERS_TOPIC,
-    TRANSCRIPTS_TOPIC,
-    REFUSALS_TOPIC,
-    WORKER_LOSSES_TOPIC,
-)
 
 _CACHED_LINES = 4096
 
@@ -402,19 +394,8 @@ def _bucket_key(text: str) -> str:
 
 
 def record(item: Record) -> str:
-    match item:
-        case RequestRecord():
-            return REQUEST_RECORD
-        case DeliveryRecord():
-            return DELIVERY_RECORD
-        case WorkerSample():
-            return WORKER_RECORD
-        case TranscriptRecord():
-            return TRANSCRIPT_RECORD
-        case RefusalRecord():
-            return REFUSAL_RECORD
-        case WorkerLossRecord():
-            return WORKER_LOSS_RECORD
+    """Return the subject of a record, which ends in its tag."""
+    return f"rec.{item.__struct_config__.tag}"
 
 
 def record_identity(item: Record) -> str:
@@ -449,3 +430,4 @@ _TOPICS = {
     REFUSAL_RECORD: REFUSALS_TOPIC,
     WORKER_LOSS_RECORD: WORKER_LOSSES_TOPIC,
 }
+RECORD_TOPICS = tuple(_TOPICS.values())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from millrace.bus import codec, subjects
-from millrace.bus.transport import Message, Subscription, Transport
+from millrace.bus.transport import Message, Subscription, Transport, listen
 from millrace.runtime.clock import Clock, until_beat_s
 from millrace.schemas.control import NameLease, PrefixReport, WorkerStatus
 from millrace.schemas.errors import BusUnavailableError, MalformedMessageError, NameTakenError
@@ -152,18 +152,12 @@ class WorkerDirectory:
         await self._transport.publish(subject, codec.encode(report))
 
     async def watch_prefixes(self, on_report: Callable[[PrefixReport], None]) -> Subscription:
-        def on_message(message: Message) -> None:
-            try:
-                report = codec.PREFIX_REPORT.decode(message.payload)
-            except MalformedMessageError:
-                logger.warning("dropped a report of prefixes that could not be read")
-                return
-            try:
-                on_report(report)
-            except Exception:
-                logger.exception("a watcher failed", extra={"worker_id": report.worker_id})
-
-        return await self._transport.subscribe(subjects.ALL_PREFIX_REPORTS, on_message)
+        return await listen(
+            self._transport,
+            subjects.ALL_PREFIX_REPORTS,
+            lambda message: codec.PREFIX_REPORT.decode(message.payload),
+            on_report,
+        )
 
 
 # A lease is written anew with every second heartbeat of a worker that has something to do.
@@ -176,7 +170,7 @@ _POLL_S = 0.1
 
 
 def new_worker_name() -> str:
-    """For a worker that was given none: this machine's, and a random part."""
+    """Return a name for a worker that was given none: this machine's, and a random part."""
     return f"{socket.gethostname()}-{secrets.token_hex(4)}"
 
 

@@ -169,11 +169,33 @@ class JobDeadLetters:
     message out of the queue is left to the caller, after that."""
 
     def __init__(
-        self, store: Callable[[DeadJob, int], Awaitable[None]], refusals: JobRefusals, clock: Clock
+        self,
+        store: Callable[[DeadJob, int], Awaitable[None]],
+        refusals: JobRefusals,
+        clock: Clock,
+        max_deliver: int,
     ) -> None:
         self._store = store
         self._refusals = refusals
         self._clock = clock
+        self._max_deliver = max_deliver
+
+    async def read(
+        self, message: QueuedMessage, stored_ns: int, traceparent: str | None = None
+    ) -> Job | None:
+        """Return the job of a message that was stored at ``stored_ns``. A message that is no job,
+        or that was delivered too often, is refused and kept (None)."""
+        try:
+            job = decoding.read_job(
+                message.subject, message.payload, message.content_type, stored_ns, traceparent
+            )
+        except MalformedMessageError as error:
+            await self.refuse_unreadable(message, error)
+            return None
+        if message.num_deliveries > self._max_deliver:
+            await self._refuse_worn_out(message, job)
+            return None
+        return job
 
     async def refuse_unreadable(self, message: QueuedMessage, error: MalformedMessageError) -> None:
         """For a message that is not a job, whose publisher is told as far as it can be made out."""
@@ -187,7 +209,7 @@ class JobDeadLetters:
         owner = decoding.read_owner(message.subject, message.payload, message.content_type)
         await self._keep(message, decoding.MALFORMED, error.message, owner.request_id)
 
-    async def refuse_worn_out(self, message: QueuedMessage, job: Job) -> None:
+    async def _refuse_worn_out(self, message: QueuedMessage, job: Job) -> None:
         """For a job that was delivered too often."""
         reason, num_deliveries = decoding.TOO_MANY_DELIVERIES, message.num_deliveries
         why = f"The job was delivered {num_deliveries - 1} times without an answer."

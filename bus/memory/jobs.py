@@ -27,7 +27,9 @@ class MemoryJobQueue:
         self._broker = broker
         self._transport = transport
         self._refusals = refusals
-        self._dead_letters = JobDeadLetters(self._store_dead, refusals, broker.clock)
+        self._dead_letters = JobDeadLetters(
+            self._store_dead, refusals, broker.clock, broker.config.max_deliver
+        )
         # By subject: the number of the server's start after which the tenant queue was opened, and
         # the newest job then.
         self._opened: dict[str, tuple[int, int]] = {}
@@ -84,15 +86,8 @@ class MemoryJobQueue:
         return self._broker.jobs.take(subject, max_jobs)
 
     async def _read(self, tenant_queue: TenantQueue, stored: StoredJob) -> LeasedJob | None:
-        try:
-            job = decoding.read_job(
-                stored.subject, stored.payload, stored.content_type, stored.stored_ns
-            )
-        except MalformedMessageError as error:
-            await self._dead_letters.refuse_unreadable(_queued(stored), error)
-            return None
-        if stored.num_deliveries > self._broker.config.max_deliver:
-            await self._dead_letters.refuse_worn_out(_queued(stored), job)
+        job = await self._dead_letters.read(_queued(stored), stored.stored_ns)
+        if job is None:
             return None
         return LeasedJob(
             job=job,
@@ -152,14 +147,9 @@ class MemoryJobQueue:
             stored = self._broker.jobs.take_newest(subjects.job(tenant_queue))
             if stored is None:
                 break
-            try:
-                job = decoding.read_job(
-                    stored.subject, stored.payload, stored.content_type, stored.stored_ns
-                )
-            except MalformedMessageError as error:
-                await self._dead_letters.refuse_unreadable(_queued(stored), error)
-                continue
-            shed.append(job)
+            job = await self._dead_letters.read(_queued(stored), stored.stored_ns)
+            if job is not None:
+                shed.append(job)
         return shed
 
     async def extend(self, lease: str) -> None:

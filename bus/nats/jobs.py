@@ -101,7 +101,7 @@ class NatsJobQueue:
         self._config = config
         self._clock = clock
         self._refusals = refusals
-        self._dead_letters = JobDeadLetters(self._store_dead, refusals, clock)
+        self._dead_letters = JobDeadLetters(self._store_dead, refusals, clock, config.max_deliver)
         self._open_queues: dict[TenantQueue, _OpenQueue] = {}
 
     # --- in ---
@@ -155,20 +155,9 @@ class NatsJobQueue:
             delivery.stream_sequence,
             delivery.num_deliveries,
         )
-        try:
-            job = decoding.read_job(
-                queued.subject,
-                queued.payload,
-                queued.content_type,
-                delivery.stored_ns,
-                headers.get(TRACEPARENT),
-            )
-        except MalformedMessageError as error:
-            await self._dead_letters.refuse_unreadable(queued, error)
-            await self._forget(message.reply)
-            return None
-        if delivery.num_deliveries > self._config.max_deliver:
-            await self._dead_letters.refuse_worn_out(queued, job)
+        traceparent = headers.get(TRACEPARENT)
+        job = await self._dead_letters.read(queued, delivery.stored_ns, traceparent)
+        if job is None:
             await self._forget(message.reply)
             return None
         return LeasedJob(
@@ -270,16 +259,10 @@ class NatsJobQueue:
                 return []  # the tenant queue was forgotten just now: it has nothing to shed
         shed: list[Job] = []
         for message in taken:
-            queued = _queued(message)
             stored_ns = jetstream.epoch_ns(message.time)
-            try:
-                job = decoding.read_job(
-                    queued.subject, queued.payload, queued.content_type, stored_ns
-                )
-            except MalformedMessageError as error:
-                await self._dead_letters.refuse_unreadable(queued, error)
-                continue
-            shed.append(job)
+            job = await self._dead_letters.read(_queued(message), stored_ns)
+            if job is not None:
+                shed.append(job)
         return shed
 
     # --- leases ---
@@ -323,10 +306,8 @@ class NatsJobQueue:
 
     async def _store_letter(self, subject: str, dead: DeadJob, headers: dict[str, str]) -> None:
         """In the encoding of the job's publisher."""
-        payload = codec.encode(dead)
-        if codec.is_json(dead.content_type):
-            payload, headers = codec.encode_json(dead), {**headers, **codec.JSON_HEADERS}
-        await jetstream.store(self._connection, subject, payload, headers)
+        payload, more = codec.encoded(dead, as_json=codec.is_json(dead.content_type))
+        await jetstream.store(self._connection, subject, payload, {**headers, **(more or {})})
 
 
 def _queued(message: RawMessage) -> QueuedMessage:
