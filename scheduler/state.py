@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
 from enum import StrEnum
 
 from millrace.bus.api import Bus
@@ -122,6 +123,7 @@ class ModelQueue:
             wake.set()
 
 
+@dataclass(eq=False)
 class SchedulerState:
     """The shared state of one scheduler.
 
@@ -132,33 +134,24 @@ class SchedulerState:
     set when the queue should be counted soon.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: SchedulerConfig,
-        clock: Clock,
-        running_requests: RunningRequests,
-        model_cache: ModelCache,
-        directories: Directories,
-        traces: JobTraces | None,
-        admission: JobAdmission | None,
-    ) -> None:
-        self.bus = bus
-        self.config = config
-        self.clock = clock
-        self.running_requests = running_requests
-        self.model_cache = model_cache
-        self.directories = directories
-        self.traces = traces
-        self.admission = admission
-        self.fleet = Fleet(config.heartbeat_timeout_s)
-        self.prefixes = PrefixIndex(config.max_prefix_keys)
-        self.cancels = CancelMemory(config.cancel_memory_s)
+    bus: Bus
+    config: SchedulerConfig
+    clock: Clock
+    running_requests: RunningRequests
+    model_cache: ModelCache
+    directories: Directories
+    traces: JobTraces | None
+    admission: JobAdmission | None
+
+    def __post_init__(self) -> None:
+        self.fleet = Fleet(self.config.heartbeat_timeout_s)
+        self.prefixes = PrefixIndex(self.config.max_prefix_keys)
+        self.cancels = CancelMemory(self.config.cancel_memory_s)
         self.job_table = JobTable()
         self.tasks = Tasks()
         self.answers = Tasks()
-        self.kept_cancels = KeptCancels(running_requests, self.cancels, clock, self.tasks)
-        self.lines = TenantLines(admission, clock, self.tasks)
+        self.kept_cancels = KeptCancels(self.running_requests, self.cancels, self.clock, self.tasks)
+        self.lines = TenantLines(self.admission, self.clock, self.tasks)
         self.model_queues: dict[str, ModelQueue] = {}
         self.gone_queues: dict[str, ModelQueue] = {}
         self.departures: Counter[Departure] = Counter()

@@ -117,7 +117,7 @@ class JobMigration:
         if not warming.is_worth_more(scheduled, cached.get(worker.worker_id, 0), worker):
             return
         warm_worker_id = self._warming.worker_of(scheduled)
-        chosen = placement_round.find_decoder_ahead(scheduled, worker, warm_worker_id)
+        chosen = placement_round.find_decoder(scheduled, worker, warm_worker_id, is_ahead=True)
         if chosen is not None:
             self._warming.pull_ahead(scheduled, chosen)
         elif warm_worker_id:

@@ -73,32 +73,24 @@ class PlacementRound:
         return self._choose(scheduled, candidates, workers, away_from.worker_id)
 
     def find_decoder(
-        self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
+        self,
+        scheduled: ScheduledJob,
+        away_from: WorkerView,
+        to_worker_id: str = "",
+        *,
+        is_ahead: bool = False,
     ) -> Place | None:
-        """The place for a stream that goes on where there is time for it, behind a prompt that a
-        worker has computed; of those alone that decode by their role, or at ``to_worker_id``."""
+        """Return the best worker to continue a job whose prompt is prefilled, of those that decode.
+        ``is_ahead``: the prompt is being computed, and what there is of it so far can be pulled.
+        """
         workers = self._workers(scheduled)
-        candidates = self._decoders(workers, away_from, to_worker_id)
-        return self._choose(scheduled, candidates, workers, away_from.worker_id)
-
-    def find_decoder_ahead(
-        self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
-    ) -> Place | None:
-        """As ``find_decoder``, for a prompt that is being computed: what there is of it so far can
-        be pulled."""
-        workers = self._workers(scheduled)
-        candidates = self._decoders(workers, away_from, to_worker_id)
-        return self._choose(scheduled, candidates, workers)
-
-    @staticmethod
-    def _decoders(
-        workers: list[WorkerView], away_from: WorkerView, to_worker_id: str
-    ) -> list[WorkerView]:
-        return [
+        candidates = [
             worker
             for worker in placement.decoders(workers)
             if worker is not away_from and to_worker_id in ("", worker.worker_id)
         ]
+        left_worker_id = "" if is_ahead else away_from.worker_id
+        return self._choose(scheduled, candidates, workers, left_worker_id)
 
     def _in_role(self, scheduled: ScheduledJob, workers: list[WorkerView]) -> list[WorkerView]:
         if scheduled.ran_before:

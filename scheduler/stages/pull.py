@@ -80,14 +80,15 @@ class JobPuller:
     def recount(self) -> None:
         """Jobs that others had are in the queue again."""
         self.backlog.doubt_others()
-        for tenant_queue in self.backlog.tenant_queues():
-            self._want(tenant_queue)
-        self._wake.set()
+        self._want_all()
 
     def counted(self, totals: dict[TenantQueue, int]) -> None:
         """What the queue has of each tenant queue."""
         self.backlog.counted(totals, self._state.clock.monotonic())
         self._is_counted = True
+        self._want_all()
+
+    def _want_all(self) -> None:
         for tenant_queue in self.backlog.tenant_queues():
             self._want(tenant_queue)
         self._wake.set()
