@@ -245,7 +245,7 @@ class Scheduler:
 
     async def _load(self, model: str) -> None:
         try:
-            await self.state.model_cache.warm(model)
+            await self.state.model_cache.get(model)
         except MillraceError as error:
             logger.warning(
                 "a model cannot be loaded; its jobs will be refused",

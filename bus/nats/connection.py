@@ -29,16 +29,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self._expected: dict[str, OnAnswer] = {}
-        self._prefix = ""
+        self.prefix = ""
         self._numbers = itertools.count()
-
-    @property
-    def prefix(self) -> str:
-        return self._prefix
-
-    def open(self, prefix: str) -> None:
-        """Answers to ``<prefix>.*`` come to ``receive`` from now on."""
-        self._prefix = prefix
 
     async def receive(self, message: Msg) -> None:
         on_answer = self._expected.get(message.subject)
@@ -47,7 +39,7 @@ class Inbox:
 
     def expect(self, on_answer: OnAnswer) -> str:
         """A reply subject whose answers go to ``on_answer`` until it is forgotten."""
-        subject = f"{self._prefix}.{next(self._numbers)}"
+        subject = f"{self.prefix}.{next(self._numbers)}"
         self._expected[subject] = on_answer
         return subject
 
@@ -110,7 +102,7 @@ class Connection(Link):
     async def open(self) -> None:
         """As ``Link.open``; BusForbiddenError if this process may not read answers."""
         await super().open()
-        self._inbox.open(await self.open_inbox(self._inbox.receive))
+        self._inbox.prefix = await self.open_inbox(self._inbox.receive)
         await self._settle()
         try:
             self._forbidden.check_subscribed(f"{self._inbox.prefix}.*")

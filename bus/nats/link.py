@@ -187,11 +187,6 @@ class Link:
         return version.major, version.minor
 
     @property
-    def server(self) -> Srv | None:
-        """The server of the present connection, or of the last one."""
-        return self._client.server
-
-    @property
     def other_servers(self) -> list[Srv]:
         """The servers of this cluster that are known, without the present one."""
         return self._client.other_servers

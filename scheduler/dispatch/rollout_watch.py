@@ -66,7 +66,9 @@ class RolloutWatch:
 
     def note(self, version: str, answer: AnswerTimes | None) -> None:
         """A worker of ``version`` has ended a request, or an attempt at one (None)."""
-        if answer is None or answer.status is Status.CANCELLED or not self._is_watched(version):
+        if not self._rollouts.rollouts or answer is None:
+            return
+        if answer.status is Status.CANCELLED or not self._is_watched(version):
             return
         is_error = answer.status in _ERRORS
         times = (answer.ttft_ms or None, answer.tpot_ms or None, answer.total_ms or None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -90,15 +90,6 @@ class ModelChooser:
         self._router = router
         self._state_of = state_of
         self._versions = versions
-
-    @property
-    def names(self) -> Collection[str]:
-        """What stands in place of a model in the subjects of such jobs."""
-        return self._router.routes.keys()
-
-    def models_of(self, name: str) -> tuple[str, str]:
-        """Those that jobs of a name may go to."""
-        return self._router.routes[name].models
 
     def leaves_open(self, leased: LeasedJob) -> bool:
         """Whether the job names no model."""

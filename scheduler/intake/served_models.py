@@ -160,8 +160,8 @@ class ServedModels:
         if router is None:
             return
         chooser = ModelChooser(router, self.model_state, versions)
-        for name in chooser.names:
-            every = chain.from_iterable(map(self._versions.family, chooser.models_of(name)))
+        for name, route in router.routes.items():
+            every = chain.from_iterable(map(self._versions.family, route.models))
             models = [one for one in every if one in self._model_queues]
             if models:
                 self._add_puller(RoutingPuller(self._state, name, models, chooser))

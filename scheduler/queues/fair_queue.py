@@ -494,7 +494,8 @@ class FairQueue:
 
     def lead(self, tier: Tier, over: Tier) -> float:
         """How many more tokens a tier was served than another one, each for its weight."""
-        return self.floored_counter(tier) - self.floored_counter(over)
+        floored = self._tiers.floored_counter
+        return floored(tier) - floored(over)
 
     def num_of(self, tier: Tier) -> int:
         """Jobs of a tier that wait here."""

@@ -125,11 +125,8 @@ class PlacementRound:
             state.clock.monotonic(),
             workers,
         )
-        return None if worker is None else self._place(worker, cached, workers)
-
-    def _place(
-        self, worker: WorkerView, cached: dict[str, int], workers: list[WorkerView]
-    ) -> Place:
+        if worker is None:
+            return None
         num_cached = cached.get(worker.worker_id, 0)
         token_s = placement.prefill_token_s(worker)
         pull = KvHolders(workers, cached).pull(worker, num_cached, token_s)

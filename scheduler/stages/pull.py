@@ -108,7 +108,8 @@ class JobPuller:
 
     def _pull_all(self) -> None:
         spare = _MAX_PULLS - len(self._pulls)
-        if spare <= 0 or not self._state.bus.connected or self._is_resting():
+        is_resting = self._state.clock.monotonic() < self._resting_until_s
+        if spare <= 0 or not self._state.bus.connected or is_resting:
             return
         if not any(model_queue.is_served for model_queue in self._model_queues):
             return
@@ -148,9 +149,6 @@ class JobPuller:
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._failure = error
             self._wake.set()
-
-    def _is_resting(self) -> bool:
-        return self._state.clock.monotonic() < self._resting_until_s
 
     def _limits(self, tier: Tier) -> _Limits:
         is_batch = tier is Tier.BATCH

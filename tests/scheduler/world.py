@@ -240,7 +240,7 @@ class World:
         )
         scheduler.orphans.grace_s = self._orphan_grace_s
         for model in self._models:
-            await scheduler.state.model_cache.warm(model)
+            await scheduler.state.model_cache.get(model)
         stopping = asyncio.Event()
         self.schedulers.append(scheduler)
         self._running.append((stopping, asyncio.create_task(scheduler.run(stopping))))
