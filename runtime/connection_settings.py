@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from millrace.runtime.tls import TlsFiles, has_tls_files
+from millrace.runtime.tls import has_tls_files
 from millrace.schemas.config import (
     ClickHouseConfig,
     Config,
@@ -14,6 +14,7 @@ from millrace.schemas.config import (
     NatsConfig,
     RedisConfig,
 )
+from millrace.schemas.config.section import TlsSettings
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import redact_urls, split_urls
 
@@ -137,7 +138,7 @@ def _at_most_one(section: str, settings: NatsConfig | RedisConfig, *names: str) 
         raise ConfigError(f"{' and '.join(given)} are both set; one says who we are.")
 
 
-def _check_pair(section: str, files: TlsFiles | GatewayConfig) -> None:
+def _check_pair(section: str, files: TlsSettings | GatewayConfig) -> None:
     pair = {"certificate_file": "key_file", "key_file": "certificate_file"}
     _check_beside(section, files, pair)
 
