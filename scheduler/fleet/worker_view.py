@@ -257,7 +257,7 @@ class WorkerView:
             blocks,
             max(resources.num_context_tokens - num_present, 1),
             num_pulled_tokens,
-            resources.rank,
+            TIER_RANKS[resources.tier],
             expected_output_tokens,
             self._advanced_s,
             resources.adapter,

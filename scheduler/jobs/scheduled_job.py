@@ -230,10 +230,6 @@ class ResourceRequest(NamedTuple):
     def total_tokens(self) -> int:
         return self.num_context_tokens + self.num_new_tokens
 
-    @property
-    def rank(self) -> int:
-        return TIER_RANKS[self.tier]
-
     def num_blocks(self, block_size_tokens: int) -> int:
         """KV blocks that it will soon hold."""
         tokens = self.num_context_tokens + min(self.num_new_tokens, HEADROOM_TOKENS)

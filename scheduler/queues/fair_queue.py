@@ -360,7 +360,8 @@ class FairQueue:
         self._begin(tenant)
         self._queued.add(scheduled)
         self._tenant_jobs[tenant].push(scheduled, self._urgency(scheduled))
-        self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
+        tier, name = tenant
+        self._ready[tier].set(name, self._tenants[tier].counter(name))
 
     def _push_returning(self, scheduled: ScheduledJob) -> None:
         is_batch, number = scheduled.tenant.tier is Tier.BATCH, self._members[scheduled]
@@ -409,7 +410,8 @@ class FairQueue:
             jobs = self._tenant_jobs.get(tenant)
             if jobs is not None and len(jobs):
                 jobs.restore()
-                self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
+                tier, name = tenant
+                self._ready[tier].set(name, self._tenants[tier].counter(name))
 
     def head(self, above: Tier | None = None) -> ScheduledJob | None:
         """The job to send next, of the tiers above one if that is given. It stays until it is
@@ -467,7 +469,7 @@ class FairQueue:
         if tier is not Tier.BATCH:
             self._tiers.charge(tier, tokens / self._weights[tier])
         if name in self._ready[tier]:
-            self._ready[tier].set(name, self._counter(tenant))
+            self._ready[tier].set(name, self._tenants[tier].counter(name))
 
     def charge_attempt(self, scheduled: ScheduledJob, num_cached_tokens: int) -> None:
         """Charge for an attempt on a worker that has so many tokens of the prompt cached."""
@@ -480,9 +482,6 @@ class FairQueue:
         if scheduled.service.charged_tokens:
             self.charge(scheduled.tenant, -scheduled.service.charged_tokens)
             scheduled.service.charged_tokens = 0.0
-
-    def _counter(self, tenant: Tenant) -> float:
-        return self._tenants[tenant.tier].counter(tenant.name)
 
     def rank_of(self, tier: Tier) -> tuple[bool, float]:
         """A sort key of tiers: the next one to be served is the least."""
@@ -542,7 +541,8 @@ class FairQueue:
     def _tenants_in_turn(self, tier: Tier) -> Iterator[ScheduledJob]:
         tenants = [Tenant(tier, name) for name in self._ready[tier]]
         return _interleaved(
-            (self._counter(one), 1.0, iter(self._tenant_jobs[one].in_order())) for one in tenants
+            (self._tenants[tier].counter(one.name), 1.0, iter(self._tenant_jobs[one].in_order()))
+            for one in tenants
         )
 
 

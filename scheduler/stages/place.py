@@ -195,13 +195,10 @@ def _estimate_service(state: SchedulerState, scheduled: ScheduledJob) -> None:
         scheduled.job.tenant, resources.num_new_tokens
     )
     scheduled.service.output_tokens = expected
-    scheduled.service.tokens = _service_tokens(state, resources.num_context_tokens, expected)
+    output_tokens = state.config.output_weight * expected
+    scheduled.service.tokens = resources.num_context_tokens + output_tokens
     scheduled.prefix_keys = PromptKeys.of_job(scheduled.job)
     model_queue.arrivals.note(scheduled, state.clock.monotonic())
-
-
-def _service_tokens(state: SchedulerState, prompt_tokens: float, output_tokens: float) -> float:
-    return prompt_tokens + state.config.output_weight * output_tokens
 
 
 def dispatch_all(state: SchedulerState) -> None:
@@ -267,9 +264,8 @@ def charge_served(
     state: SchedulerState, model_queue: ModelQueue, served: Served, worker_id: str
 ) -> None:
     """Charge a tenant for what an attempt really took, whichever scheduler sent the attempt."""
-    tokens = _service_tokens(
-        state, served.prompt_tokens - served.cached_tokens, served.completion_tokens
-    )
+    output_tokens = state.config.output_weight * served.completion_tokens
+    tokens = served.prompt_tokens - served.cached_tokens + output_tokens
     scheduled = state.job_table.get(served.request_id)
     if scheduled is None:
         model_queue.preemption.has_turn(served.tier)

@@ -74,7 +74,7 @@ def test_each_word_has_one_meaning_and_its_place_in_the_code() -> None:
     ("step", "file", "symbol"),
     [
         ("Make the job", "gateway/request/job_maker.py", "JobMaker"),
-        ("Pull and order", "scheduler/stages/pull.py", "Puller.accept"),
+        ("Pull and order", "scheduler/stages/pull.py", "JobPuller.accept"),
         ("Pull and order", "scheduler/stages/prepare.py", "start"),
         ("Pull and order", "scheduler/jobs/tenant_lines.py", "TenantLines.admit"),
         ("Pull and order", "scheduler/queues/fair_queue.py", "FairQueue.head"),
@@ -92,7 +92,7 @@ def test_each_word_has_one_meaning_and_its_place_in_the_code() -> None:
         ("Free", "engine/scheduling/planner.py", "Planner.remove"),
         ("Free", "engine/kv/block_tables.py", "BlockTables.release"),
         ("Free", "engine/kv/block_pool.py", "BlockPool.free"),
-        ("End", "workers/host/endings/finalizer.py", "Finalizer.start"),
+        ("End", "workers/host/endings/finalizer.py", "GenerationFinalizer.start"),
         ("End", "scheduler/stages/end.py", "finish"),
         ("End", "scheduler/stages/watch.py", "ended"),
         ("Made", "registry/pricing.py", "cost"),
