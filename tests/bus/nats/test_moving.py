@@ -43,7 +43,7 @@ async def connected(config: NatsConfig, num: int) -> AsyncIterator[list[Connecti
 def servers_of(connections: list[Connection]) -> list[int | None]:
     """The port that each is connected to; None for one that is not connected."""
     return [
-        None if not one.connected or one._client.server is None else one.server.uri.port
+        None if not one.connected or one._client.server is None else one._client.server.uri.port
         for one in connections
     ]
 
