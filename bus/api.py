@@ -18,8 +18,7 @@ from millrace.bus.fleet.directory import WorkerDirectory
 from millrace.bus.frames import FrameStreams
 from millrace.bus.job_queue import JobQueue
 from millrace.bus.storage import Storage
-from millrace.bus.store.journal import Journal
-from millrace.bus.store.objects import Objects
+from millrace.bus.store.objects import Journal, Objects
 from millrace.bus.transport import Subscription
 from millrace.schemas.control import WorkerCommand
 from millrace.schemas.jobs import JobResult

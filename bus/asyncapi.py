@@ -9,7 +9,7 @@ import sys
 
 from millrace.bus import codec, subjects
 from millrace.bus.contract.document import Channel, document
-from millrace.bus.tokens import ENVELOPE
+from millrace.bus.subjects import ENVELOPE
 from millrace.schemas.control import (
     Cancel,
     Ended,

@@ -60,6 +60,11 @@ def encode_json(message: object) -> bytes:
     return _JSON_ENCODER.encode(message)
 
 
+def encoded(message: object, *, as_json: bool) -> tuple[bytes, Mapping[str, str] | None]:
+    """Return a message as the payload and the headers to publish."""
+    return (encode_json(message), JSON_HEADERS) if as_json else (encode(message), None)
+
+
 def is_json(content_type: str | None) -> bool:
     """Whether a Content-Type header announces JSON; parameters after ``;`` do not matter."""
     return content_type is not None and _media_type(content_type) == JSON

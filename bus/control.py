@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 
 from millrace.bus import codec, subjects
 from millrace.bus.codec import Codec, T
-from millrace.bus.transport import Message, Subscription, Transport
+from millrace.bus.transport import Message, Subscription, Transport, listen, log_dropped
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.control import (
     Cancel,
@@ -116,7 +116,7 @@ class Control:
                 raise MalformedMessageError("the cancel is not for the request in its subject")
             return cancel
 
-        return await self._listen(subjects.ALL_CANCELS, read, on_cancel)
+        return await listen(self._transport, subjects.ALL_CANCELS, read, on_cancel)
 
     async def subscribe_owner_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription:
         """Cancels by the services of tenants. NATS permissions hold a service to its tenant's
@@ -128,7 +128,7 @@ class Control:
                 raise MalformedMessageError("No tenant and no job has a name that long.")
             return Cancel(request_id=request_id, tenant=tenant)
 
-        return await self._listen(subjects.ALL_OWNER_CANCELS, read, on_cancel)
+        return await listen(self._transport, subjects.ALL_OWNER_CANCELS, read, on_cancel)
 
     # --- results ---
 
@@ -172,10 +172,7 @@ class Control:
         await self._transport.publish(subjects.ended(ended.worker_id), codec.encode(ended))
 
     async def subscribe_ended(self, on_ended: Callable[[Ended], None]) -> Subscription:
-        def read(message: Message) -> Ended:
-            return codec.ENDED.decode(message.payload, message.content_type)
-
-        return await self._listen(subjects.ALL_ENDED, read, on_ended)
+        return await listen(self._transport, subjects.ALL_ENDED, _decoding(codec.ENDED), on_ended)
 
     # --- moves ---
 
@@ -185,10 +182,9 @@ class Control:
         await self._transport.publish(subject, codec.encode(prefilled))
 
     async def subscribe_prefilled(self, on_prefilled: Callable[[Prefilled], None]) -> Subscription:
-        def read(message: Message) -> Prefilled:
-            return codec.PREFILLED.decode(message.payload, message.content_type)
-
-        return await self._listen(subjects.ALL_PREFILLED, read, on_prefilled)
+        return await listen(
+            self._transport, subjects.ALL_PREFILLED, _decoding(codec.PREFILLED), on_prefilled
+        )
 
     async def publish_pulled(self, pulled: Pulled) -> None:
         """Tell a worker which requests need nothing of its KV cache any more."""
@@ -199,20 +195,18 @@ class Control:
     ) -> Subscription:
         """What others say of the KV cache of one worker."""
 
-        def read(message: Message) -> Pulled:
-            return codec.PULLED.decode(message.payload, message.content_type)
-
-        return await self._listen(subjects.pulled(worker_id), read, on_pulled)
+        return await listen(
+            self._transport, subjects.pulled(worker_id), _decoding(codec.PULLED), on_pulled
+        )
 
     async def move_streams(self, move: MoveStreams) -> None:
         """Tell every scheduler to have others go on with what a worker runs."""
         await self._transport.publish(subjects.move_streams(move.worker_id), codec.encode(move))
 
     async def subscribe_moves(self, on_move: Callable[[MoveStreams], None]) -> Subscription:
-        def read(message: Message) -> MoveStreams:
-            return codec.MOVE_STREAMS.decode(message.payload, message.content_type)
-
-        return await self._listen(subjects.ALL_MOVES, read, on_move)
+        return await listen(
+            self._transport, subjects.ALL_MOVES, _decoding(codec.MOVE_STREAMS), on_move
+        )
 
     # --- resume points ---
 
@@ -312,10 +306,9 @@ class Control:
     async def subscribe_queue_status(
         self, on_status: Callable[[QueueStatus], None]
     ) -> Subscription:
-        def read(message: Message) -> QueueStatus:
-            return codec.QUEUE_STATUS.decode(message.payload, message.content_type)
-
-        return await self._listen(subjects.ALL_QUEUE_STATUS, read, on_status)
+        return await listen(
+            self._transport, subjects.ALL_QUEUE_STATUS, _decoding(codec.QUEUE_STATUS), on_status
+        )
 
     # --- telemetry ---
 
@@ -359,16 +352,6 @@ class Control:
         server.subscription = await self._transport.subscribe(subject, on_message, group)
         return server
 
-    async def _serve_known(
-        self, subject: str, handler: Callable[[str], object | None]
-    ) -> Subscription:
-        """Answer with what ``handler`` knows of a request; about others stay silent."""
-
-        async def answer(message: Message) -> None:
-            await self._answer_known(message, handler)
-
-        return await self._serve(subject, answer)
-
     async def _answer_known(
         self, message: Message, handler: Callable[[str], object | None]
     ) -> None:
@@ -383,28 +366,8 @@ class Control:
     async def _answer(self, message: Message, reply: object) -> None:
         if not message.reply:
             return
-        if codec.is_json(message.content_type):
-            await self._transport.publish(
-                message.reply, codec.encode_json(reply), codec.JSON_HEADERS
-            )
-        else:
-            await self._transport.publish(message.reply, codec.encode(reply))
-
-    async def _listen(
-        self, subject: str, read: Callable[[Message], T], callback: Callable[[T], None]
-    ) -> Subscription:
-        def on_message(message: Message) -> None:
-            try:
-                item = read(message)
-            except (MalformedMessageError, ValueError):
-                self._drop(message)
-                return
-            try:
-                callback(item)
-            except Exception:
-                logger.exception("a listener failed", extra={"subject": message.subject})
-
-        return await self._transport.subscribe(subject, on_message)
+        encoded = codec.encoded(reply, as_json=codec.is_json(message.content_type))
+        await self._transport.publish(message.reply, *encoded)
 
     def _read(self, kind: Codec[T], message: Message | None) -> T | None:
         if message is None:
@@ -412,14 +375,12 @@ class Control:
         try:
             return kind.decode(message.payload, message.content_type)
         except MalformedMessageError:
-            self._drop(message)
+            log_dropped(message)
             return None
 
-    def _drop(self, message: Message) -> None:
-        logger.warning(
-            "dropped a message that could not be read",
-            extra={"subject": message.subject, "size_bytes": len(message.payload)},
-        )
+
+def _decoding(kind: Codec[T]) -> Callable[[Message], T]:
+    return lambda message: kind.decode(message.payload, message.content_type)
 
 
 def _tenant_and_request(subject: str) -> tuple[str, str]:

@@ -70,7 +70,6 @@ class StreamReader:
     """
 
     __slots__ = (
-        "_counted_epoch",
         "_first_wanted_index",
         "_held_end",
         "_logprobs",
@@ -78,6 +77,7 @@ class StreamReader:
         "_texts",
         "_texts_before",
         "beams",
+        "counted_epoch",
         "embedding",
         "epoch",
         "num_epochs",
@@ -93,7 +93,7 @@ class StreamReader:
     def __init__(self, first_wanted_index: int = 0) -> None:
         self.epoch = 0
         self.num_epochs = 0
-        self._counted_epoch = -1
+        self.counted_epoch = -1
         self.token_ids: list[int] = []
         self.queued: Queued | None = None
         self.started: Started | None = None
@@ -115,15 +115,10 @@ class StreamReader:
         """The index of the first token that is still missing."""
         return len(self.token_ids)
 
-    @property
-    def counted_epoch(self) -> int:
-        """The latest epoch that is in ``num_epochs``; -1: none is."""
-        return self._counted_epoch
-
     def count_epochs_on(self, num_epochs: int, last_epoch: int) -> None:
         """Another reader heard of ``num_epochs`` runs, up to ``last_epoch``."""
         self.num_epochs = num_epochs
-        self._counted_epoch = last_epoch
+        self.counted_epoch = last_epoch
 
     @property
     def has_pending(self) -> bool:
@@ -203,8 +198,8 @@ class StreamReader:
         if frame == self.started:
             return Outcome.NOTHING
         self.started = frame
-        if frame.epoch > self._counted_epoch:
-            self._counted_epoch = frame.epoch
+        if frame.epoch > self.counted_epoch:
+            self.counted_epoch = frame.epoch
             self.num_epochs += 1
         return Outcome.NOTE
 

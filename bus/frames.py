@@ -9,6 +9,7 @@ from millrace.bus import codec, subjects
 from millrace.bus.transport import Message, Subscription, Transport
 from millrace.schemas.errors import MalformedMessageError, PayloadTooLargeError
 from millrace.schemas.frames import Addressed, Frame, FrameBatch
+from millrace.schemas.jobs import Job
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,16 @@ class FrameStreams:
             return
         for request_id, frame in frames:
             await self._send(subjects.frames(reply, request_id), frame, as_json=as_json)
+
+    async def answer(self, job: Job, *frames: Frame) -> None:
+        """Publish frames to the listener of a job, if it has one, as the job wants them."""
+        if job.reply:
+            await self.publish(
+                job.reply,
+                [(job.request_id, frame) for frame in frames],
+                batch=job.batch_frames,
+                as_json=job.frames_as_json,
+            )
 
     async def _publish_envelope(
         self, reply: str, frames: Sequence[tuple[str, Frame]], *, as_json: bool

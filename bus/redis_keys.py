@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.bus.tokens import token
+from millrace.bus.subjects import token
 from millrace.schemas.tenants import DEFAULT_CURRENCY, LOCAL_TENANT
 
 

@@ -15,7 +15,7 @@ import msgspec
 from millrace.bus import codec, redis_keys
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from millrace.runtime.redis.protocol import Argument
+from millrace.runtime.redis.wire import Argument
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.jobs import Job
 

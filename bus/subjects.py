@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 
 from millrace.bus.job_queue import TenantQueue
-from millrace.bus.tokens import ENVELOPE, token, untoken
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import (
     DeliveryRecord,
@@ -20,6 +20,50 @@ from millrace.schemas.records import (
     WorkerLossRecord,
     WorkerSample,
 )
+
+# The last token of an envelope's subject. ``token`` never yields it.
+ENVELOPE = "_"
+_PLAIN = re.compile(r"[A-Za-z0-9_-]+")
+_NOT_PLAIN = re.compile(rb"[^A-Za-z0-9_-]")
+_ENCODED = re.compile(r"(?:[A-Za-z0-9_-]|%[0-9A-F]{2})+")
+_EMPTY = "%"
+
+
+def token(text: str) -> str:
+    """``text`` as one subject token: percent-encoded UTF-8, one to one.
+
+    Letters, digits, ``-`` and ``_`` stay; the empty string is ``%``; ``_`` alone is encoded, as it
+    is the envelope's own token.
+    """
+    if _PLAIN.fullmatch(text) and text != ENVELOPE:
+        return text
+    if not text:
+        return _EMPTY
+    if text == ENVELOPE:
+        return "%5F"
+    encoded = _NOT_PLAIN.sub(
+        lambda match: b"%%%02X" % match[0][0], text.encode("utf-8", "surrogatepass")
+    )
+    return encoded.decode("ascii")
+
+
+def untoken(encoded: str) -> str:
+    """The text that ``token`` encoded. Raises ValueError for what ``token`` cannot have made."""
+    if encoded == _EMPTY:
+        return ""
+    if not _ENCODED.fullmatch(encoded):
+        raise ValueError("not an encoded subject token")
+    if "%" not in encoded and encoded != ENVELOPE:
+        return encoded
+    raw = re.sub(r"%([0-9A-F]{2})", lambda match: chr(int(match[1], 16)), encoded)
+    try:
+        text = raw.encode("latin-1").decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise ValueError("not an encoded subject token") from error
+    if token(text) != encoded:
+        raise ValueError("not an encoded subject token")
+    return text
+
 
 # --- streams, consumers, buckets -------------------------------------------------------------
 
@@ -94,14 +138,6 @@ REFUSALS_TOPIC = "millrace.refusals.v1"
 WORKER_LOSSES_TOPIC = "millrace.worker-losses.v1"
 DEAD_TOPIC = "millrace.dlq"
 BRIDGE_TOPIC = "millrace.bridge"  # signed by the bridge: a Kafka without it is a new one
-RECORD_TOPICS = (
-    REQUESTS_TOPIC,
-    DELIVERIES_TOPIC,
-    WORKERS_TOPIC,
-    TRANSCRIPTS_TOPIC,
-    REFUSALS_TOPIC,
-    WORKER_LOSSES_TOPIC,
-)
 
 _CACHED_LINES = 4096
 
@@ -358,19 +394,8 @@ def _bucket_key(text: str) -> str:
 
 
 def record(item: Record) -> str:
-    match item:
-        case RequestRecord():
-            return REQUEST_RECORD
-        case DeliveryRecord():
-            return DELIVERY_RECORD
-        case WorkerSample():
-            return WORKER_RECORD
-        case TranscriptRecord():
-            return TRANSCRIPT_RECORD
-        case RefusalRecord():
-            return REFUSAL_RECORD
-        case WorkerLossRecord():
-            return WORKER_LOSS_RECORD
+    """Return the subject of a record, which ends in its tag."""
+    return f"rec.{item.__struct_config__.tag}"
 
 
 def record_identity(item: Record) -> str:
@@ -405,3 +430,4 @@ _TOPICS = {
     REFUSAL_RECORD: REFUSALS_TOPIC,
     WORKER_LOSS_RECORD: WORKER_LOSSES_TOPIC,
 }
+RECORD_TOPICS = tuple(_TOPICS.values())

@@ -5,8 +5,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
+
+from millrace.schemas.errors import MalformedMessageError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Subscription(Protocol):
@@ -48,3 +55,35 @@ class Transport(Protocol):
     async def probe(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
         """As ``request``. Raises BusUnavailableError where the silence says nothing about the
         listener: the server is unreachable, or forbids this process the subject."""
+
+
+async def listen(
+    transport: Transport,
+    subject: str,
+    read: Callable[[Message], T],
+    callback: Callable[[T], None],
+) -> Subscription:
+    """Call back with each message of a subject that can be read. A message for which ``read``
+    raises MalformedMessageError or ValueError is dropped, and what ``callback`` raises is logged.
+    """
+
+    def on_message(message: Message) -> None:
+        try:
+            item = read(message)
+        except (MalformedMessageError, ValueError):
+            log_dropped(message)
+            return
+        try:
+            callback(item)
+        except Exception:
+            logger.exception("a listener failed", extra={"subject": message.subject})
+
+    return await transport.subscribe(subject, on_message)
+
+
+def log_dropped(message: Message) -> None:
+    """Log that a message could not be read."""
+    logger.warning(
+        "dropped a message that could not be read",
+        extra={"subject": message.subject, "size_bytes": len(message.payload)},
+    )

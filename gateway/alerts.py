@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from millrace.bus.storage import NATS, REDIS
-from millrace.bus.store.conditions import store_conditions
-from millrace.bus.store.watch import StoreWatch
+from millrace.bus.store.watch import StoreWatch, store_conditions
 from millrace.gateway.streams.fleet_view import FleetView
 from millrace.runtime.alerts.rules import RULES, SCHEDULER_SILENT
 from millrace.runtime.alerts.watch import Alert, AlertCondition, AlertWatch

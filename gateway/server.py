@@ -31,8 +31,7 @@ from millrace.gateway.transport.connection_writer import WRITER_EXTENSION, HttpW
 from millrace.gateway.transport.http import JSON, Headers, new_request_id, request_id_header
 from millrace.runtime.faults.failures import keep_running
 from millrace.runtime.http.head import HttpFault
-from millrace.runtime.http.protocol import HttpProtocol
-from millrace.runtime.http.server import ManagedServer
+from millrace.runtime.http.protocol import HttpProtocol, ManagedServer
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
-from millrace.runtime.tls import TlsFiles, has_tls_files
+from millrace.runtime.tls import has_tls_files
 from millrace.schemas.config import (
     ClickHouseConfig,
     Config,
@@ -14,6 +14,7 @@ from millrace.schemas.config import (
     NatsConfig,
     RedisConfig,
 )
+from millrace.schemas.config.section import TlsSettings
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import redact_urls, split_urls
 
@@ -73,32 +74,18 @@ def _check_nats(nats: NatsConfig) -> None:
                 "nats:// in a list. Encode the comma as %2C, or begin each address with nats://."
             )
     _check_pair("nats", nats)
-    if nats.password and not nats.user:
-        raise ConfigError("nats.password needs nats.user beside it.")
-    if nats.user and not nats.password:
-        raise ConfigError("nats.user needs nats.password beside it.")
-    ways = {
-        "user data in nats.url": "@" in nats.url,
-        "nats.user": bool(nats.user),
-        "nats.token": bool(nats.token),
-        "nats.nkey_seed": bool(nats.nkey_seed),
-        "nats.creds_file": bool(nats.creds_file),
-    }
-    _at_most_one(ways)
+    _check_beside("nats", nats, {"password": "user", "user": "password"})
+    _at_most_one("nats", nats, "user", "token", "nkey_seed", "creds_file")
 
 
 def _check_redis(redis: RedisConfig) -> None:
     check_user_data("redis.url", redis.url)
     _check_pair("redis", redis)
-    if redis.user and not redis.password:
-        raise ConfigError("redis.user needs redis.password beside it.")
-    if redis.sentinel_user and not redis.sentinel_password:
-        raise ConfigError("redis.sentinel_user needs redis.sentinel_password beside it.")
+    _check_beside("redis", redis, {"user": "password", "sentinel_user": "sentinel_password"})
     if redis.sentinels and not redis.sentinel_master:
         raise ConfigError("redis.sentinels needs redis.sentinel_master, the name of a master.")
     for name in ("sentinel_master", "sentinel_user", "sentinel_password"):
-        if getattr(redis, name) and not redis.sentinels:
-            raise ConfigError(f"redis.{name} needs redis.sentinels beside it.")
+        _check_beside("redis", redis, {name: "sentinels"})
     for sentinel in redis.sentinels:
         host, _, port = sentinel.rpartition(":")
         if (
@@ -109,12 +96,7 @@ def _check_redis(redis: RedisConfig) -> None:
             or int(port) > _MAX_PORT
         ):
             raise ConfigError(f"redis.sentinels: {redact_urls(sentinel)} is not host:port.")
-    _at_most_one(
-        {
-            "user data in redis.url": "@" in redis.url,
-            "redis.password": bool(redis.password),
-        }
-    )
+    _at_most_one("redis", redis, "password")
 
 
 def _check_kafka(kafka: KafkaConfig) -> None:
@@ -131,10 +113,7 @@ def _check_kafka(kafka: KafkaConfig) -> None:
         )
     _check_pair("kafka", kafka)
     for name in ("user", "password"):
-        if kafka.sasl_mechanism and not getattr(kafka, name):
-            raise ConfigError(f"kafka.sasl_mechanism needs kafka.{name} beside it.")
-        if getattr(kafka, name) and not kafka.sasl_mechanism:
-            raise ConfigError(f"kafka.{name} needs kafka.sasl_mechanism beside it.")
+        _check_beside("kafka", kafka, {"sasl_mechanism": name, name: "sasl_mechanism"})
 
 
 def _check_clickhouse(clickhouse: ClickHouseConfig) -> None:
@@ -144,22 +123,28 @@ def _check_clickhouse(clickhouse: ClickHouseConfig) -> None:
             "clickhouse.url must have no user data; set clickhouse.username and "
             "clickhouse.password."
         )
-    if has_tls_files(clickhouse) and clickhouse.url and not _is_https(clickhouse.url):
+    if (
+        has_tls_files(clickhouse)
+        and clickhouse.url
+        and not clickhouse.url.lower().startswith("https://")
+    ):
         raise ConfigError("clickhouse.url must begin with https:// for its *_file settings.")
 
 
-def _is_https(url: str) -> bool:
-    return url.lower().startswith("https://")
-
-
-def _at_most_one(ways: dict[str, bool]) -> None:
-    given = [name for name, is_given in ways.items() if is_given]
+def _at_most_one(section: str, settings: NatsConfig | RedisConfig, *names: str) -> None:
+    given = [f"user data in {section}.url"] if "@" in settings.url else []
+    given += [f"{section}.{name}" for name in names if getattr(settings, name)]
     if len(given) > 1:
         raise ConfigError(f"{' and '.join(given)} are both set; one says who we are.")
 
 
-def _check_pair(section: str, files: TlsFiles | GatewayConfig) -> None:
-    if files.certificate_file and not files.key_file:
-        raise ConfigError(f"{section}.certificate_file needs {section}.key_file beside it.")
-    if files.key_file and not files.certificate_file:
-        raise ConfigError(f"{section}.key_file needs {section}.certificate_file beside it.")
+def _check_pair(section: str, files: TlsSettings | GatewayConfig) -> None:
+    pair = {"certificate_file": "key_file", "key_file": "certificate_file"}
+    _check_beside(section, files, pair)
+
+
+def _check_beside(section: str, settings: object, needed: dict[str, str]) -> None:
+    """Raise ConfigError for a setting that is given without the setting that it needs."""
+    for name, other in needed.items():
+        if getattr(settings, name) and not getattr(settings, other):
+            raise ConfigError(f"{section}.{name} needs {section}.{other} beside it.")

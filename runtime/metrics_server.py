@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.faults.failures import Failures, note_in
-from millrace.runtime.http.answer_coding import encoded, weight_of
+from millrace.runtime.http.content_coding import encoded, weight_of
 from millrace.runtime.http.head import (
     MAX_FIELDS,
     MAX_HEAD_BYTES,
@@ -121,19 +121,20 @@ class Monitor:
         if len(words) != 3 or not words[2].startswith(b"HTTP/"):
             return _refusal(invalid("The request line is not valid HTTP."))
         headers = _headers(lines)
-        fault = _size_fault(head, headers) or head_fault(
-            words[2][5:].decode("latin-1"), words[0].decode("latin-1"), headers
-        )
+        if len(head) > MAX_HEAD_BYTES or len(headers) > MAX_FIELDS:
+            return _refusal(too_large("Headers"))
+        fault = head_fault(words[2][5:].decode("latin-1"), words[0].decode("latin-1"), headers)
         if fault is not None:
             return _refusal(fault)
         method, path = words[0], words[1].partition(b"?")[0]
+        authorization = dict(reversed(headers)).get(b"authorization", b"").decode("latin-1")
         if path not in (b"/metrics", b"/healthz"):
             return _response(404, _TEXT, b"Not found. Use /metrics or /healthz.\n")
         if method not in (b"GET", b"HEAD"):
             return _response(405, _TEXT, b"Use GET.\n", {"Allow": "GET, HEAD"})
         if path == b"/healthz":
             response = self._health()
-        elif self._token and not bears_token(_authorization(headers), self._token):
+        elif self._token and not bears_token(authorization, self._token):
             response = _response(401, _TEXT, b"Send metrics.token as Authorization: Bearer.\n")
         else:
             try:
@@ -209,17 +210,6 @@ def check_exposure(config: MetricsConfig) -> None:
 def _headers(lines: list[bytes]) -> list[tuple[bytes, bytes]]:
     fields = (line.partition(b":") for line in lines if line)
     return [(name.strip().lower(), value.strip()) for name, _, value in fields]
-
-
-def _authorization(headers: Headers) -> str:
-    given = [value.decode("latin-1") for name, value in headers if name == b"authorization"]
-    return given[0] if given else ""
-
-
-def _size_fault(head: bytes, headers: Headers) -> HttpFault | None:
-    if len(head) > MAX_HEAD_BYTES or len(headers) > MAX_FIELDS:
-        return too_large("Headers")
-    return None
 
 
 @asynccontextmanager

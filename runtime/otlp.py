@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from millrace.runtime.addresses import exempt_loopback
-from millrace.runtime.tracing import Span, SpanKind
+from millrace.runtime.tracing import Span
 
 _MAX_WAITING = 4_096
 # Small ones: a batch is encoded in one go, for which the event loop waits.
@@ -28,13 +28,6 @@ _SEND_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 _POLL_S = 0.01
 
-_KINDS = {
-    SpanKind.INTERNAL: trace.SpanKind.INTERNAL,
-    SpanKind.SERVER: trace.SpanKind.SERVER,
-    SpanKind.CLIENT: trace.SpanKind.CLIENT,
-    SpanKind.PRODUCER: trace.SpanKind.PRODUCER,
-    SpanKind.CONSUMER: trace.SpanKind.CONSUMER,
-}
 _RECORDED = trace.TraceFlags(trace.TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope("millrace")
 _WELL = trace.Status()
@@ -106,7 +99,7 @@ class OtlpSink:
             attributes=attributes,
             events=[Event(event.name, event.attributes, event.at_ns) for event in span.events],
             links=[trace.Link(_place(link.trace_id, link.span_id)) for link in span.links],
-            kind=_KINDS[span.kind],
+            kind=trace.SpanKind[span.kind.name],
             status=_FAILED if span.error else _WELL,
             start_time=span.start_ns,
             end_time=max(span.end_ns, span.start_ns),

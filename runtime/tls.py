@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import ssl
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
+from millrace.schemas.config.section import TlsSettings
 from millrace.schemas.errors import (
     ConfigError,
     CredentialsRefusedError,
@@ -21,29 +22,16 @@ _LATE_REFUSAL_S = 1.0
 _UNKNOWN_ISSUER = frozenset({2, 18, 19, 20, 21})
 
 
-class TlsFiles(Protocol):
-    """The PEM files of a section; empty: none."""
-
-    @property
-    def ca_file(self) -> str: ...
-
-    @property
-    def certificate_file(self) -> str: ...
-
-    @property
-    def key_file(self) -> str: ...
-
-
 class HungUpError(OSError):
     """A server ended a connection as soon as the handshake was over, as some do for want of a
     certificate."""
 
 
-def has_tls_files(files: TlsFiles) -> bool:
+def has_tls_files(files: TlsSettings) -> bool:
     return bool(files.ca_file or files.certificate_file or files.key_file)
 
 
-def client_context(section: str, files: TlsFiles) -> ssl.SSLContext:
+def client_context(section: str, files: TlsSettings) -> ssl.SSLContext:
     """What verifies a server by ``<section>.ca_file`` (else by this machine's authorities) and
     its host name, and shows our certificate, if any. Raises ConfigError that names the setting."""
     authorities = None
@@ -119,7 +107,7 @@ def handshake_refusal(
     error: BaseException,
     server: str,
     section: str,
-    files: TlsFiles,
+    files: TlsSettings,
     *,
     wants_certificate: bool = False,
 ) -> MillraceError | None:

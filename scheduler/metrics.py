@@ -160,7 +160,7 @@ class SchedulerMetrics(Collector):
                 for status, code in FORESEEN_ENDS
             }
         )
-        for (model, status, code), count in self._scheduler.state.finalizer.num_ended.items():
+        for (model, status, code), count in self._scheduler.state.num_ended.items():
             ended[model if model in known else _OTHER_MODELS, status.value, code] += count
         yield _counter(
             "millrace_scheduler_ended_jobs",

@@ -18,7 +18,7 @@ from millrace.runtime.tasks import Tasks, wait_unless_done
 from millrace.scheduler.dispatch.lease_recovery import LeaseRecovery
 from millrace.scheduler.dispatch.migration import JobMigration
 from millrace.scheduler.dispatch.role_watch import RoleWatch
-from millrace.scheduler.fleet.rollout_watch import RolloutWatch
+from millrace.scheduler.dispatch.rollout_watch import RolloutWatch
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.intake.queue_watch import QueueWatch
 from millrace.scheduler.intake.result_lookup import ResultLookup
@@ -93,13 +93,7 @@ class Scheduler:
         self._queue_watch = QueueWatch(self.state, self.models)
         self._health_monitor = HealthMonitor(self.state)
         self._lease_recovery = LeaseRecovery(self.state, self.pullers)
-        self.rollouts = RolloutWatch(
-            directories.rollouts,
-            self.state.fleet,
-            self.state.finalizer,
-            self._num_waiting,
-            clock,
-        )
+        self.rollouts = RolloutWatch(self.state, self.queue_estimates)
         self.roles = RoleWatch(self.state)
         self.orphans = OrphanWatch(bus, clock, self._waiting_jobs, self._on_orphan)
         self._results = ResultLookup(self.state, self.pullers)
@@ -251,7 +245,7 @@ class Scheduler:
 
     async def _load(self, model: str) -> None:
         try:
-            await self.state.model_cache.warm(model)
+            await self.state.model_cache.get(model)
         except MillraceError as error:
             logger.warning(
                 "a model cannot be loaded; its jobs will be refused",
@@ -276,10 +270,6 @@ class Scheduler:
 
     def _on_orphan(self, request_id: str) -> None:
         self._on_cancel(Cancel(request_id=request_id, reason=CancelReason.ORPHANED))
-
-    def _num_waiting(self, model: str) -> int:
-        queue_estimate = self.queue_estimates.get(model)
-        return 0 if queue_estimate is None else queue_estimate.num_queued
 
     # --- the bus ---
 

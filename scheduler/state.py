@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import dataclass
 from enum import StrEnum
 
 from millrace.bus.api import Bus
@@ -14,12 +15,16 @@ from millrace.runtime.tasks import Tasks
 from millrace.scheduler.fleet.fleet import Departure, Fleet
 from millrace.scheduler.jobs.admission import JobAdmission
 from millrace.scheduler.jobs.cancels import CancelMemory, KeptCancels
-from millrace.scheduler.jobs.finalizer import JobFinalizer
 from millrace.scheduler.jobs.model_cache import ModelCache
 from millrace.scheduler.jobs.running_requests import RunningRequests
 from millrace.scheduler.jobs.scheduled_job import JobTable, ScheduledJob
 from millrace.scheduler.jobs.tenant_lines import TenantLines
-from millrace.scheduler.jobs.terminal_status import EXPIRED, TerminalStatus, cancelled, refused
+from millrace.scheduler.jobs.terminal_status import (
+    EXPIRED,
+    TerminalStatus,
+    cancelled,
+    refused,
+)
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.placement.prefix_index import PrefixIndex
 from millrace.scheduler.queues.fair_queue import FairQueue
@@ -29,6 +34,7 @@ from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import ModelNotFoundError
 from millrace.schemas.jobs import Tier
+from millrace.schemas.records import Status
 
 
 class Rerun(StrEnum):
@@ -117,48 +123,39 @@ class ModelQueue:
             wake.set()
 
 
+@dataclass(eq=False)
 class SchedulerState:
     """The shared state of one scheduler.
 
     ``model_queues`` has the models that are served now. ``gone_queues`` has models that left the
     catalogue, until their jobs have ended. ``tasks`` owns the work on single jobs, ``answers`` the
     messages that nothing else would send again. Without an ``admission`` every job is admitted.
-    ``queue_news`` is set when the queue should be counted soon.
+    ``num_ended`` counts jobs that no worker answered, by model, status and code. ``queue_news`` is
+    set when the queue should be counted soon.
     """
 
-    def __init__(
-        self,
-        bus: Bus,
-        config: SchedulerConfig,
-        clock: Clock,
-        running_requests: RunningRequests,
-        model_cache: ModelCache,
-        directories: Directories,
-        traces: JobTraces | None,
-        admission: JobAdmission | None,
-    ) -> None:
-        self.bus = bus
-        self.config = config
-        self.clock = clock
-        self.running_requests = running_requests
-        self.model_cache = model_cache
-        self.directories = directories
-        self.traces = traces
-        self.admission = admission
-        self.finalizer = JobFinalizer(
-            bus, clock, running_requests, model_cache.prices, traces, admission
-        )
-        self.fleet = Fleet(config.heartbeat_timeout_s)
-        self.prefixes = PrefixIndex(config.max_prefix_keys)
-        self.cancels = CancelMemory(config.cancel_memory_s)
+    bus: Bus
+    config: SchedulerConfig
+    clock: Clock
+    running_requests: RunningRequests
+    model_cache: ModelCache
+    directories: Directories
+    traces: JobTraces | None
+    admission: JobAdmission | None
+
+    def __post_init__(self) -> None:
+        self.fleet = Fleet(self.config.heartbeat_timeout_s)
+        self.prefixes = PrefixIndex(self.config.max_prefix_keys)
+        self.cancels = CancelMemory(self.config.cancel_memory_s)
         self.job_table = JobTable()
         self.tasks = Tasks()
         self.answers = Tasks()
-        self.kept_cancels = KeptCancels(running_requests, self.cancels, clock, self.tasks)
-        self.lines = TenantLines(admission, clock, self.tasks)
+        self.kept_cancels = KeptCancels(self.running_requests, self.cancels, self.clock, self.tasks)
+        self.lines = TenantLines(self.admission, self.clock, self.tasks)
         self.model_queues: dict[str, ModelQueue] = {}
         self.gone_queues: dict[str, ModelQueue] = {}
         self.departures: Counter[Departure] = Counter()
+        self.num_ended: Counter[tuple[str, Status, str]] = Counter()
         self.queue_news = asyncio.Event()
         # The readers of each request that follow the answer of its first job.
         self.followers: Counter[str] = Counter()

@@ -94,6 +94,15 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
     grammars: frozenset[GrammarKind] = frozenset(GrammarKind)
 
 
+# What only Millrace's own engine does; log-probabilities of some servers are of texts, not of ids.
+_OWN = frozenset({"pooling", "n", _BEAMS})
+_LOGPROBS = frozenset({"logprobs", "prompt_logprobs"})
+# What a server that takes texts cannot do; what is told by token ids, which are not its own here.
+_BY_TOKEN_IDS = (
+    *("grammar", "bad_words", "stop_token_ids", "ignore_eos", "min_tokens"),
+    *("skip_special_tokens", "top_k", "min_p", "typical_p", _ALLOWED),
+)
+
 PROMISES: dict[EngineKind, EnginePromises] = {
     EngineKind.REAL: EnginePromises(
         continues_sampling=True,
@@ -105,79 +114,41 @@ PROMISES: dict[EngineKind, EnginePromises] = {
     EngineKind.SIMULATED: EnginePromises(
         continues_sampling=True,
         cost_method=CostMethod.STEPS,
-        unsupported=frozenset(
-            {
-                *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "logit_bias"),
-                *("bad_words", _ALLOWED, _BEAMS),
-            }
-        ),
+        unsupported=_OWN | _LOGPROBS | {"grammar", "logit_bias", "bad_words", _ALLOWED},
         grammars=frozenset(),
     ),
-    EngineKind.VLLM: EnginePromises(
-        continues_grammars=True,
-        unsupported=frozenset({"pooling", "n", "typical_p", _BEAMS}),
-    ),
+    EngineKind.VLLM: EnginePromises(continues_grammars=True, unsupported=_OWN | {"typical_p"}),
     EngineKind.SGLANG: EnginePromises(
         continues_grammars=True,
-        # Its log-probabilities are of texts, not of token ids.
-        unsupported=frozenset(
-            {
-                *("pooling", "n", "logprobs", "prompt_logprobs", "typical_p", "bad_words"),
-                *(_ALLOWED, _BEAMS),
-            }
-        ),
+        unsupported=_OWN | _LOGPROBS | {"typical_p", "bad_words", _ALLOWED},
     ),
+    # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
     EngineKind.LLAMACPP: EnginePromises(
-        # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
-        unsupported=frozenset(
-            {
-                *("pooling", "n", "prompt_logprobs", "bad_words", "min_tokens"),
-                *("presence_penalty", "frequency_penalty", _ALLOWED, _BEAMS),
-            }
-        ),
+        unsupported=_OWN
+        | {"prompt_logprobs", "bad_words", "min_tokens", _ALLOWED}
+        | {"presence_penalty", "frequency_penalty"},
         continues_grammars=True,
     ),
-    # What the API does not have, and what is told by token ids, which are not the server's here.
     EngineKind.OPENAI: EnginePromises(
         exact_token_ids=False,
         takes_token_ids=False,
-        unsupported=frozenset(
-            {
-                *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
-                *("stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens"),
-                *("top_k", "min_p", "typical_p", "repetition_penalty", _ALLOWED, _BEAMS),
-            }
-        ),
+        unsupported=_OWN | _LOGPROBS | {*_BY_TOKEN_IDS, "repetition_penalty"},
         grammars=frozenset(),
     ),
     # Its penalty of frequency is computed otherwise.
     EngineKind.TGI: EnginePromises(
         exact_token_ids=False,
         takes_token_ids=False,
-        unsupported=frozenset(
-            {
-                *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
-                *("stop_token_ids", "ignore_eos", "min_tokens", "skip_special_tokens"),
-                *("top_k", "min_p", "typical_p", "logit_bias"),
-                *("presence_penalty", "frequency_penalty", _ALLOWED, _BEAMS),
-            }
-        ),
+        unsupported=_OWN
+        | _LOGPROBS
+        | {*_BY_TOKEN_IDS, "logit_bias", "presence_penalty", "frequency_penalty"},
         grammars=frozenset(),
     ),
     EngineKind.TRTLLM: EnginePromises(
-        unsupported=frozenset(
-            {
-                *("pooling", "n", "grammar", "logprobs", "prompt_logprobs", "bad_words"),
-                *("min_tokens", "typical_p"),
-                *(
-                    "repetition_penalty",
-                    "presence_penalty",
-                    "frequency_penalty",
-                    _ALLOWED,
-                    _BEAMS,
-                ),
-            }
-        ),
+        unsupported=_OWN
+        | _LOGPROBS
+        | {"grammar", "bad_words", "min_tokens", "typical_p", _ALLOWED}
+        | {"repetition_penalty", "presence_penalty", "frequency_penalty"},
         grammars=frozenset(),
     ),
     # Such an engine refuses by itself what it cannot do, but for answers that come all at once.

@@ -10,7 +10,7 @@ asks for a replay when it sees a gap.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -211,7 +211,7 @@ TerminalFrame = Done | Cancelled | Expired | Shed | Failed
 Frame = (
     Accepted | Queued | Started | PromptLogprobs | Delta | Embedding | Beam | Usage | TerminalFrame
 )
-TERMINAL_FRAMES = (Done, Cancelled, Expired, Shed, Failed)
+TERMINAL_FRAMES = get_args(TerminalFrame)
 
 
 class Addressed(msgspec.Struct, frozen=True, array_like=True):

@@ -89,6 +89,23 @@ class _ServerMessage(
     pass
 
 
+class _OfGeneration(_ServerMessage, frozen=True, kw_only=True):
+    """A message about the generation that the client named ``id``."""
+
+    id: str
+    request_id: str
+
+
+class _Piece(_OfGeneration, frozen=True, kw_only=True):
+    """Text of the tokens from ``index`` on."""
+
+    index: int
+    num_tokens: int
+    text: str
+    choice: int = 0
+    logprobs: tuple[LogprobInfo, ...] = ()
+
+
 class Authenticated(_ServerMessage, frozen=True, kw_only=True, tag="authenticated"):
     """The key is good."""
 
@@ -96,67 +113,43 @@ class Authenticated(_ServerMessage, frozen=True, kw_only=True, tag="authenticate
     tier: Tier
 
 
-class Accepted(_ServerMessage, frozen=True, kw_only=True, tag="accepted"):
+class Accepted(_OfGeneration, frozen=True, kw_only=True, tag="accepted"):
     """The request is stored and will be answered, whatever dies. ``session`` says how the kept
     conversation was fitted into the context window. ``model`` answers; ``route_reason`` says why,
     if the choice was left to the gateway."""
 
-    id: str
-    request_id: str
     session: SessionInfo | None = None
     model: str = ""
     route_reason: str = ""
 
 
-class Queued(_ServerMessage, frozen=True, kw_only=True, tag="queued"):
+class Queued(_OfGeneration, frozen=True, kw_only=True, tag="queued"):
     """``position`` counts from 0; ``eta_s`` is a guess of the wait left."""
 
-    id: str
-    request_id: str
     position: int
     eta_s: float | None = None
 
 
-class Started(_ServerMessage, frozen=True, kw_only=True, tag="started"):
+class Started(_OfGeneration, frozen=True, kw_only=True, tag="started"):
     """A worker runs the request. A second one: another worker continues it."""
 
-    id: str
-    request_id: str
     prompt_tokens: int
     cached_tokens: int = 0
 
 
-class Delta(_ServerMessage, frozen=True, kw_only=True, tag="delta"):
+class Delta(_Piece, frozen=True, kw_only=True, tag="delta"):
     """``num_tokens`` more tokens of a choice from ``index`` on, and the text that they add. Tokens
     of tool calls count, but their text is in ``tool_call`` and ``tool_arguments``."""
 
-    id: str
-    request_id: str
-    index: int
-    num_tokens: int
-    text: str
-    choice: int = 0
-    logprobs: tuple[LogprobInfo, ...] = ()
 
-
-class Reasoning(_ServerMessage, frozen=True, kw_only=True, tag="reasoning"):
+class Reasoning(_Piece, frozen=True, kw_only=True, tag="reasoning"):
     """As a delta, of the thoughts that come before the answer."""
 
-    id: str
-    request_id: str
-    index: int
-    num_tokens: int
-    text: str
-    choice: int = 0
-    logprobs: tuple[LogprobInfo, ...] = ()
 
-
-class ToolCallStarted(_ServerMessage, frozen=True, kw_only=True, tag="tool_call"):
+class ToolCallStarted(_OfGeneration, frozen=True, kw_only=True, tag="tool_call"):
     """The model calls a tool, the ``call``-th of this choice; its arguments follow, or the text
     that is the input of a ``custom`` tool."""
 
-    id: str
-    request_id: str
     call: int
     call_id: str
     name: str
@@ -164,24 +157,20 @@ class ToolCallStarted(_ServerMessage, frozen=True, kw_only=True, tag="tool_call"
     custom: bool = False
 
 
-class ToolArguments(_ServerMessage, frozen=True, kw_only=True, tag="tool_arguments"):
+class ToolArguments(_OfGeneration, frozen=True, kw_only=True, tag="tool_arguments"):
     """More of the arguments of a call, which are JSON when all are there, or of the text that is
     the input of a ``custom`` tool."""
 
-    id: str
-    request_id: str
     call: int
     text: str
     choice: int = 0
     custom: bool = False
 
 
-class ToolStep(_ServerMessage, frozen=True, kw_only=True, tag="tool_step"):
+class ToolStep(_OfGeneration, frozen=True, kw_only=True, tag="tool_step"):
     """The gateway has run one of its own tools; the model goes on with the result. ``output`` is
     what the tool returned, or the error that the model gets."""
 
-    id: str
-    request_id: str
     call_id: str
     name: str
     arguments: str
@@ -190,24 +179,20 @@ class ToolStep(_ServerMessage, frozen=True, kw_only=True, tag="tool_step"):
     duration_ms: float
 
 
-class ChoiceDone(_ServerMessage, frozen=True, kw_only=True, tag="choice_done"):
+class ChoiceDone(_OfGeneration, frozen=True, kw_only=True, tag="choice_done"):
     """One of several choices has ended; ``done`` follows the last of them. ``stop_reason`` is the
     stop string or the id of the stop token that ended it, if one did."""
 
-    id: str
-    request_id: str
     choice: int
     finish_reason: str
     stop_reason: str | int | None = None
 
 
-class Done(_ServerMessage, frozen=True, kw_only=True, tag="done"):
+class Done(_OfGeneration, frozen=True, kw_only=True, tag="done"):
     """``finish_reason`` of the first choice: stop, length, tool_calls, cancelled; ``stop_reason``
     is the stop string or the id of the stop token that ended it, if one did. ``usage`` is of
     all choices; it is there unless it was cancelled. ``notices`` say what the answer leaves out."""
 
-    id: str
-    request_id: str
     finish_reason: str
     stop_reason: str | int | None = None
     usage: UsageInfo | None = None

@@ -12,8 +12,7 @@ from aiokafka.errors import KafkaError
 
 from millrace.bus.api import Bus
 from millrace.bus.storage import CLICKHOUSE, KAFKA
-from millrace.bus.store.conditions import store_conditions
-from millrace.bus.store.watch import StoreWatch
+from millrace.bus.store.watch import StoreWatch, store_conditions
 from millrace.bus.tenancy.tenants import TenantStore
 from millrace.bus.transport import Subscription
 from millrace.registry.catalogue import Catalogue, load_catalogue

@@ -26,7 +26,7 @@ import uvloop
 from msgspec.structs import replace
 
 from millrace.bus.api import Bus
-from millrace.bus.fleet.worker_names import RENEWAL_BEATS, WorkerName, new_worker_name
+from millrace.bus.fleet.directory import RENEWAL_BEATS, WorkerName, new_worker_name
 from millrace.bus.nats.permissions import Part
 from millrace.bus.startup import enter
 from millrace.bus.tenancy.settling import Settlements

@@ -118,7 +118,7 @@ class AdapterDirectory(WatchedStore[Adapter]):
     @property
     def adapters(self) -> Mapping[str, Adapter]:
         """All that are known, by name."""
-        return self._known
+        return self._items
 
     def known(self, name: str, tenant: str) -> Adapter | None:
         """What a client calls so, an adapter by its own name or as ``model:adapter``, as far as

@@ -138,4 +138,4 @@ class RolloutDirectory(WatchedStore[Rollout]):
     @property
     def rollouts(self) -> Mapping[str, Rollout]:
         """The latest of each model, by name."""
-        return self._known
+        return self._items

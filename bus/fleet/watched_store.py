@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from millrace.runtime.clock import Clock
@@ -63,7 +63,3 @@ class WatchedStore(Generic[_ItemT]):
                 self._changes = changes
         except RedisUnreachableError:
             return  # the link logs that, once
-
-    @property
-    def _known(self) -> Mapping[str, _ItemT]:
-        return self._items

@@ -10,8 +10,8 @@ import msgspec
 
 from millrace.bus import codec, subjects
 from millrace.bus.jobs.published import read_published
-from millrace.bus.tokens import token, untoken
-from millrace.runtime.json.outline import check_outline
+from millrace.bus.subjects import token, untoken
+from millrace.runtime.json.faults import check_outline
 from millrace.runtime.json.tolerant import without_mark
 from millrace.runtime.tracing import parse_traceparent
 from millrace.schemas.errors import (
@@ -67,18 +67,14 @@ class _Stated(msgspec.Struct, frozen=True):
     tenant: str | None = None
 
 
-class _OwnerFields(msgspec.Struct, frozen=True):
-    """Those of ``Owner``, each to be read by itself: one that is wrong hides no other."""
+# The fields of an owner, none of them read so far.
+_OwnerFields = msgspec.defstruct(
+    "_OwnerFields",
+    [(name, msgspec.Raw, _ABSENT) for name in Owner.__struct_fields__],
+    frozen=True,
+)
 
-    request_id: msgspec.Raw = _ABSENT
-    reply: msgspec.Raw = _ABSENT
-    tenant: msgspec.Raw = _ABSENT
-    model: msgspec.Raw = _ABSENT
-    store_result: msgspec.Raw = _ABSENT
-    frames_as_json: msgspec.Raw = _ABSENT
-
-
-_OWNER_FIELDS: codec.Codec[_OwnerFields] = codec.Codec(_OwnerFields)
+_OWNER_FIELDS: codec.Codec[msgspec.Struct] = codec.Codec(_OwnerFields)
 _LABEL: codec.Codec[str] = codec.Codec(str)
 _FLAG: codec.Codec[bool] = codec.Codec(bool)
 _ID: codec.Codec[str | int | float] = codec.Codec(str | int | float)  # type: ignore[arg-type]
@@ -252,11 +248,4 @@ def _tenant_of(subject: str) -> str:
 
 
 def owner_of(job: Job) -> Owner:
-    return Owner(
-        request_id=job.request_id,
-        reply=job.reply,
-        tenant=job.tenant,
-        model=job.model,
-        store_result=job.store_result,
-        frames_as_json=job.frames_as_json,
-    )
+    return Owner(**{name: getattr(job, name) for name in Owner.__struct_fields__})

@@ -11,9 +11,10 @@ import msgspec
 from millrace.bus import codec, subjects
 from millrace.bus.api import Outbox, Results
 from millrace.bus.frames import FrameStreams
-from millrace.bus.job_queue import IsForeignReply
+from millrace.bus.job_queue import IsForeignReply, TenantQueue
 from millrace.bus.jobs import decoding
 from millrace.bus.jobs.decoding import Owner
+from millrace.bus.transport import Message, Subscription, Transport
 from millrace.runtime.clock import Clock
 from millrace.runtime.json.tolerant import without_mark
 from millrace.runtime.tracing import recorded_trace_id
@@ -24,13 +25,14 @@ from millrace.schemas.jobs import DeadJob, Job, JobResult, RequestPart, asked_of
 from millrace.schemas.records import MAX_RECORD_TIME_NS, RequestRecord, Status
 from millrace.schemas.tenants import may_reply_to
 
+logger = logging.getLogger(__name__)
+
 _NS_PER_MS = 1e6
 # A job that is refused may ask for more.
 _MOST_TOKENS = (1 << 32) - 1
 
 
 _ID_IS_FREE = "Its request_id is free: a corrected job may have it."
-logger = logging.getLogger(__name__)
 
 
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
@@ -167,11 +169,33 @@ class JobDeadLetters:
     message out of the queue is left to the caller, after that."""
 
     def __init__(
-        self, store: Callable[[DeadJob, int], Awaitable[None]], refusals: JobRefusals, clock: Clock
+        self,
+        store: Callable[[DeadJob, int], Awaitable[None]],
+        refusals: JobRefusals,
+        clock: Clock,
+        max_deliver: int,
     ) -> None:
         self._store = store
         self._refusals = refusals
         self._clock = clock
+        self._max_deliver = max_deliver
+
+    async def read(
+        self, message: QueuedMessage, stored_ns: int, traceparent: str | None = None
+    ) -> Job | None:
+        """Return the job of a message that was stored at ``stored_ns``. A message that is no job,
+        or that was delivered too often, is refused and kept (None)."""
+        try:
+            job = decoding.read_job(
+                message.subject, message.payload, message.content_type, stored_ns, traceparent
+            )
+        except MalformedMessageError as error:
+            await self.refuse_unreadable(message, error)
+            return None
+        if message.num_deliveries > self._max_deliver:
+            await self._refuse_worn_out(message, job)
+            return None
+        return job
 
     async def refuse_unreadable(self, message: QueuedMessage, error: MalformedMessageError) -> None:
         """For a message that is not a job, whose publisher is told as far as it can be made out."""
@@ -185,7 +209,7 @@ class JobDeadLetters:
         owner = decoding.read_owner(message.subject, message.payload, message.content_type)
         await self._keep(message, decoding.MALFORMED, error.message, owner.request_id)
 
-    async def refuse_worn_out(self, message: QueuedMessage, job: Job) -> None:
+    async def _refuse_worn_out(self, message: QueuedMessage, job: Job) -> None:
         """For a job that was delivered too often."""
         reason, num_deliveries = decoding.TOO_MANY_DELIVERIES, message.num_deliveries
         why = f"The job was delivered {num_deliveries - 1} times without an answer."
@@ -209,3 +233,32 @@ class JobDeadLetters:
             died_ns=self._clock.now_ns(),
         )
         await self._store(dead, message.sequence)
+
+
+async def watch_stored_jobs(
+    transport: Transport, on_published: Callable[[TenantQueue], None]
+) -> Subscription:
+    """See ``bus.job_queue.JobQueue.watch``: the server repeats the subject of what it stored."""
+
+    def on_message(message: Message) -> None:
+        try:
+            tenant_queue = subjects.stored_tenant_queue_of(message.subject)
+        except ValueError:
+            return  # of no tenant queue; ``JobQueue.tenant_queues`` answers for it
+        try:
+            on_published(tenant_queue)
+        except Exception:
+            logger.exception("a watcher failed", extra={"subject": message.subject})
+
+    return await transport.subscribe(subjects.ALL_STORED_JOBS, on_message)
+
+
+async def watch_results(
+    transport: Transport, tenant: str, on_stored: Callable[[str], None]
+) -> Subscription:
+    """See ``bus.api.Results.watch``: what goes to the stream passes by everybody who listens."""
+
+    def on_message(message: Message) -> None:
+        on_stored(subjects.last_token(message.subject))
+
+    return await transport.subscribe(subjects.results_of(tenant), on_message)

@@ -7,10 +7,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from millrace.bus.codec import CONTENT_TYPE
-from millrace.bus.memory.journal import MemoryJournal
 from millrace.bus.memory.queue import StoredJobs
-from millrace.bus.memory.server import MemoryServer
-from millrace.bus.memory.stores import MemoryBucket, MemoryOutbox, StoredResults
+from millrace.bus.memory.stores import (
+    MemoryBucket,
+    MemoryJournal,
+    MemoryOutbox,
+    MemoryServer,
+    StoredResults,
+)
 from millrace.bus.transport import Message, OnMessage
 from millrace.runtime.clock import Clock, SystemClock
 from millrace.schemas.config import NatsConfig

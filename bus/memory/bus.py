@@ -12,13 +12,11 @@ from millrace.bus.control import Control
 from millrace.bus.fleet.directory import WorkerDirectory
 from millrace.bus.frames import FrameStreams
 from millrace.bus.job_queue import JobQueue
-from millrace.bus.jobs.ends import JobRefusals
-from millrace.bus.jobs.notices import watch_results
+from millrace.bus.jobs.ends import JobRefusals, watch_results
 from millrace.bus.memory.broker import MemoryBroker, Subscriber
 from millrace.bus.memory.jobs import MemoryJobQueue
 from millrace.bus.storage import Storage
-from millrace.bus.store.journal import Journal
-from millrace.bus.store.objects import Objects
+from millrace.bus.store.objects import Journal, Objects
 from millrace.bus.transport import Message, OnMessage, Subscription
 from millrace.schemas.control import WorkerCommand
 from millrace.schemas.errors import BusUnavailableError

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from millrace.bus import codec, subjects
 from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
-from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage
-from millrace.bus.jobs.notices import watch_stored_jobs
+from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage, watch_stored_jobs
 from millrace.bus.jobs.published import encode_job
 from millrace.bus.memory.broker import MemoryBroker
 from millrace.bus.memory.queue import StoredJob, sequence_of
 from millrace.bus.storage import NATS
-from millrace.bus.tokens import token
+from millrace.bus.subjects import token
 from millrace.bus.transport import Subscription, Transport
 from millrace.schemas.errors import MalformedMessageError, QueueFullError, StoreFullError
 from millrace.schemas.jobs import DeadJob, Job
@@ -28,7 +27,9 @@ class MemoryJobQueue:
         self._broker = broker
         self._transport = transport
         self._refusals = refusals
-        self._dead_letters = JobDeadLetters(self._store_dead, refusals, broker.clock)
+        self._dead_letters = JobDeadLetters(
+            self._store_dead, refusals, broker.clock, broker.config.max_deliver
+        )
         # By subject: the number of the server's start after which the tenant queue was opened, and
         # the newest job then.
         self._opened: dict[str, tuple[int, int]] = {}
@@ -85,15 +86,8 @@ class MemoryJobQueue:
         return self._broker.jobs.take(subject, max_jobs)
 
     async def _read(self, tenant_queue: TenantQueue, stored: StoredJob) -> LeasedJob | None:
-        try:
-            job = decoding.read_job(
-                stored.subject, stored.payload, stored.content_type, stored.stored_ns
-            )
-        except MalformedMessageError as error:
-            await self._dead_letters.refuse_unreadable(_queued(stored), error)
-            return None
-        if stored.num_deliveries > self._broker.config.max_deliver:
-            await self._dead_letters.refuse_worn_out(_queued(stored), job)
+        job = await self._dead_letters.read(_queued(stored), stored.stored_ns)
+        if job is None:
             return None
         return LeasedJob(
             job=job,
@@ -153,14 +147,9 @@ class MemoryJobQueue:
             stored = self._broker.jobs.take_newest(subjects.job(tenant_queue))
             if stored is None:
                 break
-            try:
-                job = decoding.read_job(
-                    stored.subject, stored.payload, stored.content_type, stored.stored_ns
-                )
-            except MalformedMessageError as error:
-                await self._dead_letters.refuse_unreadable(_queued(stored), error)
-                continue
-            shed.append(job)
+            job = await self._dead_letters.read(_queued(stored), stored.stored_ns)
+            if job is not None:
+                shed.append(job)
         return shed
 
     async def extend(self, lease: str) -> None:

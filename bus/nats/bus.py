@@ -14,16 +14,13 @@ from millrace.bus.job_queue import JobQueue
 from millrace.bus.jobs.ends import JobRefusals
 from millrace.bus.nats.connection import Connection
 from millrace.bus.nats.jobs import NatsJobQueue
-from millrace.bus.nats.journal import NatsJournal
 from millrace.bus.nats.permissions import Part, inbox_of
-from millrace.bus.nats.pull_inbox import PullInbox
+from millrace.bus.nats.puller import PullInbox
 from millrace.bus.nats.servers.detour import Detours
-from millrace.bus.nats.storage import NatsStorage
-from millrace.bus.nats.stores import NatsOutbox, NatsResults, NatsWorkerBucket
-from millrace.bus.nats.topology import ensure_streams, require_streams
+from millrace.bus.nats.stores import NatsJournal, NatsOutbox, NatsResults, NatsWorkerBucket
+from millrace.bus.nats.topology import NatsStorage, ensure_streams, require_streams
 from millrace.bus.storage import Storage
-from millrace.bus.store.journal import Journal
-from millrace.bus.store.objects import Objects
+from millrace.bus.store.objects import Journal, Objects
 from millrace.runtime.clock import Clock, SystemClock
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.control import WorkerCommand

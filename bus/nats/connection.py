@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 from nats.aio.client import Srv
@@ -12,13 +13,44 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from millrace.bus.codec import CONTENT_TYPE
-from millrace.bus.nats.inbox import Inbox, OnAnswer
 from millrace.bus.nats.link import RETRY_WAIT_S, UNSENT, Link
 from millrace.bus.transport import Message, OnMessage
 from millrace.schemas.config import NatsConfig
 from millrace.schemas.errors import BusForbiddenError, BusUnavailableError, PayloadTooLargeError
 
 logger = logging.getLogger(__name__)
+
+# Called with each answer, and with None when the connection is lost: no answer will come.
+OnAnswer = Callable[[Msg | None], None]
+
+
+class Inbox:
+    """Hands answers to those who expect them; an answer that nobody expects any more is late."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, OnAnswer] = {}
+        self.prefix = ""
+        self._numbers = itertools.count()
+
+    async def receive(self, message: Msg) -> None:
+        on_answer = self._expected.get(message.subject)
+        if on_answer is not None:
+            on_answer(message)
+
+    def expect(self, on_answer: OnAnswer) -> str:
+        """A reply subject whose answers go to ``on_answer`` until it is forgotten."""
+        subject = f"{self.prefix}.{next(self._numbers)}"
+        self._expected[subject] = on_answer
+        return subject
+
+    def forget(self, subject: str) -> None:
+        self._expected.pop(subject, None)
+
+    def lose_all(self) -> None:
+        """The connection is lost: whoever waits is told."""
+        for on_answer in list(self._expected.values()):
+            on_answer(None)
+
 
 NAK = b"-NAK"
 MESSAGE_ID = "Nats-Msg-Id"
@@ -70,7 +102,7 @@ class Connection(Link):
     async def open(self) -> None:
         """As ``Link.open``; BusForbiddenError if this process may not read answers."""
         await super().open()
-        self._inbox.open(await self.open_inbox(self._inbox.receive))
+        self._inbox.prefix = await self.open_inbox(self._inbox.receive)
         await self._settle()
         try:
             self._forbidden.check_subscribed(f"{self._inbox.prefix}.*")

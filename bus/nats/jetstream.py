@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from nats.aio.msg import Msg
@@ -18,6 +18,7 @@ from millrace.bus.storage import NATS
 from millrace.schemas.errors import BusUnavailableError, StoreFullError
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 API = "$JS.API"
 NOT_FOUND = "404"
@@ -224,18 +225,23 @@ def _raise_error(answer: Msg) -> None:
         raise JetStreamError(number, reply.error.description)
 
 
+async def _unless(asking: Awaitable[T], *numbers: int) -> T | None:
+    """Return the answer; None for an error of one of these numbers."""
+    try:
+        return await asking
+    except JetStreamError as error:
+        if error.number not in numbers:
+            raise
+        return None
+
+
 async def consumer_info(connection: Connection, stream: str, consumer: str) -> ConsumerInfo:
     data = await call(connection, f"CONSUMER.INFO.{stream}.{consumer}")
     return msgspec.json.decode(data, type=ConsumerInfo)
 
 
 async def find_consumer(connection: Connection, stream: str, consumer: str) -> ConsumerInfo | None:
-    try:
-        return await consumer_info(connection, stream, consumer)
-    except JetStreamError as error:
-        if error.number != CONSUMER_NOT_FOUND:
-            raise
-        return None
+    return await _unless(consumer_info(connection, stream, consumer), CONSUMER_NOT_FOUND)
 
 
 async def pause(connection: Connection, stream: str, consumer: str, until: datetime) -> None:
@@ -253,13 +259,7 @@ async def stream_info(
 
 async def newest(connection: Connection, stream: str, subject_filter: str) -> RawMessage | None:
     """The newest message of some subjects, as the stream's leader knows it."""
-    try:
-        data = await call(connection, f"STREAM.MSG.GET.{stream}", {"last_by_subj": subject_filter})
-    except JetStreamError as error:
-        if error.number == MESSAGE_NOT_FOUND:
-            return None
-        raise
-    return msgspec.json.decode(data, type=_MessageReply).message
+    return await _message(connection, stream, {"last_by_subj": subject_filter})
 
 
 async def newest_of_each(
@@ -293,13 +293,15 @@ async def newest_of_each(
 
 async def get(connection: Connection, stream: str, sequence: int) -> RawMessage | None:
     """A message that is still stored, as the stream's leader knows it."""
-    try:
-        data = await call(connection, f"STREAM.MSG.GET.{stream}", {"seq": sequence})
-    except JetStreamError as error:
-        if error.number in (SEQUENCE_NOT_FOUND, MESSAGE_NOT_FOUND):
-            return None
-        raise
-    return msgspec.json.decode(data, type=_MessageReply).message
+    return await _message(connection, stream, {"seq": sequence})
+
+
+async def _message(
+    connection: Connection, stream: str, which: Mapping[str, str | int]
+) -> RawMessage | None:
+    asking = call(connection, f"STREAM.MSG.GET.{stream}", which)
+    data = await _unless(asking, SEQUENCE_NOT_FOUND, MESSAGE_NOT_FOUND)
+    return None if data is None else msgspec.json.decode(data, type=_MessageReply).message
 
 
 async def exists(connection: Connection, stream: str, sequence: int) -> bool:
@@ -351,11 +353,8 @@ async def delete_consumer(
     connection: Connection, stream: str, name: str, timeout_s: float | None = None
 ) -> None:
     """It may be gone already."""
-    try:
-        await call(connection, f"CONSUMER.DELETE.{stream}.{name}", timeout_s=timeout_s)
-    except JetStreamError as error:
-        if error.number != CONSUMER_NOT_FOUND:
-            raise
+    request = f"CONSUMER.DELETE.{stream}.{name}"
+    await _unless(call(connection, request, timeout_s=timeout_s), CONSUMER_NOT_FOUND)
 
 
 async def delete(connection: Connection, stream: str, sequence: int) -> bool:

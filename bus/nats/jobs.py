@@ -13,17 +13,14 @@ from millrace.bus import codec, subjects
 from millrace.bus.codec import CONTENT_TYPE
 from millrace.bus.job_queue import IsForeignReply, LeasedJob, PublishedJob, QueueDepth, TenantQueue
 from millrace.bus.jobs import decoding
-from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage
-from millrace.bus.jobs.notices import watch_stored_jobs
+from millrace.bus.jobs.ends import JobDeadLetters, JobRefusals, QueuedMessage, watch_stored_jobs
 from millrace.bus.jobs.published import encode_job
 from millrace.bus.nats import jetstream, shedding, topology
 from millrace.bus.nats.connection import MESSAGE_ID, NAK, Connection, NoAnswerError
 from millrace.bus.nats.dropped_jobs import DroppedJobs
 from millrace.bus.nats.jetstream import JetStreamError, RawMessage, nanoseconds
-from millrace.bus.nats.leases import read_lease
-from millrace.bus.nats.pull_inbox import PullInbox
-from millrace.bus.nats.puller import ConsumerPuller
-from millrace.bus.tokens import token
+from millrace.bus.nats.puller import ConsumerPuller, PullInbox, read_lease
+from millrace.bus.subjects import token
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
 from millrace.runtime.tracing import HEADER as TRACEPARENT
@@ -104,7 +101,7 @@ class NatsJobQueue:
         self._config = config
         self._clock = clock
         self._refusals = refusals
-        self._dead_letters = JobDeadLetters(self._store_dead, refusals, clock)
+        self._dead_letters = JobDeadLetters(self._store_dead, refusals, clock, config.max_deliver)
         self._open_queues: dict[TenantQueue, _OpenQueue] = {}
 
     # --- in ---
@@ -158,20 +155,9 @@ class NatsJobQueue:
             delivery.stream_sequence,
             delivery.num_deliveries,
         )
-        try:
-            job = decoding.read_job(
-                queued.subject,
-                queued.payload,
-                queued.content_type,
-                delivery.stored_ns,
-                headers.get(TRACEPARENT),
-            )
-        except MalformedMessageError as error:
-            await self._dead_letters.refuse_unreadable(queued, error)
-            await self._forget(message.reply)
-            return None
-        if delivery.num_deliveries > self._config.max_deliver:
-            await self._dead_letters.refuse_worn_out(queued, job)
+        traceparent = headers.get(TRACEPARENT)
+        job = await self._dead_letters.read(queued, delivery.stored_ns, traceparent)
+        if job is None:
             await self._forget(message.reply)
             return None
         return LeasedJob(
@@ -273,16 +259,10 @@ class NatsJobQueue:
                 return []  # the tenant queue was forgotten just now: it has nothing to shed
         shed: list[Job] = []
         for message in taken:
-            queued = _queued(message)
             stored_ns = jetstream.epoch_ns(message.time)
-            try:
-                job = decoding.read_job(
-                    queued.subject, queued.payload, queued.content_type, stored_ns
-                )
-            except MalformedMessageError as error:
-                await self._dead_letters.refuse_unreadable(queued, error)
-                continue
-            shed.append(job)
+            job = await self._dead_letters.read(_queued(message), stored_ns)
+            if job is not None:
+                shed.append(job)
         return shed
 
     # --- leases ---
@@ -326,10 +306,8 @@ class NatsJobQueue:
 
     async def _store_letter(self, subject: str, dead: DeadJob, headers: dict[str, str]) -> None:
         """In the encoding of the job's publisher."""
-        payload = codec.encode(dead)
-        if codec.is_json(dead.content_type):
-            payload, headers = codec.encode_json(dead), {**headers, **codec.JSON_HEADERS}
-        await jetstream.store(self._connection, subject, payload, headers)
+        payload, more = codec.encoded(dead, as_json=codec.is_json(dead.content_type))
+        await jetstream.store(self._connection, subject, payload, {**headers, **(more or {})})
 
 
 def _queued(message: RawMessage) -> QueuedMessage:

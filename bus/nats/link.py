@@ -3,25 +3,96 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
+import re
 import weakref
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import nats.errors
 from nats.aio.client import Srv
 from nats.aio.msg import Msg
 
-from millrace.bus.nats.forbidden import Forbidden
 from millrace.bus.nats.security import ConnectionRefusals, connect_options, servers_of
 from millrace.bus.nats.servers.client import SecureClient
 from millrace.bus.nats.servers.home import Home
 from millrace.schemas.config import NatsConfig
-from millrace.schemas.errors import BusUnavailableError, MillraceError, PayloadTooLargeError
+from millrace.schemas.errors import (
+    BusForbiddenError,
+    BusUnavailableError,
+    MillraceError,
+    PayloadTooLargeError,
+)
 from millrace.schemas.redaction import redact_urls
 
 logger = logging.getLogger(__name__)
+
+# nats-py writes what the server says in small letters.
+_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
+
+OnForbidden = Callable[[BusForbiddenError], None]
+
+
+class Forbidden:
+    """The subjects that one connection may not use. Those who ask on one are told at once; each is
+    logged once a connection."""
+
+    def __init__(self) -> None:
+        self._asking: dict[str, list[tuple[str, OnForbidden]]] = {}
+        self._publish: set[str] = set()
+        self._subscription: set[str] = set()
+
+    def note(self, error: Exception) -> bool:
+        """Whether the error says that a subject is forbidden."""
+        found = _VIOLATION.search(str(error).lower())
+        if found is None:
+            return False
+        kind, subject = found.groups()
+        known = self._publish if kind == "publish" else self._subscription
+        if subject not in known:
+            known.add(subject)
+            logger.error(
+                "the NATS server forbids this process a subject",
+                extra={"action": kind, "subject": subject},
+            )
+        if kind == "publish":
+            for asked, on_forbidden in self._asking.get(subject, ())[:]:
+                on_forbidden(_error("publish to", asked))
+        return True
+
+    def forget(self) -> None:
+        """The connection is another now, and so may be the permissions."""
+        self._publish.clear()
+        self._subscription.clear()
+
+    def check_subscribed(self, subject: str) -> None:
+        """Raises BusForbiddenError if a subscription that the server has read was refused."""
+        if subject.lower() in self._subscription:
+            raise _error("subscribe to", subject)
+
+    @contextlib.contextmanager
+    def asking(self, subject: str, on_forbidden: OnForbidden) -> Iterator[None]:
+        """Call back if it turns out that nothing may be published there."""
+        key = subject.lower()
+        callbacks = self._asking.setdefault(key, [])
+        entry = (subject, on_forbidden)
+        callbacks.append(entry)
+        try:
+            yield
+        finally:
+            callbacks.remove(entry)
+            if not callbacks:
+                self._asking.pop(key, None)
+
+
+def _error(action: str, subject: str) -> BusForbiddenError:
+    return BusForbiddenError(
+        f"The NATS server does not let this process {action} {subject}. Give its user the "
+        "permissions of this part (deploy/nats/accounts.conf), or correct the user in nats.url."
+    )
+
 
 _RECONNECT_WAIT_S = 0.1
 _PING_INTERVAL_S = 5
@@ -114,11 +185,6 @@ class Link:
         """Major and minor."""
         version = self._client.connected_server_version
         return version.major, version.minor
-
-    @property
-    def server(self) -> Srv | None:
-        """The server of the present connection, or of the last one."""
-        return self._client.server
 
     @property
     def other_servers(self) -> list[Srv]:

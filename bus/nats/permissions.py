@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from millrace.bus import subjects
 from millrace.bus.nats.jetstream import API
-from millrace.bus.tokens import token
+from millrace.bus.subjects import token
 from millrace.schemas.jobs import Tier
 
 _INBOX = "_INBOX"

@@ -2,28 +2,105 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
 
+import msgspec
 from nats.aio.msg import Msg
 
 from millrace.bus import codec, subjects
 from millrace.bus.api import OutboxMessage
-from millrace.bus.jobs.notices import watch_results
+from millrace.bus.jobs.ends import watch_results
 from millrace.bus.nats import jetstream, topology
 from millrace.bus.nats.connection import MESSAGE_ID, Connection, status_of
 from millrace.bus.nats.jetstream import JetStreamError
-from millrace.bus.nats.leases import read_lease
-from millrace.bus.nats.publish_batcher import PublishBatcher
-from millrace.bus.nats.pull_inbox import PullInbox
-from millrace.bus.nats.puller import ConsumerPuller
+from millrace.bus.nats.puller import ConsumerPuller, PullInbox, read_lease
+from millrace.bus.store.objects import JournalConflictError, JournalEntry
 from millrace.bus.transport import Subscription
-from millrace.schemas.errors import BusForbiddenError, BusUnavailableError
+from millrace.runtime.tasks import Tasks
+from millrace.schemas.errors import BusForbiddenError, BusUnavailableError, MillraceError
 from millrace.schemas.jobs import JobResult
 from millrace.schemas.records import Record
 
 logger = logging.getLogger(__name__)
+
+_ANSWERS_TIMEOUT_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class _Message:
+    subject: str
+    payload: bytes
+    headers: Mapping[str, str]
+    answer: asyncio.Future[Msg | None]
+    reply: str = ""
+
+
+class PublishBatcher:
+    """Stores messages in groups. A process that sleeps between messages pays for waking up and for
+    reading and writing its socket each time, which is most of what storing one costs; a group pays
+    once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._waiting: list[_Message] = []
+        self._tasks = Tasks()
+
+    async def store(
+        self, subject: str, payload: bytes, headers: Mapping[str, str], linger_s: float
+    ) -> None:
+        """As ``jetstream.store``, after ``linger_s`` at most: the first one of a group says how
+        long it waits for others."""
+        loop = asyncio.get_running_loop()
+        message = _Message(subject, payload, headers, loop.create_future())
+        self._waiting.append(message)
+        if len(self._waiting) == 1:
+            loop.call_later(linger_s, self._leave)
+        answer = await message.answer
+        if answer is None or status_of(answer) is not None:
+            # Lost on the way, late, or nobody was there to store it: now by itself, for as long as
+            # that takes.
+            await jetstream.store(self._connection, subject, payload, headers)
+        else:
+            jetstream.stored_at(answer)
+
+    def _leave(self) -> None:
+        group = [message for message in self._waiting if not message.answer.done()]
+        self._waiting.clear()
+        self._tasks.spawn(self._send(group), "store a batch")
+
+    async def _send(self, group: Sequence[_Message]) -> None:
+        try:
+            for message in group:
+                await self._send_one(message)
+            if group:
+                answers = [message.answer for message in group]
+                await asyncio.wait(answers, timeout=_ANSWERS_TIMEOUT_S)
+        finally:
+            # Whatever went wrong, nobody waits for ever.
+            for message in group:
+                self._connection.forget(message.reply)
+                _settle(message.answer, None)
+
+    async def _send_one(self, message: _Message) -> None:
+        on_answer = partial(_settle, message.answer)
+        try:
+            message.reply = await self._connection.ask(
+                message.subject, message.payload, on_answer, message.headers
+            )
+        except MillraceError as error:
+            if not message.answer.done():
+                message.answer.set_exception(error)
+
+
+def _settle(future: asyncio.Future[Msg | None], answer: Msg | None) -> None:
+    if not future.done():
+        future.set_result(answer)
+
 
 _ACK = b"+ACK"
 _SEQUENCE = "Nats-Sequence"
@@ -190,3 +267,63 @@ class NatsWorkerBucket:
 def _stored_ns(message: Msg) -> int:
     assert message.headers is not None
     return jetstream.epoch_ns(message.headers["Nats-Time-Stamp"])
+
+
+_SUBJECT = "Nats-Subject"
+
+
+class NatsJournal:
+    """See ``bus.store.journal.Journal``."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def append(self, name: str, payload: bytes, *, after: int, replace: bool = False) -> int:
+        stream, headers = subjects.journal_stream(name), {"Nats-Rollup": "sub"} if replace else {}
+        sequence = await jetstream.store_after(
+            self._connection, stream, name, payload, after, headers
+        )
+        if sequence is None:
+            raise JournalConflictError
+        return sequence
+
+    async def next(self, name: str, after: int) -> JournalEntry | None:
+        body = {"seq": after + 1, "next_by_subj": name}
+        request = f"{jetstream.API}.DIRECT.GET.{subjects.journal_stream(name)}"
+        answer, _ = await self._connection.request_until(request, msgspec.json.encode(body))
+        status = status_of(answer)
+        if status == jetstream.NOT_FOUND:
+            return None
+        if status is not None:
+            raise BusUnavailableError(f"The message bus could not look an entry up ({status}).")
+        return _entry(answer)
+
+    async def last(self, name: str) -> JournalEntry | None:
+        stream = subjects.journal_stream(name)
+        found = await jetstream.newest(self._connection, stream, name)
+        return None if found is None else JournalEntry(sequence=found.seq, payload=found.payload)
+
+    async def last_of(self, names: Sequence[str]) -> dict[str, JournalEntry]:
+        if not names:
+            return {}
+        stream = subjects.journal_stream(names[0])
+        messages = await jetstream.newest_of_each(self._connection, stream, names)
+        return {_header(message, _SUBJECT): _entry(message) for message in messages}
+
+    async def names(self, pattern: str) -> list[str]:
+        stream = subjects.journal_stream(pattern)
+        found = await jetstream.subjects_in(self._connection, stream, pattern)
+        return sorted(found)
+
+    async def drop(self, name: str) -> None:
+        request = f"STREAM.PURGE.{subjects.journal_stream(name)}"
+        await jetstream.call(self._connection, request, {"filter": name})
+
+
+def _entry(message: Msg) -> JournalEntry:
+    return JournalEntry(sequence=int(_header(message, _SEQUENCE)), payload=message.data)
+
+
+def _header(message: Msg, name: str) -> str:
+    assert message.headers is not None
+    return str(message.headers[name])

@@ -15,6 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from millrace.bus.storage import CLICKHOUSE, KAFKA, NATS, REDIS, Storage
+from millrace.runtime.alerts.rules import RULES
+from millrace.runtime.alerts.watch import AlertCondition
 from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import StorageConfig
@@ -245,3 +247,24 @@ class StoreMetrics(Collector):
         for store, num_bytes in sorted(self._free().items()):
             room.add_metric([store], num_bytes)
         yield from (healthy, room)
+
+
+_SHORT = "MillraceStoreShort"
+
+
+def store_conditions(
+    stores: Iterable[str], troubles: Mapping[str, str], free_bytes: Mapping[str, int]
+) -> Iterator[AlertCondition]:
+    """Of ``stores``: whether each takes what is to be kept (``troubles`` has those that do not, and
+    why), and whether its disk has room, of those whose disk can be seen."""
+    for store in stores:
+        trouble = troubles.get(store)
+        detail = "" if trouble is None else f"{store} {trouble}"
+        yield AlertCondition(
+            name="MillraceStoreFull", subject=store, holds=trouble is not None, detail=detail
+        )
+        free = free_bytes.get(store)
+        if free is not None:
+            yield AlertCondition(
+                name=_SHORT, subject=store, value=free, holds=free < RULES[_SHORT].bound
+            )

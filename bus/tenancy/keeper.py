@@ -40,7 +40,7 @@ from millrace.bus.tenancy.settling import KEEP_MS, Settlement, Settlements, scri
 from millrace.bus.tenancy.tenants import Stored, TenantStore, decode_key, decode_tenant
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from millrace.runtime.redis.protocol import Argument
+from millrace.runtime.redis.wire import Argument
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import (

@@ -12,7 +12,7 @@ import msgspec
 from millrace.bus import redis_keys
 from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisLink, RedisUnreachableError, Script
-from millrace.runtime.redis.protocol import Argument
+from millrace.runtime.redis.wire import Argument
 from millrace.runtime.tasks import outcomes
 from millrace.schemas.tenants import DEFAULT_CURRENCY
 

@@ -15,8 +15,13 @@ from millrace.gateway.errors import NotFoundError
 from millrace.gateway.transport.http import json_response
 from millrace.registry.requests.message_fields import check_metadata
 from millrace.runtime.redis.link import reachable
-from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest, BatchStatus
-from millrace.schemas.batches.files import FilePurpose
+from millrace.schemas.batches.batches import (
+    Batch,
+    BatchList,
+    BatchRequest,
+    BatchStatus,
+    FilePurpose,
+)
 from millrace.schemas.errors import MillraceError, ParameterError
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")

@@ -21,7 +21,7 @@ from millrace.gateway.transport.http import (
     content_length,
     json_response,
 )
-from millrace.schemas.batches.files import FileDeleted, FileList, FileObject, FilePurpose
+from millrace.schemas.batches.batches import FileDeleted, FileList, FileObject, FilePurpose
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLargeError
 

@@ -24,8 +24,7 @@ from millrace.gateway.transport.http import json_response
 from millrace.registry.requests.decoding import decode
 from millrace.registry.requests.generation_request import GenerationRequest
 from millrace.registry.tokenizers.prompt_pool import PromptPool
-from millrace.schemas.anthropic.answers import TokenCount
-from millrace.schemas.anthropic.models import ModelInfo, ModelPage
+from millrace.schemas.anthropic.answers import ModelInfo, ModelPage, TokenCount
 from millrace.schemas.anthropic.requests import MessagesRequest
 from millrace.schemas.chat.asked import Api
 from millrace.schemas.errors import ParameterError

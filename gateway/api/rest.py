@@ -17,8 +17,7 @@ from millrace.gateway.tenancy.identity import Caller, require_admin
 from millrace.gateway.transport.http import json_response, new_request_id, read_body
 from millrace.registry.requests.decoding import decode
 from millrace.schemas.errors import ParameterError
-from millrace.schemas.responses.items import Item
-from millrace.schemas.responses.kept import ItemList
+from millrace.schemas.responses.items import Item, ItemList
 
 _MAX_PAGE_ITEMS = 100
 _PAGE_ITEMS = 20

@@ -27,7 +27,7 @@ from millrace.registry.requests.ready_jobs import check_template
 from millrace.registry.tokenizers.prompt_pool import num_characters_with
 from millrace.runtime.addresses import is_loopback
 from millrace.runtime.metrics_server import bears_token, build_version, exposition
-from millrace.schemas.chat.tokenizing import (
+from millrace.schemas.chat.completions import (
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,

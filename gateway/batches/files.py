@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from millrace.bus.store.objects import Objects, StoredObject
 from millrace.gateway.errors import NotFoundError
-from millrace.schemas.batches.files import FileObject, FilePurpose
+from millrace.schemas.batches.batches import FileObject, FilePurpose
 
 _NS_PER_MS = 1_000_000
 

@@ -9,8 +9,7 @@ from contextlib import aclosing
 
 from msgspec.structs import replace
 
-from millrace.bus.store.journal import JournalConflictError
-from millrace.bus.store.objects import ObjectLostError
+from millrace.bus.store.objects import JournalConflictError, ObjectLostError
 from millrace.gateway.batches.files import Files
 from millrace.gateway.batches.input import (
     InputLine,
@@ -32,10 +31,10 @@ from millrace.schemas.batches.batches import (
     BatchError,
     BatchErrors,
     BatchStatus,
+    FilePurpose,
     LineError,
     RequestCounts,
 )
-from millrace.schemas.batches.files import FilePurpose
 from millrace.schemas.control import Cancel, CancelReason
 from millrace.schemas.errors import MillraceError
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from millrace.bus import redis_keys
-from millrace.bus.store.journal import JournalConflictError
+from millrace.bus.store.objects import JournalConflictError
 from millrace.gateway.batches.files import created_ms
 from millrace.gateway.batches.lines import (
     BatchEndpoint,

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from millrace.bus import subjects
-from millrace.bus.store.journal import Journal, JournalConflictError
+from millrace.bus.store.objects import Journal, JournalConflictError
 from millrace.gateway.errors import NotFoundError
 from millrace.gateway.tenancy.identity import Caller
 from millrace.schemas.batches.batches import Batch, BatchStatus

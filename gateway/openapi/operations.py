@@ -41,18 +41,28 @@ from millrace.schemas.anthropic.answers import (
     TokenCount,
 )
 from millrace.schemas.anthropic.requests import MessagesRequest
-from millrace.schemas.batches.batches import Batch, BatchList, BatchRequest
-from millrace.schemas.batches.files import FileDeleted, FileList, FileObject
-from millrace.schemas.chat.chats import Chat, ChatDeleted, ChatInfo, ChatList, ChatUpdate
-from millrace.schemas.chat.completions import ChatCompletion
-from millrace.schemas.chat.conversations import (
+from millrace.schemas.batches.batches import (
+    Batch,
+    BatchList,
+    BatchRequest,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
+from millrace.schemas.chat.chats import (
+    Chat,
+    ChatDeleted,
+    ChatInfo,
+    ChatList,
+    ChatUpdate,
     Conversation,
     ConversationDeleted,
     ConversationRequest,
     ConversationUpdate,
     NewItems,
 )
-from millrace.schemas.chat.tokenizing import (
+from millrace.schemas.chat.completions import (
+    ChatCompletion,
     DetokenizeAnswer,
     DetokenizeRequest,
     TokenizeAnswer,
@@ -83,8 +93,14 @@ from millrace.schemas.openai import (
     CompletionRequest,
 )
 from millrace.schemas.responses.events import ResponseEvent
-from millrace.schemas.responses.items import Item, ResponseAnswer, ResponsesRequest
-from millrace.schemas.responses.kept import InputTokens, ItemList, ResponseDeleted
+from millrace.schemas.responses.items import (
+    InputTokens,
+    Item,
+    ItemList,
+    ResponseAnswer,
+    ResponseDeleted,
+    ResponsesRequest,
+)
 from millrace.schemas.sessions import SessionHistory
 
 _PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")

@@ -10,9 +10,9 @@ import msgspec
 from millrace.bus import redis_keys
 from millrace.gateway.responses.store import MAX_INLINE_BYTES, insist
 from millrace.runtime.redis.link import RedisLink, Script, reachable
-from millrace.runtime.redis.protocol import Argument
+from millrace.runtime.redis.wire import Argument
 from millrace.runtime.tasks import in_thread_if
-from millrace.schemas.chat.conversations import Conversation
+from millrace.schemas.chat.chats import Conversation
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, PayloadTooLargeError
 from millrace.schemas.jobs import MAX_NAME_CHARACTERS

@@ -55,7 +55,7 @@ _OF_OTHERS = (
     *("code_interpreter_call.outputs", "computer_call_output.output.image_url"),
 )
 INCLUDABLE = (LOGPROBS, THOUGHTS, *_OF_OTHERS)
-_ROLES = tuple(kind.role for kind in get_args(GivenMessage))
+_ROLES = tuple(str(kind.__struct_config__.tag) for kind in get_args(GivenMessage))
 
 # Fields that are known but not honoured, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -12,14 +12,19 @@ import msgspec
 
 from millrace.bus import redis_keys
 from millrace.runtime.redis.link import RedisLink, reachable
-from millrace.runtime.redis.protocol import Argument
+from millrace.runtime.redis.wire import Argument
 from millrace.runtime.retry import retry
 from millrace.runtime.tasks import in_thread_if
 from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError, PayloadTooLargeError
 from millrace.schemas.jobs import MAX_NAME_CHARACTERS
-from millrace.schemas.responses.items import Item, ResponseAnswer, ResponsesRequest, ResponseStatus
-from millrace.schemas.responses.kept import StoredResponse
+from millrace.schemas.responses.items import (
+    Item,
+    ResponseAnswer,
+    ResponsesRequest,
+    ResponseStatus,
+    StoredResponse,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from millrace.runtime.json.faults import json_fault
-from millrace.runtime.json.outline import check_outline
+from millrace.runtime.json.faults import check_outline, json_fault
 from millrace.runtime.json.tolerant import without_mark
 from millrace.schemas.chat.messages import MESSAGE_OF_ROLE
 from millrace.schemas.errors import InvalidJsonError, ParameterError

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
+from millrace.schemas.errors import ParameterError
+
 _DECODER_S_WORDS = ("truncated", "surrogate", "hex escape")
 # A pair, or else half of one (the group), or else any other escape.
 _ESCAPE = re.compile(
@@ -44,3 +48,68 @@ def _sentence(code: int, at: int) -> str:
         f"\\u{code:04x} at byte {at} is half of a surrogate pair; send both halves, or the "
         "character itself in UTF-8"
     )
+
+
+MAX_TOKEN_IDS = 1_048_576
+MAX_MESSAGES = 32_768
+
+# A smaller body cannot have enough to hold anybody up.
+_LARGE_BYTES = 128 * 1024
+_ARRAY_16, _ARRAY_32 = 0xDC, 0xDD
+_FIX_ARRAY = range(0x90, 0xA0)
+
+
+class _Outline(msgspec.Struct, frozen=True):
+    prompt: msgspec.Raw = msgspec.Raw(b"")
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"")
+    messages: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
+
+
+_JSON = msgspec.json.Decoder(_Outline)
+_MSGPACK = msgspec.msgpack.Decoder(_Outline)
+_JSON_LIST = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def check_outline(payload: bytes | str, *, is_json: bool = True) -> None:
+    """Raises ParameterError, naming the field, for more than MAX_TOKEN_IDS or MAX_MESSAGES. What
+    is no such body at all is left for its decoder to refuse."""
+    if len(payload) <= _LARGE_BYTES:
+        return
+    try:
+        if is_json or isinstance(payload, str):
+            outline = _JSON.decode(payload)
+        else:
+            outline = _MSGPACK.decode(payload)
+        for name in _Outline.__struct_fields__:
+            raw = memoryview(getattr(outline, name)).tobytes()
+            if len(raw) <= _LARGE_BYTES:
+                continue
+            num_items, limit, what = _json_items(raw) if is_json else _msgpack_items(name, raw)
+            if num_items > limit:
+                raise ParameterError(
+                    name, f"{name} holds {num_items} {what}; at most {limit} are taken."
+                )
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return
+
+
+def _json_items(raw: bytes) -> tuple[int, int, str]:
+    """How many, how many may be, and of what."""
+    if not raw.startswith(b"["):
+        return 0, MAX_MESSAGES, "items"
+    if b'"' not in raw:
+        return raw.count(b",") + 1, MAX_TOKEN_IDS, "token ids"
+    return len(_JSON_LIST.decode(raw)), MAX_MESSAGES, "items"
+
+
+def _msgpack_items(name: str, raw: bytes) -> tuple[int, int, str]:
+    head = raw[0]
+    num_items = 0
+    if head in _FIX_ARRAY:
+        num_items = head - _FIX_ARRAY.start
+    elif head in (_ARRAY_16, _ARRAY_32):
+        num_items = int.from_bytes(raw[1 : 3 if head == _ARRAY_16 else 5], "big")
+    if name == "messages":
+        return num_items, MAX_MESSAGES, "items"
+    return num_items, MAX_TOKEN_IDS, "token ids"

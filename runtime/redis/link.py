@@ -15,8 +15,7 @@ from redis.exceptions import NoScriptError, ReadOnlyError, RedisError, ResponseE
 from millrace.runtime.clock import Clock, SystemClock
 from millrace.runtime.faults.connections import BrokenConnectionError, ConnectionErrors
 from millrace.runtime.redis.client import error_of, open_redis, why_refused
-from millrace.runtime.redis.protocol import Argument, ErrorReply, Reply, pack
-from millrace.runtime.redis.wire import RedisWire
+from millrace.runtime.redis.wire import Argument, ErrorReply, RedisWire, Reply, pack
 from millrace.schemas.config import RedisConfig
 from millrace.schemas.errors import MillraceError
 

@@ -119,14 +119,8 @@ class QueueEstimate:
         return policy
 
     async def _publish_position(self, scheduled: ScheduledJob, frame: Queued) -> None:
-        job = scheduled.job
         try:
-            await self._state.bus.frames.publish(
-                job.reply,
-                [(job.request_id, frame)],
-                batch=job.batch_frames,
-                as_json=job.frames_as_json,
-            )
+            await self._state.bus.frames.answer(scheduled.job, frame)
         except MillraceError as error:
             logger.info("a position could not be published", extra={"code": error.code})
 

@@ -192,14 +192,3 @@ class Fleet:
     def doubtful(self) -> Iterable[WorkerView]:
         """Workers that keep reporting fewer requests than we think they hold."""
         return [worker for worker in self._workers.values() if worker.is_doubtful]
-
-    def check_integrity(self) -> None:
-        """A live worker is found by its name; AssertionError otherwise."""
-        named = {(name, worker_id) for name, ids in self._by_name.items() for worker_id in ids}
-        assert named == {(one.status.name, one.worker_id) for one in self._workers.values()}
-        for worker_id in self._workers:
-            assert self._past.get(worker_id) != float("inf"), "one that retired is alive"
-        indexed = [view for views in self._by_model.values() for view in views.values()]
-        assert sorted(map(id, indexed)) == sorted(map(id, self._workers.values()))
-        for worker in self._workers.values():
-            worker.check_integrity()

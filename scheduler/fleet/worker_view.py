@@ -71,14 +71,14 @@ _ASSUMED_WEIGHT = 1.0
 class StepTimes:
     """Seconds of a step by the size of its batch: a straight line through the last measurements."""
 
-    __slots__ = ("_xx", "_xy", "batch", "num_told", "per_sequence_s", "step_s")
+    __slots__ = ("_xy", "batch", "num_told", "per_sequence_s", "spread", "step_s")
 
     def __init__(self) -> None:
         self.num_told = 0.0
         self.batch = 0.0
         self.step_s = 0.0
         self.per_sequence_s = 0.0
-        self._xx = 0.0
+        self.spread = 0.0
         self._xy = 0.0
 
     def observe(self, batch: int, step_s: float, num_slots: int) -> None:
@@ -89,17 +89,12 @@ class StepTimes:
         self.batch += weight * off_batch
         self.step_s += weight * off_s
         # Moments about the mean, which fade as it does.
-        self._xx += weight * ((1 - weight) * off_batch * off_batch - self._xx)
+        self.spread += weight * ((1 - weight) * off_batch * off_batch - self.spread)
         self._xy += weight * ((1 - weight) * off_batch * off_s - self._xy)
         unit_s = self.step_s / max(num_slots, 1)
         assumed_s = _ASSUMED_GROWTH * unit_s
-        slope_s = (self._xy + _ASSUMED_WEIGHT * assumed_s) / (self._xx + _ASSUMED_WEIGHT)
+        slope_s = (self._xy + _ASSUMED_WEIGHT * assumed_s) / (self.spread + _ASSUMED_WEIGHT)
         self.per_sequence_s = min(max(slope_s, _LEAST_GROWTH * unit_s), _MOST_GROWTH * unit_s)
-
-    @property
-    def spread(self) -> float:
-        """How different the batches were that it has seen of late: their variance."""
-        return self._xx
 
     def at_half(self, num_slots: int, per_sequence_s: float) -> float:
         """A step with half of the slots taken, if a sequence adds so much."""
@@ -171,6 +166,7 @@ class WorkerView:
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
+        self.worker_id = status.worker_id
         self.runs: dict[str, _Run] = {}
         self.pending_prompt_tokens = self.pending_pull_tokens = 0.0
         self.prefill_token_s = self.decode_step_s = 0.0
@@ -178,7 +174,7 @@ class WorkerView:
         self.kv_kind: tuple[str, str] | None = None
         self.last_turn = 0
         self.adapters = WorkerAdapterSlots()
-        self._steps = StepTimes()
+        self.step_times = StepTimes()
         self.joined_s = self._advanced_s = now_s
         self._refused_rank = _NUM_TIERS
         self._own = [0] * _NUM_TIERS
@@ -189,15 +185,6 @@ class WorkerView:
         self._short_since_s: float | None = None
         self._capacities: _Capacities | None = None
         self.observe(status, now_s)
-
-    @property
-    def step_times(self) -> StepTimes:
-        """What it measured of steps; of one that is measured."""
-        return self._steps
-
-    @property
-    def worker_id(self) -> str:
-        return self.status.worker_id
 
     # --- changes ---
 
@@ -224,11 +211,11 @@ class WorkerView:
         self.prefill_token_s = 1 / rate if rate > 0 else 0.0
         rate = status.pull_tokens_per_s
         self.pull_token_s = 1 / rate if rate > 0 else self.prefill_token_s / ASSUMED_PULL_GAIN
-        if status.decode_step_ms > 0 and (status.num_running or not self._steps.num_told):
+        if status.decode_step_ms > 0 and (status.num_running or not self.step_times.num_told):
             # One that runs nothing says again what it measured when it ran nobody knows how many.
             num_slots = status.max_num_sequences
             batch = status.num_running or num_slots // 2
-            self._steps.observe(batch, status.decode_step_ms / 1e3, num_slots)
+            self.step_times.observe(batch, status.decode_step_ms / 1e3, num_slots)
         self._count_others(reported)
         if reported >= num_seen:
             self._short_since_s = None
@@ -270,7 +257,7 @@ class WorkerView:
             blocks,
             max(resources.num_context_tokens - num_present, 1),
             num_pulled_tokens,
-            resources.rank,
+            TIER_RANKS[resources.tier],
             expected_output_tokens,
             self._advanced_s,
             resources.adapter,
@@ -327,7 +314,9 @@ class WorkerView:
 
     def _recount(self) -> None:
         self.num_held = sum(self._own) + sum(self._others)
-        self.decode_step_s = self._steps.at(min(self.num_held + 1, self.status.max_num_sequences))
+        self.decode_step_s = self.step_times.at(
+            min(self.num_held + 1, self.status.max_num_sequences)
+        )
         self._capacities = None
 
     # --- what it holds, and takes ---
@@ -430,14 +419,14 @@ class WorkerView:
     def step_growth(self) -> float:
         """How many times longer its steps are than with one request; 1 if nothing was measured."""
         batch = min(self.num_held, self.status.max_num_sequences)
-        alone_s = self._steps.at(1)
-        return max(self._steps.at(batch) / alone_s, 1.0) if alone_s and batch else 1.0
+        alone_s = self.step_times.at(1)
+        return max(self.step_times.at(batch) / alone_s, 1.0) if alone_s and batch else 1.0
 
     def run_s(self, prompt_tokens: float, output_tokens: float) -> float:
         """How long a request takes in a full batch, each slot of which gets another prompt
         meanwhile. Of a worker that is measured."""
         num_slots = max(self.status.max_num_sequences, 1)
-        step_s = self._steps.at(num_slots)
+        step_s = self.step_times.at(num_slots)
         return output_tokens * step_s + num_slots * prompt_tokens * self.prefill_token_s
 
     def slots_free_s(self, now_s: float, spread: Sequence[float] = (1.0,)) -> list[float]:
@@ -476,15 +465,6 @@ class WorkerView:
     def trust(self) -> None:
         """Its runs are being looked up one by one."""
         self._short_since_s = None
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless what is counted is what is there."""
-        runs = self.runs.values()
-        assert self._promised_blocks == sum(run.num_blocks for run in runs)
-        assert self._unseen_blocks == sum(run.num_blocks for run in runs if not run.seen)
-        for rank, own in enumerate(self._own):
-            assert own == sum(run.rank == rank for run in runs)
-        assert self.num_held == sum(self._own) + sum(self._others)
 
 
 def _kv_kind_of(status: WorkerStatus) -> tuple[str, str] | None:

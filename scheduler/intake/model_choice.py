@@ -1,53 +1,98 @@
-"""Chooses a model for jobs that were published without one."""
+"""Pulls jobs that leave the model or its version open, and chooses for each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from millrace.bus.fleet.rollouts import RolloutDirectory
 from millrace.bus.job_queue import LeasedJob
 from millrace.registry.requests.generation_request import GenerationRequest
+from millrace.registry.rollouts.versions import REASON, Versions
 from millrace.registry.routing.router import ModelState, Router, check_routable, question_of, routed
-from millrace.scheduler.intake.version_choice import VersionChooser
 from millrace.scheduler.jobs.running_requests import RunningRequests
+from millrace.scheduler.jobs.scheduled_job import ScheduledJob
+from millrace.scheduler.stages import prepare
+from millrace.scheduler.stages.pull import JobPuller
+from millrace.scheduler.state import SchedulerState
+from millrace.schemas.errors import BusUnavailableError, MillraceError, ModelNotFoundError
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.tools import ToolMode
+
+logger = logging.getLogger(__name__)
+
+# Jobs of which the model is looked up count nowhere else so far.
+_MAX_ROUTING = 64
+
+
+class VersionChooser:
+    """Chooses as rollouts say, once for each job: whoever gets it later runs the same version, of
+    which its client may have tokens. A job that names a version, that a gateway has published, as
+    these choose themselves, or that has an adapter, which fits one version only, is left as it is.
+    """
+
+    reads_bodies = False
+
+    def __init__(self, versions: Versions, rollouts: RolloutDirectory) -> None:
+        self._versions = versions
+        self._rollouts = rollouts
+
+    def leaves_open(self, leased: LeasedJob) -> bool:
+        """Whether a version is to be chosen for the job."""
+        job = leased.job
+        if not self._versions.stands_for_several(job.model):
+            return False
+        is_one = job.model in self._versions.of(job.model)
+        return not (is_one and (leased.tenant_queue.reserved or job.adapter))
+
+    def choose(self, leased: LeasedJob, asked: GenerationRequest | None = None) -> Job:  # noqa: ARG002
+        """The job with a version. Raises ModelNotFoundError if there is none that it could get, and
+        for one that may have run with the version that its gateway chose, which has gone."""
+        if not self.leaves_open(leased):
+            return leased.job
+        if leased.tenant_queue.reserved and leased.num_deliveries > 1:
+            raise ModelNotFoundError(f"The model {leased.job.model!r:.300} is served no more.")
+        return self.with_version(leased.job)
+
+    def with_version(self, job: Job) -> Job:
+        """As ``choose``, for a model that was chosen for the job."""
+        if not self._versions.stands_for_several(job.model):
+            return job
+        key = job.session_id or job.request_id
+        version = self._versions.resolve(job.model, key, self._rollouts.rollouts)
+        if version is None:
+            raise ModelNotFoundError(f"There is no model {job.model!r:.300} just now.")
+        return msgspec.structs.replace(
+            job,
+            model=version,
+            model_requested=job.model_requested or job.model,
+            route_reason=job.route_reason or REASON,
+        )
 
 
 class ModelChooser:
     """Chooses by what a job asks and how the models stand for its tier and tenant, as ``state_of``
     says."""
 
+    reads_bodies = True
+
     def __init__(
         self,
         router: Router,
         state_of: Callable[[str, Tier, str], ModelState],
-        index: RunningRequests,
         versions: VersionChooser,
     ) -> None:
         """``versions`` chooses one where a model of a route has several."""
         self._router = router
         self._state_of = state_of
-        self._index = index
         self._versions = versions
-
-    @property
-    def names(self) -> Collection[str]:
-        """What stands in place of a model in the subjects of such jobs."""
-        return self._router.routes.keys()
-
-    def models_of(self, name: str) -> tuple[str, str]:
-        """Those that jobs of a name may go to."""
-        return self._router.routes[name].models
 
     def leaves_open(self, leased: LeasedJob) -> bool:
         """Whether the job names no model."""
         return leased.job.model in self._router.routes
-
-    @property
-    def reads_bodies(self) -> bool:
-        return True
 
     def choose(self, leased: LeasedJob, asked: GenerationRequest | None = None) -> Job:
         """The job with a model; one that has a model already is left as it is.
@@ -70,16 +115,98 @@ class ModelChooser:
         question = question_of(
             said.prompt, said.messages, said.sampling, job.tier, has_tools=has_tools
         )
-
-        def state_of(model: str, tier: Tier) -> ModelState:
-            return self._state_of(model, tier, job.tenant)
-
-        chosen = self._router.choose(job.model, question, state_of)
+        chosen = self._router.choose(
+            job.model, question, lambda model, tier: self._state_of(model, tier, job.tenant)
+        )
         return self._versions.with_version(routed(job, chosen))
 
-    async def settle(self, job: Job) -> Job:
-        """A routed job with the model that was first chosen for it, by whichever scheduler. Its
-        client may have tokens of that one, which no other model can go on with; so ask this of a
-        job that was delivered before, and have it noted for each that was not."""
-        model, reason = await self._index.settle_model(job.request_id, job.model, job.route_reason)
-        return msgspec.structs.replace(job, model=model, route_reason=reason)
+
+class RoutingPuller(JobPuller):
+    """Pulls jobs for a name that stands for several models. The choice is noted before the job is
+    made ready, so the next scheduler that gets the job runs the same model."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        name: str,
+        models: Sequence[str],
+        chooser: VersionChooser | ModelChooser,
+    ) -> None:
+        """``models`` are those of the name that are served here, the one of that very name first,
+        if there is one: it gets what leaves nothing open."""
+        super().__init__(state, name, models)
+        self._models = models
+        self._chooser = chooser
+        self._num_routing = 0
+
+    def _pull_all(self) -> None:
+        if self._num_routing < _MAX_ROUTING:
+            super()._pull_all()
+
+    def accept(self, leased: LeasedJob) -> None:
+        is_here = self._state.job_table.get(leased.job.request_id) is not None
+        if is_here or not self._chooser.leaves_open(leased):
+            super().accept(leased)
+        else:
+            self._num_routing += 1
+            scheduled = self._scheduled_job(leased)
+            self._state.lines.undecided(scheduled)
+            routing = self._route(leased, scheduled)
+            name = f"route {leased.job.request_id}"
+            self._state.tasks.spawn(routing, name).add_done_callback(self._routed)
+
+    def _routed(self, _routing: asyncio.Task[None]) -> None:
+        self._num_routing -= 1
+        self._wake.set()
+
+    async def _route(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
+        """Start a job at the model that is chosen for it. Its tenant's line counts it as undecided
+        meanwhile."""
+        try:
+            await self._start(leased, scheduled)
+        finally:
+            if self._state.job_table.get(scheduled.request_id) is not scheduled:
+                self._state.lines.decided(scheduled)
+
+    async def _start(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
+        try:
+            scheduled.job = await self._with_model(leased)
+        except MillraceError as error:
+            await self._refuse(scheduled, error)
+            return
+        except Exception as error:
+            logger.exception(
+                "a job could not be given a model", extra={"request_id": scheduled.request_id}
+            )
+            message = f"The job could not be given a model: {type(error).__name__}."
+            await self._refuse(scheduled, MillraceError(message))
+            return
+        if self._state.job_table.get(scheduled.request_id) is None:
+            prepare.start(self._state, scheduled)
+        else:
+            # It was delivered again while its model was looked up.
+            super().accept(leased)
+
+    async def _with_model(self, leased: LeasedJob) -> Job:
+        asked = None
+        if leased.job.body and self._chooser.reads_bodies:
+            asked = await self._state.model_cache.read(leased.job)
+        job = await settle(self._state.running_requests, self._chooser.choose(leased, asked))
+        if job.model not in self._models:
+            raise ModelNotFoundError(
+                f"The model {job.model!r} was chosen, which is not served here."
+            )
+        return job
+
+    async def _refuse(self, scheduled: ScheduledJob, error: MillraceError) -> None:
+        try:
+            await prepare.refuse(self._state, scheduled, error)
+        except BusUnavailableError as outage:
+            logger.warning("a job will be refused later", extra={"reason": outage.message})
+
+
+async def settle(index: RunningRequests, job: Job) -> Job:
+    """Return a job with the model that was first chosen for it, by whichever scheduler. Its client
+    may have tokens of that model, which no other model can continue."""
+    model, reason = await index.settle_model(job.request_id, job.model, job.route_reason)
+    return msgspec.structs.replace(job, model=model, route_reason=reason)

@@ -15,15 +15,15 @@ from millrace.runtime.tasks import wait_or_sleep
 from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
 from millrace.scheduler.fleet.autoscaler import Autoscaler, Signals
 from millrace.scheduler.intake.served_models import ServedModels
-from millrace.scheduler.jobs.scheduled_job import JobPhase, Tenant
+from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob, Tenant, TenantQueueCounts
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, over_waiting_jobs, shed
 from millrace.scheduler.queues.fair_queue import weights_of
 from millrace.scheduler.queues.measurements import eta_s, retry_after_s
-from millrace.scheduler.stages import end
+from millrace.scheduler.stages import end, prepare
 from millrace.scheduler.stages.pull import JobPuller
 from millrace.scheduler.state import ModelQueue, SchedulerState
 from millrace.schemas.control import QueueStatus
-from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.errors import BusUnavailableError, ModelNotFoundError
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.tenants import LOCAL_TENANT
 
@@ -43,6 +43,7 @@ _MAX_FORGOTTEN_AT_ONCE = 16
 # While there is no job, it looks this often: for one whose announcement got lost, and because
 # gateways take a queue that nobody speaks of for unserved.
 _REST_S = 2.0
+_MAX_REFUSED_AT_ONCE = 64
 
 
 class QueueWatch:
@@ -55,7 +56,6 @@ class QueueWatch:
         self._models = models
         self._pullers: Mapping[str, JobPuller] = models.pullers
         self._queue_estimates: Mapping[str, QueueEstimate] = models.queue_estimates
-        self._unknown_models = models.unknown_models
         self._weights = weights_of(state.config.tiers)
         self._is_empty = False
         self._autoscalers: dict[str, Autoscaler] = {}
@@ -101,7 +101,9 @@ class QueueWatch:
                 is_too_much |= await self._look_at(model, model_queue, totals[model])
         is_too_much |= await self._shed_over_limits()
         await self._forget_idle()
-        await self._unknown_models.look(chain.from_iterable(totals.values()))
+        for tenant_queue in chain.from_iterable(totals.values()):
+            if tenant_queue.model not in self._models.known_names:
+                await self._refuse_unknown(tenant_queue)
         return is_too_much
 
     async def _look_at(
@@ -232,7 +234,7 @@ class QueueWatch:
     ) -> None:
         if not tenant_queue.reserved and await self._state.is_foreign_reply(job.tenant, job.reply):
             job = replace(job, reply=job.tenant)
-        await self._state.finalizer.finish_shed(job, terminal_status)
+        await end.answer_shed(self._state, job, terminal_status)
 
     async def _shed_over_limits(self) -> bool:
         """Shed the newest jobs of each tenant that has published more in a tier than may wait;
@@ -288,3 +290,14 @@ class QueueWatch:
                 if await self._state.bus.jobs.forget_tenant_queue(tenant_queue):
                     puller.backlog.forget(tenant_queue)
                     self._state.lines.forget(tenant_queue)
+
+    async def _refuse_unknown(self, tenant_queue: TenantQueue) -> None:
+        """Answer jobs of a model that is not in the catalogue, which no puller would ever pull."""
+        state, known = self._state, ", ".join(sorted(self._models.known_names))
+        for leased in await state.bus.jobs.pull(tenant_queue, _MAX_REFUSED_AT_ONCE, 0.0):
+            error = ModelNotFoundError(
+                f"There is no model {leased.job.model!r} here. The models are: {known}."
+            )
+            scheduled = ScheduledJob.of(leased, TenantQueueCounts(), state.clock.monotonic())
+            await prepare.refuse(state, scheduled, error)
+        await state.bus.jobs.forget_tenant_queue(tenant_queue)

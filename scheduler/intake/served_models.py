@@ -4,7 +4,7 @@ Models come and go as the catalogue says."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
 
@@ -12,13 +12,10 @@ from millrace.registry.rollouts.versions import Versions
 from millrace.registry.routing.router import ModelState, Router
 from millrace.runtime.tasks import Tasks
 from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
-from millrace.scheduler.intake.model_choice import ModelChooser
-from millrace.scheduler.intake.unknown_models import UnknownModelJobs
-from millrace.scheduler.intake.version_choice import VersionChooser
+from millrace.scheduler.intake.model_choice import ModelChooser, RoutingPuller, VersionChooser
 from millrace.scheduler.jobs.model_cache import Preparer
 from millrace.scheduler.stages import place
 from millrace.scheduler.stages.pull import JobPuller
-from millrace.scheduler.stages.routing import Chooser, RoutingPuller
 from millrace.scheduler.state import ModelQueue, SchedulerState
 from millrace.schemas.errors import ModelNotFoundError
 from millrace.schemas.jobs import Tier
@@ -39,10 +36,11 @@ class ServedModels:
     """Of the catalogue the models that the configuration names, with all versions of each, or all
     models if it names none.
 
-    ``queue_estimates`` and ``pullers`` have those that are served now; pullers are also by the
-    names that leave the model, or its version, open. The jobs of a model that has gone are ended as
-    soon as they are seen. Owns the tasks that pull and estimate. Raises ModelNotFoundError if a
-    model of the configuration is not there.
+    ``known_names`` are all names that the catalogue knows. ``queue_estimates`` and ``pullers`` have
+    the models that are served now; pullers are also by the names that leave the model, or its
+    version, open. The jobs of a model that has gone are ended as soon as they are seen. Owns the
+    tasks that pull and estimate. Raises ModelNotFoundError if a model of the configuration is not
+    there.
     """
 
     def __init__(self, state: SchedulerState, catalogue: ModelCatalogue) -> None:
@@ -58,7 +56,7 @@ class ServedModels:
         self._model_queues = state.model_queues
         self.queue_estimates: dict[str, QueueEstimate] = {}
         self.pullers: dict[str, JobPuller] = {}
-        self.unknown_models = UnknownModelJobs(state, _all_names(catalogue))
+        self.known_names = _all_names(catalogue)
         self._tasks: dict[str, Tasks] = {}  # by the name of a puller, or of a model
         self._is_running = False
         self._failure: asyncio.Future[None] | None = None
@@ -92,7 +90,7 @@ class ServedModels:
         """Serve what the catalogue says from now on; ``changed`` are the names of models that are
         new in it, gone from it, or not as they were. The jobs of those that have gone are ended."""
         self._state.model_cache.change(catalogue.load, changed)
-        self.unknown_models.known_models = _all_names(catalogue)
+        self.known_names = _all_names(catalogue)
         before, self._versions = self._versions, Versions(catalogue.names)
         # All are in place again before anything is waited for.
         closing = [
@@ -147,12 +145,12 @@ class ServedModels:
     def _pull_all(self, router: Router | None) -> None:
         """Have a puller by every name that jobs may have, where there is none."""
         versions = self._versions
-        chooser = VersionChooser(versions, self._rollouts, self._state.running_requests)
+        chooser = VersionChooser(versions, self._rollouts)
         for model in versions.models():
             served = [one for one in versions.of(model) if one in self._model_queues]
             for name in versions.names_of(model) if served else ():
                 if name not in self.pullers:
-                    self._add_puller(self._routing_puller(name, chooser, served))
+                    self._add_puller(RoutingPuller(self._state, name, served, chooser))
         for name in self._model_queues.keys() - self.pullers.keys():
             self._add_puller(JobPuller(self._state, name, [name]))
         self._route(router, chooser)
@@ -161,15 +159,12 @@ class ServedModels:
         """Pull what leaves the model open, if any model that it may get is served here."""
         if router is None:
             return
-        chooser = ModelChooser(router, self.model_state, self._state.running_requests, versions)
-        for name in chooser.names:
-            every = chain.from_iterable(map(self._versions.family, chooser.models_of(name)))
+        chooser = ModelChooser(router, self.model_state, versions)
+        for name, route in router.routes.items():
+            every = chain.from_iterable(map(self._versions.family, route.models))
             models = [one for one in every if one in self._model_queues]
             if models:
-                self._add_puller(self._routing_puller(name, chooser, models))
-
-    def _routing_puller(self, name: str, chooser: Chooser, models: Sequence[str]) -> JobPuller:
-        return RoutingPuller(self._state, name, models, chooser)
+                self._add_puller(RoutingPuller(self._state, name, models, chooser))
 
     def _add_puller(self, puller: JobPuller) -> None:
         self.pullers[puller.model] = puller

@@ -43,7 +43,7 @@ class ModelCache:
         A seed is drawn from the request id, so that every scheduler draws the same: a job that is
         delivered again starts again from the same seed.
         """
-        model = await self._get(job.model)
+        model = await self.get(job.model)
         seed_source = random.Random(job.request_id)
         if not job.body:
             prepare = partial(model.prepare, job, seed_source)
@@ -75,11 +75,8 @@ class ModelCache:
     def close(self) -> None:
         self._prompts.close()
 
-    async def warm(self, model: str) -> None:
-        """Load a model before the first job asks for it."""
-        await self._get(model)
-
-    async def _get(self, model: str) -> Preparer:
+    async def get(self, model: str) -> Preparer:
+        """Return a model, loaded once. Raises what loading raises."""
         loading = self._models.get(model)
         if loading is None:
             loading = asyncio.create_task(

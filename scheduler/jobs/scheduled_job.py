@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -12,14 +12,200 @@ from msgspec.structs import replace
 
 from millrace.bus.job_queue import LeasedJob, TenantQueue
 from millrace.bus.running_requests import JobClaim
-from millrace.scheduler.jobs.attempts import AttemptHistory
-from millrace.scheduler.jobs.poison_pills import PoisonSuspicion
 from millrace.scheduler.jobs.prompt_keys import NO_KEYS, PromptKeys
 from millrace.scheduler.jobs.tracing import JobTrace
-from millrace.schemas.control import EPOCHS_PER_DELIVERY, Reservation
+from millrace.schemas.control import EPOCHS_PER_DELIVERY, Reservation, Served
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.models.adapters import AdapterRef
+from millrace.schemas.records import Attempt, sum_energy
 from millrace.schemas.transfer import KvSource
+
+# Beyond this many, the two oldest are kept as one.
+MAX_ATTEMPTS_KEPT = 16
+
+
+class _KnownAttempt(NamedTuple):
+    """``is_accepted``: its worker said so; ``is_reported``: it said what the attempt took, too."""
+
+    attempt: Attempt
+    is_accepted: bool = False
+    is_reported: bool = False
+
+
+@dataclass(slots=True)
+class AttemptHistory:
+    """What is known of a job's attempts.
+
+    ``epoch`` is that of the last one that began or may have begun, 0 before the first;
+    ``epoch_floor`` the highest that somebody else is known to have run at, ``claimed_epoch`` the
+    last below which we told everybody to stop. ``num_started`` were sent by this scheduler,
+    ``num_lost`` with their workers, which ``max_attempts`` bounds.
+
+    A worker reports an attempt when it is over there; what it took on a worker that was killed
+    nobody knows.
+    """
+
+    epoch: int = 0
+    epoch_floor: int = 0
+    claimed_epoch: int = 0
+    num_started: int = 0
+    num_lost: int = 0
+    _by_epoch: dict[int, _KnownAttempt] = field(default_factory=dict)
+    _reported: asyncio.Event | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._by_epoch)
+
+    @property
+    def highest_epoch(self) -> int:
+        """That we ran it at, or told others to stop below."""
+        return max(self.epoch, self.claimed_epoch)
+
+    def add_sent(self, worker_id: str, sent_ns: int, *, is_accepted: bool) -> None:
+        """A dispatch of ``epoch`` went to a worker, which accepted it or did not answer: it began
+        then at the earliest."""
+        if self.epoch not in self._by_epoch:
+            attempt = Attempt(epoch=self.epoch, worker_id=worker_id, started_ns=sent_ns)
+            self._add(_KnownAttempt(attempt, is_accepted))
+
+    def add_found(self, epoch: int, worker_id: str) -> None:
+        """The index knows of an attempt that another scheduler sent."""
+        if epoch not in self._by_epoch and worker_id:
+            self._add(_KnownAttempt(Attempt(epoch=epoch, worker_id=worker_id)))
+
+    def add_report(self, served: Served, worker_id: str, now_ns: int) -> None:
+        """A worker says what an attempt took that is over there. Earlier ones there that it says
+        nothing of were the same, under other epochs."""
+        if not served.epoch:
+            return
+        same = [
+            epoch
+            for epoch, one in self._by_epoch.items()
+            if epoch <= served.epoch and one.attempt.worker_id == worker_id and not one.is_reported
+        ]
+        for epoch in same:
+            del self._by_epoch[epoch]
+        attempt = Attempt(
+            epoch=served.epoch,
+            worker_id=worker_id,
+            started_ns=served.started_ns,
+            ended_ns=now_ns,
+            device_us=served.device_us,
+            energy_j=served.energy_j,
+            cached_tokens=served.cached_tokens,
+            pulled_tokens=served.pulled_tokens,
+            kv_source=served.kv_source,
+        )
+        self._add(_KnownAttempt(attempt, is_accepted=True, is_reported=True))
+        if self._reported is not None:
+            self._reported.set()
+
+    def close(self, now_ns: int) -> None:
+        """None of them goes on."""
+        for epoch, one in self._by_epoch.items():
+            if not one.attempt.ended_ns:
+                self._by_epoch[epoch] = one._replace(attempt=replace(one.attempt, ended_ns=now_ns))
+
+    def earlier(self, worker_id: str = "") -> tuple[Attempt, ...]:
+        """All of them, by epoch; for a worker without those that it may still continue."""
+        known = sorted(self._by_epoch.items())
+        return tuple(
+            one.attempt for _, one in known if one.is_reported or one.attempt.worker_id != worker_id
+        )
+
+    @property
+    def unreported_worker_id(self) -> str:
+        """The worker that accepted the last attempt, if it has not reported it so far; else
+        empty."""
+        if not self._by_epoch:
+            return ""
+        last = self._by_epoch[max(self._by_epoch)]
+        return last.attempt.worker_id if last.is_accepted and not last.is_reported else ""
+
+    async def wait_for_report(self, timeout_s: float) -> None:
+        """Wait until the last attempt is reported, if it may be; ``timeout_s`` at most."""
+        self._reported = asyncio.Event()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.unreported_worker_id:
+                    await self._reported.wait()
+                    self._reported.clear()
+        except TimeoutError:
+            return
+
+    def _add(self, known: _KnownAttempt) -> None:
+        self._by_epoch[known.attempt.epoch] = known
+        if len(self._by_epoch) > MAX_ATTEMPTS_KEPT:
+            first, second = (
+                self._by_epoch.pop(epoch).attempt for epoch in sorted(self._by_epoch)[:2]
+            )
+            device_us = first.device_us + second.device_us
+            both = replace(
+                first,
+                ended_ns=second.ended_ns,
+                device_us=device_us,
+                energy_j=sum_energy((first.energy_j, second.energy_j)),
+                pulled_tokens=first.pulled_tokens + second.pulled_tokens,
+                kv_source=second.kv_source or first.kv_source,
+            )
+            self._by_epoch[first.epoch] = _KnownAttempt(both, is_accepted=True, is_reported=True)
+
+
+MAX_FAILURES = 2.0
+_SURE, _UNSURE = 1.0, 0.5
+
+
+@dataclass(slots=True, eq=False)
+class PoisonSuspicion:
+    """Of one job: ``failures`` are the deaths of workers that it is suspected of, ``detector`` the
+    one that looks into the last of them. ``outlived_engine``: an engine died under it, and nobody
+    knows of a token that it has made since."""
+
+    failures: float = 0.0
+    detector: PoisonPillDetector | None = None
+    outlived_engine: bool = False
+
+
+class PoisonPillDetector:
+    """Looks into the death of one worker: how far each request got that it held.
+
+    A request whose client got nothing new from that run is a suspect. The only suspect has a
+    failure, each of several has half a failure; a request with two failures is a poison pill.
+    Whoever got further is cleared of all, so that requests which merely live through the deaths of
+    workers are not blamed.
+    """
+
+    def __init__(self, suspicions: Iterable[PoisonSuspicion]) -> None:
+        self.closed = asyncio.Event()
+        self._pending = set(suspicions)
+        self._suspects: list[PoisonSuspicion] = []
+        for suspicion in self._pending:
+            if suspicion.detector is not None:
+                suspicion.detector.report(suspicion, progressed=True)
+            suspicion.detector = self
+        self._close_if_all_reported()
+
+    def report(self, suspicion: PoisonSuspicion, *, progressed: bool) -> None:
+        """Whether the client of one had new tokens of the run that died. One that is over, or of
+        which nobody knows, counts as having progressed."""
+        if suspicion not in self._pending:
+            return
+        self._pending.remove(suspicion)
+        suspicion.detector = None
+        if progressed:
+            suspicion.failures = 0.0
+        else:
+            self._suspects.append(suspicion)
+        self._close_if_all_reported()
+
+    def _close_if_all_reported(self) -> None:
+        if self._pending:
+            return
+        for suspicion in self._suspects:
+            suspicion.failures += _SURE if len(self._suspects) == 1 else _UNSURE
+        self._suspects = []
+        self.closed.set()
+
 
 # Blocks are asked for the tokens there are and this many to come, not for all that may come: most
 # completions end long before max_tokens, and a worker that runs out preempts.
@@ -43,10 +229,6 @@ class ResourceRequest(NamedTuple):
     @property
     def total_tokens(self) -> int:
         return self.num_context_tokens + self.num_new_tokens
-
-    @property
-    def rank(self) -> int:
-        return TIER_RANKS[self.tier]
 
     def num_blocks(self, block_size_tokens: int) -> int:
         """KV blocks that it will soon hold."""

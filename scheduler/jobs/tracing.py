@@ -117,26 +117,29 @@ class JobTrace:
         links: Sequence[TraceContext] = (),
         error: str = _WORKER_LOST,
     ) -> None:
-        self._tracing.tell(
-            Span(
-                name,
-                context,
-                above.span_id,
-                since_ns,
-                self._clock.now_ns(),
-                SpanKind.CLIENT,
-                {
-                    **self._attributes,
-                    "millrace.worker.id": run.worker_id,
-                    "millrace.epoch": run.epoch,
-                    "millrace.expected_cached_tokens": run.num_cached_tokens,
-                    "millrace.resumed_tokens": run.num_resumed_tokens,
-                },
-                run.events,
-                links,
-                error,
-            )
-        )
+        span = self._span(name, context, above.span_id, since_ns, SpanKind.CLIENT, error)
+        of_run: dict[str, Value] = {
+            "millrace.worker.id": run.worker_id,
+            "millrace.epoch": run.epoch,
+            "millrace.expected_cached_tokens": run.num_cached_tokens,
+            "millrace.resumed_tokens": run.num_resumed_tokens,
+        }
+        attributes = {**self._attributes, **of_run}
+        self._tracing.tell(span._replace(attributes=attributes, events=run.events, links=links))
+
+    def _span(
+        self,
+        name: str,
+        context: TraceContext,
+        parent_span_id: int,
+        since_ns: int,
+        kind: SpanKind,
+        error: str,
+    ) -> Span:
+        """Make a span of this job that ends now."""
+        now_ns = self._clock.now_ns()
+        attributes = self._attributes
+        return Span(name, context, parent_span_id, since_ns, now_ns, kind, attributes, error=error)
 
     def stop(self) -> None:
         """This scheduler ends; the next one that gets the job records the rest."""
@@ -152,41 +155,23 @@ class JobTrace:
             self._stop_waiting(error)
         if self._is_first:
             self._is_first = False
-            self._tracing.tell(
-                Span(
-                    f"job {self._name}",
-                    self._above,
-                    0,
-                    self._since_ns,
-                    self._clock.now_ns(),
-                    SpanKind.CONSUMER,
-                    self._attributes,
-                    error=error,
-                )
-            )
+            name, kind = f"job {self._name}", SpanKind.CONSUMER
+            self._tracing.tell(self._span(name, self._above, 0, self._since_ns, kind, error))
 
     def _stop_waiting(self, error: str = "") -> None:
         since_ns, self._waits_since_ns = self._waits_since_ns, None
         if since_ns is None:
             return
         pulled, self._pulled = self._pulled, []
+        above, name = self._above, f"queue {self._name}"
+        span = self._span(name, above.anywhere(), above.span_id, since_ns, SpanKind.CONSUMER, error)
+        of_queue: dict[str, Value] = {
+            "messaging.system": "nats",
+            "messaging.operation.type": "receive",
+            "messaging.destination.name": subjects.JOBS_STREAM,
+        }
         self._tracing.tell(
-            Span(
-                f"queue {self._name}",
-                self._above.anywhere(),
-                self._above.span_id,
-                since_ns,
-                self._clock.now_ns(),
-                SpanKind.CONSUMER,
-                {
-                    **self._attributes,
-                    "messaging.system": "nats",
-                    "messaging.operation.type": "receive",
-                    "messaging.destination.name": subjects.JOBS_STREAM,
-                },
-                pulled,
-                error=error,
-            )
+            span._replace(attributes={**self._attributes, **of_queue}, events=pulled)
         )
 
 

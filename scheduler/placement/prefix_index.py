@@ -213,18 +213,3 @@ class PrefixIndex:
             for worker_id, num_blocks in found.items():
                 cached[worker_id] = num_blocks * size
         return cached
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless counts, sets and lists agree."""
-        assert self._num_keys == sum(holder.num_keys for holder in self._holders.values())
-        assert self._num_keys <= self._max_keys
-        assert all(self._masks.values()), "a key that nobody has"
-        bits = 0
-        for worker_id, holder in self._holders.items():
-            assert self._by_bit[holder.bit] == worker_id
-            has = {key for key, mask in self._masks.items() if mask & holder.bit}
-            assert len(has) == holder.num_keys
-            assert has <= set(holder.order)
-            assert holder.digest == reduce(xor, has, 0)
-            bits |= holder.bit
-        assert all(mask | bits == bits for mask in self._masks.values()), "a key of one that went"

@@ -5,13 +5,141 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
 
 from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ScheduledJob, Tenant
-from millrace.scheduler.queues.virtual_tokens import LazyMin, VirtualTokens
 from millrace.schemas.config import SchedulerConfig, TierPolicies
 from millrace.schemas.jobs import Tier
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class LazyMin(Generic[Key]):
+    """Keys with a value each; ``least`` is the key of the smallest, of equal ones the one that has
+    had it for longest. Setting costs O(log n), asking O(1) but for what changed meanwhile."""
+
+    def __init__(self) -> None:
+        self._entries: dict[Key, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._entries)
+
+    def set(self, key: Key, value: float) -> None:
+        known = self._entries.get(key)
+        if known is not None and known[0] == value:
+            return
+        number = next(self._numbers)
+        self._entries[key] = (value, number)
+        heapq.heappush(self._heap, (value, number, key))
+        if len(self._heap) > 4 * len(self._entries) + 64:
+            self._heap = [(value, number, key) for key, (value, number) in self._entries.items()]
+            heapq.heapify(self._heap)
+
+    def discard(self, key: Key) -> None:
+        self._entries.pop(key, None)
+
+    def value(self, key: Key) -> float:
+        """Raises KeyError."""
+        return self._entries[key][0]
+
+    def least(self) -> Key | None:
+        while self._heap:
+            value, number, key = self._heap[0]
+            if self._entries.get(key) == (value, number):
+                return key
+            heapq.heappop(self._heap)
+        return None
+
+
+Member = TypeVar("Member", bound=Hashable)
+
+_MAX_IDLE = 10_000
+
+
+class VirtualTokens(Generic[Member]):
+    """A counter of tokens served for each member. An active member is one with jobs to serve; the
+    active member with the least counter is to be served next.
+
+    A member that becomes active is lifted to the least counter of the active ones, or to that of
+    the last one that was: an idle time earns no credit. So the counters of two members that are
+    both active all the time differ by no more than the cost of what each has in service. Counters
+    of idle members are kept, up to ``max_idle`` of them, so that a pause clears no debt. A counter
+    never falls below what it was lifted to, even if less of an earlier charge was used.
+    """
+
+    def __init__(self, max_idle: int = _MAX_IDLE) -> None:
+        self._max_idle = max_idle
+        self._active: LazyMin[Member] = LazyMin()
+        self._floors: dict[Member, float] = {}
+        self._idle: OrderedDict[Member, float] = OrderedDict()
+        self._last_stop = 0.0
+
+    def __len__(self) -> int:
+        """How many members are active."""
+        return len(self._active)
+
+    def begin(self, member: Member) -> None:
+        """The member is active from now on."""
+        if member in self._active:
+            return
+        least = self._active.least()
+        floor = self._last_stop if least is None else self._active.value(least)
+        self._floors[member] = floor
+        self._active.set(member, max(self._idle.pop(member, floor), floor))
+
+    def end(self, member: Member) -> None:
+        """The member is idle from now on."""
+        if member not in self._active:
+            return
+        counter = self._active.value(member)
+        self._active.discard(member)
+        del self._floors[member]
+        if not len(self._active):
+            self._last_stop = max(self._last_stop, counter)
+        self._set_idle(member, counter)
+
+    def charge(self, member: Member, tokens: float) -> None:
+        """Count tokens as served, or as charged too much if they are negative."""
+        if member in self._active:
+            counter = self._active.value(member) + tokens
+            self._active.set(member, max(counter, self._floors[member]))
+        else:
+            self._set_idle(member, self._idle.pop(member, self._floor()) + tokens)
+
+    def counter(self, member: Member) -> float:
+        if member in self._active:
+            return self._active.value(member)
+        return self._idle.get(member, self._floor())
+
+    def floored_counter(self, member: Member) -> float:
+        """The counter, or what it would be lifted to if the member became active now."""
+        return max(self.counter(member), self._floor())
+
+    def spread(self) -> float:
+        """The most that two active members differ by."""
+        values = [self._active.value(member) for member in self._active]
+        return max(values) - min(values) if values else 0.0
+
+    def _floor(self) -> float:
+        least = self._active.least()
+        return self._last_stop if least is None else self._active.value(least)
+
+    def _set_idle(self, member: Member, counter: float) -> None:
+        self._idle[member] = counter
+        self._idle.move_to_end(member)
+        if len(self._idle) > self._max_idle:
+            self._idle.popitem(last=False)
+
 
 # A tenant's first job goes at the latest when so many others of the tenant went before it.
 MAX_OVERTAKING = 3
@@ -232,7 +360,8 @@ class FairQueue:
         self._begin(tenant)
         self._queued.add(scheduled)
         self._tenant_jobs[tenant].push(scheduled, self._urgency(scheduled))
-        self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
+        tier, name = tenant
+        self._ready[tier].set(name, self._tenants[tier].counter(name))
 
     def _push_returning(self, scheduled: ScheduledJob) -> None:
         is_batch, number = scheduled.tenant.tier is Tier.BATCH, self._members[scheduled]
@@ -281,7 +410,8 @@ class FairQueue:
             jobs = self._tenant_jobs.get(tenant)
             if jobs is not None and len(jobs):
                 jobs.restore()
-                self._ready[tenant.tier].set(tenant.name, self._counter(tenant))
+                tier, name = tenant
+                self._ready[tier].set(name, self._tenants[tier].counter(name))
 
     def head(self, above: Tier | None = None) -> ScheduledJob | None:
         """The job to send next, of the tiers above one if that is given. It stays until it is
@@ -339,7 +469,7 @@ class FairQueue:
         if tier is not Tier.BATCH:
             self._tiers.charge(tier, tokens / self._weights[tier])
         if name in self._ready[tier]:
-            self._ready[tier].set(name, self._counter(tenant))
+            self._ready[tier].set(name, self._tenants[tier].counter(name))
 
     def charge_attempt(self, scheduled: ScheduledJob, num_cached_tokens: int) -> None:
         """Charge for an attempt on a worker that has so many tokens of the prompt cached."""
@@ -353,9 +483,6 @@ class FairQueue:
             self.charge(scheduled.tenant, -scheduled.service.charged_tokens)
             scheduled.service.charged_tokens = 0.0
 
-    def _counter(self, tenant: Tenant) -> float:
-        return self._tenants[tenant.tier].counter(tenant.name)
-
     def rank_of(self, tier: Tier) -> tuple[bool, float]:
         """A sort key of tiers: the next one to be served is the least."""
         return tier is Tier.BATCH, self._tiers.counter(tier)
@@ -366,7 +493,8 @@ class FairQueue:
 
     def lead(self, tier: Tier, over: Tier) -> float:
         """How many more tokens a tier was served than another one, each for its weight."""
-        return self.floored_counter(tier) - self.floored_counter(over)
+        floored = self._tiers.floored_counter
+        return floored(tier) - floored(over)
 
     def num_of(self, tier: Tier) -> int:
         """Jobs of a tier that wait here."""
@@ -413,21 +541,9 @@ class FairQueue:
     def _tenants_in_turn(self, tier: Tier) -> Iterator[ScheduledJob]:
         tenants = [Tenant(tier, name) for name in self._ready[tier]]
         return _interleaved(
-            (self._counter(one), 1.0, iter(self._tenant_jobs[one].in_order())) for one in tenants
+            (self._tenants[tier].counter(one.name), 1.0, iter(self._tenant_jobs[one].in_order()))
+            for one in tenants
         )
-
-    def check_integrity(self) -> None:
-        """AssertionError unless counts and members agree."""
-        waiting = self._queued
-        assert not self._passed, "a job is skipped for good"
-        assert waiting <= self._members.keys(), "what is gone is queued"
-        for tenant, jobs in self._tenant_jobs.items():
-            count = sum(scheduled.tenant == tenant for scheduled in waiting)
-            assert len(jobs) == count, f"{tenant} counts {len(jobs)} jobs of {count}"
-            is_ready = tenant.name in self._ready[tenant.tier]
-            assert is_ready == bool(count), f"{tenant} is not ready"
-            assert count or tenant in self._wanted, f"{tenant} wants nothing"
-        assert sum(map(len, self._tenant_jobs.values())) == len(waiting)
 
 
 def weights_of(tiers: TierPolicies) -> dict[Tier, float]:

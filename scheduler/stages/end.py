@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
 
-from millrace.scheduler.jobs.poison_pills import PoisonPillDetector
-from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
-from millrace.scheduler.jobs.terminal_status import TerminalStatus, failed
+from msgspec.structs import replace
+
+from millrace.bus import codec, subjects
+from millrace.bus.jobs import decoding
+from millrace.bus.jobs.ends import record_of, result_of
+from millrace.registry.pricing import device_cost
+from millrace.runtime.retry import doubling_delays, retry
+from millrace.scheduler.jobs.scheduled_job import JobPhase, PoisonPillDetector, ScheduledJob
+from millrace.scheduler.jobs.terminal_status import REPEATED, TerminalStatus, failed
 from millrace.scheduler.state import MovedBy, Rerun, SchedulerState
-from millrace.schemas.errors import BusUnavailableError
+from millrace.schemas.errors import BusUnavailableError, ModelNotFoundError
+from millrace.schemas.jobs import DeadJob, Job, JobResult
+from millrace.schemas.records import RequestRecord, sum_energy, sum_pulled
 
 logger = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S = 0.05
+_LONGEST_BACKOFF_S = 2.0
 
 
 # --- jobs ---
@@ -59,19 +69,19 @@ def finish(
     if scheduled.is_ended:
         return
     complete(state, scheduled, terminal_status.code)
-    finalizer = state.finalizer
-    answering = finalizer.finish_dead if dead_letter else finalizer.finish
-    state.tasks.spawn(
-        _answer(state, scheduled, answering(scheduled, terminal_status)),
-        f"end {scheduled.request_id}",
-    )
+    answering = _answer_or_wait(state, scheduled, terminal_status, dead_letter=dead_letter)
+    state.tasks.spawn(answering, f"end {scheduled.request_id}")
 
 
-async def _answer(
-    state: SchedulerState, scheduled: ScheduledJob, answering: Coroutine[Any, Any, None]
+async def _answer_or_wait(
+    state: SchedulerState,
+    scheduled: ScheduledJob,
+    terminal_status: TerminalStatus,
+    *,
+    dead_letter: bool,
 ) -> None:
     try:
-        await answering
+        await answer(state, scheduled, terminal_status, dead_letter=dead_letter)
         if scheduled.reservation is not None:
             state.lines.freed(scheduled.job.tenant)
     except BusUnavailableError as error:
@@ -88,6 +98,150 @@ async def _ack(state: SchedulerState, scheduled: ScheduledJob) -> None:
         logger.warning(
             "an answered job will be delivered again", extra={"request_id": scheduled.request_id}
         )
+
+
+# --- answers ---
+
+
+async def answer(
+    state: SchedulerState,
+    scheduled: ScheduledJob,
+    terminal_status: TerminalStatus,
+    *,
+    dead_letter: bool = False,
+) -> None:
+    """Answer a job whose lease is ours: record, stored result, terminal frame, a note in the index,
+    then the ack. ``dead_letter``: keep it among the dead letters.
+
+    Until the ack the queue has the job: if this scheduler dies before, the job is delivered and
+    answered again, and its record is known by then. The frame comes after what the bus confirms,
+    because nothing would send it again: the bus is known to be there. If the frame is lost all the
+    same, the index tells its reader that there is nothing to wait for.
+
+    Raises BusUnavailableError: the job will be delivered again.
+    """
+    job, epoch, now_ns = scheduled.job, scheduled.next_epoch, state.clock.now_ns()
+    await state.bus.outbox.publish(_record(state, scheduled, terminal_status, now_ns))
+    if state.traces is not None:
+        state.traces.recorded(job, now_ns)
+    if job.store_result:
+        await state.bus.results.store(_result(job, terminal_status, now_ns))
+    if state.admission is not None:
+        await state.admission.release(scheduled)
+    await state.bus.frames.answer(job, terminal_status.frame(epoch))
+    await state.running_requests.finish(job.request_id, "", epoch)
+    _count(state, job, terminal_status)
+    logger.info(
+        "ended without a worker",
+        extra={
+            "request_id": job.request_id,
+            "model": job.model,
+            "status": terminal_status.status.value,
+            "code": terminal_status.code,
+        },
+    )
+    if not dead_letter:
+        await state.bus.jobs.ack(scheduled.lease.token)
+        return
+    dead = DeadJob(
+        reason=terminal_status.code,
+        message=terminal_status.message,
+        subject=subjects.job(scheduled.lease.tenant_queue),
+        payload=codec.encode_json(job) if job.frames_as_json else codec.encode(job),
+        content_type=codec.JSON if job.frames_as_json else codec.MSGPACK,
+        request_id=job.request_id,
+        num_deliveries=scheduled.lease.num_deliveries,
+        died_ns=state.clock.now_ns(),
+    )
+    await state.bus.jobs.dead_letter(dead, scheduled.lease.token)
+
+
+async def answer_repeated(
+    state: SchedulerState, job: Job, lease: str, *, awaits_result: bool, epoch: int = 0
+) -> None:
+    """Refuse a message that repeats the id of another job, whose record, result and place in the
+    index stay as they are. ``awaits_result``: the other may store one yet. A frame of the epoch 0
+    is dropped by a reader who follows the other job. Raises BusUnavailableError."""
+    if job.store_result and not awaits_result:
+        # A result that the other stored before stays.
+        await state.bus.results.store(_result(job, REPEATED, state.clock.now_ns()))
+    await state.bus.frames.answer(job, REPEATED.frame(epoch))
+    await state.bus.jobs.ack(lease)
+    logger.info("a request id came again", extra={"request_id": job.request_id})
+
+
+async def answer_shed(state: SchedulerState, job: Job, terminal_status: TerminalStatus) -> None:
+    """Answer a job that was taken out of the queue: it exists nowhere but here, so each step is
+    tried until it succeeds."""
+    now_ns = state.clock.now_ns()
+    _count(state, job, terminal_status)
+    record = _unstarted(state, job, terminal_status, 0, now_ns)
+    await _insist(state, lambda: state.bus.outbox.publish(record))
+    if state.traces is not None:
+        state.traces.recorded(job, now_ns)
+    if job.store_result:
+        result = _result(job, terminal_status, now_ns)
+        await _insist(state, lambda: state.bus.results.store(result))
+    await _insist(state, lambda: state.bus.frames.answer(job, terminal_status.frame(0)))
+    await state.running_requests.finish(job.request_id, "", 0)
+
+
+def _record(
+    state: SchedulerState, scheduled: ScheduledJob, terminal_status: TerminalStatus, now_ns: int
+) -> RequestRecord:
+    """Make the record of a job. It is not known how many tokens its lost attempts made, so its
+    tenant is charged for none, and the row has no prompt tokens; what is known of the time that
+    they took was ours to pay."""
+    job = scheduled.job
+    record = _unstarted(state, job, terminal_status, scheduled.next_epoch, now_ns)
+    if not scheduled.attempts:
+        return record
+    scheduled.attempts.close(now_ns)
+    attempts, prices = scheduled.attempts.earlier(), state.model_cache.prices(job.model)
+    device_us = sum(attempt.device_us for attempt in attempts)
+    pulled_tokens, kv_source = sum_pulled(attempts)
+    return replace(
+        record,
+        prompt_tokens=0,
+        attempts=attempts,
+        device_us=device_us,
+        device_cost=device_cost(prices, device_us),
+        energy_j=sum_energy(attempt.energy_j for attempt in attempts),
+        price_version=prices.version,
+        pulled_tokens=pulled_tokens,
+        kv_source=kv_source,
+    )
+
+
+def _unstarted(
+    state: SchedulerState, job: Job, terminal_status: TerminalStatus, epoch: int, now_ns: int
+) -> RequestRecord:
+    """Make the record without amounts, in the currency of the model's price book."""
+    record = record_of(job, terminal_status.status, terminal_status.code, epoch, now_ns)
+    return replace(record, currency=state.model_cache.prices(job.model).currency)
+
+
+def _result(job: Job, terminal_status: TerminalStatus, now_ns: int) -> JobResult:
+    told = terminal_status
+    return result_of(
+        decoding.owner_of(job), told.status, told.code, told.message, now_ns, told.param
+    )
+
+
+def _count(state: SchedulerState, job: Job, terminal_status: TerminalStatus) -> None:
+    """Count by model, except names that no catalogue has: anybody can make up more of them."""
+    model = "" if terminal_status.code == ModelNotFoundError.code else job.model
+    state.num_ended[model, terminal_status.status, terminal_status.code] += 1
+
+
+async def _insist(state: SchedulerState, step: Callable[[], Awaitable[None]]) -> None:
+    delays = doubling_delays(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
+    await retry(
+        step,
+        delays,
+        state.clock.sleep,
+        retried=lambda error: isinstance(error, BusUnavailableError),
+    )
 
 
 # --- attempts that came to nothing ---

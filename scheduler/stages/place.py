@@ -9,7 +9,7 @@ from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.prompt_keys import PromptKeys
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus, refused
-from millrace.scheduler.placement import placement, roles
+from millrace.scheduler.placement import placement
 from millrace.scheduler.placement.placement import KvHolders
 from millrace.scheduler.queues.preemption import PreemptionPolicy
 from millrace.scheduler.stages import end, send
@@ -51,10 +51,10 @@ class PlacementRound:
         """The place for a job that waits."""
         workers = candidates = self._workers(scheduled)
         expected = scheduled.service.output_tokens
-        if roles.have_roles(workers):
+        if placement.have_roles(workers):
             candidates = self._in_role(scheduled, workers)
             if not scheduled.ran_before:
-                expected = roles.output_tokens_at(candidates, workers, expected)
+                expected = placement.output_tokens_at(candidates, workers, expected)
         return self._choose(scheduled, candidates, workers, scheduled.left_worker_id, expected)
 
     def find_elsewhere(
@@ -68,43 +68,35 @@ class PlacementRound:
             for worker in workers
             if worker is not away_from and to_worker_id in ("", worker.worker_id)
         ]
-        if not to_worker_id and roles.have_roles(candidates):
-            candidates = roles.for_running(candidates, scheduled.resources)
+        if not to_worker_id and placement.have_roles(candidates):
+            candidates = placement.for_running(candidates, scheduled.resources)
         return self._choose(scheduled, candidates, workers, away_from.worker_id)
 
     def find_decoder(
-        self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
+        self,
+        scheduled: ScheduledJob,
+        away_from: WorkerView,
+        to_worker_id: str = "",
+        *,
+        is_ahead: bool = False,
     ) -> Place | None:
-        """The place for a stream that goes on where there is time for it, behind a prompt that a
-        worker has computed; of those alone that decode by their role, or at ``to_worker_id``."""
+        """Return the best worker to continue a job whose prompt is prefilled, of those that decode.
+        ``is_ahead``: the prompt is being computed, and what there is of it so far can be pulled.
+        """
         workers = self._workers(scheduled)
-        candidates = self._decoders(workers, away_from, to_worker_id)
-        return self._choose(scheduled, candidates, workers, away_from.worker_id)
-
-    def find_decoder_ahead(
-        self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
-    ) -> Place | None:
-        """As ``find_decoder``, for a prompt that is being computed: what there is of it so far can
-        be pulled."""
-        workers = self._workers(scheduled)
-        candidates = self._decoders(workers, away_from, to_worker_id)
-        return self._choose(scheduled, candidates, workers)
-
-    @staticmethod
-    def _decoders(
-        workers: list[WorkerView], away_from: WorkerView, to_worker_id: str
-    ) -> list[WorkerView]:
-        return [
+        candidates = [
             worker
-            for worker in roles.decoders(workers)
+            for worker in placement.decoders(workers)
             if worker is not away_from and to_worker_id in ("", worker.worker_id)
         ]
+        left_worker_id = "" if is_ahead else away_from.worker_id
+        return self._choose(scheduled, candidates, workers, left_worker_id)
 
     def _in_role(self, scheduled: ScheduledJob, workers: list[WorkerView]) -> list[WorkerView]:
         if scheduled.ran_before:
-            return roles.for_running(workers, scheduled.resources)
+            return placement.for_running(workers, scheduled.resources)
         cached = self._state.prefixes.cached_tokens(workers, scheduled.prefix_keys)
-        return roles.for_new(workers, scheduled.resources, cached)
+        return placement.for_new(workers, scheduled.resources, cached)
 
     def _choose(
         self,
@@ -133,11 +125,8 @@ class PlacementRound:
             state.clock.monotonic(),
             workers,
         )
-        return None if worker is None else self._place(worker, cached, workers)
-
-    def _place(
-        self, worker: WorkerView, cached: dict[str, int], workers: list[WorkerView]
-    ) -> Place:
+        if worker is None:
+            return None
         num_cached = cached.get(worker.worker_id, 0)
         token_s = placement.prefill_token_s(worker)
         pull = KvHolders(workers, cached).pull(worker, num_cached, token_s)
@@ -206,13 +195,10 @@ def _estimate_service(state: SchedulerState, scheduled: ScheduledJob) -> None:
         scheduled.job.tenant, resources.num_new_tokens
     )
     scheduled.service.output_tokens = expected
-    scheduled.service.tokens = _service_tokens(state, resources.num_context_tokens, expected)
+    output_tokens = state.config.output_weight * expected
+    scheduled.service.tokens = resources.num_context_tokens + output_tokens
     scheduled.prefix_keys = PromptKeys.of_job(scheduled.job)
     model_queue.arrivals.note(scheduled, state.clock.monotonic())
-
-
-def _service_tokens(state: SchedulerState, prompt_tokens: float, output_tokens: float) -> float:
-    return prompt_tokens + state.config.output_weight * output_tokens
 
 
 def dispatch_all(state: SchedulerState) -> None:
@@ -278,9 +264,8 @@ def charge_served(
     state: SchedulerState, model_queue: ModelQueue, served: Served, worker_id: str
 ) -> None:
     """Charge a tenant for what an attempt really took, whichever scheduler sent the attempt."""
-    tokens = _service_tokens(
-        state, served.prompt_tokens - served.cached_tokens, served.completion_tokens
-    )
+    output_tokens = state.config.output_weight * served.completion_tokens
+    tokens = served.prompt_tokens - served.cached_tokens + output_tokens
     scheduled = state.job_table.get(served.request_id)
     if scheduled is None:
         model_queue.preemption.has_turn(served.tier)

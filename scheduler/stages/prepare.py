@@ -42,7 +42,7 @@ async def refuse(state: SchedulerState, scheduled: ScheduledJob, error: Millrace
         repeated.answer(state, scheduled.job, lease, scheduled.claim, first)
         return
     terminal_status = await _why_forbidden(state, scheduled) or refused(error)
-    await state.finalizer.finish(scheduled, terminal_status)
+    await end.answer(state, scheduled, terminal_status)
 
 
 async def _run(state: SchedulerState, scheduled: ScheduledJob) -> None:

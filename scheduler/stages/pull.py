@@ -80,14 +80,15 @@ class JobPuller:
     def recount(self) -> None:
         """Jobs that others had are in the queue again."""
         self.backlog.doubt_others()
-        for tenant_queue in self.backlog.tenant_queues():
-            self._want(tenant_queue)
-        self._wake.set()
+        self._want_all()
 
     def counted(self, totals: dict[TenantQueue, int]) -> None:
         """What the queue has of each tenant queue."""
         self.backlog.counted(totals, self._state.clock.monotonic())
         self._is_counted = True
+        self._want_all()
+
+    def _want_all(self) -> None:
         for tenant_queue in self.backlog.tenant_queues():
             self._want(tenant_queue)
         self._wake.set()
@@ -107,7 +108,8 @@ class JobPuller:
 
     def _pull_all(self) -> None:
         spare = _MAX_PULLS - len(self._pulls)
-        if spare <= 0 or not self._state.bus.connected or self._is_resting():
+        is_resting = self._state.clock.monotonic() < self._resting_until_s
+        if spare <= 0 or not self._state.bus.connected or is_resting:
             return
         if not any(model_queue.is_served for model_queue in self._model_queues):
             return
@@ -147,9 +149,6 @@ class JobPuller:
         if not pull.cancelled() and (error := pull.exception()) is not None:
             self._failure = error
             self._wake.set()
-
-    def _is_resting(self) -> bool:
-        return self._state.clock.monotonic() < self._resting_until_s
 
     def _limits(self, tier: Tier) -> _Limits:
         is_batch = tier is Tier.BATCH

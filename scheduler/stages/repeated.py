@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from millrace.bus.running_requests import JobClaim, RunningRequest
 from millrace.bus.stored_results import frames_of
 from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
+from millrace.scheduler.stages import end
 from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import Replay
 from millrace.schemas.errors import BusForbiddenError, BusUnavailableError
@@ -80,7 +81,7 @@ async def _answer(
             # The first job may still store a result, which this one must not prevent.
             is_shared = first.tenant in ("", job.tenant)
             awaits_result = is_shared and not is_over
-            await state.finalizer.finish_repeated(job, lease, awaits_result=awaits_result)
+            await end.answer_repeated(state, job, lease, awaits_result=awaits_result)
     except BusUnavailableError as error:
         logger.warning(
             "a repeated job could not be answered; it will be delivered again",
@@ -114,13 +115,10 @@ async def _follow(state: SchedulerState, job: Job, lease: str, first: JobClaim) 
     result = None if sent is not None else await _result_of(state, job)
     epoch = 0 if known is None else known.epoch
     if sent is None and result is None:
-        await state.finalizer.finish_repeated(job, lease, awaits_result=False, epoch=epoch)
+        await end.answer_repeated(state, job, lease, awaits_result=False, epoch=epoch)
         return
     if result is not None:
-        frames = [(request_id, frame) for frame in frames_of(result, epoch)]
-        await state.bus.frames.publish(
-            job.reply, frames, batch=job.batch_frames, as_json=job.frames_as_json
-        )
+        await state.bus.frames.answer(job, *frames_of(result, epoch))
     await state.bus.jobs.ack(lease)
 
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from millrace.runtime.tracing import recorded_trace_id
-from millrace.scheduler.jobs.poison_pills import MAX_FAILURES
 from millrace.scheduler.jobs.running_requests import last_worker
-from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob
+from millrace.scheduler.jobs.scheduled_job import MAX_FAILURES, JobPhase, ScheduledJob
 from millrace.scheduler.jobs.terminal_status import (
     TerminalStatus,
     cancelled,

@@ -5,7 +5,7 @@ Clients send back blocks with all fields that an SDK keeps, so unknown fields ar
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -13,7 +13,9 @@ from millrace.schemas.chat.messages import TextPart
 
 
 class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    type: ClassVar[str]
+    @property
+    def type(self) -> str:
+        return str(self.__struct_config__.tag)
 
 
 # --- texts -----------------------------------------------------------------------------------
@@ -22,15 +24,11 @@ class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
     """A piece of text of a turn."""
 
-    type: ClassVar[str] = "text"
-
     text: str
 
 
 class SearchResultBlock(_Block, frozen=True, kw_only=True, tag="search_result"):
     """A result of the client's own search. The model reads title, source and text."""
-
-    type: ClassVar[str] = "search_result"
 
     source: str
     title: str
@@ -40,8 +38,6 @@ class SearchResultBlock(_Block, frozen=True, kw_only=True, tag="search_result"):
 class DocumentBlock(_Block, frozen=True, kw_only=True, tag="document"):
     """A document. Its ``source`` must have the type ``text`` or ``content``."""
 
-    type: ClassVar[str] = "document"
-
     source: dict[str, Any]
     title: str | None = None
     context: str | None = None
@@ -50,15 +46,11 @@ class DocumentBlock(_Block, frozen=True, kw_only=True, tag="document"):
 class ToolReferenceBlock(_Block, frozen=True, kw_only=True, tag="tool_reference"):
     """A search found the tool ``tool_name``. The model is told of the tool from then on."""
 
-    type: ClassVar[str] = "tool_reference"
-
     tool_name: str
 
 
 class BrowserStateBlock(_Block, frozen=True, kw_only=True, tag="browser_state"):
     """The tabs of the client's browser. The model reads them as JSON."""
-
-    type: ClassVar[str] = "browser_state"
 
     tabs: tuple[dict[str, Any], ...]
     state_changes: tuple[dict[str, Any], ...] | None = None
@@ -66,8 +58,6 @@ class BrowserStateBlock(_Block, frozen=True, kw_only=True, tag="browser_state"):
 
 class ImageBlock(_Block, frozen=True, kw_only=True, tag="image"):
     """An image. In a tool's result and in an answer the model reads a sentence in its place."""
-
-    type: ClassVar[str] = "image"
 
 
 ReadableBlock = (
@@ -82,8 +72,6 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
     """A call that the model made. ``input`` is an object. Of a call that was cut it may be empty
     or a string of partial JSON."""
 
-    type: ClassVar[str] = "tool_use"
-
     id: str
     name: str
     input: dict[str, Any] | str | None = None
@@ -91,8 +79,6 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
 
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
     """The result of the call ``tool_use_id``, or its error with ``is_error``."""
-
-    type: ClassVar[str] = "tool_result"
 
     tool_use_id: str
     content: str | tuple[ReadableBlock | ImageBlock, ...] | None = None
@@ -105,8 +91,6 @@ class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
 class ServerToolUseBlock(_Block, frozen=True, kw_only=True, tag="server_tool_use"):
     """A call that the provider's server ran. Its result follows in the history."""
 
-    type: ClassVar[str] = "server_tool_use"
-
     id: str
     name: str
     input: dict[str, Any] = {}
@@ -114,8 +98,6 @@ class ServerToolUseBlock(_Block, frozen=True, kw_only=True, tag="server_tool_use
 
 class McpToolUseBlock(_Block, frozen=True, kw_only=True, tag="mcp_tool_use"):
     """A call that the provider's server sent to the MCP server ``server_name``."""
-
-    type: ClassVar[str] = "mcp_tool_use"
 
     id: str
     name: str
@@ -132,39 +114,37 @@ class _ServerResult(_Block, frozen=True, kw_only=True):
 
 
 class WebSearchResult(_ServerResult, frozen=True, kw_only=True, tag="web_search_tool_result"):
-    type: ClassVar[str] = "web_search_tool_result"
+    pass
 
 
 class WebFetchResult(_ServerResult, frozen=True, kw_only=True, tag="web_fetch_tool_result"):
-    type: ClassVar[str] = "web_fetch_tool_result"
+    pass
 
 
 class CodeResult(_ServerResult, frozen=True, kw_only=True, tag="code_execution_tool_result"):
-    type: ClassVar[str] = "code_execution_tool_result"
+    pass
 
 
 class BashResult(_ServerResult, frozen=True, kw_only=True, tag="bash_code_execution_tool_result"):
-    type: ClassVar[str] = "bash_code_execution_tool_result"
+    pass
 
 
 class EditorResult(
     _ServerResult, frozen=True, kw_only=True, tag="text_editor_code_execution_tool_result"
 ):
-    type: ClassVar[str] = "text_editor_code_execution_tool_result"
+    pass
 
 
 class ToolSearchResult(_ServerResult, frozen=True, kw_only=True, tag="tool_search_tool_result"):
     """The result of a search for tools. The model is told of the found tools from then on."""
 
-    type: ClassVar[str] = "tool_search_tool_result"
-
 
 class AdvisorResult(_ServerResult, frozen=True, kw_only=True, tag="advisor_tool_result"):
-    type: ClassVar[str] = "advisor_tool_result"
+    pass
 
 
 class McpResult(_ServerResult, frozen=True, kw_only=True, tag="mcp_tool_result"):
-    type: ClassVar[str] = "mcp_tool_result"
+    pass
 
 
 ServerCall = ServerToolUseBlock | McpToolUseBlock
@@ -187,15 +167,11 @@ class ToolAdditionBlock(_Block, frozen=True, kw_only=True, tag="tool_addition"):
     """From here on the model is told of a tool: one of the request's ``tools`` by its name, or one
     that ``tool.definition`` defines."""
 
-    type: ClassVar[str] = "tool_addition"
-
     tool: dict[str, Any]
 
 
 class ToolRemovalBlock(_Block, frozen=True, kw_only=True, tag="tool_removal"):
     """From here on the model is not told of a tool."""
-
-    type: ClassVar[str] = "tool_removal"
 
     tool: dict[str, Any]
 
@@ -209,8 +185,6 @@ ToolChange = ToolAdditionBlock | ToolRemovalBlock
 class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
     """Thoughts of the model. ``signature`` is ignored."""
 
-    type: ClassVar[str] = "thinking"
-
     thinking: str
     signature: str | None = None
 
@@ -218,8 +192,6 @@ class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
 class CompactionBlock(_Block, frozen=True, kw_only=True, tag="compaction"):
     """A summary in place of all messages before it; null: no summary. ``tool_changes`` are the
     changes of tools in those messages."""
-
-    type: ClassVar[str] = "compaction"
 
     content: str | None = None
     encrypted_content: str | None = None
@@ -229,25 +201,17 @@ class CompactionBlock(_Block, frozen=True, kw_only=True, tag="compaction"):
 class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thinking"):
     """Encrypted thoughts."""
 
-    type: ClassVar[str] = "redacted_thinking"
-
 
 class FallbackBlock(_Block, frozen=True, kw_only=True, tag="fallback"):
     """The provider changed the model here."""
-
-    type: ClassVar[str] = "fallback"
 
 
 class McpToolListingBlock(_Block, frozen=True, kw_only=True, tag="mcp_tool_listing"):
     """The tools of an MCP server that the provider's server asked."""
 
-    type: ClassVar[str] = "mcp_tool_listing"
-
 
 class ContainerUploadBlock(_Block, frozen=True, kw_only=True, tag="container_upload"):
     """A file in the provider's container."""
-
-    type: ClassVar[str] = "container_upload"
 
 
 UnreadableBlock = RedactedThinkingBlock | FallbackBlock | McpToolListingBlock | ContainerUploadBlock

@@ -8,7 +8,7 @@ role's message that is not known is refused by name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -80,17 +80,17 @@ class _AnyMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
     """``tool_calls`` belong to an assistant's message and ``tool_call_id`` to a tool's: they stand
     here so that they can be refused elsewhere."""
 
-    role: ClassVar[str]
-
     name: str | None = None
     tool_calls: tuple[MessageToolCall, ...] | None = None
     tool_call_id: str | None = None
 
+    @property
+    def role(self) -> str:
+        return str(self.__struct_config__.tag)
+
 
 class UserMessage(_AnyMessage, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="user"):
     """What a user says. Fields of type Any are known but not honoured."""
-
-    role: ClassVar[str] = "user"
 
     content: str | tuple[TextPart, ...] | None = None
     refusal: Any = None
@@ -102,13 +102,9 @@ class UserMessage(_AnyMessage, frozen=True, kw_only=True, forbid_unknown_fields=
 class SystemMessage(UserMessage, frozen=True, kw_only=True, tag="system"):
     """Instructions to the model."""
 
-    role: ClassVar[str] = "system"
-
 
 class DeveloperMessage(UserMessage, frozen=True, kw_only=True, tag="developer"):
     """The newer name of a system's message."""
-
-    role: ClassVar[str] = "developer"
 
 
 class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
@@ -116,8 +112,6 @@ class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
     ``reasoning`` are its thoughts, by either name; a value that is not text is ignored as unknown
     fields are. ``refusal`` is the text of an answer that has neither content nor calls. ``audio``
     and ``function_call`` are refused where they are all that the answer has."""
-
-    role: ClassVar[str] = "assistant"
 
     content: str | tuple[EchoedPart, ...] | None = None
     refusal: Any = None
@@ -130,14 +124,12 @@ class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
 class ToolMessage(_AnyMessage, frozen=True, kw_only=True, tag="tool"):
     """The result of the call ``tool_call_id``; null is no text."""
 
-    role: ClassVar[str] = "tool"
-
     content: str | tuple[ToolPart, ...] | None = None
 
 
 Message = UserMessage | SystemMessage | DeveloperMessage | EchoedMessage | ToolMessage
 
 MESSAGE_OF_ROLE: Mapping[str, type[Message]] = {
-    kind.role: kind
+    str(kind.__struct_config__.tag): kind
     for kind in (SystemMessage, DeveloperMessage, UserMessage, EchoedMessage, ToolMessage)
 }

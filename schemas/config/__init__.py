@@ -7,13 +7,6 @@ file and variables. Imports ``schemas`` only. ``docs/configuration.md`` is made 
 from __future__ import annotations
 
 from millrace.schemas.config.gateway import GatewayConfig, SessionContexts
-from millrace.schemas.config.objectives import SloConfig
-from millrace.schemas.config.scheduler import (
-    AutoscaleConfig,
-    SchedulerConfig,
-    TierPolicies,
-    TierPolicy,
-)
 from millrace.schemas.config.section import Section
 from millrace.schemas.config.stores import (
     ArtifactsConfig,
@@ -23,8 +16,21 @@ from millrace.schemas.config.stores import (
     RedisConfig,
     StorageConfig,
 )
-from millrace.schemas.config.telemetry import MetricsConfig, TelemetryConfig, TracingConfig
-from millrace.schemas.config.worker import EngineConfig, SimulationConfig, WorkerConfig
+from millrace.schemas.config.telemetry import (
+    MetricsConfig,
+    SloConfig,
+    TelemetryConfig,
+    TracingConfig,
+)
+from millrace.schemas.config.worker import (
+    AutoscaleConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SimulationConfig,
+    TierPolicies,
+    TierPolicy,
+    WorkerConfig,
+)
 
 __all__ = [
     "ArtifactsConfig",

@@ -25,15 +25,8 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, kind: EngineKind) -> EngineCard:
         """That of every engine of this kind."""
-        promises = PROMISES[kind]
-        return cls(
-            kind=kind,
-            exact_token_ids=promises.exact_token_ids,
-            takes_token_ids=promises.takes_token_ids,
-            continues_sampling=promises.continues_sampling,
-            continues_grammars=promises.continues_grammars,
-            unsupported=tuple(sorted(promises.unsupported)),
-        )
+        told = {name: getattr(PROMISES[kind], name) for name in cls.__struct_fields__[1:-1]}
+        return cls(kind=kind, unsupported=tuple(sorted(PROMISES[kind].unsupported)), **told)
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ value asks for nothing.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -125,7 +125,9 @@ class _GivenItem(msgspec.Struct, frozen=True, kw_only=True):
 class _GivenMessage(_GivenItem, frozen=True, kw_only=True, tag_field="role"):
     """Its ``type`` may be left out."""
 
-    role: ClassVar[str]
+    @property
+    def role(self) -> str:
+        return str(self.__struct_config__.tag)
 
     type: Literal["message"] = "message"
 
@@ -135,8 +137,6 @@ class GivenUserMessage(
 ):
     """What a user says."""
 
-    role: ClassVar[str] = "user"
-
     content: str | tuple[InputText | EchoedText, ...]
     phase: Any = None
     internal_chat_message_metadata_passthrough: dict[str, Any] | None = None
@@ -145,19 +145,13 @@ class GivenUserMessage(
 class GivenSystemMessage(GivenUserMessage, frozen=True, kw_only=True, tag="system"):
     """Instructions to the model."""
 
-    role: ClassVar[str] = "system"
-
 
 class GivenDeveloperMessage(GivenUserMessage, frozen=True, kw_only=True, tag="developer"):
     """The newer name of a system's message."""
 
-    role: ClassVar[str] = "developer"
-
 
 class GivenAnswer(_GivenMessage, frozen=True, kw_only=True, tag="assistant"):
     """A message of an earlier answer; null content is no text."""
-
-    role: ClassVar[str] = "assistant"
 
     content: (
         str
@@ -395,3 +389,38 @@ class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
     conversation: ConversationReference | None = None
     object: Literal["response"] = "response"
     notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
+
+
+class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """``POST /v1/responses/input_tokens``."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
+
+
+class ItemList(msgspec.Struct, frozen=True, kw_only=True):
+    """``GET /v1/responses/{id}/input_items``."""
+
+    data: tuple[Item, ...]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of an answer: the ``response`` as it was sent, and all the items before it; of
+    one in the background also the ``request``, without its input, and how many of the items are not
+    of that (``num_earlier``)."""
+
+    response: msgspec.Raw
+    input: tuple[Item, ...]
+    request: ResponsesRequest | None = None
+    num_earlier: int = 0

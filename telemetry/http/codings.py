@@ -17,7 +17,7 @@ from typing import Any
 import lz4.block
 import lz4.frame
 
-from millrace.runtime.http.answer_coding import weight_of
+from millrace.runtime.http.content_coding import weight_of
 from millrace.runtime.http.head import Headers
 from millrace.telemetry.http.cityhash import checksum
 from millrace.telemetry.store.reading import QueryError

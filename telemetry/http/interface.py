@@ -26,7 +26,7 @@ from millrace.runtime.http.content_coding import (
     RatioError,
     with_decoded_body,
 )
-from millrace.runtime.http.server import ManagedServer
+from millrace.runtime.http.protocol import ManagedServer
 from millrace.schemas.config import ClickHouseConfig
 from millrace.schemas.errors import ConfigError, shown
 from millrace.telemetry.http.access import AccessCheck, AccessRefusal

@@ -15,7 +15,7 @@ from jsonschema.exceptions import ValidationError
 from millrace.bus import asyncapi, codec, subjects
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.jobs.published import read_published
-from millrace.bus.tokens import token, untoken
+from millrace.bus.subjects import token, untoken
 from millrace.schemas.frames import Delta, Done, FinishReason
 from millrace.schemas.jobs import Job, Tier
 from tests.support.repository import ROOT

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from millrace.bus import redis_keys, subjects
 from millrace.bus.job_queue import TenantQueue
-from millrace.bus.tokens import ENVELOPE, token, untoken
+from millrace.bus.subjects import ENVELOPE, token, untoken
 from millrace.schemas.jobs import Source, Tier
 from millrace.schemas.records import (
     DeliveryRecord,

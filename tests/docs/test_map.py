@@ -74,7 +74,7 @@ def test_each_word_has_one_meaning_and_its_place_in_the_code() -> None:
     ("step", "file", "symbol"),
     [
         ("Make the job", "gateway/request/job_maker.py", "JobMaker"),
-        ("Pull and order", "scheduler/stages/pull.py", "Puller.accept"),
+        ("Pull and order", "scheduler/stages/pull.py", "JobPuller.accept"),
         ("Pull and order", "scheduler/stages/prepare.py", "start"),
         ("Pull and order", "scheduler/jobs/tenant_lines.py", "TenantLines.admit"),
         ("Pull and order", "scheduler/queues/fair_queue.py", "FairQueue.head"),

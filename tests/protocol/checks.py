@@ -11,6 +11,7 @@ from millrace.schemas.records import RequestRecord, Status
 from millrace.workers.engine_like import EngineFailedError
 from tests.protocol.clients import Asked
 from tests.protocol.system import System
+from tests.scheduler.integrity import check_integrity
 
 # Ends are told by notices; one that was missed is found within half a minute.
 _REST_WITHIN_S = 90.0
@@ -30,10 +31,10 @@ def check_now(system: System) -> None:
         failure = scheduler.process.failure
         assert failure is None, f"{scheduler.process.name} ended with {failure!r}"
         if scheduler.process.is_alive:
-            scheduler.scheduler.state.fleet.check_integrity()
-            scheduler.scheduler.state.prefixes.check_integrity()
+            check_integrity(scheduler.scheduler.state.fleet)
+            check_integrity(scheduler.scheduler.state.prefixes)
             for model_queue in scheduler.scheduler.model_queues.values():
-                model_queue.queue.check_integrity()
+                check_integrity(model_queue.queue)
     for worker in system.workers.values():
         if worker.process.is_alive:
             worker.engine.check_integrity()

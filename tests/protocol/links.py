@@ -23,8 +23,7 @@ from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.memory.jobs import MemoryJobQueue
 from millrace.bus.running_requests import JobClaim, RunningRequest
 from millrace.bus.storage import Storage
-from millrace.bus.store.journal import Journal
-from millrace.bus.store.objects import Objects
+from millrace.bus.store.objects import Journal, Objects
 from millrace.bus.transport import Subscription
 from millrace.runtime.clock import Clock
 from millrace.schemas.control import WorkerCommand

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace.runtime.json.outline import MAX_MESSAGES, MAX_TOKEN_IDS, check_outline
+from millrace.runtime.json.faults import MAX_MESSAGES, MAX_TOKEN_IDS, check_outline
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.runtime.redis.protocol import ErrorReply, MalformedReplyError, ReplyReader, pack
+from millrace.runtime.redis.wire import ErrorReply, MalformedReplyError, ReplyReader, pack
 
 _SIMPLE = st.one_of(
     st.none(),

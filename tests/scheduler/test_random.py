@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from millrace.schemas.control import Cancel, ResumePoint
 from millrace.schemas.pooling import Pooling
+from tests.scheduler.integrity import check_integrity
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
 
@@ -104,4 +105,4 @@ def _check(world: World) -> None:
     embeddings = [d for w in world.workers for d in w.history if d.job.pooling is not None]
     assert not any(d.resume_token_ids for d in embeddings), "tokens of an embedding"
     for scheduler in world.schedulers:
-        scheduler.state.fleet.check_integrity()
+        check_integrity(scheduler.state.fleet)

@@ -12,13 +12,12 @@ import msgspec
 
 from millrace.bus import codec
 from millrace.bus.fleet.adapters import AdapterDirectory
-from millrace.bus.fleet.directories import Directories
-from millrace.bus.fleet.reply_owners import ReplyOwners
+from millrace.bus.fleet.directories import Directories, ReplyOwners
 from millrace.bus.job_queue import TenantQueue
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.running_requests import JobClaim, RunningRequest
+from millrace.bus.subjects import untoken
 from millrace.bus.tenancy.keeper import LimitKeeper
-from millrace.bus.tokens import untoken
 from millrace.bus.transport import Message
 from millrace.registry.pricing import UNPRICED
 from millrace.registry.routing.router import Router
@@ -241,7 +240,7 @@ class World:
         )
         scheduler.orphans.grace_s = self._orphan_grace_s
         for model in self._models:
-            await scheduler.state.model_cache.warm(model)
+            await scheduler.state.model_cache.get(model)
         stopping = asyncio.Event()
         self.schedulers.append(scheduler)
         self._running.append((stopping, asyncio.create_task(scheduler.run(stopping))))

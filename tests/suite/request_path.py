@@ -58,7 +58,7 @@ _BACKGROUND = (
     "runtime/alerts/",
     "gateway/alerts.py",
     "gateway/request/failure_log.py",
-    "bus/store/conditions.py",
+    "bus/store/watch.py",
     "workers/host/leases.py",
 )
 _NOT_FUNCTIONS = ("<module>", "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from millrace.runtime.tracing import SpanKind, attempt_span, parse_traceparent, record_span
-from millrace.scheduler.jobs.finalizer import JobFinalizer
 from millrace.scheduler.jobs.tracing import JobTraces
 from millrace.scheduler.metrics import SchedulerMetrics
 from millrace.schemas.control import Cancel, CancelReason
@@ -34,10 +33,6 @@ def kept(world: World) -> KeptSpans:
     scheduler = world.schedulers[0]
     context = scheduler.state
     context.traces = JobTraces(tracing, world.clock)
-    prices = scheduler.state.model_cache.prices
-    context.finalizer = JobFinalizer(
-        context.bus, world.clock, world.running_requests, prices, context.traces
-    )
     return kept
 
 

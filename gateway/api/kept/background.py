@@ -26,8 +26,7 @@ from millrace.gateway.streams.stream import DetachedClient
 from millrace.gateway.tenancy.identity import Caller
 from millrace.schemas.control import CancelReason
 from millrace.schemas.errors import MillraceError, ModelNotFoundError
-from millrace.schemas.responses.items import ResponseAnswer
-from millrace.schemas.responses.kept import StoredResponse
+from millrace.schemas.responses.items import ResponseAnswer, StoredResponse
 
 _decode = msgspec.json.Decoder(ResponseAnswer).decode
 

@@ -27,7 +27,7 @@ from millrace.gateway.responses.store import ResponseStore
 from millrace.gateway.tenancy.identity import Caller
 from millrace.gateway.transport.http import json_response, new_request_id
 from millrace.registry.requests.message_fields import check_metadata
-from millrace.schemas.chat.conversations import (
+from millrace.schemas.chat.chats import (
     Conversation,
     ConversationDeleted,
     ConversationRequest,
@@ -36,8 +36,7 @@ from millrace.schemas.chat.conversations import (
 )
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import NOTICE_NAME, NoticeCode, Notices, bounded, header_value
-from millrace.schemas.responses.items import Item
-from millrace.schemas.responses.kept import ItemList
+from millrace.schemas.responses.items import Item, ItemList
 
 MAX_NEW_ITEMS = 20
 _NS_PER_S = 1_000_000_000

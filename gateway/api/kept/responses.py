@@ -55,8 +55,13 @@ from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.schemas.chat.asked import Api
 from millrace.schemas.errors import ModelNotFoundError, ParameterError, PayloadTooLargeError
 from millrace.schemas.notices import NOTICE_HEADER, NOTICE_NAME, Notices, field_of, header_value
-from millrace.schemas.responses.items import Item, ResponsesRequest
-from millrace.schemas.responses.kept import InputTokens, ResponseDeleted, StoredResponse
+from millrace.schemas.responses.items import (
+    InputTokens,
+    Item,
+    ResponseDeleted,
+    ResponsesRequest,
+    StoredResponse,
+)
 from millrace.schemas.tools import ToolDefinition
 
 _SSE = {name.decode(): value.decode() for name, value in SSE_HEADERS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.bus.fleet.reply_owners import ReplyOwners
+from millrace.bus.fleet.directories import ReplyOwners
 from millrace.bus.tenancy.tenants import TenantStore
 from millrace.runtime.redis.link import RedisLink
 from millrace.schemas.config import RedisConfig

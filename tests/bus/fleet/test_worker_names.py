@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from millrace.bus.api import Bus
-from millrace.bus.fleet.worker_names import (
+from millrace.bus.fleet.directory import (
     MISSED_RENEWALS,
     RENEWAL_BEATS,
     WorkerName,

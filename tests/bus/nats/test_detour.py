@@ -98,8 +98,8 @@ async def test_a_worker_is_reached_over_the_server_that_sees_both(cluster: Clust
         assert await control.command("w1", _REPLAY, 1.0) is not None
         await eventually(lambda: seen == [("r1", Accepted())])
         assert time.monotonic() - began_s < 1.5
-        assert gateway.server is not None
-        assert gateway.server.uri.port != cluster.servers[0].port
+        assert gateway._client.server is not None
+        assert gateway._client.server.uri.port != cluster.servers[0].port
 
 
 async def test_the_server_over_which_most_workers_answer_is_taken(cluster: Cluster) -> None:
@@ -121,15 +121,15 @@ async def test_the_server_over_which_most_workers_answer_is_taken(cluster: Clust
         await eventually(lambda: len(gateway.other_servers) == 2, what="word of the other servers")
         cluster.part()
         assert await Detours(gateway).reach("far", _REPLAY, 0.3, ["near"])
-        assert gateway.server is not None
-        assert gateway.server.uri.port == cluster.servers[2].port
+        assert gateway._client.server is not None
+        assert gateway._client.server.uri.port == cluster.servers[2].port
 
 
 async def test_a_worker_that_is_dead_moves_nobody(cluster: Cluster) -> None:
     async with connected(cluster.config(0, 1, 2)) as gateway:
-        server = gateway.server
+        server = gateway._client.server
         assert not await Detours(gateway).reach("dead", _REPLAY, 0.3)
-        assert gateway.server is server
+        assert gateway._client.server is server
 
 
 async def test_one_server_has_no_detour(nats_server: NatsServer) -> None:

@@ -43,7 +43,7 @@ async def connected(config: NatsConfig, num: int) -> AsyncIterator[list[Connecti
 def servers_of(connections: list[Connection]) -> list[int | None]:
     """The port that each is connected to; None for one that is not connected."""
     return [
-        None if not one.connected or one.server is None else one.server.uri.port
+        None if not one.connected or one._client.server is None else one._client.server.uri.port
         for one in connections
     ]
 
@@ -85,7 +85,7 @@ async def test_what_is_published_by_a_client_that_moves_arrives(servers: list[Na
             await asyncio.sleep(0.02)
             (other,) = mover.other_servers
             await mover.move_to(other)
-            await eventually(lambda place=other: mover.connected and mover.server is place)
+            await eventually(lambda place=other: mover.connected and mover._client.server is place)
         is_moving = False
         await publishing
         await eventually(lambda: len(seen) == len(taken))

@@ -11,8 +11,7 @@ import pytest
 
 from millrace.bus import subjects
 from millrace.bus.api import Bus
-from millrace.bus.store.journal import JournalConflictError
-from millrace.bus.store.objects import ObjectLostError
+from millrace.bus.store.objects import JournalConflictError, ObjectLostError
 from millrace.schemas.errors import BusUnavailableError, PayloadTooLargeError
 from millrace.schemas.jobs import JobResult
 from tests.bus.conftest import Broker

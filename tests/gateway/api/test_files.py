@@ -13,7 +13,7 @@ import pytest
 from millrace.bus.memory import MemoryBroker, MemoryBus
 from millrace.bus.store.objects import StoredObject
 from millrace.gateway.batches.files import Files, created_ms, new_ordered_id
-from millrace.schemas.batches.files import FilePurpose
+from millrace.schemas.batches.batches import FilePurpose
 from millrace.schemas.config import GatewayConfig
 from tests.support.running_gateway import RunningGateway, running_gateway
 

@@ -93,14 +93,14 @@ def kinds_of(union: Any) -> set[str]:
 
 @pytest.mark.parametrize("union", [sdk_types.ContentBlockParam, beta_types.BetaContentBlockParam])
 def test_each_block_of_the_sdk_is_known(union: Any) -> None:
-    ours = {block.type for block in typing.get_args(ContentBlock)}
+    ours = {block.__struct_config__.tag for block in typing.get_args(ContentBlock)}
     assert kinds_of(union) - ours == set()
 
 
 def test_each_block_of_a_result_is_known() -> None:
     hint = typing.get_type_hints(beta_types.BetaToolResultBlockParam)["content"]
     (blocks,) = [one for one in typing.get_args(hint) if one is not str]
-    ours = {block.type for block in typing.get_args(ReadableBlock)}
+    ours = {block.__struct_config__.tag for block in typing.get_args(ReadableBlock)}
     assert kinds_of(typing.get_args(blocks)[0]) - ours == {"image"}
 
 

@@ -216,7 +216,7 @@ async def test_a_stream_that_ends_while_it_is_pulled_leaves_nothing_behind(world
 async def test_a_stream_leaves_also_if_nobody_says_that_it_was_pulled(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.scheduler.dispatch.warming._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("millrace.scheduler.dispatch.migration._TIMEOUT_S", 0.1)
     first = await serving(world, "a")
     second = await _until_warmed(world, first)
     await world.pass_real(lambda: "r0" in second.running)

@@ -9,6 +9,7 @@ from millrace.scheduler.queues.fair_queue import FairQueue
 from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.control import Dispatch, WorkerReply
 from millrace.schemas.jobs import Tier
+from tests.scheduler.integrity import check_integrity
 from tests.scheduler.scheduled_jobs import scheduled_job
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import World, job
@@ -54,7 +55,7 @@ def test_one_that_was_interrupted_is_passed_over_wherever_it_stands() -> None:
     assert queue.head() is free
     queue.restore_passed()
     assert queue.head(Tier.FREE) is pro
-    queue.check_integrity()
+    check_integrity(queue)
 
 
 class PreemptingWorker(ScriptedWorker):
@@ -89,7 +90,7 @@ async def test_a_free_job_without_room_holds_up_no_enterprise_job(world: World) 
         await worker.finish(name)
         await world.pass_s(0.5)
     assert sum(d.job.tier is Tier.FREE for d in worker.history) == 4, "none of them had room"
-    world.schedulers[0].model_queues["m"].queue.check_integrity()
+    check_integrity(world.schedulers[0].model_queues["m"].queue)
 
 
 async def test_an_interrupted_stream_without_room_holds_up_no_enterprise_job(world: World) -> None:

@@ -8,6 +8,7 @@ from millrace.scheduler.jobs.cancels import CancelMemory
 from millrace.scheduler.jobs.scheduled_job import ResourceRequest, ScheduledJob, TenantQueueCounts
 from millrace.scheduler.queues.measurements import Throughput, eta_s, retry_after_s
 from millrace.schemas.control import Cancel, CancelReason, WorkerStatus
+from tests.scheduler.integrity import check_integrity
 from tests.scheduler.statuses import NOW_NS, status, view_of
 from tests.scheduler.world import TENANT_QUEUE, job
 
@@ -36,7 +37,7 @@ def test_a_new_life_ends_the_former() -> None:
     assert (gone.worker_id, gone.why) == ("w-1", Departure.RESTARTED)
     assert fleet.observe(status("w-1"), 0.2, NOW_NS) == [], "that was on its way"
     assert [worker.worker_id for worker in fleet.of_model("m")] == ["w-2"]
-    fleet.check_integrity()
+    check_integrity(fleet)
 
 
 def test_a_former_life_that_is_heard_again_is_used_again() -> None:
@@ -49,14 +50,14 @@ def test_a_former_life_that_is_heard_again_is_used_again() -> None:
     assert fleet.observe(status("w-1"), 2.1, NOW_NS) == []
     assert fleet.observe(status("w-2", started_ns=NOW_NS + 1), 2.2, NOW_NS) == []
     assert sorted(worker.worker_id for worker in fleet.of_model("m")) == ["w-1", "w-2"]
-    fleet.check_integrity()
+    check_integrity(fleet)
     (gone,) = fleet.observe(status("w-2", retired=True), 2.3, NOW_NS)
     assert gone.worker_id == "w-2"
     fleet.observe(status("w-1"), 2.6, NOW_NS)
     assert [worker.worker_id for worker in fleet.of_model("m")] == ["w-1"]
     ended = fleet.observe(status("w-3", started_ns=NOW_NS + 2), 2.7, NOW_NS)
     assert [one.worker_id for one in ended] == ["w-1"], "a new life ends it once more"
-    fleet.check_integrity()
+    check_integrity(fleet)
 
 
 def test_an_older_life_does_not_take_the_name_back() -> None:

@@ -11,6 +11,7 @@ from millrace.scheduler.fleet.fleet import Fleet
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import ResourceRequest
 from millrace.schemas.jobs import Tier
+from tests.scheduler.integrity import check_integrity
 from tests.scheduler.statuses import NOW_NS, status, view, view_of
 
 
@@ -26,7 +27,7 @@ def test_room_counts_what_was_sent_since_the_heartbeat() -> None:
     assert fleet.capacity("m") == 1, "one of them is another scheduler's"
     fleet.release("w-1", "r1")
     assert fleet.capacity("m") == 2
-    fleet.check_integrity()
+    check_integrity(fleet)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ class AttemptHistory(RuleBasedStateMachine):
     @invariant()
     def agrees(self) -> None:
         worker = self.worker
-        worker.check_integrity()
+        check_integrity(worker)
         rooms = [worker.capacity_for(tier) for tier in Tier]
         assert rooms == sorted(rooms, reverse=True), "a higher tier never has less room"
         assert worker.capacity_for(Tier.BATCH) == rooms[-1]

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from millrace.bus.jobs.decoding import read_job
-from millrace.runtime.json.outline import MAX_TOKEN_IDS
+from millrace.runtime.json.faults import MAX_TOKEN_IDS
 from millrace.schemas.errors import MalformedMessageError
 from millrace.schemas.frames import Failed
 from millrace.schemas.jobs import Job

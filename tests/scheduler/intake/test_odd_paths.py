@@ -15,6 +15,7 @@ from millrace.schemas.errors import BusUnavailableError
 from millrace.schemas.frames import Shed
 from millrace.schemas.jobs import Job, Tier
 from millrace.schemas.records import Status
+from tests.scheduler.integrity import check_integrity
 from tests.scheduler.world import CONFIG, TENANT_QUEUE, World, job
 
 _WORDS = {"prompt": "hello", "prompt_token_ids": None}
@@ -66,7 +67,7 @@ async def test_a_line_that_others_let_go_of_is_pulled_without_delay(world: World
     for leased in others:
         await world.client.jobs.release(leased.lease)
     await world.until(lambda: len(worker.running) == 10, within_s=3.0)
-    scheduler.state.fleet.check_integrity()
+    check_integrity(scheduler.state.fleet)
 
 
 async def test_a_job_that_ends_as_it_is_delivered_again_is_over(world: World) -> None:
@@ -102,7 +103,7 @@ async def test_a_job_whose_worker_goes_as_it_is_delivered_again_runs_once(world:
     await world.pass_s(1.0)
     assert len(second.history) == 1
     assert scheduler.model_queues["m"].num_here(is_batch=False) == 0
-    scheduler.model_queues["m"].queue.check_integrity()
+    check_integrity(scheduler.model_queues["m"].queue)
 
 
 async def test_schedulers_that_shed_at_the_same_time_shed_no_more_than_one_would(

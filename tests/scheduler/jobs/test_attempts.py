@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from millrace.bus.running_requests import RunningRequest
-from millrace.scheduler.jobs.attempts import MAX_ATTEMPTS_KEPT, AttemptHistory
+from millrace.scheduler.jobs.scheduled_job import MAX_ATTEMPTS_KEPT, AttemptHistory
 from millrace.schemas.control import Served
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Attempt, Status, sum_pulled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.scheduler.jobs.poison_pills import MAX_FAILURES, PoisonPillDetector, PoisonSuspicion
+from millrace.scheduler.jobs.scheduled_job import MAX_FAILURES, PoisonPillDetector, PoisonSuspicion
 
 
 def test_the_only_one_that_did_not_go_on_is_to_blame_at_the_second_death() -> None:

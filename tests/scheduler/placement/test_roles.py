@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.scheduler.fleet.worker_view import WorkerView
 from millrace.scheduler.jobs.scheduled_job import ResourceRequest
-from millrace.scheduler.placement import roles
+from millrace.scheduler.placement import placement
 from millrace.schemas.engines import WorkerRole
 from tests.scheduler.placement.test_kv_sources import serving
 
@@ -30,42 +30,42 @@ _ALL = [_PREFILL, _DECODE, _BOTH]
 
 
 def test_a_long_prompt_goes_to_those_that_are_for_prompts() -> None:
-    assert _names(roles.for_new(_ALL, _LONG, {})) == ["p"]
+    assert _names(placement.for_new(_ALL, _LONG, {})) == ["p"]
 
 
 def test_a_short_or_cached_one_goes_to_those_that_decode() -> None:
-    assert _names(roles.for_new(_ALL, _SHORT, {})) == ["d"]
-    assert _names(roles.for_new(_ALL, _LONG, {"d": 7_950})) == ["d"]
+    assert _names(placement.for_new(_ALL, _SHORT, {})) == ["d"]
+    assert _names(placement.for_new(_ALL, _LONG, {"d": 7_950})) == ["d"]
 
 
 def test_a_long_one_holds_up_nobody_where_nobody_decodes() -> None:
     idle = _worker("i", WorkerRole.DECODE, num_running=0)
-    assert _names(roles.for_new([_PREFILL, _DECODE, idle], _LONG, {})) == ["d", "i"]
+    assert _names(placement.for_new([_PREFILL, _DECODE, idle], _LONG, {})) == ["d", "i"]
 
 
 def test_one_that_cannot_be_pulled_is_computed_where_it_decodes() -> None:
     alone = _worker("d", WorkerRole.DECODE, transfer=None)
-    assert _names(roles.for_new([_PREFILL, alone], _LONG, {})) == ["d"]
+    assert _names(placement.for_new([_PREFILL, alone], _LONG, {})) == ["d"]
 
 
 def test_roles_are_preferences() -> None:
     full = _worker("p", WorkerRole.PREFILL, num_running=64)
-    assert _names(roles.for_new([full, _DECODE, _BOTH], _LONG, {})) == ["p", "b"]
-    assert _names(roles.for_new([full, _DECODE], _LONG, {})) == ["p", "d"]
-    assert _names(roles.for_new([_PREFILL], _SHORT, {})) == ["p"]
-    assert _names(roles.for_running([_PREFILL], _SHORT)) == ["p"]
+    assert _names(placement.for_new([full, _DECODE, _BOTH], _LONG, {})) == ["p", "b"]
+    assert _names(placement.for_new([full, _DECODE], _LONG, {})) == ["p", "d"]
+    assert _names(placement.for_new([_PREFILL], _SHORT, {})) == ["p"]
+    assert _names(placement.for_running([_PREFILL], _SHORT)) == ["p"]
 
 
 def test_a_stream_goes_on_at_those_that_decode() -> None:
-    assert _names(roles.for_running(_ALL, _LONG)) == ["d"]
-    assert _names(roles.for_running([_PREFILL, _BOTH], _LONG)) == ["b"]
-    assert _names(roles.decoders(_ALL)) == ["d", "b"]
-    assert roles.have_roles(_ALL)
-    assert not roles.have_roles([_BOTH])
+    assert _names(placement.for_running(_ALL, _LONG)) == ["d"]
+    assert _names(placement.for_running([_PREFILL, _BOTH], _LONG)) == ["b"]
+    assert _names(placement.decoders(_ALL)) == ["d", "b"]
+    assert placement.have_roles(_ALL)
+    assert not placement.have_roles([_BOTH])
 
 
 def test_where_a_stream_stays_for_one_token_its_answer_counts_for_nothing() -> None:
-    assert roles.output_tokens_at([_PREFILL], _ALL, 300.0) == 1.0
-    assert roles.output_tokens_at([_PREFILL, _DECODE], _ALL, 300.0) == 300.0
-    assert roles.output_tokens_at([_PREFILL], [_PREFILL], 300.0) == 300.0
-    assert roles.output_tokens_at([], _ALL, 300.0) == 300.0
+    assert placement.output_tokens_at([_PREFILL], _ALL, 300.0) == 1.0
+    assert placement.output_tokens_at([_PREFILL, _DECODE], _ALL, 300.0) == 300.0
+    assert placement.output_tokens_at([_PREFILL], [_PREFILL], 300.0) == 300.0
+    assert placement.output_tokens_at([], _ALL, 300.0) == 300.0

@@ -12,6 +12,7 @@ from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
 from millrace.scheduler.queues.fair_queue import FairQueue
 from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.jobs import Tier
+from tests.scheduler.integrity import check_integrity
 from tests.scheduler.scheduled_jobs import scheduled_job
 
 CONFIG = SchedulerConfig()
@@ -21,7 +22,7 @@ def queue_of(*scheduled_jobs: ScheduledJob, config: SchedulerConfig = CONFIG) ->
     queue = FairQueue(config)
     for one in scheduled_jobs:
         queue.push(one)
-    queue.check_integrity()
+    check_integrity(queue)
     return queue
 
 
@@ -153,7 +154,7 @@ def test_what_is_taken_back_keeps_its_place() -> None:
     sent = send(queue)
     queue.charge(sent.tenant, -sent.service.tokens)
     queue.push(sent)
-    queue.check_integrity()
+    check_integrity(queue)
     assert send_all(queue) == [first, second]
 
 
@@ -189,7 +190,7 @@ def test_who_is_passed_over_keeps_its_place() -> None:
     assert len(queue) == len(order)
     queue.remove(small)
     queue.restore_passed()
-    queue.check_integrity()
+    check_integrity(queue)
     assert send_all(queue) == [old, large, other, batch]
 
 
@@ -203,7 +204,7 @@ def test_a_tenant_with_jobs_in_the_queue_keeps_its_place_while_none_is_here() ->
     queue.push(second := scheduled_job("poor", tokens=100))
     assert [send(queue), send(queue)] == [first, second], "it is owed ten"
     queue.want(poor, False)
-    queue.check_integrity()
+    check_integrity(queue)
 
 
 _TIERS = st.sampled_from(list(Tier))
@@ -247,7 +248,7 @@ def test_counts_and_order_hold_whatever_comes(operations: list[object]) -> None:
             gone = here.pop(operation)
             gone.interrupted = True  # may be learnt while it waits
             queue.remove(gone)
-        queue.check_integrity()
+        check_integrity(queue)
         assert len(queue) == len(here)
     assert sorted(send_all(queue), key=id) == sorted(here, key=id)
     assert queue.head() is None

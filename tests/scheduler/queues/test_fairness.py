@@ -14,6 +14,7 @@ from millrace.schemas.frames import Queued, Shed
 from millrace.schemas.jobs import Tier
 from millrace.schemas.records import Status
 from millrace.schemas.sampling import SamplingParams
+from tests.scheduler.integrity import check_integrity
 from tests.scheduler.scripted_worker import ScriptedWorker
 from tests.scheduler.world import CONFIG, World, job
 
@@ -233,5 +234,5 @@ async def test_two_schedulers_share_the_work_and_lose_nothing(world: World) -> N
     assert set(ran) == set(names)
     for scheduler in world.schedulers:
         await world.until(lambda scheduler=scheduler: not len(scheduler.state.job_table))  # type: ignore[misc]
-        scheduler.model_queues["m"].queue.check_integrity()
-        scheduler.state.fleet.check_integrity()
+        check_integrity(scheduler.model_queues["m"].queue)
+        check_integrity(scheduler.state.fleet)

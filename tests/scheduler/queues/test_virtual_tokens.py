@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.scheduler.queues.virtual_tokens import LazyMin, VirtualTokens
+from millrace.scheduler.queues.fair_queue import LazyMin, VirtualTokens
 
 
 def test_a_newcomer_starts_where_the_least_served_is() -> None:

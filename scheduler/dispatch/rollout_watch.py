@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
 
-from millrace.bus.fleet.rollouts import RolloutDirectory, RolloutStore
+from millrace.bus.fleet.rollouts import RolloutStore
 from millrace.registry.rollouts.abort_rule import Seen, VersionOutcome
 from millrace.registry.rollouts.decisions import Situation, decide
-from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.runtime.tasks import Tasks
-from millrace.scheduler.fleet.fleet import Fleet
-from millrace.scheduler.jobs.finalizer import JobFinalizer
+from millrace.scheduler.dispatch.queue_estimate import QueueEstimate
+from millrace.scheduler.state import SchedulerState
 from millrace.schemas.control import AnswerTimes
 from millrace.schemas.models.rollouts import Rollout, RolloutState, VersionFigures
 from millrace.schemas.records import Status
@@ -41,20 +40,11 @@ class RolloutWatch:
     makes it, ``close`` ends it.
     """
 
-    def __init__(
-        self,
-        rollouts: RolloutDirectory,
-        fleet: Fleet,
-        finalizer: JobFinalizer,
-        num_waiting: Callable[[str], int],
-        clock: Clock,
-    ) -> None:
-        """``num_waiting`` says how many requests of a version wait for a worker."""
-        self._rollouts = rollouts
-        self._fleet = fleet
-        self._finalizer = finalizer
-        self._num_waiting = num_waiting
-        self._clock = clock
+    def __init__(self, state: SchedulerState, estimates: Mapping[str, QueueEstimate]) -> None:
+        self._state = state
+        self._rollouts = state.directories.rollouts
+        self._estimates = estimates
+        self._clock = state.clock
         self._outcomes: dict[str, deque[VersionOutcome]] = {}
         self._num_finished: Counter[tuple[str, Status, str]] = Counter()
         self._stranded_since_s: dict[str, float] = {}
@@ -76,7 +66,9 @@ class RolloutWatch:
 
     def note(self, version: str, answer: AnswerTimes | None) -> None:
         """A worker of ``version`` has ended a request, or an attempt at one (None)."""
-        if answer is None or answer.status is Status.CANCELLED or not self._is_watched(version):
+        if not self._rollouts.rollouts or answer is None:
+            return
+        if answer.status is Status.CANCELLED or not self._is_watched(version):
             return
         is_error = answer.status in _ERRORS
         times = (answer.ttft_ms or None, answer.tpot_ms or None, answer.total_ms or None)
@@ -128,9 +120,10 @@ class RolloutWatch:
             self.num_ended[stored.model, stored.state] += 1
 
     def _situation(self, rollout: Rollout, since_ns: int) -> Situation:
-        has_worker = self._fleet.num_accepting(rollout.candidate) > 0
+        has_worker = self._state.fleet.num_accepting(rollout.candidate) > 0
         now_s = self._clock.monotonic()
-        if has_worker or not self._num_waiting(rollout.candidate):
+        estimate = self._estimates.get(rollout.candidate)
+        if has_worker or estimate is None or not estimate.num_queued:
             self._stranded_since_s.pop(rollout.candidate, None)
             stranded_s = 0.0
         else:
@@ -149,7 +142,7 @@ class RolloutWatch:
     def _count_finished(self) -> None:
         """What ended here without a worker since the last look."""
         now_ns = self._clock.now_ns()
-        for key, count in self._finalizer.num_ended.items():
+        for key, count in self._state.num_ended.items():
             version, _, code = key
             num_new, self._num_finished[key] = count - self._num_finished[key], count
             if code in _CODES and self._is_watched(version):
