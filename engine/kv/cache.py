@@ -232,9 +232,9 @@ def fitting_blocks(
     dtype: torch.dtype,
     num_layers: int | None = None,
 ) -> int:
-    """The blocks that fit ``kv_cache_bytes``, but never more than ``engine.max_num_sequences`` full
-    context windows can use; ``config`` and ``num_layers`` as above. Raises ConfigError if not even
-    one fits."""
+    """The blocks that fit ``kv_cache_bytes``, but never more than the full context windows of all
+    sequences of a step can use; ``config`` and ``num_layers`` as above. Raises ConfigError if not
+    even one fits."""
     block_size_tokens = engine.block_size_tokens
     size_bytes = block_bytes(config, block_size_tokens, dtype)
     size_bytes = size_bytes // config.num_hidden_layers * (num_layers or config.num_hidden_layers)
@@ -244,5 +244,5 @@ def fitting_blocks(
             f"engine.kv_cache_bytes is {kv_cache_bytes}, but one block of {block_size_tokens} "
             f"tokens takes {size_bytes} bytes for this model."
         )
-    per_sequence = -(-config.context_window_tokens // block_size_tokens)
-    return min(fitting, per_sequence * engine.max_num_sequences)
+    bounds = engine.bounds(config.context_window_tokens)
+    return min(fitting, bounds.num_sequences * bounds.num_blocks)

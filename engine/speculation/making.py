@@ -88,5 +88,5 @@ def make_speculator(
         config.max_batch_tokens,
         config.itl_bound_s,
         drafts,
-        max_drawn_rows=config.max_num_sequences if target.overlaps else None,
+        max_drawn_rows=target.max_drawn_rows,
     )
