@@ -8,8 +8,7 @@ from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.eagle_head import HeadRunner
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.scheduling.cost_model import CostModel
-from millrace.engine.speculation.draft import Draft
-from millrace.engine.speculation.followed import Followed
+from millrace.engine.speculation.draft import Draft, Followed
 from millrace.engine.speculation.speculator import Speculator
 from millrace.engine.step.features import Features, HeadInputs
 from millrace.engine.step.runner import DraftRunner, Runner

@@ -34,9 +34,9 @@ from millrace.engine.models.device_linear import DeviceLinear
 from millrace.engine.models.dummy import DummyTensors
 from millrace.engine.models.loader import load_weights
 from millrace.engine.models.stacked_experts import stacked_experts
-from millrace.engine.quantization.at_load import quantize_at_load
 from millrace.engine.quantization.device import quantized_linears
 from millrace.engine.quantization.device_experts import quantized_stacks
+from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, shard_config
 from millrace.schemas.errors import ConfigError
