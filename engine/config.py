@@ -7,7 +7,7 @@ module imports no torch, so that the worker's bus side can read what its engine 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -57,6 +57,14 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     draft: str | None
     eagle3: str | None
     is_asked: bool
+
+
+class StepBounds(NamedTuple):
+    """The most that a step has: sequences, tokens, and KV blocks of one sequence."""
+
+    num_sequences: int
+    num_tokens: int
+    num_blocks: int
 
 
 class ResolvedEngineConfig(Section, frozen=True, kw_only=True):
@@ -122,6 +130,11 @@ class ResolvedEngineConfig(Section, frozen=True, kw_only=True):
     transfer_any_ranks: bool
     transfer_address: str | None
     transfer_transport: TransferTransport
+
+    def bounds(self, context_window_tokens: int) -> StepBounds:
+        """What a step has at most, for a model with such a context window."""
+        num_blocks = -(-context_window_tokens // self.block_size_tokens)
+        return StepBounds(self.max_num_sequences, self.max_batch_tokens, num_blocks)
 
     @property
     def num_ranks(self) -> int:

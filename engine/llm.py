@@ -108,7 +108,7 @@ class LLM:
         from millrace.engine.step.engine import Engine
 
         self._engine: Engine | None = Engine.load(served.path, config)
-        most = self._engine.stats().max_num_sequences
+        most = self._engine.config.max_num_sequences
         self._batch = OfflineBatch(self._engine, served.tokenizer, most)
 
     def generate(

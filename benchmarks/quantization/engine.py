@@ -206,7 +206,7 @@ def _loaded(
     from millrace.engine.devices.cpu.attention import TorchAttention
     from millrace.engine.kv.cache import KVCache
     from millrace.engine.models.loader import load_weights
-    from millrace.engine.quantization.at_load import quantize_at_load
+    from millrace.engine.quantization.rounding import quantize_at_load
 
     device = torch.device("cpu")
     at_load = quantize_at_load(None if kind == WIDE else kind)

@@ -7,9 +7,8 @@ from typing import Final
 
 import torch
 
-from millrace.engine.adapters.pieces import contiguous
 from millrace.engine.adapters.rows import PlainAdapter, RowAdapters
-from millrace.engine.adapters.weights import LayerSlices, LowRank
+from millrace.engine.adapters.weights import LayerSlices, LowRank, contiguous
 from millrace.engine.kernels.cpu import StepAdapters
 from millrace.engine.kernels.packed_weight import PANEL_OUTPUTS
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from millrace.engine.grammar.library import COMPILE_STACK_BYTES, Matcher
 from millrace.engine.grammar.reasoning import ReasoningMatcher, ReasoningMatchers
@@ -22,12 +22,6 @@ from millrace.schemas.sampling import Grammar, SamplingParams
 MAX_CACHED_GRAMMARS = 128
 
 _log = logging.getLogger(__name__)
-
-
-class Compile(Protocol):
-    """Makes a matcher at the start of a grammar. Raises GrammarError."""
-
-    def __call__(self, grammar: Grammar) -> Matcher: ...
 
 
 class Settled(NamedTuple):
@@ -48,7 +42,8 @@ class _Kept(NamedTuple):
 class GrammarCompiler:
     """Gives each sequence a matcher of its own, and then calls it ready.
 
-    ``compile_grammar`` is called once for each grammar that is not among the
+    ``compile_grammar`` makes a matcher at the start of a grammar, or raises GrammarError. It is
+    called once for each grammar that is not among the
     ``MAX_CACHED_GRAMMARS`` in the cache, which also has refusals. It runs on ``num_helpers``
     threads, whose time tenants share; a cached grammar waits for none of them. When the cache is
     full, the tenant with the most grammars loses its least recently used one. ``on_settled`` is
@@ -57,7 +52,7 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        compile_grammar: Compile,
+        compile_grammar: Callable[[Grammar], Matcher],
         with_reasoning: ReasoningMatchers,
         on_settled: Callable[[], None],
         num_helpers: int = 1,

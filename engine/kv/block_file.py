@@ -16,7 +16,7 @@ from typing import NamedTuple
 from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.block_identity import kept_identity
 from millrace.engine.kv.cache import KVCache
-from millrace.engine.transfer.checksum import checksum_of
+from millrace.engine.transfer.memory import checksum_of
 from millrace.schemas.errors import ConfigError
 
 _PAGE_BYTES = 4096

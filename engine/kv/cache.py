@@ -7,21 +7,74 @@ import mmap
 from collections.abc import Callable
 from copy import copy
 from itertools import accumulate
+from typing import Protocol
 
+import msgspec
 import torch
 
 from millrace.engine.config import KVBlocks, KVBytes, ResolvedEngineConfig
 from millrace.engine.kernels.gpu.device_batch import CacheLayer
-from millrace.engine.kv.cache_commands import (
-    CheckBlocks,
-    CopyBlock,
-    OtherParts,
-    ScrubBlocks,
-)
 from millrace.engine.transfer.memory import BlockLayout, SharedPages, private_pages
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import BlockPart
+
+
+class CopyBlock(msgspec.Struct, frozen=True, array_like=True, tag="copy_block"):
+    """Give the block ``target`` the contents of ``source``."""
+
+    source: int
+    target: int
+
+
+class ScrubBlocks(msgspec.Struct, frozen=True, array_like=True, tag="scrub_blocks"):
+    """Zero those of the blocks whose contents are not finite."""
+
+    blocks: list[int]
+
+
+class CheckBlocks(msgspec.Struct, frozen=True, array_like=True, tag="check_blocks"):
+    """Say which of the blocks hold only finite numbers."""
+
+    blocks: list[int]
+
+
+class ReserveSlots(msgspec.Struct, frozen=True, array_like=True, tag="reserve_slots"):
+    """Have memory of the host for so many blocks. The first command of its kind, and the last."""
+
+    num_slots: int
+
+
+class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="store_blocks"):
+    """Copy blocks into slots of the host's memory."""
+
+    blocks: list[int]
+    slots: list[int]
+
+
+class LoadBlocks(msgspec.Struct, frozen=True, array_like=True, tag="load_blocks"):
+    """Copy slots back into blocks."""
+
+    slots: list[int]
+    blocks: list[int]
+
+
+CacheCommand = CopyBlock | ScrubBlocks | CheckBlocks | ReserveSlots | StoreBlocks | LoadBlocks
+
+
+class OtherParts(Protocol):
+    """The parts of a KV cache that other ranks have, as rank 0 sees them."""
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of one block in all of these parts together."""
+
+    def tell(self, command: CacheCommand) -> None:
+        """Have each part obey, behind the steps that were launched before and before those that are
+        launched later. Raises DeviceLostError."""
+
+    def ask(self, command: CheckBlocks) -> list[bool]:
+        """The same; which of the blocks hold only finite numbers in all of these parts."""
 
 
 class KVCache:
@@ -232,9 +285,9 @@ def fitting_blocks(
     dtype: torch.dtype,
     num_layers: int | None = None,
 ) -> int:
-    """The blocks that fit ``kv_cache_bytes``, but never more than ``engine.max_num_sequences`` full
-    context windows can use; ``config`` and ``num_layers`` as above. Raises ConfigError if not even
-    one fits."""
+    """The blocks that fit ``kv_cache_bytes``, but never more than the full context windows of all
+    sequences of a step can use; ``config`` and ``num_layers`` as above. Raises ConfigError if not
+    even one fits."""
     block_size_tokens = engine.block_size_tokens
     size_bytes = block_bytes(config, block_size_tokens, dtype)
     size_bytes = size_bytes // config.num_hidden_layers * (num_layers or config.num_hidden_layers)
@@ -244,5 +297,5 @@ def fitting_blocks(
             f"engine.kv_cache_bytes is {kv_cache_bytes}, but one block of {block_size_tokens} "
             f"tokens takes {size_bytes} bytes for this model."
         )
-    per_sequence = -(-config.context_window_tokens // block_size_tokens)
-    return min(fitting, per_sequence * engine.max_num_sequences)
+    bounds = engine.bounds(config.context_window_tokens)
+    return min(fitting, bounds.num_sequences * bounds.num_blocks)

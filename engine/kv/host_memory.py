@@ -10,18 +10,29 @@ from typing import Protocol
 
 import torch
 
-from millrace.engine.kv.cache import KVCache, pieces_of
-from millrace.engine.kv.cache_commands import (
+from millrace.engine.kv.cache import (
+    CacheCommand,
+    CheckBlocks,
+    CopyBlock,
+    KVCache,
     LoadBlocks,
     OtherParts,
     ReserveSlots,
+    ScrubBlocks,
     StoreBlocks,
+    pieces_of,
 )
 from millrace.engine.kv.disk_cache import SlotMemory
 from millrace.engine.kv.host_cache import HostMemory
 from millrace.engine.threads.choice import leave_core
-from millrace.engine.transfer.memory import Blocks, SharedPages, private_pages
-from millrace.engine.transfer.runs import copy_runs, runs_of, shares_of
+from millrace.engine.transfer.memory import (
+    Blocks,
+    SharedPages,
+    copy_runs,
+    private_pages,
+    runs_of,
+    shares_of,
+)
 
 # A thread more is worth starting for so many blocks.
 _BLOCKS_PER_THREAD = 16
@@ -172,3 +183,36 @@ def _copy_blocks(
     with ThreadPoolExecutor(len(shares), initializer=leave_core) as threads:
         for _ in threads.map(copy, shares):
             pass
+
+
+class CachePart:
+    """Does what rank 0 says with the blocks of ``cache``, and with as many slots of the host's
+    memory as rank 0 has."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._memory: SharedHostMemory | None = None
+
+    def obey(self, command: CacheCommand) -> list[bool] | None:
+        """Do it; the answer to ``CheckBlocks``. Raises ConfigError for slots that there is no
+        memory for."""
+        cache = self._cache
+        match command:
+            case CheckBlocks(blocks):
+                return cache.finite_blocks(blocks)
+            case CopyBlock(source, target):
+                cache.copy_block(source, target)
+            case ScrubBlocks(blocks):
+                cache.scrub(blocks)
+            case ReserveSlots(num_slots):
+                self._memory = host_memory_of(cache, num_slots * cache.block_bytes)
+            case StoreBlocks(blocks, slots):
+                self._host.store(blocks, slots)
+            case LoadBlocks(slots, blocks):
+                self._host.load(slots, blocks)
+        return None
+
+    @property
+    def _host(self) -> SharedHostMemory:
+        assert self._memory is not None, "slots are reserved before they are used"
+        return self._memory

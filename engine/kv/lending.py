@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.kv.host_memory import SharedHostMemory
-from millrace.engine.transfer.loans import Loan
 from millrace.engine.transfer.memory import Region
+from millrace.engine.transfer.server import Loan
 from millrace.engine.transfer.wire import place
 
 # Blocks are not kept for a peer for longer than this.
@@ -53,10 +53,11 @@ class Lending:
         self._memory = memory
         self._wake = wake
         self._monotonic = monotonic
-        self._regions = [Region(memory.slots(), memory.pages.fd)]
+        # The memory where lent blocks are.
+        self.regions = [Region(memory.slots(), memory.pages.fd)]
         self._lends_cache = cache.pages is not None
         if cache.pages is not None:
-            self._regions.append(Region(cache.blocks.numpy(), cache.pages.fd))
+            self.regions.append(Region(cache.blocks.numpy(), cache.pages.fd))
         self._asked: deque[Loan] = deque()
         self._ended: deque[Loan] = deque()
         self._copied: list[_Held] = []
@@ -64,11 +65,6 @@ class Lending:
         self.num_served_blocks = 0
         self._host.pinned_elsewhere.append(self._pinned_keys)
         tables.lent_blocks = self._lent_blocks
-
-    @property
-    def regions(self) -> Sequence[Region]:
-        """The memory where lent blocks are."""
-        return self._regions
 
     @property
     def is_busy(self) -> bool:

@@ -95,7 +95,7 @@ class PeerExchange:
         self._peers = Peers(split, shape, self.endpoint.host, self._agent, nixl_here=nixl_here)
         self.tier = PeerTier(self._peers, memory, block_size_tokens, token, monotonic=monotonic)
         identity = PeerIdentity(token, split.kind, LOAN_S)
-        self._server = BlockServer(lending, identity, listeners, self._agent)
+        self._server = BlockServer(lending.regions, lending.ask, identity, listeners, self._agent)
         self._server.start()
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from millrace.engine.kv.host_memory import SharedHostMemory
 from millrace.engine.step.sequence import Sequence
 from millrace.engine.threads.tasks import TaskThreads
 from millrace.engine.transfer.client import PulledBlocks, PullTarget
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.peers import Peers
+from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.transfer import KvSource, TransferEndpoint
 
 _log = logging.getLogger(__name__)

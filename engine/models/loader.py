@@ -20,9 +20,9 @@ from millrace.engine.models.weight_reader import (
     WeightReader,
     linear_of,
 )
-from millrace.engine.quantization.at_load import Quantize
 from millrace.engine.quantization.device_experts import MakeStack
 from millrace.engine.quantization.linear import DequantizedLinear, MakeQuantized
+from millrace.engine.quantization.rounding import Quantize
 from millrace.engine.quantization.weight import QuantizedWeight
 from millrace.registry.checkpoints.checkpoint import ModelConfig, open_tensors
 from millrace.registry.checkpoints.shard import (

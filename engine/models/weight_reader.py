@@ -13,10 +13,10 @@ import torch
 from millrace.engine.kernels.gpu.kernel_set import Stack
 from millrace.engine.kernels.operations import Collectives, Linear
 from millrace.engine.models.stacked_experts import StackedExperts
-from millrace.engine.quantization.at_load import Quantize
 from millrace.engine.quantization.checkpoint import is_stored_wide, parts_of, read_quantized
 from millrace.engine.quantization.device_experts import MakeStack
 from millrace.engine.quantization.linear import MakeQuantized, SplitLinear
+from millrace.engine.quantization.rounding import Quantize
 from millrace.engine.quantization.slicing import sliced
 from millrace.engine.quantization.weight import (
     Activations,

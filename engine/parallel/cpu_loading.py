@@ -151,9 +151,10 @@ def _make_memory(config: ModelConfig, engine: ResolvedEngineConfig) -> _Memory:
     """Room for the rows of a step, and for as much of the others' block tables. Raises ConfigError
     where there is none of the kind."""
     size, num_stages = engine.tensor_parallel, engine.pipeline_parallel
-    most_rows = _ROWS_AHEAD * (engine.max_batch_tokens + engine.max_num_sequences)
+    bounds = engine.bounds(config.context_window_tokens)
+    most_rows = _ROWS_AHEAD * (bounds.num_tokens + bounds.num_sequences)
     row_bytes = _FLOAT_BYTES * max(config.hidden_size, config.vocab_size // size)
-    table_bytes = 4 * -(-config.context_window_tokens // engine.block_size_tokens)
+    table_bytes = 4 * bounds.num_blocks
     shape = RankShape(size, most_rows * (row_bytes + table_bytes + 64), most_rows * row_bytes)
     rank_fds: list[int] = []
     if engine.collectives == "shared_memory":

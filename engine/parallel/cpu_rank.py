@@ -18,7 +18,7 @@ from millrace.engine.kernels.cpu import CpuKernels
 from millrace.engine.kernels.ranks import RankShape, SharedRanks
 from millrace.engine.kernels.stage_link import StageLink
 from millrace.engine.kv.cache import KVCache, cache_dtype
-from millrace.engine.kv.cache_part import CachePart
+from millrace.engine.kv.host_memory import CachePart
 from millrace.engine.models.shard import Shard, block_part, shard_config
 from millrace.engine.parallel.control import (
     BlocksChecked,

@@ -14,8 +14,7 @@ from millrace.engine.devices.cpu.loading import AnyDecoder, load_adapter_weights
 from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.kernels.ranks import SharedRanks
 from millrace.engine.kernels.stage_link import StageLink
-from millrace.engine.kv.cache import KVCache
-from millrace.engine.kv.cache_commands import CacheCommand, CheckBlocks
+from millrace.engine.kv.cache import CacheCommand, CheckBlocks, KVCache
 from millrace.engine.models.shard import Shard
 from millrace.engine.parallel.layout import vocabulary_widths
 from millrace.engine.parallel.lead import Lead

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from millrace.engine.kernels.stage_link import LinkShape, StageLink
-from millrace.engine.kv.cache_commands import CacheCommand, CheckBlocks, ReserveSlots
+from millrace.engine.kv.cache import CacheCommand, CheckBlocks, ReserveSlots
 from millrace.engine.parallel.device_ranks import DeviceRanks
 from millrace.engine.parallel.lead import Lead
 from millrace.engine.parallel.members import Members

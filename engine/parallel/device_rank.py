@@ -18,8 +18,8 @@ from millrace.engine.devices.cuda.device import device_of
 from millrace.engine.devices.cuda.inputs import ToldStep
 from millrace.engine.devices.cuda.loading import Plans, StepsT, load_plans, make_ready
 from millrace.engine.devices.cuda.steps import ALL_LAYERS, DeviceSteps, Stage, StepParts
-from millrace.engine.kv.cache_commands import CacheCommand, ReserveSlots
-from millrace.engine.kv.cache_part import CachePart
+from millrace.engine.kv.cache import CacheCommand, ReserveSlots
+from millrace.engine.kv.host_memory import CachePart
 from millrace.engine.models.shard import Shard
 from millrace.engine.parallel.control import (
     ControlSocket,

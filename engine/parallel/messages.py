@@ -19,7 +19,7 @@ from millrace.engine.adapters.rows import AdapterWeights, RowAdapters
 from millrace.engine.devices.cuda.device import Array
 from millrace.engine.devices.cuda.inputs import ToldStep
 from millrace.engine.kernels.gpu.step_inputs import StepShape
-from millrace.engine.kv.cache_commands import CacheCommand
+from millrace.engine.kv.cache import CacheCommand
 from millrace.engine.step.batch import FlatBatch, QueryRange
 
 _STEP, _LOGITS, _STAGE, _CACHE = 1, 2, 3, 4

@@ -112,8 +112,6 @@ def quantized_stacks(kernels: ExpertKernels, dtype: torch.dtype, *, has_kernels:
             )
         reason = _why_not_stacked(weights) if has_kernels else NO_KERNELS
         if reason is None:
-            from millrace.engine.quantization.device_experts import QuantizedStack
-
             return QuantizedStack(weights, dtype)
         if reason not in said:
             said.add(reason)

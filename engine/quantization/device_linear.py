@@ -12,11 +12,12 @@ from millrace.engine.kernels.gpu.quantized.library import (
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.quantized.product import quantized_linear
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows, round_groups, round_rows
-from millrace.engine.kernels.operations import SwiGLU, WeightSize
+from millrace.engine.kernels.operations import WeightSize
+from millrace.engine.quantization.linear import PlainLinear
 from millrace.engine.quantization.weight import Activations, QuantizedWeight, Rounding
 
 
-class QuantizedDeviceLinear:
+class QuantizedDeviceLinear(PlainLinear):
     """A linear map of a weight that ``device.why_not_packed`` has nothing against. ``bias``:
     [num_outputs]. Rows and results are of ``dtype``.
 
@@ -49,16 +50,10 @@ class QuantizedDeviceLinear:
         return self._weight.size
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
         return self._multiplied(rows, None)
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
         return self._multiplied(rows, total)
-
-    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the product."""
-        return swiglu(self(rows))
 
     def _multiplied(self, rows: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
         if self._order is not None:

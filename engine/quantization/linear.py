@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -14,7 +15,23 @@ from millrace.engine.quantization.weight import QuantizedWeight
 MakeQuantized = Callable[[QuantizedWeight, torch.Tensor | None], Linear]
 
 
-class DequantizedLinear:
+class PlainLinear(ABC):
+    """A linear map whose product is added and gated by operations of their own."""
+
+    @abstractmethod
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+
+    def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
+        return total.add_(self(rows))
+
+    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
+        """``swiglu`` of the product."""
+        return swiglu(self(rows))
+
+
+class DequantizedLinear(PlainLinear):
     """A linear map whose weight was widened to ``dtype`` when it was loaded; rows are rounded as
     the checkpoint asks. It takes the memory of a wide weight and gives the numbers of a quantized
     one. ``bias``: [num_outputs]."""
@@ -28,19 +45,10 @@ class DequantizedLinear:
         self._bias = bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
         return F.linear(self._round(rows), self._weight, self._bias)
 
-    def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
-        return total.add_(self(rows))
 
-    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the product."""
-        return swiglu(self(rows))
-
-
-class SplitLinear:
+class SplitLinear(PlainLinear):
     """Linear maps of the same rows whose outputs lie one behind the other, where one weight cannot
     hold all of them: parts of a fused projection that were quantized in different ways."""
 
@@ -49,13 +57,4 @@ class SplitLinear:
         self.size = total_size(part.size for part in parts)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
         return torch.cat([part(rows) for part in self._parts], -1)
-
-    def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
-        return total.add_(self(rows))
-
-    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the product."""
-        return swiglu(self(rows))

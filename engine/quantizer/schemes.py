@@ -46,13 +46,17 @@ def quantization_config(
     targets: dict[int | None, list[str]] = {}
     for pattern, size in {_pattern(name): size for name, size in groups.items()}.items():
         targets.setdefault(size, []).append(pattern)
-    kind = _FORMATS[scheme]
+    kind, is_wide = _FORMATS[scheme], scheme is QuantizerScheme.W4A16
+    bits = 4 if is_wide else 8
+    inputs = None if is_wide else _arguments(scheme, 8, "token", size=None, dynamic=True)
     config_groups = {
         f"group_{number}": {
             # Several sizes are told apart by names; one is for all linear maps.
             "targets": ["Linear"] if len(targets) == 1 else sorted(patterns),
-            "weights": _weights(scheme, size),
-            "input_activations": None if scheme is QuantizerScheme.W4A16 else _activations(scheme),
+            "weights": _arguments(
+                scheme, bits, "group" if size else "channel", size=size, dynamic=False
+            ),
+            "input_activations": inputs,
             "output_activations": None,
             "format": kind,
         }
@@ -75,23 +79,14 @@ def _pattern(name: str) -> str:
     return "re:.*" + re.sub(r"\d+(?=\\\.)", r"\\d+", re.escape(layers)) + "$"
 
 
-def _weights(scheme: QuantizerScheme, group_inputs: int | None) -> dict[str, Any]:
+def _arguments(
+    scheme: QuantizerScheme, bits: int, strategy: str, *, size: int | None, dynamic: bool
+) -> dict[str, Any]:
     return {
-        "num_bits": 4 if scheme is QuantizerScheme.W4A16 else 8,
+        "num_bits": bits,
         "type": "float" if scheme is QuantizerScheme.W8A8_FP8 else "int",
         "symmetric": True,
-        "strategy": "channel" if group_inputs is None else "group",
-        "group_size": group_inputs,
-        "dynamic": False,
-    }
-
-
-def _activations(scheme: QuantizerScheme) -> dict[str, Any]:
-    return {
-        "num_bits": 8,
-        "type": "float" if scheme is QuantizerScheme.W8A8_FP8 else "int",
-        "symmetric": True,
-        "strategy": "token",
-        "group_size": None,
-        "dynamic": True,
+        "strategy": strategy,
+        "group_size": size,
+        "dynamic": dynamic,
     }

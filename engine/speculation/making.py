@@ -8,8 +8,7 @@ from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.devices.cpu.eagle_head import HeadRunner
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.scheduling.cost_model import CostModel
-from millrace.engine.speculation.draft import Draft
-from millrace.engine.speculation.followed import Followed
+from millrace.engine.speculation.draft import Draft, Followed
 from millrace.engine.speculation.speculator import Speculator
 from millrace.engine.step.features import Features, HeadInputs
 from millrace.engine.step.runner import DraftRunner, Runner
@@ -88,5 +87,5 @@ def make_speculator(
         config.max_batch_tokens,
         config.itl_bound_s,
         drafts,
-        max_drawn_rows=config.max_num_sequences if target.overlaps else None,
+        max_drawn_rows=target.max_drawn_rows,
     )

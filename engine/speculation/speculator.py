@@ -8,9 +8,8 @@ from typing import NamedTuple
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.schedule import ScheduledSequence
-from millrace.engine.speculation.acceptance import Acceptance
 from millrace.engine.speculation.draft import Draft
-from millrace.engine.speculation.suggestions import Suggestions
+from millrace.engine.speculation.suggestions import Acceptance, Suggestions
 from millrace.engine.step.sequence import Sequence
 
 # What a row adds to a step of one, as a share of it, before steps have told.
@@ -214,3 +213,35 @@ def _may_speculate(sequence: Sequence) -> bool:
 def _room(sequence: Sequence) -> int:
     """How many tokens may come besides the next."""
     return sequence.max_total_tokens - sequence.num_tokens - 1
+
+
+# So many times in a row nothing is proposed before steps overlap again, and for so many steps.
+_PATIENCE, _REST = 4, 8
+
+
+class Pace:
+    """Tokens are proposed behind tokens that are known, so before a step that may have proposals
+    the one before it is read, and the device waits for the host meanwhile.
+
+    That goes on as long as something is proposed. Once it was not ``_PATIENCE`` times in a row,
+    ``_REST`` steps overlap for each one that is looked at.
+    """
+
+    def __init__(self) -> None:
+        self._num_vain = 0
+        self._num_overlapped = 0
+
+    def note(self, *, proposed: bool) -> None:
+        """Proposals were looked for, and some made or none."""
+        self._num_vain = 0 if proposed else self._num_vain + 1
+
+    def waits(self) -> bool:
+        """Whether to read the step that was launched before the next one; to be called once for
+        each that could overlap."""
+        if self._num_vain < _PATIENCE:
+            return True
+        self._num_overlapped += 1
+        if self._num_overlapped <= _REST:
+            return False
+        self._num_overlapped = 0
+        return True

@@ -13,8 +13,7 @@ from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.scheduling.step_speed import StepSpeed
-from millrace.engine.speculation.pace import Pace
-from millrace.engine.speculation.speculator import Speculator
+from millrace.engine.speculation.speculator import Pace, Speculator
 from millrace.engine.speculation.verification import Verification, Verified
 from millrace.engine.step.device_work import DeviceMeter, DeviceWork
 from millrace.engine.step.output_processor import Chunk, OutputProcessor

@@ -98,12 +98,13 @@ class Runner(DraftRunner, Protocol):
     """Owns the weights and the KV cache's memory. The planner decides which block a sequence has.
 
     ``overlaps``: the device chooses tokens that are read later, so the next step may be launched
-    before they are read; its steps have ``max_num_sequences`` rows to draw from at most.
+    before they are read; its steps have ``max_drawn_rows`` to draw from, None: as many as tokens.
     ``num_stages``: of a pipeline, each of which computes another step at a time.
     ``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it.
     """
 
     overlaps: bool
+    max_drawn_rows: int | None = None
     num_stages: int = 1
     is_row_exact: bool
 

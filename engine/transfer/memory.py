@@ -1,4 +1,4 @@
-"""Memory that another process on the machine may map, and which both can rely on."""
+"""Memory for blocks: its layout, copies and checksums, and pages that other processes may map."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from millrace.engine.transfer.errors import PeerError
+import xxhash
 
 # fcntl does not name it before Python 3.13: mappings that there are may write, later ones not.
 _F_SEAL_FUTURE_WRITE = 0x0010
@@ -146,17 +146,66 @@ class Region(NamedTuple):
         return BlockShape(*self.blocks.shape)
 
 
-def map_blocks(fd: int, shape: BlockShape) -> Blocks:
-    """A peer's blocks, to read. Raises PeerError unless the file is as large as that needs, and
-    stays so: to read behind the end of one that was cut would end this process."""
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        raise PeerError("its memory may shrink")
-    if os.fstat(fd).st_size < shape.size_bytes:
-        raise PeerError("its memory is smaller than it says")
-    pages = mmap.mmap(fd, shape.size_bytes, prot=mmap.PROT_READ)
-    return np.frombuffer(pages, dtype=np.uint8).reshape(shape)
-
-
 def _aligned(size_bytes: int) -> int:
     """So many bytes or a few more, so that what follows can be read 16 at a time."""
     return -(-size_bytes // 16) * 16
+
+
+def checksum_of(pieces: Iterable[memoryview]) -> int:
+    """64 bits of all the bytes: XXH3, at the speed of memory, while other threads run."""
+    checksum = xxhash.xxh3_64()
+    for piece in pieces:
+        checksum.update(piece)
+    return checksum.intdigest()
+
+
+class BlockRun(NamedTuple):
+    """``length`` neighbouring blocks."""
+
+    source: int
+    target: int
+    length: int
+
+
+def runs_of(sources: list[int], targets: list[int]) -> list[BlockRun]:
+    """The pairs by rising target, with neighbours that stay neighbours taken together."""
+    runs: list[BlockRun] = []
+    for to, from_ in sorted(zip(targets, sources, strict=True)):
+        if runs:
+            source, target, count = runs[-1]
+            if to == target + count and from_ == source + count:
+                runs[-1] = BlockRun(source, target, count + 1)
+                continue
+        runs.append(BlockRun(from_, to, 1))
+    return runs
+
+
+def shares_of(runs: list[BlockRun], num_blocks: int, num_shares: int) -> list[list[BlockRun]]:
+    """The runs, cut where need be, in shares of about equally many blocks."""
+    size = -(-num_blocks // num_shares)
+    shares: list[list[BlockRun]] = [[]]
+    room = size
+    for run in runs:
+        for part in cut(run, size, room):
+            if room == 0:
+                shares.append([])
+                room = size
+            shares[-1].append(part)
+            room -= part.length
+    return shares
+
+
+def cut(run: BlockRun, size: int, first: int = 0) -> Iterator[BlockRun]:
+    """A run in pieces of ``size`` at most, the first of them of ``first`` if that is above 0."""
+    source, target, count = run
+    room = first or size
+    while count:
+        part = min(count, room)
+        yield BlockRun(source, target, part)
+        source, target, count, room = source + part, target + part, count - part, size
+
+
+def copy_runs(source: Blocks, target: Blocks, runs: list[BlockRun]) -> None:
+    """Copy runs of blocks in all layers."""
+    for from_, to, count in runs:
+        target[:, to : to + count] = source[:, from_ : from_ + count]

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import Blocks
+from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.errors import ConfigError
 
 # What is read at a time, unless a single block is larger.

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from millrace.engine.transfer import wire
-from millrace.engine.transfer.client import PulledBlocks, PullTarget, ask_and_read
-from millrace.engine.transfer.errors import PeerError
-from millrace.engine.transfer.memory import Blocks, BlockShape
+from millrace.engine.transfer.client import LentConnection
+from millrace.engine.transfer.memory import (
+    BlockRun,
+    Blocks,
+    BlockShape,
+    shares_of,
+)
 from millrace.engine.transfer.nixl_agent import (
     SCRATCH_BYTES,
     NixlAgent,
@@ -22,8 +24,8 @@ from millrace.engine.transfer.nixl_agent import (
     Scratch,
 )
 from millrace.engine.transfer.reslicing import Reslicer
-from millrace.engine.transfer.runs import BlockRun, copy_runs, runs_of, shares_of
 from millrace.engine.transfer.streams import Stream
+from millrace.engine.transfer.wire import PeerError
 
 # One is read into while the other is copied out of.
 _NUM_SCRATCHES = 2
@@ -38,7 +40,7 @@ class _Share(NamedTuple):
     runs: list[BlockRun]
 
 
-class NixlConnection:
+class NixlConnection(LentConnection):
     """To a peer whose memory is read by NIXL; the connection is for what is said."""
 
     def __init__(
@@ -50,57 +52,21 @@ class NixlConnection:
         name: str,
         reslicer: Reslicer | None = None,
     ) -> None:
-        """``agent`` is that of this engine, and ``name`` that of the peer's. ``reslicer``: for a
-        peer whose blocks are split otherwise. Raises PeerError unless the peer answers, with memory
-        for blocks of such a ``shape``, or of the one that the reslicer says."""
-        self._stream = stream
+        """``agent`` is that of this engine, and ``name`` that of the peer's. Raises PeerError
+        unless the peer answers, with memory for blocks of such a ``shape``, or of the one that the
+        reslicer says."""
+        super().__init__(stream, hello, reslicer)
         self._agent = agent
-        self._reslicer = reslicer
-        if reslicer is not None:
-            shape = reslicer.shape(shape.num_blocks)
-        if stream.sock.family != socket.AF_UNIX:
-            stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stream.send(hello)
         _, _, body = stream.receive_frame(wire.TransferFrameKind.AGENT)
         said = wire.parse_agent(body)
-        if any(one._replace(num_blocks=shape.num_blocks) != shape for one in said.shapes):
-            raise PeerError("its blocks are of another shape")
+        self._checked(said.shapes, shape)
         regions = zip(said.addresses, said.shapes, strict=True)
         if any((address + one.size_bytes) >> _ADDRESS_BITS for address, one in regions):
             raise PeerError("its memory is where there can be none")
         self._shapes, self._addresses = said.shapes, said.addresses
         self._remote: Remote | None = agent.load(name, said.metadata, stream.deadline_s)
 
-    def fileno(self) -> int:
-        """See ``Connection``."""
-        return self._stream.sock.fileno()
-
-    def pull(self, keys: list[bytes], target: PullTarget, timeout_s: float) -> PulledBlocks:
-        """See ``Connection``."""
-
-        def read(_count: int, body: bytes) -> None:
-            self._read(wire.parse_places(body), target)
-            self._stream.send(wire.frame(wire.TransferFrameKind.DONE, 0))
-
-        self._stream.allow(timeout_s)
-        return ask_and_read(self._stream, keys, wire.TransferFrameKind.LENT, read)
-
-    def _read(self, places: Sequence[int], target: PullTarget) -> None:
-        where = [wire.region_and_number(place) for place in places]
-        for region, number in where:
-            if region >= len(self._shapes) or number >= self._shapes[region].num_blocks:
-                raise PeerError("it lends a block that it has not")
-        for number in range(len(self._shapes)):
-            pairs = [
-                (at, slot)
-                for (region, at), slot in zip(where, target.slots, strict=False)
-                if region == number
-            ]
-            if pairs:
-                runs = runs_of([source for source, _ in pairs], [slot for _, slot in pairs])
-                self._read_region(number, runs, target)
-
-    def _read_region(self, region: int, runs: list[BlockRun], target: PullTarget) -> None:
+    def _read_region(self, region: int, runs: list[BlockRun], target: Blocks) -> None:
         """As much at a time as there is scratch for."""
         block_bytes = self._shapes[region].block_bytes
         num_blocks = sum(run.length for run in runs)
@@ -135,26 +101,17 @@ class NixlConnection:
         read = self._agent.begin(self._remote, scratch, theirs, own)
         return _Share(read, _blocks(scratch, here), from_scratch)
 
-    def _finish(self, coming: deque[_Share], target: PullTarget) -> None:
+    def _finish(self, coming: deque[_Share], target: Blocks) -> None:
         """Wait for the first share and copy it to where it goes."""
         read, blocks, runs = coming.popleft()
         self._agent.finish(read, self._stream.deadline_s)
         try:
-            self._copy(blocks, target.blocks, runs)
+            self._copy(blocks, target, runs)
         finally:
             self._agent.give_back(read.scratch)
 
-    def _copy(self, source: Blocks, target: Blocks, runs: list[BlockRun]) -> None:
-        if self._reslicer is None:
-            copy_runs(source, target, runs)
-            return
-        for from_, to, count in runs:
-            slots = range(to, to + count)
-            self._reslicer.copy(source, range(from_, from_ + count), target, slots)
-
     def close(self) -> None:
-        """Have the peer lend nothing more."""
-        self._stream.sock.close()
+        super().close()
         remote, self._remote = self._remote, None
         if remote is not None:
             self._agent.unload(remote)

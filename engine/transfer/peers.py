@@ -17,12 +17,12 @@ from millrace.engine.transfer.client import (
     PullTarget,
     RemoteConnection,
 )
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import BlockLayout, BlockShape
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.nixl_client import NixlConnection
 from millrace.engine.transfer.reslicing import Reslicer
 from millrace.engine.transfer.streams import Stream, failed
+from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import BlockPart, TransferEndpoint
 

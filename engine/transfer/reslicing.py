@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import BlockLayout, Blocks, BlockShape
+from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.transfer import BlockPart
 
 

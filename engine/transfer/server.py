@@ -6,15 +6,65 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from millrace.engine.transfer import wire
-from millrace.engine.transfer.checksum import checksum_of
-from millrace.engine.transfer.errors import PeerError
-from millrace.engine.transfer.loans import Lender
+from millrace.engine.transfer.memory import Region, checksum_of
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.streams import PeerGoneError, Stream
+from millrace.engine.transfer.wire import PeerError
+
+
+class Loan:
+    """Blocks that a peer has asked for: asked, granted, over. For two threads: the engine's grants
+    and expires it, the one that serves the peer waits for it and ends it.
+
+    ``end`` says whether the blocks were the peer's to read until now. ``on_end`` is called once,
+    with a granted loan that the peer has ended.
+    """
+
+    def __init__(self, keys: list[bytes], on_end: Callable[[Loan], None]) -> None:
+        self.keys = keys
+        self.places: Sequence[int] = ()
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._is_granted = False
+        self._is_over = False
+        self._answered = threading.Event()
+
+    def grant(self, places: Sequence[int]) -> bool:
+        """Lend the blocks at these places; False if nobody waits for them any more."""
+        with self._lock:
+            if self._is_over:
+                return False
+            self.places = places
+            self._is_granted = True
+        self._answered.set()
+        return True
+
+    def expire(self) -> bool:
+        """Lend them no longer; False if the peer has ended it before."""
+        with self._lock:
+            was_over, self._is_over = self._is_over, True
+        self._answered.set()
+        return not was_over
+
+    def wait(self, timeout_s: float) -> Sequence[int]:
+        """Where the blocks are that it was granted; none if that took too long."""
+        self._answered.wait(timeout_s)
+        return self.places
+
+    def end(self) -> bool:
+        """The peer reads no more; whether what it has read is whole."""
+        with self._lock:
+            was_over, self._is_over = self._is_over, True
+        if was_over:
+            return False
+        if self._is_granted:
+            self._on_end(self)
+        return True
+
 
 _log = logging.getLogger(__name__)
 
@@ -47,13 +97,17 @@ class BlockServer:
 
     def __init__(
         self,
-        lender: Lender,
+        regions: Sequence[Region],
+        ask: Callable[[list[bytes]], Loan],
         identity: PeerIdentity,
         listeners: Sequence[socket.socket],
         agent: NixlAgent | None = None,
     ) -> None:
-        """With an ``agent``, which has registered the lender's regions, peers may read by NIXL."""
-        self._lender = lender
+        """``regions`` are the memory where lent blocks are. ``ask``, for any thread, asks for the
+        first blocks of a prefix. With an ``agent``, which has registered the regions, peers may
+        read by NIXL."""
+        self._regions = regions
+        self._ask = ask
         self._agent = agent
         self._identity = identity
         self._listeners = listeners
@@ -96,7 +150,7 @@ class BlockServer:
 
     def _serve(self, sock: socket.socket) -> None:
         try:
-            serve_peer(sock, self._lender, self._identity, self._agent)
+            self._answer(sock)
         except PeerGoneError:
             pass
         except PeerError as error:
@@ -108,68 +162,67 @@ class BlockServer:
                 self._peers.discard(sock)
             sock.close()
 
+    def _answer(self, sock: socket.socket) -> None:
+        """Answer one peer until it goes. Raises PeerError; PeerGoneError when it went as it
+        should."""
+        identity = self._identity
+        stream = Stream(sock, _HELLO_TIMEOUT_S)
+        hello = stream.receive(wire.HELLO_BYTES, may_end=True)
+        by_nixl = wire.check_hello(hello, identity.token, identity.layout)
+        is_local = sock.family == socket.AF_UNIX
+        if not is_local:
+            stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        read_by: NixlAgent | None = None
+        if by_nixl:
+            read_by = _tell_agent(stream, self._regions, self._agent)
+            # Reads that were given up may be on their way since an earlier connection.
+            _let_read(stream, read_by, time.monotonic() + _FRAME_TIMEOUT_S)
+        elif is_local:
+            _hand_over(sock, self._regions)
+        else:
+            stream.send(wire.welcome([]))
+        while True:
+            stream.allow(_IDLE_TIMEOUT_S)
+            header = stream.receive(wire.HEADER_BYTES, may_end=True)
+            _, _, size = wire.parse_header(header, wire.TransferFrameKind.LEND)
+            stream.allow(_FRAME_TIMEOUT_S)
+            keys = wire.parse_keys(stream.receive(size))
+            loan = self._ask(keys)
+            try:
+                places = loan.wait(identity.loan_s)
+                stream.allow(identity.loan_s)
+                if is_local or by_nixl:
+                    stream.send(wire.lent(places))
+                    if read_by is not None:
+                        _let_read(stream, read_by, stream.deadline_s)
+                    stream.receive_frame(wire.TransferFrameKind.DONE)
+                else:
+                    _send_blocks(stream, self._regions, places)
+            finally:
+                is_valid = loan.end()
+            stream.allow(_FRAME_TIMEOUT_S)
+            stream.send(wire.over(is_valid=is_valid))
 
-def serve_peer(
-    sock: socket.socket, lender: Lender, identity: PeerIdentity, agent: NixlAgent | None = None
-) -> None:
-    """Answer one peer until it goes. Raises PeerError; PeerGoneError when it went as it should."""
-    stream = Stream(sock, _HELLO_TIMEOUT_S)
-    hello = stream.receive(wire.HELLO_BYTES, may_end=True)
-    by_nixl = wire.check_hello(hello, identity.token, identity.layout)
-    is_local = sock.family == socket.AF_UNIX
-    if not is_local:
-        stream.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    read_by: NixlAgent | None = None
-    if by_nixl:
-        read_by = _tell_agent(stream, lender, agent)
-        # Reads that were given up may be on their way since an earlier connection.
-        _let_read(stream, read_by, time.monotonic() + _FRAME_TIMEOUT_S)
-    elif is_local:
-        _hand_over(sock, lender)
-    else:
-        stream.send(wire.welcome([]))
-    while True:
-        stream.allow(_IDLE_TIMEOUT_S)
-        header = stream.receive(wire.HEADER_BYTES, may_end=True)
-        _, _, size = wire.parse_header(header, wire.TransferFrameKind.LEND)
-        stream.allow(_FRAME_TIMEOUT_S)
-        keys = wire.parse_keys(stream.receive(size))
-        loan = lender.ask(keys)
-        try:
-            places = loan.wait(identity.loan_s)
-            stream.allow(identity.loan_s)
-            if is_local or by_nixl:
-                stream.send(wire.lent(places))
-                if read_by is not None:
-                    _let_read(stream, read_by, stream.deadline_s)
-                stream.receive_frame(wire.TransferFrameKind.DONE)
-            else:
-                _send_blocks(stream, lender, places)
-        finally:
-            is_valid = loan.end()
-        stream.allow(_FRAME_TIMEOUT_S)
-        stream.send(wire.over(is_valid=is_valid))
 
-
-def _hand_over(sock: socket.socket, lender: Lender) -> None:
+def _hand_over(sock: socket.socket, regions: Sequence[Region]) -> None:
     """Say where the memory is, with the files that it is in."""
-    shapes = [region.shape for region in lender.regions]
+    shapes = [region.shape for region in regions]
     sock.settimeout(_FRAME_TIMEOUT_S)
     data = wire.welcome(shapes)
     try:
-        sent = socket.send_fds(sock, [data], [region.fd for region in lender.regions])
+        sent = socket.send_fds(sock, [data], [region.fd for region in regions])
     except OSError as error:
         raise PeerError(f"the connection failed: {error.strerror or error}") from error
     if sent != len(data):  # it is smaller than any buffer
         raise PeerError("it takes nothing")
 
 
-def _tell_agent(stream: Stream, lender: Lender, agent: NixlAgent | None) -> NixlAgent:
+def _tell_agent(stream: Stream, regions: Sequence[Region], agent: NixlAgent | None) -> NixlAgent:
     """Say where the memory is, and how NIXL gets there: by this agent."""
     if agent is None:
         raise PeerError("it wants to read by NIXL, which is not used here")
-    blocks = [region.blocks for region in lender.regions]
-    shapes = [region.shape for region in lender.regions]
+    blocks = [region.blocks for region in regions]
+    shapes = [region.shape for region in regions]
     addresses = [one.ctypes.data for one in blocks]
     stream.send(wire.agent(wire.Agent(shapes, addresses, agent.metadata)))
     return agent
@@ -186,12 +239,11 @@ def _let_read(stream: Stream, agent: NixlAgent, until_s: float) -> None:
             stream.hears(_PAUSE_MS)
 
 
-def _send_blocks(stream: Stream, lender: Lender, places: Sequence[int]) -> None:
+def _send_blocks(stream: Stream, regions: Sequence[Region], places: Sequence[int]) -> None:
     stream.send(wire.frame(wire.TransferFrameKind.SENT, len(places)))
-    regions = [region.blocks for region in lender.regions]
     for place in places:
         region, number = wire.region_and_number(place)
-        pieces = [memoryview(layer) for layer in regions[region][:, number]]
+        pieces = [memoryview(layer) for layer in regions[region].blocks[:, number]]
         checksum = wire.CHECKSUM.pack(checksum_of(pieces))
         stream.send_pieces([memoryview(checksum), *pieces])
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from millrace.engine.transfer import wire
-from millrace.engine.transfer.errors import PeerError
+from millrace.engine.transfer.wire import PeerError
 
 # What one call may hand to the system.
 _MAX_PIECES = 512

@@ -22,9 +22,14 @@ from hashlib import blake2b
 from hmac import compare_digest
 from typing import NamedTuple
 
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import BlockShape
+from millrace.schemas.errors import MillraceError
 from millrace.schemas.prefix import KEY_BYTES
+
+
+class PeerError(MillraceError, code="kv_peer_failed", retryable=True):
+    """A peer did not say what it should, or not in time; what was asked of it is computed."""
+
 
 # A million tokens in blocks of 16.
 MAX_KEYS = 1 << 16
@@ -56,24 +61,15 @@ class TransferFrameKind(IntEnum):
     AGENT = 7
 
 
-# How many items a frame of a kind may have, and of how many bytes.
-_MAX_ITEMS = {
-    TransferFrameKind.WELCOME: MAX_REGIONS,
-    TransferFrameKind.LEND: MAX_KEYS,
-    TransferFrameKind.LENT: MAX_KEYS,
-    TransferFrameKind.SENT: MAX_KEYS,
-    TransferFrameKind.DONE: 0,
-    TransferFrameKind.OVER: 1,
-    TransferFrameKind.AGENT: MAX_AGENT_BYTES,
-}
-_ITEM_BYTES = {
-    TransferFrameKind.WELCOME: _REGION.size,
-    TransferFrameKind.LEND: KEY_BYTES,
-    TransferFrameKind.LENT: 4,
-    TransferFrameKind.SENT: 0,
-    TransferFrameKind.DONE: 0,
-    TransferFrameKind.OVER: 0,
-    TransferFrameKind.AGENT: 1,
+# How many items a frame of a kind may have, and of how many bytes each.
+_BOUNDS = {
+    TransferFrameKind.WELCOME: (MAX_REGIONS, _REGION.size),
+    TransferFrameKind.LEND: (MAX_KEYS, KEY_BYTES),
+    TransferFrameKind.LENT: (MAX_KEYS, 4),
+    TransferFrameKind.SENT: (MAX_KEYS, 0),
+    TransferFrameKind.DONE: (0, 0),
+    TransferFrameKind.OVER: (1, 0),
+    TransferFrameKind.AGENT: (MAX_AGENT_BYTES, 1),
 }
 
 
@@ -122,9 +118,10 @@ def parse_header(data: bytes, *expected: TransferFrameKind) -> tuple[TransferFra
     kind = next((kind for kind in expected if kind == number), None)
     if magic != _MAGIC or kind is None:
         raise PeerError("it says what makes no sense here")
-    if count > _MAX_ITEMS[kind]:
-        raise PeerError(f"it sends a frame of {count} items, but {_MAX_ITEMS[kind]} are most")
-    return kind, count, count * _ITEM_BYTES[kind]
+    most, item_bytes = _BOUNDS[kind]
+    if count > most:
+        raise PeerError(f"it sends a frame of {count} items, but {most} are most")
+    return kind, count, count * item_bytes
 
 
 def welcome(shapes: Sequence[BlockShape]) -> bytes:

@@ -24,3 +24,8 @@ class WorkerContext:
     engine: EngineKeeper
     clock: Clock
     energy: EnergyMeter
+
+    @property
+    def capacity(self) -> int:
+        """How many requests run and wait here at most."""
+        return self.engine.max_num_sequences + self.config.max_num_waiting

@@ -79,7 +79,7 @@ class Requests:
         self._completions = completions
         self._on_capacity = on_capacity
         self._traces = traces
-        self._capacity = Capacity(self._engine.max_num_sequences + config.max_num_waiting)
+        self._capacity = Capacity(context.capacity)
         self._running: dict[str, Generation] = {}
         self._by_engine_id: dict[str, Generation] = {}
         self.ownership = LeaseOwnership(

@@ -31,8 +31,8 @@ from millrace.engine.models.packed_projection import PackedProjection, packed_qu
 from millrace.engine.models.projection import Projection
 from millrace.engine.models.shard import shard_config
 from millrace.engine.models.weight_reader import MakeLinear
-from millrace.engine.quantization.at_load import quantize_at_load
 from millrace.engine.quantization.linear import MakeQuantized
+from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.engine.step.batch import FlatBatch
 from millrace.registry.adapters import adapter_folder
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline

@@ -185,13 +185,13 @@ class DeviceState:
         self,
         suits: Callable[[Sequence], bool],
         *,
-        max_num_sequences: int,
+        num_rows: int,
         max_blocks: int,
     ) -> None:
         self._suits = suits
         self._max_blocks = max_blocks
         self._rows: dict[Sequence, StateRow] = {}
-        self._free = list(range(max_num_sequences))
+        self._free = list(range(num_rows))
         self._unsent: dict[int, int] = {}
 
     def row_of(self, sequence: Sequence) -> StateRow:

@@ -16,7 +16,7 @@ from millrace.engine.devices.cuda.adapters import DeviceAdapters
 from millrace.engine.devices.cuda.device import Device, MemoryInfo, Stopwatch
 from millrace.engine.devices.cuda.operations import DeviceOperations
 from millrace.engine.devices.cuda.runner import DeviceRunner
-from millrace.engine.devices.cuda.steps import Adapted, Bounds, DeviceSteps, StepParts
+from millrace.engine.devices.cuda.steps import Adapted, DeviceSteps, StepParts
 from millrace.engine.kernels.gpu.adapter_step import AdapterTiling
 from millrace.engine.kernels.gpu.attention_shape import AttentionShape
 from millrace.engine.kernels.gpu.kernel_set import KernelSet, choose_kernels, is_interpreted
@@ -34,9 +34,9 @@ from millrace.engine.models.device_linear import DeviceLinear
 from millrace.engine.models.dummy import DummyTensors
 from millrace.engine.models.loader import load_weights
 from millrace.engine.models.stacked_experts import stacked_experts
-from millrace.engine.quantization.at_load import quantize_at_load
 from millrace.engine.quantization.device import quantized_linears
 from millrace.engine.quantization.device_experts import quantized_stacks
+from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, shard_config
 from millrace.schemas.errors import ConfigError
@@ -227,7 +227,8 @@ def _profiled_bytes(
     one."""
     engine, device = plans.engine, plans.device
     probe = _assemble(plans, 1, make)
-    largest = StepShape(0, engine.max_batch_tokens, 1, engine.max_num_sequences)
+    bounds = engine.bounds(plans.own.context_window_tokens)
+    largest = StepShape(0, bounds.num_tokens, 1, bounds.num_sequences)
     work_bytes = device.peak_bytes(lambda: probe.warm_up(largest, adapted=probe.takes_adapters))
     info = device.memory()
     assert info is not None, "settings leave the size to a device without memory of its own"
@@ -249,6 +250,7 @@ def _assemble(plans: Plans, num_blocks: int, make: Callable[[StepParts], StepsT]
         device=where,
         shared=engine.transfer,
     )
+    bounds = engine.bounds(own.context_window_tokens)
     attention = kernels.attention(
         AttentionShape(
             num_heads=own.num_attention_heads,
@@ -257,7 +259,7 @@ def _assemble(plans: Plans, num_blocks: int, make: Callable[[StepParts], StepsT]
             block_size=engine.block_size_tokens,
             windows=own.windows,
         ),
-        max_sequences=engine.max_num_sequences,
+        max_sequences=bounds.num_sequences,
         num_programs=device.num_programs,
         device=where,
         deterministic=engine.deterministic,
@@ -268,11 +270,6 @@ def _assemble(plans: Plans, num_blocks: int, make: Callable[[StepParts], StepsT]
         [cache.layer(layer) for layer in range(own.num_hidden_layers)],
         num_heads=own.num_attention_heads,
         epsilon=own.rms_norm_eps,
-    )
-    bounds = Bounds(
-        num_sequences=engine.max_num_sequences,
-        num_tokens=engine.max_batch_tokens,
-        num_blocks=-(-own.context_window_tokens // engine.block_size_tokens),
     )
     adapted = None
     if plans.slots is not None:

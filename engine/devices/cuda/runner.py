@@ -75,6 +75,7 @@ class DeviceRunner(DeviceSteps, Runner):
         config, bounds = parts.config, parts.bounds
         super().__init__(parts, num_logits=config.vocab_size, stage=stage)
         self.is_row_exact = is_row_exact
+        self.max_drawn_rows = bounds.num_sequences
         self._sampler = DeviceSampler(
             config.vocab_size,
             bounds.num_sequences + 1,
@@ -82,7 +83,7 @@ class DeviceRunner(DeviceSteps, Runner):
             kernels=parts.kernels.name,
         )
         self._state = DeviceState(
-            _suits, max_num_sequences=bounds.num_sequences, max_blocks=bounds.num_blocks
+            _suits, num_rows=bounds.num_sequences, max_blocks=bounds.num_blocks
         )
 
     @property

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from millrace.engine.config import StepBounds
 from millrace.engine.devices.cuda.adapters import DeviceAdapters
 from millrace.engine.devices.cuda.device import Device, Stopwatch
 from millrace.engine.devices.cuda.inputs import NO_TABLES, ToldStep, fits, pack
@@ -22,14 +23,6 @@ from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder
 from millrace.engine.step.batch import lay_out
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-
-
-class Bounds(NamedTuple):
-    """The most that a step has: sequences, tokens, and blocks of one sequence."""
-
-    num_sequences: int
-    num_tokens: int
-    num_blocks: int
 
 
 class Buffers(NamedTuple):
@@ -44,7 +37,7 @@ class Buffers(NamedTuple):
 
     @classmethod
     def make(
-        cls, bounds: Bounds, vocab_size: int, dtype: torch.dtype, device: torch.device
+        cls, bounds: StepBounds, vocab_size: int, dtype: torch.dtype, device: torch.device
     ) -> Buffers:
         sequences = bounds.num_sequences
         # Padding may be a sequence more than there are.
@@ -99,19 +92,20 @@ _CHUNK_SINGLES = (0, 8, 32, 128)
 _MOST_CHUNKS = 8
 
 
-def ladder(max_num_sequences: int, max_batch_tokens: int) -> list[StepShape]:
+def ladder(bounds: StepBounds) -> list[StepShape]:
     """The shapes worth recording, the largest first, so that the smaller ones find their memory in
     what the larger ones took."""
-    most = min(max_num_sequences, max_batch_tokens)
+    num_sequences, num_tokens, _ = bounds
+    most = min(num_sequences, num_tokens)
     sizes = {most, *(size for size in _FEW if size < most)}
     sizes.update(range(_FINE_STEP, min(most, _FINE_END + 1), _FINE_STEP))
     sizes.update(range(_FINE_END + _COARSE_STEP, most, _COARSE_STEP))
     shapes = [StepShape(size, size, size, size) for size in sizes]
     for singles in {*(count for count in _CHUNK_SINGLES if count < most), most}:
         for tokens in _CHUNK_TOKENS:
-            if singles + tokens <= max_batch_tokens:
-                chunks = min(_MOST_CHUNKS, max_num_sequences)
-                num_sampled = min(singles + chunks, max_num_sequences)
+            if singles + tokens <= num_tokens:
+                chunks = min(_MOST_CHUNKS, num_sequences)
+                num_sampled = min(singles + chunks, num_sequences)
                 shapes.append(
                     StepShape(singles, singles + tokens, singles + chunks + 1, num_sampled)
                 )
@@ -178,7 +172,7 @@ class StepParts(NamedTuple):
     cache: KVCache
     kernels: KernelSet
     device: Device
-    bounds: Bounds
+    bounds: StepBounds
     adapted: Adapted | None
 
 
@@ -217,7 +211,7 @@ class DeviceSteps(ABC):
     def record(self) -> None:
         """Record the steps that will come again and again, and have all kernels ready. Steps of
         embeddings are never recorded: their hidden states are wanted, which do not stay."""
-        shapes = ladder(self._bounds.num_sequences, self._bounds.num_tokens)
+        shapes = ladder(self._bounds)
         watch = Stopwatch(self._device)
         for shape in shapes:
             self.warm_up(shape)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.block_identity import kept_identity
 from millrace.engine.kv.cache import KVCache
-from millrace.engine.transfer.checksum import checksum_of
+from millrace.engine.transfer.memory import checksum_of
 from millrace.runtime.addresses import exempt_loopback
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.redaction import redact_urls

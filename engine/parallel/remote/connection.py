@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from millrace.engine.parallel.control import MAX_PACKET_BYTES, Join, JoinDevices
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.streams import Stream
+from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.errors import MillraceError
 
 

@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.kv.cache import KVCache
-from millrace.engine.kv.cache_commands import CacheCommand, CheckBlocks
-from millrace.engine.kv.cache_part import CachePart
-from millrace.engine.kv.host_memory import host_memory_of
+from millrace.engine.kv.cache import CacheCommand, CheckBlocks, KVCache
+from millrace.engine.kv.host_memory import CachePart, host_memory_of
 from millrace.schemas.errors import ConfigError
 from tests.engine.kv.test_kv_cache import filled
 from tests.engine.support import resolved

@@ -15,9 +15,9 @@ from millrace.engine.kernels.operations import Collectives, Linear
 from millrace.engine.models.projection import Projection
 from millrace.engine.models.reduced_linear import ReducedLinear
 from millrace.engine.models.stacked_experts import stacked_experts
-from millrace.engine.quantization.at_load import quantize_at_load
 from millrace.engine.quantization.device_experts import quantized_stacks
 from millrace.engine.quantization.linear import DequantizedLinear
+from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.engine.quantization.slicing import sliced
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 from millrace.registry.checkpoints.shard import Shard, Slice

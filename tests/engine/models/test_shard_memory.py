@@ -13,7 +13,7 @@ import torch
 from millrace.engine.models.decoder import DecoderWeights
 from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
 from millrace.engine.models.shard import Shard, stage_layers, vocabulary_range
-from millrace.engine.quantization.at_load import quantize_at_load
+from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.registry.checkpoints.shard import layer_weights
 from tests.engine.checkpoints import save_model

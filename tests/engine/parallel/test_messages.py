@@ -15,7 +15,7 @@ from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.gpu.step_inputs import StepShape
 from millrace.engine.kernels.ranks import RanksFailedError
 from millrace.engine.kernels.stage_link import StageLink, link_memory
-from millrace.engine.kv.cache_commands import (
+from millrace.engine.kv.cache import (
     CheckBlocks,
     CopyBlock,
     LoadBlocks,

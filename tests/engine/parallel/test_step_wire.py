@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.engine.adapters.rows import PlainAdapter, RowAdapters
-from millrace.engine.kv.cache_commands import CheckBlocks, ScrubBlocks
+from millrace.engine.kv.cache import CheckBlocks, ScrubBlocks
 from millrace.engine.parallel.messages import (
     PartCommand,
     StageStep,

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from millrace.engine.quantization.at_load import quantize_at_load
+from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.engine.step.engine import Engine
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
 from millrace.schemas.config import EngineConfig

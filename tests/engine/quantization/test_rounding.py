@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from millrace.engine.quantization.at_load import quantize_at_load
 from millrace.engine.quantization.rounding import (
     fitting_group,
+    quantize_at_load,
     rounded_float8,
     rounded_int4,
     rounded_int8,

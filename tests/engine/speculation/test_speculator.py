@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.schedule import ScheduledSequence
-from millrace.engine.speculation.acceptance import FORCED, Acceptance, match_class
 from millrace.engine.speculation.draft import Draft
 from millrace.engine.speculation.speculator import Speculator, _Rates
-from millrace.engine.speculation.suggestions import Suggestions
+from millrace.engine.speculation.suggestions import FORCED, Acceptance, Suggestions, match_class
 from tests.engine.scheduling.test_planner import make_planner, sequence, step
 
 _TEXT = [*range(100, 140)]

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.engine.transfer import nixl_client
+from millrace.engine.transfer import client, nixl_client
 from millrace.engine.transfer.addresses import this_host
 from millrace.engine.transfer.client import PullTarget
+from millrace.engine.transfer.memory import copy_runs
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import Peers
-from millrace.engine.transfer.runs import copy_runs
 from millrace.schemas.transfer import TransferEndpoint
 from tests.engine.transfer.shelf import SHAPE, SPLIT, key, serve_apart
 
@@ -109,7 +109,7 @@ def at_the_first_copy(monkeypatch: pytest.MonkeyPatch, action: Callable[[], Any]
             action()
         copy_runs(*args)
 
-    monkeypatch.setattr(nixl_client, "copy_runs", copies)
+    monkeypatch.setattr(client, "copy_runs", copies)
 
 
 def end_strays(agent: NixlAgent) -> None:

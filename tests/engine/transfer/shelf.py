@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from millrace.engine.transfer.addresses import listen_on_address, listen_on_path, this_host
-from millrace.engine.transfer.loans import Loan
 from millrace.engine.transfer.memory import (
     BlockLayout,
     Blocks,
@@ -23,7 +22,7 @@ from millrace.engine.transfer.memory import (
 )
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import BlockSplit
-from millrace.engine.transfer.server import BlockServer, PeerIdentity
+from millrace.engine.transfer.server import BlockServer, Loan, PeerIdentity
 from millrace.engine.transfer.wire import place
 from millrace.schemas.transfer import BlockPart, TransferEndpoint
 
@@ -88,7 +87,9 @@ class Served:
         local, self.path = listen_on_path(folder)
         remote, address = listen_on_address("127.0.0.1:0")
         identity = PeerIdentity(TOKEN, LAYOUT, loan_s)
-        self._server = BlockServer(self.shelf, identity, [local, remote], self.agent)
+        self._server = BlockServer(
+            self.shelf.regions, self.shelf.ask, identity, [local, remote], self.agent
+        )
         self._server.start()
         self.local = TransferEndpoint(
             layout=LAYOUT, token=TOKEN, host=this_host(), socket=str(self.path)

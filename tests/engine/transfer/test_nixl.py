@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from millrace.engine.transfer import nixl_client, wire
 from millrace.engine.transfer.addresses import this_host
 from millrace.engine.transfer.client import PullTarget
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import Peers
 from millrace.engine.transfer.streams import Stream
+from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.transfer import TransferEndpoint
 from tests.engine.transfer.nixl_world import (
     TIMEOUT_S,

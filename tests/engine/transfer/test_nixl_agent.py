@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from millrace.engine.transfer import nixl_agent
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.nixl_agent import NixlAgent
+from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.errors import ConfigError
 from tests.engine.transfer.nixl_world import num_reads, peers_of, pull
 from tests.engine.transfer.shelf import SHAPE, Served

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from millrace.engine.transfer import nixl_agent
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.nixl_agent import NixlAgent
+from millrace.engine.transfer.wire import PeerError
 from tests.engine.transfer.nixl_world import (
     NUM_BLOCKS,
     TIMEOUT_S,

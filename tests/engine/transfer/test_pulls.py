@@ -21,19 +21,18 @@ from hypothesis import strategies as st
 
 from millrace.engine.transfer import addresses, wire
 from millrace.engine.transfer.addresses import host_and_port, listen_on_path, this_host
-from millrace.engine.transfer.checksum import checksum_of
-from millrace.engine.transfer.client import LocalConnection, PulledBlocks, PullTarget
-from millrace.engine.transfer.errors import PeerError
+from millrace.engine.transfer.client import LocalConnection, PulledBlocks, PullTarget, map_blocks
 from millrace.engine.transfer.memory import (
     BlockLayout,
     BlockShape,
     SharedPages,
-    map_blocks,
+    checksum_of,
     private_pages,
 )
 from millrace.engine.transfer.nixl_agent import NixlAgent
 from millrace.engine.transfer.peers import BlockSplit, Peers
 from millrace.engine.transfer.streams import Stream
+from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import BlockPart, TransferEndpoint
 from tests.engine.transfer.shelf import LAYOUT, SHAPE, SPLIT, TOKEN, Served, key
@@ -135,7 +134,7 @@ def test_a_loan_that_is_over_too_soon_is_told(
 ) -> None:
     """The copy is made, but what it is of nobody knows."""
     # Where blocks are sent, they are sent before anybody looks at them.
-    spoiled = {"local": "client.copy_runs", "nixl": "nixl_client.copy_runs"}.get(
+    spoiled = {"local": "client.copy_runs", "nixl": "client.copy_runs"}.get(
         way, "server.checksum_of"
     )
     before = checksum_of

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import BlockLayout, Blocks
 from millrace.engine.transfer.reslicing import Reslicer
+from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.transfer import BlockPart
 
 NUM_BLOCKS = 5

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.engine.transfer import wire
-from millrace.engine.transfer.errors import PeerError
 from millrace.engine.transfer.memory import BlockShape
+from millrace.engine.transfer.wire import PeerError
 
 _KINDS = st.sampled_from(wire.TransferFrameKind)
 

@@ -296,8 +296,7 @@ class StatusReporter:
     def _free_share(self) -> float:
         """The free share of what is scarcer: sequences or blocks."""
         stats = self._engine.stats
-        capacity = self._engine.max_num_sequences + self._config.max_num_waiting
-        sequences = 1 - self._load.num_running / capacity
+        sequences = 1 - self._load.num_running / self._context.capacity
         return min(sequences, stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0)
 
 

@@ -20,7 +20,7 @@ from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.loader import load_weights
 from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
 from millrace.engine.models.projection import Projection
-from millrace.engine.quantization.at_load import quantize_at_load
+from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.engine.step.batch import FlatBatch
 from millrace.engine.step.engine import Engine
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config

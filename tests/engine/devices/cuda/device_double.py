@@ -132,6 +132,7 @@ class DeviceRunner:
         self.weight_size = WeightSize(1, 2)
         self.host_device = _CPU
         self.overlaps = chooses
+        self.max_drawn_rows = None
         self.cache = DeviceCache(num_blocks, block_size_tokens, self.finish)
         self.broken: list[str] = []
         self.num_computed_tokens = 0

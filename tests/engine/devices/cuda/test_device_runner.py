@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from millrace.engine.config import KVMemoryShare
+from millrace.engine.config import KVMemoryShare, StepBounds
 from millrace.engine.devices.cuda.device import HostDevice, MemoryInfo
 from millrace.engine.devices.cuda.inputs import DeviceState, fits
 from millrace.engine.devices.cuda.loading import cache_bytes, load_device_runner
@@ -258,7 +258,7 @@ class _TableState:
 
     def __init__(self, rng: random.Random, num_rows: int) -> None:
         self.rng = rng
-        self.state = DeviceState(lambda _: True, max_num_sequences=num_rows, max_blocks=12)
+        self.state = DeviceState(lambda _: True, num_rows=num_rows, max_blocks=12)
         self.tables = np.zeros((num_rows, 12), dtype=np.int64)
         self.running: list[Sequence] = []
         self.num_rows = num_rows
@@ -318,7 +318,7 @@ def test_the_device_knows_the_block_tables(seed: int, num_rows: int) -> None:
 def test_a_recorded_shape_has_room_for_the_step(
     max_num_sequences: int, max_batch_tokens: int, data: st.DataObject
 ) -> None:
-    shapes = ladder(max_num_sequences, max_batch_tokens)
+    shapes = ladder(StepBounds(max_num_sequences, max_batch_tokens, 1))
     assert len(set(shapes)) == len(shapes) < 80
     most = min(max_num_sequences, max_batch_tokens)
     singles = data.draw(st.integers(0, most))
