@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.block_tables import BlockTables, PrefixHit
 from millrace.engine.scheduling.background import is_background, non_preemptible, rank_of
-from millrace.engine.scheduling.beam_slots import has_slot
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.running import RunningSequences, work_of
 from millrace.engine.scheduling.schedule import Schedule, ScheduledSequence
@@ -104,23 +103,16 @@ class Planner:
             self.outstanding_tokens += live.outstanding_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child`` go on from what its running ``parent`` has computed, at once if a slot is
-        free, else later from the cache."""
+        """Let ``child`` go on from what ``parent`` has computed, at once if the parent runs and a
+        slot is free, else later from the cache."""
+        if child.fork_group is not None:  # choices that waited for the prompt were counted by add
+            self.outstanding_tokens += child.outstanding_tokens
         child.rank = rank_of(child, self._ageing_s)
-        if not self._is_full:
+        if parent.state is SequenceState.RUNNING and not self._is_full:
             self.tables.fork(parent, child)
             self.outstanding_tokens -= child.num_computed_tokens
             self.running.enter(child)
         else:
-            self._waiting.add(child)
-
-    def fork_beam(self, parent: Sequence, child: Sequence) -> None:
-        """Add ``child``, which goes on from what ``parent`` has, computed or not."""
-        self.outstanding_tokens += child.outstanding_tokens
-        if parent.state is SequenceState.RUNNING:
-            self.fork(parent, child)
-        else:
-            child.rank = rank_of(child, self._ageing_s)
             self._waiting.add(child)
 
     def remove(self, sequence: Sequence) -> None:
@@ -187,13 +179,13 @@ class Planner:
         return list(map(ScheduledSequence._make, schedule.counts.items()))
 
     def _displace_held(self, schedule: Schedule) -> None:
-        """Preempt beams that are held, the lowest rank first, until something can be computed. So
-        every search gets on in which one beam at a time fits the pool."""
+        """Preempt forks that are held, the lowest rank first, until something can be computed. So
+        every fork group gets on of which one sequence at a time fits the pool."""
         held = [sequence for sequence in self.running if sequence.is_held]
         while held and not schedule.counts:
-            beam = held.pop()
-            if beam.state is SequenceState.RUNNING:  # none before it has preempted it
-                self._preempt(beam, schedule)
+            fork = held.pop()
+            if fork.state is SequenceState.RUNNING:  # none before it has preempted it
+                self._preempt(fork, schedule)
             schedule.short_of_blocks = False
             self._continue_prefills([s for s in self.running if not s.is_held], schedule)
             self._admit(schedule)
@@ -322,7 +314,7 @@ class Planner:
         self, sequence: Sequence, hit: PrefixHit, num_slots: int = 0, num_blocks: int = 0
     ) -> bool:
         """Whether a newcomer can be admitted if so many more slots and blocks come free."""
-        if not has_slot(sequence, self.running, num_slots, self.max_num_sequences):
+        if not self.running.has_slot(sequence, num_slots, self.max_num_sequences):
             return False
         needed = self._wanted_blocks(sequence) - hit.num_here + hit.num_idle
         if len(self.running) > num_slots and sequence.num_preemptions < MAX_PREEMPTIONS:
@@ -362,7 +354,7 @@ class Planner:
         self.outstanding_tokens += sequence.num_computed_tokens
         self.running.leave(sequence)
         self.tables.preempt(sequence, self._now_s, self.recompute_s)
-        # A guaranteed beam is displaced only while it is held, however often.
+        # A guaranteed fork is displaced only while it is held, however often.
         if not sequence.is_held or sequence.num_preemptions < MAX_PREEMPTIONS:
             sequence.num_preemptions += 1
         self.num_preemptions += 1

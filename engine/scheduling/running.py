@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
@@ -33,6 +34,26 @@ class RunningSequences(list[Sequence]):
         del self[index]
         self._adapters.leave(sequence)
 
+    def has_slot(self, newcomer: Sequence, num_leaving: int, num_slots: int) -> bool:
+        """Whether there is a slot for ``newcomer`` once ``num_leaving`` of the running ones have
+        left: one that no sequence of a running fork group needs; and if it is the first of its
+        group, slots for the others too, unless it runs alone.
+
+        Otherwise sequences of several groups would fill the batch, each waiting for others that do
+        not fit.
+        """
+        num_taken = len(self) - num_leaving
+        if num_taken <= 0:
+            return num_slots > 0
+        num_running = Counter(s.fork_group for s in self if s.fork_group is not None)
+        own = newcomer.fork_group
+        if own in num_running:
+            del num_running[own]  # one of the slots that its group needs is its own
+        elif own is not None:
+            num_taken += own.num_slots - 1
+        num_taken += sum(group.num_slots - num for group, num in num_running.items())
+        return bool(num_taken < num_slots)
+
 
 class RunningWork(NamedTuple):
     """Of the sequences in the batch those that are behind by one token, by more, those of which
@@ -54,7 +75,7 @@ def work_of(running: Iterable[Sequence]) -> RunningWork:
         if sequence.is_awaited:
             num_awaited += 1
             continue
-        if sequence.beams is not None and sequence.is_held:
+        if sequence.fork_group is not None and sequence.is_held:
             continue
         num_tokens = len(sequence.token_ids)
         if num_tokens == sequence.max_total_tokens and sequence.has_unread_token:

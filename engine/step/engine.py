@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from millrace.engine.beam_search import advance_searches, begin_search, check_beams
 from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.grammar.grammars import Grammars
 from millrace.engine.kv.block_file import BlockFile
@@ -18,7 +19,6 @@ from millrace.engine.kv.tiers import Tiers
 from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.scheduling.admission import (
     check_adapter,
-    check_beams,
     check_kind,
     finished_before,
     longest_total_tokens,
@@ -250,7 +250,10 @@ class Engine:
             seed=self._seed_source() if seed is None else seed,
             max_total_tokens=max_total_tokens,
             added_s=self._monotonic(),
+            num_sequences=1 if request.sampling.use_beam_search else request.sampling.n,
         )
+        if request.sampling.use_beam_search:
+            begin_search(group[0])
         try:
             for sequence in group:
                 self._sampler.add(sequence)
@@ -303,20 +306,19 @@ class Engine:
         self._finish_settled(outputs)
         plan = self._planner.plan()
         self._prefills = bool(plan) and plan[-1].num_tokens > 1  # those that decode come first
-        if plan:
-            fresh = [sequence for sequence, _ in plan if not sequence.started]
-            if fresh:
-                begin_s = self._monotonic()
-                for sequence in fresh:
-                    sequence.queued_s = begin_s - sequence.added_s
+        fresh = [sequence for sequence, _ in plan if not sequence.started]
+        if fresh:
+            begin_s = self._monotonic()
+            for sequence in fresh:
+                sequence.queued_s = begin_s - sequence.added_s
+        if plan or self._executor.has_pending_step:
             self._executor.execute(plan, outputs, self._speculator)
+            advance_searches(self._live, outputs)
             for sequence in fresh:
                 if not sequence.started and sequence.state is not SequenceState.FINISHED:
                     sequence.started = True
                     outputs.append(started_output(sequence))
-            self._num_steps += 1
-        elif self._executor.has_pending_step:
-            self._executor.execute([], outputs)
+            self._num_steps += bool(plan)
         elif not outputs and self._planner.num_unready == self._planner.num_live > 0:
             self._bell.wait(_UNREADY_WAIT_S)
         ended = self._live.pop_ended()

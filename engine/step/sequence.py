@@ -62,7 +62,8 @@ class Sequence:
     ``tail_shared``, ``num_reserved_blocks`` and ``guaranteed`` are those of ``BlockTables``, which
     allocates the blocks and frees them on preemption and at the end.
 
-    ``beams`` is the beam search that it is a beam of, None for a sequence that is drawn.
+    ``fork_group`` is the group that a client leads and it belongs to, None for a sequence that is
+    drawn.
     ``adapter_weights`` are those of its adapter while it is in the batch.
     ``proposed`` are tokens that the step at hand computes behind the last known one, in case they
     turn out to be the next; ``suggestions`` is what makes them.
@@ -80,7 +81,6 @@ class Sequence:
         "adapter_weights",
         "added_s",
         "arrival",
-        "beams",
         "block_keys",
         "block_table",
         "choice",
@@ -88,6 +88,7 @@ class Sequence:
         "device_s",
         "disk_keys",
         "features",
+        "fork_group",
         "forks",
         "guaranteed",
         "is_awaited",
@@ -171,7 +172,7 @@ class Sequence:
         self.queued_s = 0.0
         self.device_s = 0.0
         self.adapter_weights: Any = None
-        self.beams: Any = None
+        self.fork_group: Any = None
         self.sampling_state: Any = None
         self.matcher: Any = None
         self.pooling_state: Any = None
@@ -208,8 +209,8 @@ class Sequence:
 
     @property
     def is_held(self) -> bool:
-        """Whether it is a beam that waits for the others of its search."""
-        return self.beams is not None and self.token_ids[-1] == UNREAD_TOKEN
+        """Whether it waits for the others of its fork group."""
+        return self.fork_group is not None and self.token_ids[-1] == UNREAD_TOKEN
 
     @property
     def num_read_output_tokens(self) -> int:
