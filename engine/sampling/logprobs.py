@@ -83,12 +83,12 @@ def candidates(
             return None
         if temperature not in (0.0, 1.0):
             rows = (rows - best[:, None]) / temperature
-        table = _table(rows, 0 if excluded else count)
+        table = table_of(rows, 0 if excluded else count)
         normalisers = table.log_normalisers
         if excluded:
             rows = rows.clone()
             rows[:, list(excluded)] = -inf
-            table = _table(rows, count)
+            table = table_of(rows, count)
         more = (table.log_normalisers - normalisers).tolist()
     return [
         [Candidate(token, logprob + own) for token, logprob in zip(ids, logprobs, strict=True)]
@@ -96,7 +96,8 @@ def candidates(
     ]
 
 
-def _table(rows: torch.Tensor, count: int) -> LogprobTable:
+def table_of(rows: torch.Tensor, count: int) -> LogprobTable:
+    """Make the table of ``rows``, float32 [num_rows, vocab_size]."""
     vocab_size = rows.shape[1]
     padded = F.pad(rows, (0, -vocab_size % GROUP_TOKENS), value=-inf)
     every = torch.arange(len(rows), device=rows.device)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.block_tables import BlockTables, PrefixHit
-from millrace.engine.scheduling.background import is_background, non_preemptible, rank_of
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
-from millrace.engine.scheduling.running import RunningSequences, work_of
+from millrace.engine.scheduling.running import (
+    RunningSequences,
+    is_background,
+    non_preemptible,
+    rank_of,
+    work_of,
+)
 from millrace.engine.scheduling.schedule import Schedule, ScheduledSequence
 from millrace.engine.scheduling.waiting import WaitingQueue
-from millrace.engine.step.adapter_pool import NO_ADAPTERS, AdapterPool
+from millrace.engine.step.adapter_pool import AdapterPool
 from millrace.engine.step.sequence import Sequence, SequenceState
 
 # Blocks that admissions leave free for those who already run: without it every newcomer preempts
@@ -59,9 +63,9 @@ class Planner:
         tables: BlockTables,
         config: ResolvedEngineConfig,
         *,
-        costs: CostModel | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
-        adapters: AdapterPool = NO_ADAPTERS,
+        costs: CostModel,
+        monotonic: Callable[[], float],
+        adapters: AdapterPool,
     ) -> None:
         self.max_batch_tokens = config.max_batch_tokens
         self.max_num_sequences = config.max_num_sequences
@@ -72,7 +76,7 @@ class Planner:
         self._pool = tables.pool
         self._ageing_s = config.ageing_s
         self._itl_bound_s = config.itl_bound_s
-        self._costs = CostModel() if costs is None else costs
+        self._costs = costs
         self._monotonic = monotonic
         self._adapters = adapters
         self.num_stages = 1

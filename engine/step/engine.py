@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from millrace.engine.beam_search import advance_searches, begin_search, check_beams
@@ -27,7 +27,6 @@ from millrace.engine.scheduling.cost_model import CostModel
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.speculation.making import make_speculator
 from millrace.engine.step.adapter_pool import AdapterPool
-from millrace.engine.step.checkpoint_tokenizer import checkpoint_tokenizer
 from millrace.engine.step.device_times import StepDeviceTimes
 from millrace.engine.step.executor import Executor
 from millrace.engine.step.live_requests import LiveRequests
@@ -390,3 +389,14 @@ class Engine:
         self._live.check_integrity()
         self._tiers.arrivals.check_integrity()
         self._executor.check_integrity(self._live)
+
+
+def checkpoint_tokenizer(path: Path) -> Callable[[], Tokenizer | None]:
+    """Loads the tokenizer of a checkpoint folder when first called, from any thread; None if the
+    folder has none. What it returns raises CheckpointError if there is one that cannot be read."""
+
+    @cache
+    def load() -> Tokenizer | None:
+        return Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
+
+    return load

@@ -8,10 +8,9 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from millrace.engine.grammar.grammars import Grammars
-from millrace.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.engine.scheduling.cost_model import CostModel, StepSpeed, StepWork
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.scheduling.schedule import ScheduledSequence
-from millrace.engine.scheduling.step_speed import StepSpeed
 from millrace.engine.speculation.pace import Pace
 from millrace.engine.speculation.speculator import Speculator
 from millrace.engine.speculation.verification import Verification, Verified

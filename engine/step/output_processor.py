@@ -59,7 +59,7 @@ class OutputProcessor:
         self._planner = planner
         self._tables = planner.tables
         self._block_size = planner.tables.pool.block_size_tokens
-        self._sampler = sampler
+        self.sampler = sampler
         self._grammars = grammars
         self.live = live
 
@@ -194,14 +194,7 @@ class OutputProcessor:
                 self.live.fail(sequence, error, outputs)
             self.sample(sequences, logits, outputs, ahead)
             return
-        self.accept(sequences, self._sampler.sample(sequences, logits, masks), outputs, ahead)
-
-    def choose_ahead(
-        self, sequences: list[Sequence], logits: torch.Tensor, ahead: list[int]
-    ) -> Sampled:
-        """What comes behind ``ahead`` tokens after the next one, of sequences that need nothing but
-        the logits to tell: see ``Sampler.sample_ahead``."""
-        return self._sampler.sample_ahead(sequences, logits, ahead)
+        self.accept(sequences, self.sampler.sample(sequences, logits, masks), outputs, ahead)
 
     def accept(
         self, sequences: list[Sequence], sampled: Sampled, outputs: list[EngineOutput], ahead: int
@@ -292,19 +285,13 @@ class OutputProcessor:
             finish_reason = FinishReason.STOP
         elif place + 1 >= sequence.max_total_tokens:
             finish_reason = FinishReason.LENGTH
-        proposed = sequence.proposed
-        if proposed:
-            output = token_output(
-                sequence,
-                token,
-                logprob,
-                finish_reason,
-                num_proposed=0 if ahead else len(proposed),
-                num_accepted=int(ahead < len(proposed) and token == proposed[ahead]),
-            )
-        else:
-            output = token_output(sequence, token, logprob, finish_reason)
-        outputs.append(output)
+        num_proposed = num_accepted = 0
+        if proposed := sequence.proposed:
+            num_proposed = 0 if ahead else len(proposed)
+            num_accepted = int(ahead < len(proposed) and token == proposed[ahead])
+        outputs.append(
+            token_output(sequence, token, logprob, finish_reason, num_proposed, num_accepted)
+        )
         sequence.started = True
         if finish_reason is not None:
             self.live.finish(sequence, outputs)

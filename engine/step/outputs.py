@@ -20,34 +20,25 @@ def token_output(
     token: int,
     logprob: TokenLogprob | None,
     finish_reason: FinishReason | None,
-    *,
     num_proposed: int = 0,
     num_accepted: int = 0,
 ) -> EngineOutput:
     """A sampled token; the first one also says that the sequence has started."""
-    logprobs = () if logprob is None else (logprob,)
-    plain = sequence.prompt_logprobs is None and finish_reason is None
-    if plain and sequence.started:  # as most are
-        return EngineOutput(
-            request_id=sequence.request.request_id,
-            choice=sequence.choice,
-            token_ids=(token,),
-            logprobs=logprobs,
-            num_proposed_tokens=num_proposed,
-            num_accepted_tokens=num_accepted,
-        )
-    prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+    more: dict[str, Any] = {} if sequence.started else beginning(sequence)
+    if sequence.prompt_logprobs is not None:
+        more["prompt_logprobs"] = tuple(sequence.prompt_logprobs)
+        sequence.prompt_logprobs = None
+    if finish_reason is not None:
+        more["finish_reason"] = finish_reason
+        more["num_preemptions"] = sequence.num_preemptions
     return EngineOutput(
-        request_id=sequence.request_id,
+        request_id=sequence.request.request_id,
         choice=sequence.choice,
         token_ids=(token,),
-        prompt_logprobs=() if prompt_logprobs is None else tuple(prompt_logprobs),
-        logprobs=logprobs,
-        finish_reason=finish_reason,
-        num_preemptions=0 if finish_reason is None else sequence.num_preemptions,
+        logprobs=() if logprob is None else (logprob,),
         num_proposed_tokens=num_proposed,
         num_accepted_tokens=num_accepted,
-        **({} if sequence.started else beginning(sequence)),
+        **more,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_type_hints
 
 import msgspec
 import torch
@@ -55,6 +55,13 @@ _CUDA = _Bounds(256, 4096, None)
 _CPU_ADAPTERS = 20
 
 
+_OPEN = get_type_hints(EngineConfig)
+# The user's settings of the same type are taken as they are, but for these, in which 0 or "auto"
+# leaves a choice open.
+_SETTLED = {
+    name for name, kind in get_type_hints(ResolvedEngineConfig).items() if _OPEN.get(name) == kind
+} - {"device", "max_num_sequences", "max_batch_tokens"}
+
 _NAMES: dict[torch.dtype, Dtype] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
@@ -81,49 +88,26 @@ def resolve(
     arithmetic = _arithmetic(read_model_config(path), config, device)
     has_device_kernels = arithmetic.kernels in DEVICE_KERNELS
     resolved = ResolvedEngineConfig(
+        **{name: getattr(config, name) for name in _SETTLED},
         device=str(device),
         kernels=arithmetic.kernels,
         dtype=arithmetic.dtype,
         only_own_products=arithmetic.only_own_products,
-        deterministic=config.deterministic,
-        quantization=config.quantization,
         has_random_weights=config.load_format == "dummy",
         max_num_sequences=config.max_num_sequences or bounds.num_sequences,
         max_batch_tokens=config.max_batch_tokens or bounds.num_tokens,
-        block_size_tokens=config.block_size_tokens,
         kv_cache_size=_kv_cache_size(config, bounds),
         kv_cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         num_threads=config.num_threads or None,
-        cuda_graphs=config.cuda_graphs,
-        overlap=config.overlap,
-        start_timeout_s=config.start_timeout_s,
-        tensor_parallel=config.tensor_parallel,
-        pipeline_parallel=config.pipeline_parallel,
-        expert_parallel=config.expert_parallel,
-        remote_stages=config.remote_stages,
-        stages_address=config.stages_address,
-        stages_token=config.stages_token,
         collectives=None,
-        rank_timeout_s=config.rank_timeout_s,
         speculation=_speculation(path, config, has_device_kernels=has_device_kernels),
         max_adapters=_max_adapters(config, has_device_kernels=has_device_kernels),
-        max_adapter_rank=config.max_adapter_rank,
-        grammar_helpers=config.grammar_helpers,
         ageing_s=config.ageing_s or None,
         itl_bound_s=config.itl_bound_ms / 1e3 or None,
-        prefix_cache=config.prefix_cache,
-        host_cache_bytes=config.host_cache_bytes,
-        idle_offload_s=config.idle_offload_s,
         disk_cache_path=config.disk_cache_path or None,
-        disk_cache_bytes=config.disk_cache_bytes,
         object_cache_url=config.object_cache_url or None,
-        object_cache_min_tokens=config.object_cache_min_tokens,
-        object_cache_requests=config.object_cache_requests,
-        object_cache_timeout_s=config.object_cache_timeout_s,
         transfer=False,
-        transfer_any_ranks=config.transfer_any_ranks,
         transfer_address=config.transfer_address or None,
-        transfer_transport=config.transfer_transport,
     )
     _check_whole_blocks(resolved)
     return msgspec.structs.replace(
