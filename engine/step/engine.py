@@ -312,7 +312,8 @@ class Engine:
                 sequence.queued_s = begin_s - sequence.added_s
         if plan or self._executor.has_pending_step:
             self._executor.execute(plan, outputs, self._speculator)
-            advance_searches(self._live, outputs)
+            if self._live.complete_groups:
+                advance_searches(self._live, outputs)
             for sequence in fresh:
                 if not sequence.started and sequence.state is not SequenceState.FINISHED:
                     sequence.started = True

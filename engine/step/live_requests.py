@@ -32,7 +32,7 @@ class LiveRequests:
         self._sampler = sampler
         self._groups: dict[str, list[Sequence]] = {}
         self._ended: list[tuple[int, Sequence]] = []
-        self._complete: list[ForkGroup] = []
+        self.complete_groups: list[ForkGroup] = []
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -57,12 +57,12 @@ class LiveRequests:
         group: ForkGroup = sequence.fork_group
         group.hold(sequence, candidates)
         if group.is_complete:
-            self._complete.append(group)
+            self.complete_groups.append(group)
 
     def pop_complete_groups(self) -> list[ForkGroup]:
         """Take the fork groups whose client has to say how they go on. Their full blocks are put
         into the prefix cache, since all that was computed for them is finite."""
-        complete, self._complete = self._complete, []
+        complete, self.complete_groups = self.complete_groups, []
         for group in complete:
             for sequence in group.members:
                 self._planner.tables.cache_full_blocks(sequence, sequence.num_computed_tokens)
