@@ -18,8 +18,6 @@ from millrace.schemas.sampling import SamplingParams
 def check_beams(request: EngineRequest, *, vocab_size: int) -> None:
     """Raise ParameterError for a beam search that goes on from tokens that were delivered, as none
     are before its end, or with more beams than the vocabulary has tokens for."""
-    if not request.sampling.use_beam_search:
-        return
     if request.output_token_ids:
         raise ParameterError(
             "output_token_ids", "output_token_ids do not go with use_beam_search: it starts anew."

@@ -116,7 +116,7 @@ class Sampler:
     A row's token depends on its logits, its sequence's parameters and tokens, and its place in
     the sequence's random stream alone. ``tokenizer`` is called when bad words have to be
     tokenised; ``likeliest``, if the device has it, chooses for rows that ask for nothing else. What
-    it keeps for a sequence hangs on ``sequence.sampling_state``, from ``begin`` to ``end``.
+    it keeps for a sequence hangs on ``sequence.sampling_state``, from ``add`` until it ends.
     """
 
     def __init__(
@@ -153,10 +153,6 @@ class Sampler:
             words = self._read_bad_words(sampling.bad_words) if sampling.bad_words else None
             logits_processor = RowLogitsProcessor(sequence, words, self._vocab_size)
         sequence.sampling_state = SamplingState(sampling, sequence.key, logits_processor)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget what was kept for a sequence; it may have been forgotten before."""
-        sequence.sampling_state = None
 
     def sample_ahead(
         self, sequences: Rows[Sequence], logits: torch.Tensor, ahead: Rows[int]

@@ -133,7 +133,7 @@ class Engine:
         self._speculator = make_speculator(config, self._tables, costs, runner, draft)
         self._seed_source = seed_source
         self._monotonic = monotonic
-        self._live = LiveRequests(self._planner, self._sampler)
+        self._live = LiveRequests(self._planner)
         self._outputs: list[EngineOutput] = []
         self._grammars = Grammars(
             runner.config.vocab_size,
@@ -227,7 +227,8 @@ class Engine:
                 has_head=self._runner.config.has_head,
                 has_labels=self._runner.config.classifier is not None,
             )
-            check_beams(request, vocab_size=self._runner.config.vocab_size)
+            if request.sampling.use_beam_search:
+                check_beams(request, vocab_size=self._runner.config.vocab_size)
             check_adapter(request, max_adapters=self._adapters.num_slots)
             max_total_tokens = longest_total_tokens(
                 request,

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 
-from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.step.outputs import (
     as_millrace_error,
@@ -27,9 +26,8 @@ class LiveRequests:
     """The unfinished sequences of each request. A sequence that ends is removed from planner and
     sampler too; only ``pop_ended`` and ``cancel`` still return it."""
 
-    def __init__(self, planner: Planner, sampler: Sampler) -> None:
+    def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._sampler = sampler
         self._groups: dict[str, list[Sequence]] = {}
         self._ended: list[tuple[int, Sequence]] = []
         self.complete_groups: list[ForkGroup] = []
@@ -155,7 +153,7 @@ class LiveRequests:
 
     def _release(self, sequence: Sequence) -> None:
         self._planner.remove(sequence)
-        self._sampler.remove(sequence)
+        sequence.sampling_state = None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless groups and planner agree about live sequences."""

