@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from millrace.engine.offline.batch import BatchSummary, EngineClosedError, OfflineBatch
@@ -309,12 +308,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _outputs(self, requests: Sequence[OfflineRequest]) -> list[GenerationOutput]:

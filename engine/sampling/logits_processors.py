@@ -71,16 +71,6 @@ class Penalties:
 class RowLogitsProcessor:
     """The edits of one sequence. It follows the sequence's tokens by itself."""
 
-    __slots__ = (
-        "_bad_words",
-        "_bias",
-        "_biased",
-        "_forbidden",
-        "_min_tokens",
-        "_penalties",
-        "_stops",
-    )
-
     def __init__(self, sequence: Sequence, bad_words: BadWords | None, vocab_size: int) -> None:
         sampling = sequence.request.sampling
         self._penalties: Penalties | None = None

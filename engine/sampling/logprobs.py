@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from math import inf
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from millrace.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows
+from millrace.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows, largest
+from millrace.engine.step.sequence_group import Candidate
 from millrace.schemas.frames import TokenLogprob
 
 
@@ -61,6 +64,45 @@ def tabulate(
     ids = group * GROUP_TOKENS + places % GROUP_TOKENS
     values = members.gather(1, places).double() - normalisers[:, None]
     return LogprobTable(normalisers, ids.tolist(), values.tolist())
+
+
+def candidates(
+    logits: torch.Tensor, temperature: float, count: int, excluded: Rows[int] = ()
+) -> list[list[Candidate]] | None:
+    """The ``count`` likeliest next tokens of each row of ``logits`` [num_rows, vocab_size] that are
+    not ``excluded``, the likeliest first, by their log-probabilities at ``temperature`` (0: as at
+    1), in which the excluded ones count; None if a row has a NaN or infinity, or nothing else than
+    -inf.
+
+    The same for a row whoever else is in the batch.
+    """
+    with torch.inference_mode():
+        rows = logits.float()
+        best = rows.amax(-1)
+        if not bool(torch.isfinite(best).all()):
+            return None
+        if temperature not in (0.0, 1.0):
+            rows = (rows - best[:, None]) / temperature
+        table = table_of(rows, 0 if excluded else count)
+        normalisers = table.log_normalisers
+        if excluded:
+            rows = rows.clone()
+            rows[:, list(excluded)] = -inf
+            table = table_of(rows, count)
+        more = (table.log_normalisers - normalisers).tolist()
+    return [
+        [Candidate(token, logprob + own) for token, logprob in zip(ids, logprobs, strict=True)]
+        for ids, logprobs, own in zip(table.top_ids, table.top_logprobs, more, strict=True)
+    ]
+
+
+def table_of(rows: torch.Tensor, count: int) -> LogprobTable:
+    """Make the table of ``rows``, float32 [num_rows, vocab_size]."""
+    vocab_size = rows.shape[1]
+    padded = F.pad(rows, (0, -vocab_size % GROUP_TOKENS), value=-inf)
+    every = torch.arange(len(rows), device=rows.device)
+    grouped = largest(padded.view(len(rows), -1, GROUP_TOKENS))
+    return tabulate(grouped, every, count, vocab_size)
 
 
 def _places_of_largest(values: torch.Tensor, count: int) -> torch.Tensor:

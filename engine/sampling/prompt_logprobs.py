@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from math import inf, isnan
+from math import isnan
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from millrace.engine.sampling.groups import GROUP_TOKENS, largest
-from millrace.engine.sampling.logprobs import tabulate
+from millrace.engine.sampling.logprobs import table_of
 from millrace.engine.step.batch import ScoredRows
 from millrace.engine.step.sequence import Sequence
 from millrace.schemas.frames import TokenLogprob
@@ -75,9 +73,7 @@ def _entries(logits: torch.Tensor, targets: list[int], counts: list[int]) -> Ite
         part = logits[start : start + step].float()
         tokens, wanted = targets[start : start + step], counts[start : start + step]
         every = torch.arange(len(part), device=part.device)
-        padded = F.pad(part, (0, -vocab_size % GROUP_TOKENS), value=-inf)
-        grouped = largest(padded.view(len(part), -1, GROUP_TOKENS))
-        table = tabulate(grouped, every, max(wanted), vocab_size)
+        table = table_of(part, max(wanted))
         own = part[every, torch.tensor(tokens, device=part.device)]
         ranks: list[int] = ((part > own[:, None]).sum(-1) + 1).tolist()
         yield from table.entries(own, tokens, wanted, ranks)

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from math import inf, isfinite
+from operator import is_
 from typing import NamedTuple
 
 import torch
 
 from millrace.engine.sampling.bad_words import bad_words_reader
 from millrace.engine.sampling.drawing import Draws, draw, draws_of
-from millrace.engine.sampling.errors import NoTokenAllowedError
 from millrace.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, largest, num_groups
 from millrace.engine.sampling.logits_processors import (
     LogitsProcessorBatch,
@@ -37,6 +37,18 @@ Likeliest = Callable[[torch.Tensor], list[int]]
 # As many rows are taken at a time as have about this many logits: they stay in the CPU's cache
 # from one pass over them to the next.
 _CHUNK_LOGITS = 1 << 20
+
+
+class NoTokenAllowedError(MillraceError, code="no_token_allowed", http_status=400):
+    """Everything is forbidden that could come next."""
+
+    def __init__(self, token_index: int) -> None:
+        super().__init__(
+            f"Nothing may come as token {token_index} of the completion: bad_words, min_tokens, "
+            f"logit_bias, allowed_token_ids and the grammar together forbid every token. Ask for "
+            f"less of them."
+        )
+        self.token_index = token_index
 
 
 class TokenMasks:
@@ -104,7 +116,7 @@ class Sampler:
     A row's token depends on its logits, its sequence's parameters and tokens, and its place in
     the sequence's random stream alone. ``tokenizer`` is called when bad words have to be
     tokenised; ``likeliest``, if the device has it, chooses for rows that ask for nothing else. What
-    it keeps for a sequence hangs on ``sequence.sampling_state``, from ``begin`` to ``end``.
+    it keeps for a sequence hangs on ``sequence.sampling_state``, from ``add`` until it ends.
     """
 
     def __init__(
@@ -141,10 +153,6 @@ class Sampler:
             words = self._read_bad_words(sampling.bad_words) if sampling.bad_words else None
             logits_processor = RowLogitsProcessor(sequence, words, self._vocab_size)
         sequence.sampling_state = SamplingState(sampling, sequence.key, logits_processor)
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget what was kept for a sequence; it may have been forgotten before."""
-        sequence.sampling_state = None
 
     def sample_ahead(
         self, sequences: Rows[Sequence], logits: torch.Tensor, ahead: Rows[int]
@@ -267,8 +275,10 @@ class Sampler:
     def _layout(self, sequences: Rows[Sequence], index: int) -> _Layout:
         """What the rows of chunk ``index`` ask for, from the last step if they are the same."""
         states: list[SamplingState] = [sequence.sampling_state for sequence in sequences]
-        if index < len(self._layouts) and _same(self._layouts[index].states, states):
-            return self._layouts[index]
+        if index < len(self._layouts):
+            known = self._layouts[index].states
+            if len(known) == len(states) and all(map(is_, known, states)):
+                return self._layouts[index]
         layout = self._laid_out(states)
         self._layouts[index:] = [layout, *self._layouts[index + 1 :]]
         return layout
@@ -327,14 +337,6 @@ class Sampler:
         for row in touched:
             torch.amax(logits.members[row], -1, out=logits.tops[row])
         return GroupedLogits(logits.members, logits.tops, logits.tops.amax(-1))
-
-
-def _same(some: Rows[SamplingState], others: Rows[SamplingState]) -> bool:
-    return len(some) == len(others) and all(map(_is, some, others))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 def _not_finite(values: torch.Tensor) -> list[int]:

@@ -37,22 +37,6 @@ def check_kind(request: EngineRequest, *, has_head: bool, has_labels: bool) -> N
             raise ParameterError(name, f"A request for an embedding takes no {name}.")
 
 
-def check_beams(request: EngineRequest, *, vocab_size: int) -> None:
-    """Raise ParameterError for a beam search that goes on from tokens that were delivered, as none
-    are before its end, or with more beams than the vocabulary has tokens for."""
-    if not request.sampling.use_beam_search:
-        return
-    if request.output_token_ids:
-        raise ParameterError(
-            "output_token_ids", "output_token_ids do not go with use_beam_search: it starts anew."
-        )
-    num_stops = len(request.sampling.stop_token_ids) + len(request.eos_token_ids)
-    if 2 * request.sampling.n + num_stops > vocab_size:
-        raise ParameterError(
-            "n", f"n is too large for beams in a vocabulary of {vocab_size} tokens."
-        )
-
-
 def check_adapter(request: EngineRequest, *, max_adapters: int) -> None:
     """Raise AdapterError for an adapter where none can be loaded."""
     if request.adapter is not None and not max_adapters:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kv.block_tables import BlockTables, PrefixHit
-from millrace.engine.scheduling.background import is_background, non_preemptible, rank_of
-from millrace.engine.scheduling.beam_slots import has_slot
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
-from millrace.engine.scheduling.running import RunningSequences, work_of
+from millrace.engine.scheduling.running import (
+    RunningSequences,
+    is_background,
+    non_preemptible,
+    rank_of,
+    work_of,
+)
 from millrace.engine.scheduling.schedule import Schedule, ScheduledSequence
 from millrace.engine.scheduling.waiting import WaitingQueue
-from millrace.engine.step.adapter_pool import NO_ADAPTERS, AdapterPool
+from millrace.engine.step.adapter_pool import AdapterPool
 from millrace.engine.step.sequence import Sequence, SequenceState
 
 # Blocks that admissions leave free for those who already run: without it every newcomer preempts
@@ -60,9 +63,9 @@ class Planner:
         tables: BlockTables,
         config: ResolvedEngineConfig,
         *,
-        costs: CostModel | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
-        adapters: AdapterPool = NO_ADAPTERS,
+        costs: CostModel,
+        monotonic: Callable[[], float],
+        adapters: AdapterPool,
     ) -> None:
         self.max_batch_tokens = config.max_batch_tokens
         self.max_num_sequences = config.max_num_sequences
@@ -73,7 +76,7 @@ class Planner:
         self._pool = tables.pool
         self._ageing_s = config.ageing_s
         self._itl_bound_s = config.itl_bound_s
-        self._costs = CostModel() if costs is None else costs
+        self._costs = costs
         self._monotonic = monotonic
         self._adapters = adapters
         self.num_stages = 1
@@ -104,23 +107,16 @@ class Planner:
             self.outstanding_tokens += live.outstanding_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child`` go on from what its running ``parent`` has computed, at once if a slot is
-        free, else later from the cache."""
+        """Let ``child`` go on from what ``parent`` has computed, at once if the parent runs and a
+        slot is free, else later from the cache."""
+        if child.fork_group is not None:  # choices that waited for the prompt were counted by add
+            self.outstanding_tokens += child.outstanding_tokens
         child.rank = rank_of(child, self._ageing_s)
-        if not self._is_full:
+        if parent.state is SequenceState.RUNNING and not self._is_full:
             self.tables.fork(parent, child)
             self.outstanding_tokens -= child.num_computed_tokens
             self.running.enter(child)
         else:
-            self._waiting.add(child)
-
-    def fork_beam(self, parent: Sequence, child: Sequence) -> None:
-        """Add ``child``, which goes on from what ``parent`` has, computed or not."""
-        self.outstanding_tokens += child.outstanding_tokens
-        if parent.state is SequenceState.RUNNING:
-            self.fork(parent, child)
-        else:
-            child.rank = rank_of(child, self._ageing_s)
             self._waiting.add(child)
 
     def remove(self, sequence: Sequence) -> None:
@@ -187,13 +183,13 @@ class Planner:
         return list(map(ScheduledSequence._make, schedule.counts.items()))
 
     def _displace_held(self, schedule: Schedule) -> None:
-        """Preempt beams that are held, the lowest rank first, until something can be computed. So
-        every search gets on in which one beam at a time fits the pool."""
+        """Preempt forks that are held, the lowest rank first, until something can be computed. So
+        every fork group gets on of which one sequence at a time fits the pool."""
         held = [sequence for sequence in self.running if sequence.is_held]
         while held and not schedule.counts:
-            beam = held.pop()
-            if beam.state is SequenceState.RUNNING:  # none before it has preempted it
-                self._preempt(beam, schedule)
+            fork = held.pop()
+            if fork.state is SequenceState.RUNNING:  # none before it has preempted it
+                self._preempt(fork, schedule)
             schedule.short_of_blocks = False
             self._continue_prefills([s for s in self.running if not s.is_held], schedule)
             self._admit(schedule)
@@ -322,7 +318,7 @@ class Planner:
         self, sequence: Sequence, hit: PrefixHit, num_slots: int = 0, num_blocks: int = 0
     ) -> bool:
         """Whether a newcomer can be admitted if so many more slots and blocks come free."""
-        if not has_slot(sequence, self.running, num_slots, self.max_num_sequences):
+        if not self.running.has_slot(sequence, num_slots, self.max_num_sequences):
             return False
         needed = self._wanted_blocks(sequence) - hit.num_here + hit.num_idle
         if len(self.running) > num_slots and sequence.num_preemptions < MAX_PREEMPTIONS:
@@ -362,7 +358,7 @@ class Planner:
         self.outstanding_tokens += sequence.num_computed_tokens
         self.running.leave(sequence)
         self.tables.preempt(sequence, self._now_s, self.recompute_s)
-        # A guaranteed beam is displaced only while it is held, however often.
+        # A guaranteed fork is displaced only while it is held, however often.
         if not sequence.is_held or sequence.num_preemptions < MAX_PREEMPTIONS:
             sequence.num_preemptions += 1
         self.num_preemptions += 1

@@ -202,7 +202,7 @@ def _may_speculate(sequence: Sequence) -> bool:
     request = sequence.request
     return (
         sequence.started
-        and sequence.beams is None
+        and sequence.fork_group is None
         and not sequence.forks
         and request.pooling is None
         and sequence.prompt_logprobs is None

@@ -103,7 +103,7 @@ class Verification:
             return {}
         sequences, ahead = [span.sequence for span, _ in places], [ahead for _, ahead in places]
         try:
-            said = self._output_processor.choose_ahead(sequences, own, ahead)
+            said = self._output_processor.sampler.sample_ahead(sequences, own, ahead)
         except Exception:  # noqa: BLE001 (whatever it is, tokens are drawn one by one then)
             _log.exception("proposed tokens could not be drawn at once")
             return {}

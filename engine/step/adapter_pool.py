@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from millrace.engine.step.sequence import Rank, Sequence, SequenceState
 from millrace.engine.threads.tasks import TaskThreads
-from millrace.schemas.errors import AdapterError
 from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 
 # What one fetches from afar does not hold up the others.
@@ -26,17 +26,15 @@ _LATEST_SHARE = 0.3
 LoadAdapter = Callable[[AdapterRef, int], Any]
 
 
+@dataclass(slots=True)
 class _Slot:
     """``weights`` is None while they are loaded; ``waiting`` are sequences that wait for that."""
 
-    __slots__ = ("adapter", "num_running", "number", "waiting", "weights")
-
-    def __init__(self, number: int, adapter: AdapterRef, waiting: dict[Sequence, None]) -> None:
-        self.number = number
-        self.adapter = adapter
-        self.waiting = waiting
-        self.weights: Any = None
-        self.num_running = 0
+    number: int
+    adapter: AdapterRef
+    waiting: dict[Sequence, None]
+    weights: Any = None
+    num_running: int = 0
 
 
 class _Loaded(NamedTuple):
@@ -250,11 +248,3 @@ def _version(sequence: Sequence) -> str:
 
 def _is_over(sequence: Sequence) -> bool:
     return sequence.state is SequenceState.FINISHED
-
-
-def _refuse(adapter: AdapterRef, slot: int) -> Any:  # noqa: ARG001 (there is none)
-    raise AdapterError(f"This engine takes no adapters, and so not {adapter.name}.")
-
-
-# Of an engine that takes none.
-NO_ADAPTERS = AdapterPool(0, _refuse, lambda: None)

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import msgspec
 
-from millrace.engine.beams.group import charged_together
 from millrace.engine.step.executor import Executor
 from millrace.engine.step.outputs import device_time, device_us
 from millrace.engine.step.sequence import Sequence
+from millrace.engine.step.sequence_group import charged_together
 from millrace.engine.types import DeviceTime, EngineOutput
 
 
@@ -23,9 +23,10 @@ class StepDeviceTimes:
         self._unknown: list[DeviceTime] = []
 
     def note_cancelled(self, cancelled: list[Sequence]) -> None:
-        """The sequences of one request, some of them or all; a search has one word for all."""
-        is_search = bool(cancelled) and cancelled[0].beams is not None
-        self._owing += cancelled[:1] if is_search else cancelled
+        """The sequences of one request, some of them or all; a fork group has one word for
+        all."""
+        is_group = bool(cancelled) and cancelled[0].fork_group is not None
+        self._owing += cancelled[:1] if is_group else cancelled
 
     def note_unknown(self, request_id: str) -> None:
         """A request was cancelled that was not here."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
+from millrace.engine.beam_search import advance_searches, begin_search, check_beams
 from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.grammar.grammars import Grammars
 from millrace.engine.kv.block_file import BlockFile
@@ -18,7 +19,6 @@ from millrace.engine.kv.tiers import Tiers
 from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.scheduling.admission import (
     check_adapter,
-    check_beams,
     check_kind,
     finished_before,
     longest_total_tokens,
@@ -27,7 +27,6 @@ from millrace.engine.scheduling.cost_model import CostModel
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.speculation.making import make_speculator
 from millrace.engine.step.adapter_pool import AdapterPool
-from millrace.engine.step.checkpoint_tokenizer import checkpoint_tokenizer
 from millrace.engine.step.device_times import StepDeviceTimes
 from millrace.engine.step.executor import Executor
 from millrace.engine.step.live_requests import LiveRequests
@@ -134,7 +133,7 @@ class Engine:
         self._speculator = make_speculator(config, self._tables, costs, runner, draft)
         self._seed_source = seed_source
         self._monotonic = monotonic
-        self._live = LiveRequests(self._planner, self._sampler)
+        self._live = LiveRequests(self._planner)
         self._outputs: list[EngineOutput] = []
         self._grammars = Grammars(
             runner.config.vocab_size,
@@ -228,7 +227,8 @@ class Engine:
                 has_head=self._runner.config.has_head,
                 has_labels=self._runner.config.classifier is not None,
             )
-            check_beams(request, vocab_size=self._runner.config.vocab_size)
+            if request.sampling.use_beam_search:
+                check_beams(request, vocab_size=self._runner.config.vocab_size)
             check_adapter(request, max_adapters=self._adapters.num_slots)
             max_total_tokens = longest_total_tokens(
                 request,
@@ -250,7 +250,10 @@ class Engine:
             seed=self._seed_source() if seed is None else seed,
             max_total_tokens=max_total_tokens,
             added_s=self._monotonic(),
+            num_sequences=1 if request.sampling.use_beam_search else request.sampling.n,
         )
+        if request.sampling.use_beam_search:
+            begin_search(group[0])
         try:
             for sequence in group:
                 self._sampler.add(sequence)
@@ -303,20 +306,20 @@ class Engine:
         self._finish_settled(outputs)
         plan = self._planner.plan()
         self._prefills = bool(plan) and plan[-1].num_tokens > 1  # those that decode come first
-        if plan:
-            fresh = [sequence for sequence, _ in plan if not sequence.started]
-            if fresh:
-                begin_s = self._monotonic()
-                for sequence in fresh:
-                    sequence.queued_s = begin_s - sequence.added_s
+        fresh = [sequence for sequence, _ in plan if not sequence.started]
+        if fresh:
+            begin_s = self._monotonic()
+            for sequence in fresh:
+                sequence.queued_s = begin_s - sequence.added_s
+        if plan or self._executor.has_pending_step:
             self._executor.execute(plan, outputs, self._speculator)
+            if self._live.complete_groups:
+                advance_searches(self._live, outputs)
             for sequence in fresh:
                 if not sequence.started and sequence.state is not SequenceState.FINISHED:
                     sequence.started = True
                     outputs.append(started_output(sequence))
-            self._num_steps += 1
-        elif self._executor.has_pending_step:
-            self._executor.execute([], outputs)
+            self._num_steps += bool(plan)
         elif not outputs and self._planner.num_unready == self._planner.num_live > 0:
             self._bell.wait(_UNREADY_WAIT_S)
         ended = self._live.pop_ended()
@@ -388,3 +391,14 @@ class Engine:
         self._live.check_integrity()
         self._tiers.arrivals.check_integrity()
         self._executor.check_integrity(self._live)
+
+
+def checkpoint_tokenizer(path: Path) -> Callable[[], Tokenizer | None]:
+    """Loads the tokenizer of a checkpoint folder when first called, from any thread; None if the
+    folder has none. What it returns raises CheckpointError if there is one that cannot be read."""
+
+    @cache
+    def load() -> Tokenizer | None:
+        return Tokenizer.load(path) if (path / "tokenizer.json").is_file() else None
+
+    return load

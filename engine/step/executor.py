@@ -7,18 +7,17 @@ from collections.abc import Callable, Collection, Iterable
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from millrace.engine.beams.group import charged_together
 from millrace.engine.grammar.grammars import Grammars
-from millrace.engine.scheduling.cost_model import CostModel, StepWork
+from millrace.engine.scheduling.cost_model import CostModel, StepSpeed, StepWork
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.scheduling.schedule import ScheduledSequence
-from millrace.engine.scheduling.step_speed import StepSpeed
 from millrace.engine.speculation.speculator import Pace, Speculator
 from millrace.engine.speculation.verification import Verification, Verified
 from millrace.engine.step.device_work import DeviceMeter, DeviceWork
 from millrace.engine.step.output_processor import Chunk, OutputProcessor
 from millrace.engine.step.runner import ChosenTokens, InFlightStep, Runner
 from millrace.engine.step.sequence import UNREAD_TOKEN, Sequence, SequenceState
+from millrace.engine.step.sequence_group import charged_together
 from millrace.engine.types import EngineOutput
 
 _num_computed_tokens = attrgetter("num_computed_tokens")
@@ -146,7 +145,7 @@ class Executor:
         self.meter.charge(pending.plan, pending.weights, self._monotonic())
 
     def is_in_flight(self, sequence: Sequence) -> bool:
-        """Whether the step in flight computes tokens of it, or of a beam of its search."""
+        """Whether the step in flight computes tokens of it, or of its fork group."""
         if self._unread is None:
             return False
         in_flight = set(map(_sequence, self._unread.plan))
@@ -252,7 +251,7 @@ class Executor:
             self._run(plan[:middle], outputs)
             self._run(plan[middle:], outputs)
         elif plan[0].sequence.state is SequenceState.RUNNING:
-            self._output_processor.fail_sequence(plan[0].sequence, error, outputs)
+            self._output_processor.live.fail(plan[0].sequence, error, outputs)
 
     def _run(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
         """Launch and process what is left of a plan; no step is in flight."""
@@ -269,7 +268,7 @@ class Executor:
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
         """Raise AssertionError unless those of the ``live`` sequences have a placeholder, and only
-        one at their end, whose token is unread, and beams that are held."""
+        one at their end, whose token is unread, and forks that are held."""
         unread: set[Sequence] = set()
         if self._unread is not None:
             for sequence, place in zip(

@@ -85,7 +85,7 @@ def give_features(batch: FlatBatch, features: torch.Tensor) -> None:
     for sequence, (start, num_tokens, begin, _) in (
         rows[batch.num_single :] + rows[: batch.num_single]
     ):
-        if sequence.request.pooling is not None or sequence.beams is not None:
+        if sequence.request.pooling is not None or sequence.fork_group is not None:
             continue
         if sequence.features is None:
             sequence.features = Features()

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 
-from millrace.engine.beams.group import BeamGroup
-from millrace.engine.sampling.sampler import Sampler
 from millrace.engine.scheduling.planner import Planner
-from millrace.engine.step.outputs import beam_failure, beam_outputs, error_output
+from millrace.engine.step.outputs import (
+    as_millrace_error,
+    error_output,
+    group_failure,
+    started_output,
+    with_beginning,
+)
 from millrace.engine.step.sequence import Sequence, SequenceState
+from millrace.engine.step.sequence_group import Candidate, ForkGroup, charged_together
 from millrace.engine.types import EngineOutput
 from millrace.schemas.errors import MillraceError
+
+_log = logging.getLogger(__name__)
 
 
 class LiveRequests:
     """The unfinished sequences of each request. A sequence that ends is removed from planner and
     sampler too; only ``pop_ended`` and ``cancel`` still return it."""
 
-    def __init__(self, planner: Planner, sampler: Sampler) -> None:
+    def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._sampler = sampler
         self._groups: dict[str, list[Sequence]] = {}
         self._ended: list[tuple[int, Sequence]] = []
+        self.complete_groups: list[ForkGroup] = []
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -36,31 +45,73 @@ class LiveRequests:
         self._planner.add(group[0])
 
     def charged(self) -> Iterator[Sequence]:
-        """Those whose device times are reported: the first beam stands for all of its search."""
+        """Those whose device times are reported: the first of a fork group stands for all of it."""
         for group in self._groups.values():
-            yield from group if group[0].beams is None else group[:1]
+            yield from group if group[0].fork_group is None else group[:1]
 
-    def add_beam(self, sequence: Sequence) -> None:
-        """A beam goes on as two; the planner has the new one."""
-        self._groups[sequence.request_id].append(sequence)
+    def hold(self, sequence: Sequence, candidates: Rows[Candidate]) -> None:
+        """Hold a computed sequence of a fork group; ``pop_complete_groups`` returns the group once
+        all of its sequences are held."""
+        group: ForkGroup = sequence.fork_group
+        group.hold(sequence, candidates)
+        if group.is_complete:
+            self.complete_groups.append(group)
 
-    def drop_beam(self, sequence: Sequence) -> None:
-        """A beam does not go on, but others of its search do."""
-        self._groups[sequence.request_id].remove(sequence)
-        self._release(sequence)
+    def pop_complete_groups(self) -> list[ForkGroup]:
+        """Take the fork groups whose client has to say how they go on. Their full blocks are put
+        into the prefix cache, since all that was computed for them is finite."""
+        complete, self.complete_groups = self.complete_groups, []
+        for group in complete:
+            for sequence in group.members:
+                self._planner.tables.cache_full_blocks(sequence, sequence.num_computed_tokens)
+        return complete
 
-    def finish_search(self, group: BeamGroup, outputs: list[EngineOutput]) -> None:
-        """A beam search ends with its answers."""
-        self._end_search(group, beam_outputs(group), outputs)
-
-    def _end_search(
-        self, group: BeamGroup, last: list[EngineOutput], outputs: list[EngineOutput]
+    def go_on(
+        self,
+        group: ForkGroup,
+        ways: Rows[tuple[int, int]],
+        excluded: Rows[int],
+        outputs: list[EngineOutput],
     ) -> None:
-        """A beam search ends with its ``last`` outputs, of which the first says what it took."""
+        """Have a complete group go on: each of ``ways`` is the number of a member and its next
+        token. A member that has several forks, one that has none ends. The token behind that is
+        none of ``excluded``.
+
+        Forks share their blocks, and the first to write copies the last one.
+        """
+        if not group.has_advanced:
+            if not group.first.started:
+                group.first.started = True
+                outputs.append(started_output(group.first))
+            outputs.append(EngineOutput(request_id=group.request.request_id))
+        parents = list(group.members)
+        going_on = {number for number, _ in ways}
+        for number, sequence in enumerate(parents):
+            if number not in going_on:
+                group.leave(sequence)
+                self._groups[sequence.request_id].remove(sequence)
+                self._release(sequence)
+        members: list[Sequence] = []
+        for number, token in ways:
+            sequence = parents[number]
+            if sequence.is_held:
+                sequence.token_ids[-1] = token
+            else:
+                parent, sequence = sequence, group.child_of(sequence, token)
+                self._planner.fork(parent, sequence)
+                self._groups[sequence.request_id].append(sequence)
+            members.append(sequence)
+        group.members, group.candidates = members, {}
+        group.excluded, group.has_advanced = excluded, True
+
+    def finish_group(
+        self, group: ForkGroup, last: list[EngineOutput], outputs: list[EngineOutput]
+    ) -> None:
+        """End a fork group with its ``last`` outputs, one a choice; the first says what it took."""
         self._ended.append((len(outputs), group.first))
-        outputs += last
+        outputs += with_beginning(group, last)
         for sequence in self.cancel(group.request.request_id):
-            assert sequence.beams is group
+            assert sequence.fork_group is group
 
     def cancel(self, request_id: str) -> list[Sequence]:
         """Remove a request in any state; returns its sequences."""
@@ -78,14 +129,18 @@ class LiveRequests:
             del self._groups[sequence.request_id]
         self._release(sequence)
 
-    def fail(self, sequence: Sequence, error: MillraceError, outputs: list[EngineOutput]) -> None:
-        """End a sequence, and those that wait for its prompt, with an error; a beam's whole search
-        ends with it."""
-        sequence.contents_finite = False  # nobody has looked at what it computed last
-        if sequence.beams is not None:
-            for beam in sequence.beams.members:  # nor at what the others did
-                beam.contents_finite = False
-            self._end_search(sequence.beams, beam_failure(sequence.beams, error), outputs)
+    def fail(self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]) -> None:
+        """End a sequence, and those that wait for its prompt, with an error; a fork group ends as a
+        whole."""
+        if not isinstance(error, MillraceError):
+            _log.error("the engine failed on one sequence", exc_info=error)
+        error = as_millrace_error(error)
+        group: ForkGroup | None = sequence.fork_group
+        # Nobody has looked at what was computed last, of this sequence or its group.
+        for one in charged_together(sequence):
+            one.contents_finite = False
+        if group is not None:
+            self.finish_group(group, group_failure(group, error), outputs)
             return
         for ended in (sequence, *sequence.forks):
             outputs.append(error_output(ended, error))
@@ -98,7 +153,7 @@ class LiveRequests:
 
     def _release(self, sequence: Sequence) -> None:
         self._planner.remove(sequence)
-        self._sampler.remove(sequence)
+        sequence.sampling_state = None
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless groups and planner agree about live sequences."""
@@ -108,10 +163,10 @@ class LiveRequests:
         assert self._planner.num_live == len(live) - len(forming)
         assert forming.issubset(live)
         for group in self._groups.values():
-            beams = group[0].beams
-            if beams is not None:
-                beams.check_integrity()
-                assert set(group) == set(beams.members)
+            forked: ForkGroup | None = group[0].fork_group
+            if forked is not None:
+                forked.check_integrity()
+                assert set(group) == set(forked.members)
         for sequence in live:
             assert (sequence.state is SequenceState.FORMING) == (sequence in forming)
             assert sequence.state is not SequenceState.FINISHED

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 
-from millrace.engine.beams.group import BeamGroup
 from millrace.engine.grammar.grammars import Grammars
 from millrace.engine.kv.cache import KVCache
+from millrace.engine.sampling.logprobs import candidates
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
 from millrace.engine.sampling.sampler import Sampled, Sampler
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.scheduling.schedule import ScheduledSequence
-from millrace.engine.step.beam_processor import BeamProcessor
 from millrace.engine.step.live_requests import LiveRequests
-from millrace.engine.step.outputs import as_millrace_error, embedding_output, token_output
+from millrace.engine.step.outputs import embedding_output, token_output
 from millrace.engine.step.pooling import PooledChunk, add_chunk
 from millrace.engine.step.runner import NOT_FINITE, ChosenTokens
 from millrace.engine.step.sequence import Sequence, SequenceState
+from millrace.engine.step.sequence_group import ForkGroup
 from millrace.engine.types import (
     EngineOutput,
     NonFiniteEmbeddingError,
@@ -30,11 +29,9 @@ from millrace.engine.types import (
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason, TokenLogprob
 
-_log = logging.getLogger(__name__)
-
 _forks = attrgetter("forks")
 _matcher = attrgetter("matcher")
-_beams = attrgetter("beams")
+_fork_group = attrgetter("fork_group")
 
 
 class Chunk(NamedTuple):
@@ -62,18 +59,9 @@ class OutputProcessor:
         self._planner = planner
         self._tables = planner.tables
         self._block_size = planner.tables.pool.block_size_tokens
-        self._sampler = sampler
+        self.sampler = sampler
         self._grammars = grammars
-        self._live = live
-        self._beams = BeamProcessor(planner, live)
-
-    def fail_sequence(
-        self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]
-    ) -> None:
-        """End the one sequence that an error is about."""
-        if not isinstance(error, MillraceError):
-            _log.error("the engine failed on one sequence", exc_info=error)
-        self._live.fail(sequence, as_millrace_error(error), outputs)
+        self.live = live
 
     def fail_where_not_finite(
         self, plan: list[ScheduledSequence], finite: list[bool], outputs: list[EngineOutput]
@@ -101,7 +89,7 @@ class OutputProcessor:
             finite = iter(self._cache.finite_blocks([block for table in tables for block in table]))
         except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
             if len(here) == 1:
-                self.fail_sequence(here[0].sequence, error, outputs)
+                self.live.fail(here[0].sequence, error, outputs)
                 return
             middle = len(here) // 2
             self.cache_finite_chunks(here[:middle], outputs)
@@ -110,7 +98,7 @@ class OutputProcessor:
         for (sequence, _, end), table in zip(here, tables, strict=True):
             flags = [next(finite) for _ in table]
             if sequence.state is not SequenceState.RUNNING:
-                continue  # another beam of its search has failed
+                continue  # its fork group has failed
             if all(flags):
                 self._tables.cache_full_blocks(sequence, end)
             else:
@@ -118,7 +106,7 @@ class OutputProcessor:
 
     def _fail_not_finite(self, sequence: Sequence, outputs: list[EngineOutput]) -> None:
         error = NonFiniteLogitsError(sequence.num_read_output_tokens)
-        self._live.fail(sequence, error, outputs)
+        self.live.fail(sequence, error, outputs)
 
     def add_pooled(self, chunks: list[PooledChunk], outputs: list[EngineOutput]) -> None:
         """Add chunks to embeddings, and end the sequences whose embedding is complete."""
@@ -129,15 +117,15 @@ class OutputProcessor:
             try:
                 embedding = add_chunk(chunk)
             except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-                self.fail_sequence(sequence, error, outputs)
+                self.live.fail(sequence, error, outputs)
                 continue
             if embedding is None:
                 continue
             if all(map(math.isfinite, embedding)):
                 outputs.append(embedding_output(sequence, embedding))
-                self._live.finish(sequence, outputs)
+                self.live.finish(sequence, outputs)
             else:
-                self._live.fail(sequence, NonFiniteEmbeddingError(), outputs)
+                self.live.fail(sequence, NonFiniteEmbeddingError(), outputs)
 
     def add_scores(self, chunks: list[ScoredChunk], outputs: list[EngineOutput]) -> None:
         """Add chunks to the log-probabilities of prompts."""
@@ -147,10 +135,10 @@ class OutputProcessor:
             try:
                 finite = add_scores(chunk)
             except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-                self.fail_sequence(chunk.sequence, error, outputs)
+                self.live.fail(chunk.sequence, error, outputs)
                 continue
             if not finite:
-                self._live.fail(chunk.sequence, NonFiniteLogitsError(0), outputs)
+                self.live.fail(chunk.sequence, NonFiniteLogitsError(0), outputs)
 
     def accept_device_tokens(
         self,
@@ -182,12 +170,12 @@ class OutputProcessor:
     ) -> None:
         """Sample the next token of each sequence, and the first one of each choice that forks. The
         ``logits`` are those behind the first ``ahead`` tokens that were proposed for them."""
-        if any(map(_beams, computed)):
-            self._add_beams(computed, logits, outputs)
+        if any(map(_fork_group, computed)):
+            self._hold_forks(computed, logits, outputs)
         index = [
             i
             for i, s in enumerate(computed)
-            if s.state is SequenceState.RUNNING and s.beams is None
+            if s.state is SequenceState.RUNNING and s.fork_group is None
         ]
         sequences = [computed[i] for i in index]
         if any(map(_forks, sequences)):
@@ -203,17 +191,10 @@ class OutputProcessor:
             masks = self._grammars.masks(sequences, ahead) if guided else None
         except Exception as error:  # noqa: BLE001 (it ends the sequences with a grammar only)
             for sequence in filter(_matcher, sequences):
-                self.fail_sequence(sequence, error, outputs)
+                self.live.fail(sequence, error, outputs)
             self.sample(sequences, logits, outputs, ahead)
             return
-        self.accept(sequences, self._sampler.sample(sequences, logits, masks), outputs, ahead)
-
-    def choose_ahead(
-        self, sequences: list[Sequence], logits: torch.Tensor, ahead: list[int]
-    ) -> Sampled:
-        """What comes behind ``ahead`` tokens after the next one, of sequences that need nothing but
-        the logits to tell: see ``Sampler.sample_ahead``."""
-        return self._sampler.sample_ahead(sequences, logits, ahead)
+        self.accept(sequences, self.sampler.sample(sequences, logits, masks), outputs, ahead)
 
     def accept(
         self, sequences: list[Sequence], sampled: Sampled, outputs: list[EngineOutput], ahead: int
@@ -223,26 +204,34 @@ class OutputProcessor:
             sequences, sampled.outcomes, sampled.logprobs, strict=True
         ):
             if isinstance(outcome, MillraceError):
-                self._live.fail(sequence, outcome, outputs)
+                self.live.fail(sequence, outcome, outputs)
             else:
                 self._append(sequence, outcome, logprob, outputs, ahead)
 
-    def _add_beams(
+    def _hold_forks(
         self, computed: list[Sequence], logits: torch.Tensor, outputs: list[EngineOutput]
     ) -> None:
-        """Give each beam search its rows of the logits."""
-        rows: dict[BeamGroup, list[int]] = {}
+        """Hold the sequences that a client leads, with their candidates."""
+        rows: dict[ForkGroup, list[int]] = {}
         for row, sequence in enumerate(computed):
-            if sequence.beams is not None:
-                rows.setdefault(sequence.beams, []).append(row)
-        for own in rows.values():
+            if sequence.fork_group is not None:
+                rows.setdefault(sequence.fork_group, []).append(row)
+        for group, own in rows.items():
             sequences = [computed[row] for row in own]
-            if sequences[0].state is not SequenceState.RUNNING:
+            first = sequences[0]
+            if first.state is not SequenceState.RUNNING:
                 continue  # they end together
+            temperature, count = group.request.sampling.temperature, group.num_candidates
             try:
-                self._beams.add(sequences, logits[own], outputs)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one search only)
-                self.fail_sequence(sequences[0], error, outputs)
+                found = candidates(logits[own], temperature, count, group.excluded)
+            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one group only)
+                self.live.fail(first, error, outputs)
+                continue
+            if found is None:
+                self._fail_not_finite(first, outputs)
+                continue
+            for sequence, ways in zip(sequences, found, strict=True):
+                self.live.hold(sequence, ways)
 
     def _fork(self, parent: Sequence) -> list[Sequence]:
         """Fork the choices that waited for the parent's prompt; returns them behind the parent."""
@@ -269,7 +258,7 @@ class OutputProcessor:
             try:
                 complete = self._grammars.accept(sequence, token)
             except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
-                self.fail_sequence(sequence, error, outputs)
+                self.live.fail(sequence, error, outputs)
                 return
         place = len(sequence.token_ids)
         sequence.token_ids.append(token)
@@ -296,19 +285,13 @@ class OutputProcessor:
             finish_reason = FinishReason.STOP
         elif place + 1 >= sequence.max_total_tokens:
             finish_reason = FinishReason.LENGTH
-        proposed = sequence.proposed
-        if proposed:
-            output = token_output(
-                sequence,
-                token,
-                logprob,
-                finish_reason,
-                num_proposed=0 if ahead else len(proposed),
-                num_accepted=int(ahead < len(proposed) and token == proposed[ahead]),
-            )
-        else:
-            output = token_output(sequence, token, logprob, finish_reason)
-        outputs.append(output)
+        num_proposed = num_accepted = 0
+        if proposed := sequence.proposed:
+            num_proposed = 0 if ahead else len(proposed)
+            num_accepted = int(ahead < len(proposed) and token == proposed[ahead])
+        outputs.append(
+            token_output(sequence, token, logprob, finish_reason, num_proposed, num_accepted)
+        )
         sequence.started = True
         if finish_reason is not None:
-            self._live.finish(sequence, outputs)
+            self.live.finish(sequence, outputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -38,6 +39,7 @@ _NEXT_STATES: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """Tokens of one choice of a request, and how far the model is with them.
 
@@ -62,7 +64,8 @@ class Sequence:
     ``tail_shared``, ``num_reserved_blocks`` and ``guaranteed`` are those of ``BlockTables``, which
     allocates the blocks and frees them on preemption and at the end.
 
-    ``beams`` is the beam search that it is a beam of, None for a sequence that is drawn.
+    ``fork_group`` is the group that a client leads and it belongs to, None for a sequence that is
+    drawn.
     ``adapter_weights`` are those of its adapter while it is in the batch.
     ``proposed`` are tokens that the step at hand computes behind the last known one, in case they
     turn out to be the next; ``suggestions`` is what makes them.
@@ -76,113 +79,65 @@ class Sequence:
     It is not admitted before it is ``ready``, which another thread may say.
     """
 
-    __slots__ = (
-        "adapter_weights",
-        "added_s",
-        "arrival",
-        "beams",
-        "block_keys",
-        "block_table",
-        "choice",
-        "contents_finite",
-        "device_s",
-        "disk_keys",
-        "features",
-        "forks",
-        "guaranteed",
-        "is_awaited",
-        "key",
-        "matcher",
-        "max_total_tokens",
-        "num_cached_blocks",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_pulled_tokens",
-        "num_reserved_blocks",
-        "object_keys",
-        "pinned_keys",
-        "pooling_state",
-        "prompt_logprobs",
-        "proposed",
-        "pulled_keys",
-        "pulled_s",
-        "queued_s",
-        "rank",
-        "ready",
-        "request",
-        "sampling_state",
-        "started",
-        "state",
-        "stop_token_ids",
-        "suggestions",
-        "tail_shared",
-        "takes_prefix_hits",
-        "token_ids",
-    )
+    request: EngineRequest
+    _: KW_ONLY
+    arrival: int
+    key: int
+    max_total_tokens: int
+    added_s: float = 0.0
+    choice: int = 0
+    rank: Rank = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_pulled_tokens: int = 0
+    pulled_keys: frozenset[bytes] = frozenset()
+    pulled_s: float = 0.0
+    disk_keys: frozenset[bytes] = frozenset()
+    object_keys: frozenset[bytes] = frozenset()
+    num_preemptions: int = 0
+    forks: list[Sequence] = field(default_factory=list)
+    fork_group: Any = None
+    proposed: list[int] = field(default_factory=list)
+    suggestions: Any = None
+    features: Any = None
+    block_table: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    pinned_keys: list[bytes] = field(default_factory=list)
+    num_reserved_blocks: int = 0
+    guaranteed: bool = False
+    tail_shared: bool = False
+    takes_prefix_hits: bool = field(init=False)
+    contents_finite: bool = True
+    is_awaited: bool = False
+    state: SequenceState = SequenceState.FORMING
+    started: bool = False
+    ready: bool = True
+    queued_s: float = 0.0
+    device_s: float = 0.0
+    adapter_weights: Any = None
+    sampling_state: Any = None
+    matcher: Any = None
+    pooling_state: Any = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
-    def __init__(
-        self,
-        request: EngineRequest,
-        *,
-        arrival: int,
-        key: int,
-        max_total_tokens: int,
-        added_s: float = 0.0,
-        choice: int = 0,
-    ) -> None:
-        self.request = request
-        self.choice = choice
-        self.arrival = arrival
-        self.rank: Rank = (-request.priority, 0.0, arrival)
-        self.key = key
+    def __post_init__(self) -> None:
+        request, sampling = self.request, self.request.sampling
+        self.rank = (-request.priority, 0.0, self.arrival)
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.max_total_tokens = max_total_tokens
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        self.num_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_pulled_tokens = 0
-        self.pulled_keys: frozenset[bytes] = frozenset()
-        self.pulled_s = 0.0
-        self.disk_keys: frozenset[bytes] = frozenset()
-        self.object_keys: frozenset[bytes] = frozenset()
-        self.num_preemptions = 0
-        self.forks: list[Sequence] = []
-        self.proposed: list[int] = []
-        self.suggestions: Any = None
-        self.features: Any = None
-        self.block_table: list[int] = []
-        self.block_keys: list[bytes] = []
-        self.num_cached_blocks = 0
-        self.pinned_keys: list[bytes] = []
-        self.num_reserved_blocks = 0
-        self.guaranteed = False
-        self.tail_shared = False
         # The log-probabilities and the mean of a prompt are only there where it is computed.
         self.takes_prefix_hits = (
-            request.sampling.prompt_logprobs is None and request.pooling is not Pooling.MEAN
+            sampling.prompt_logprobs is None and request.pooling is not Pooling.MEAN
         )
-        self.contents_finite = True
-        self.is_awaited = False
-        self.state = SequenceState.FORMING
-        self.started = False
-        self.added_s = added_s
-        self.queued_s = 0.0
-        self.device_s = 0.0
-        self.adapter_weights: Any = None
-        self.beams: Any = None
-        self.sampling_state: Any = None
-        self.matcher: Any = None
-        self.pooling_state: Any = None
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        if request.sampling.prompt_logprobs is not None and choice == 0:
+        if sampling.prompt_logprobs is not None and self.choice == 0:
             self.prompt_logprobs = [None]
-        self.ready = True
-        stops = frozenset(request.sampling.stop_token_ids)
-        if not request.sampling.ignore_eos:
-            stops |= frozenset(request.eos_token_ids)
-        self.stop_token_ids = stops
+        self.stop_token_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self.stop_token_ids |= frozenset(request.eos_token_ids)
 
     def enter(self, state: SequenceState) -> None:
         """The one transition of states. A newcomer that was looked at and not admitted waits on;
@@ -208,8 +163,8 @@ class Sequence:
 
     @property
     def is_held(self) -> bool:
-        """Whether it is a beam that waits for the others of its search."""
-        return self.beams is not None and self.token_ids[-1] == UNREAD_TOKEN
+        """Whether it waits for the others of its fork group."""
+        return self.fork_group is not None and self.token_ids[-1] == UNREAD_TOKEN
 
     @property
     def num_read_output_tokens(self) -> int:

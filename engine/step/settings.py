@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_type_hints
 
 import msgspec
 import torch
@@ -35,16 +35,6 @@ from millrace.schemas.errors import ConfigError
 
 _COLLECTIVES: tuple[Literal["auto"] | Collectives, ...] = ("auto", "shared_memory", "gloo")
 
-# Settings that are taken as they are; of some, 0 or no text stands for "off".
-_SAME_NAMES = [
-    name
-    for name in ResolvedEngineConfig.__struct_fields__
-    if name in EngineConfig.__struct_fields__
-]
-_EMPTY_IF_OFF = frozenset(
-    {"num_threads", "ageing_s", "disk_cache_path", "object_cache_url", "transfer_address"}
-)
-
 _log = logging.getLogger(__name__)
 
 
@@ -64,6 +54,13 @@ _CPU = _Bounds(64, 384, 1 << 30)
 _CUDA = _Bounds(256, 4096, None)
 _CPU_ADAPTERS = 20
 
+
+_OPEN = get_type_hints(EngineConfig)
+# The user's settings of the same type are taken as they are, but for these, in which 0 or "auto"
+# leaves a choice open.
+_SETTLED = {
+    name for name, kind in get_type_hints(ResolvedEngineConfig).items() if _OPEN.get(name) == kind
+} - {"device", "max_num_sequences", "max_batch_tokens"}
 
 _NAMES: dict[torch.dtype, Dtype] = {
     torch.bfloat16: "bfloat16",
@@ -90,25 +87,28 @@ def resolve(
     bounds = _CUDA if device.type == "cuda" else _CPU
     arithmetic = _arithmetic(read_model_config(path), config, device)
     has_device_kernels = arithmetic.kernels in DEVICE_KERNELS
-    same = {name: getattr(config, name) for name in _SAME_NAMES}
-    chosen = {
-        "device": str(device),
-        "kernels": arithmetic.kernels,
-        "dtype": arithmetic.dtype,
-        "only_own_products": arithmetic.only_own_products,
-        "has_random_weights": config.load_format == "dummy",
-        "max_num_sequences": config.max_num_sequences or bounds.num_sequences,
-        "max_batch_tokens": config.max_batch_tokens or bounds.num_tokens,
-        "kv_cache_size": _kv_cache_size(config, bounds),
-        "kv_cache_dtype": None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
-        "collectives": None,
-        "speculation": _speculation(path, config, has_device_kernels=has_device_kernels),
-        "max_adapters": _max_adapters(config, has_device_kernels=has_device_kernels),
-        "itl_bound_s": config.itl_bound_ms / 1e3 or None,
-        "transfer": False,
-    }
-    off = {name: same[name] or None for name in _EMPTY_IF_OFF}
-    resolved = ResolvedEngineConfig(**(same | off | chosen))
+    resolved = ResolvedEngineConfig(
+        **{name: getattr(config, name) for name in _SETTLED},
+        device=str(device),
+        kernels=arithmetic.kernels,
+        dtype=arithmetic.dtype,
+        only_own_products=arithmetic.only_own_products,
+        has_random_weights=config.load_format == "dummy",
+        max_num_sequences=config.max_num_sequences or bounds.num_sequences,
+        max_batch_tokens=config.max_batch_tokens or bounds.num_tokens,
+        kv_cache_size=_kv_cache_size(config, bounds),
+        kv_cache_dtype=None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        num_threads=config.num_threads or None,
+        collectives=None,
+        speculation=_speculation(path, config, has_device_kernels=has_device_kernels),
+        max_adapters=_max_adapters(config, has_device_kernels=has_device_kernels),
+        ageing_s=config.ageing_s or None,
+        itl_bound_s=config.itl_bound_ms / 1e3 or None,
+        disk_cache_path=config.disk_cache_path or None,
+        object_cache_url=config.object_cache_url or None,
+        transfer=False,
+        transfer_address=config.transfer_address or None,
+    )
     _check_whole_blocks(resolved)
     return msgspec.structs.replace(
         resolved,

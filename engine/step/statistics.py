@@ -90,10 +90,7 @@ def engine_stats(
         adapter_load_ms=adapters.load_s * 1e3,
         num_adapter_loads=adapters.num_loads,
         num_adapter_evictions=adapters.num_evictions,
-        num_exchanges=runner.num_exchanges,
-        num_exchanged_bytes=runner.num_exchanged_bytes,
-        exchange_wait_s=runner.exchange_wait_s,
-        expert_choices=runner.expert_choices,
+        **runner._asdict(),
     )
 
 

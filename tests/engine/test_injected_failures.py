@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millrace.engine.step import beam_processor, output_processor
+from millrace.engine.step import output_processor
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.schemas.config import EngineConfig
@@ -171,7 +171,7 @@ def test_the_engine_outlives_failing_allocations(
         (engine._host_memory, "store"),
         (output_processor, "add_chunk"),
         (output_processor, "add_scores"),
-        (beam_processor, "likeliest"),
+        (output_processor, "candidates"),
     ):
         faults.into(monkeypatch, owner, name)
     callers = _Callers(engine, seed)

@@ -285,7 +285,7 @@ class DeviceRunner(DeviceSteps, Runner):
 
 
 def _suits(sequence: Sequence) -> bool:
-    """Whether the device can choose a sequence's tokens; those of beams depend on one another."""
-    if sequence.beams is not None:
+    """Whether the device can choose a sequence's tokens; forks are led by a client."""
+    if sequence.fork_group is not None:
         return False
     return sequence.prompt_logprobs is None and DeviceSampler.suits(sequence.request.sampling)

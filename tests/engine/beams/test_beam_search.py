@@ -285,7 +285,7 @@ def test_a_beam_that_fails_ends_its_search_only(
         step = whole(plan)
         logits = step.logits.clone()
         for row, sequence in enumerate(step.by_host):
-            if sequence.beams is not None and sequence is sequence.beams.members[-1]:
+            if sequence.fork_group is not None and sequence is sequence.fork_group.members[-1]:
                 logits[row, 7] = math.nan
         return step._replace(logits=logits)
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.engine.beams.search import BeamCompletion, BeamHypothesis, BeamSearch, Candidate
+from millrace.engine.beam_search import BeamCompletion, BeamHypothesis, BeamSearch
+from millrace.engine.step.sequence_group import Candidate
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import SamplingParams
 

@@ -6,8 +6,7 @@ import random
 from typing import Any
 
 from millrace.engine.kv.prefix_cache import KvEvents
-from millrace.engine.scheduling.cost_model import CostModel, StepWork
-from millrace.engine.scheduling.step_speed import StepSpeed
+from millrace.engine.scheduling.cost_model import CostModel, StepSpeed, StepWork
 from millrace.engine.step.engine import Engine
 from millrace.engine.types import PrefixChanges
 from millrace.schemas.prefix import extend_keys, root_key

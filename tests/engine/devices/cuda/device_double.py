@@ -313,7 +313,7 @@ def _suits(sequence: Sequence) -> bool:
         needs_logits_processor(sampling)
         or sampling.grammar
         or sequence.forks
-        or sequence.beams
+        or sequence.fork_group
         or sequence.prompt_logprobs
     )
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.engine.scheduling.cost_model import CostModel
-from millrace.engine.step.checkpoint_tokenizer import checkpoint_tokenizer
-from millrace.engine.step.engine import Engine
+from millrace.engine.step.engine import Engine, checkpoint_tokenizer
 from millrace.engine.step.executor import Executor
 from millrace.engine.types import EngineRequest
 from millrace.schemas.config import EngineConfig

@@ -55,7 +55,7 @@ class Ledger:
         assert all(time.over for time in times)
         self.told_us += sum(time.device_us for time in times)
         to_come = (*self.engine._live.charged(), *self.engine._device_times._owing)
-        told_s = self.told_us / 1e6 + sum((one.beams or one).device_s for one in to_come)
+        told_s = self.told_us / 1e6 + sum((one.fork_group or one).device_s for one in to_come)
         stats = self.engine.stats()
         assert told_s == pytest.approx(stats.busy_s, rel=1e-9)
         assert stats.charged_s == pytest.approx(stats.busy_s, rel=1e-9)

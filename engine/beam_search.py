@@ -1,4 +1,4 @@
-"""Which beams of a search go on and which answers it has found, from log-probabilities alone."""
+"""Beam search: a client of the engine that has sequences fork. The engine knows forks only."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ from bisect import insort
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
+from millrace.engine.step.live_requests import LiveRequests
+from millrace.engine.step.sequence import Sequence
+from millrace.engine.step.sequence_group import Candidate, ForkGroup
+from millrace.engine.types import EngineOutput, EngineRequest
+from millrace.schemas.errors import ParameterError
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import SamplingParams
 
 
-class Candidate(NamedTuple):
-    """A token that may come next, and its natural-log probability."""
-
-    token: int
-    logprob: float
+def check_beams(request: EngineRequest, *, vocab_size: int) -> None:
+    """Raise ParameterError for a beam search that goes on from tokens that were delivered, as none
+    are before its end, or with more beams than the vocabulary has tokens for."""
+    if request.output_token_ids:
+        raise ParameterError(
+            "output_token_ids", "output_token_ids do not go with use_beam_search: it starts anew."
+        )
+    num_stops = len(request.sampling.stop_token_ids) + len(request.eos_token_ids)
+    if 2 * request.sampling.n + num_stops > vocab_size:
+        raise ParameterError(
+            "n", f"n is too large for beams in a vocabulary of {vocab_size} tokens."
+        )
 
 
 class BeamHypothesis(NamedTuple):
@@ -61,10 +73,10 @@ class BeamSearch:
         self, sampling: SamplingParams, *, max_tokens: int, stop_token_ids: frozenset[int]
     ) -> None:
         self.width = sampling.n
-        self.temperature = sampling.temperature
         # If as many of them as are not wanted stop their beam, there are as many answers.
         self.num_candidates = 2 * self.width
         self.answers: list[BeamCompletion] = []
+        self.beam_logprobs = [0.0]
         self._max_tokens = max_tokens
         self._min_tokens = sampling.min_tokens
         self._length_penalty = sampling.length_penalty
@@ -120,6 +132,63 @@ class BeamSearch:
         best_length = self._max_tokens if self._length_penalty > 0 else length + 1
         best_score: float = best_logprob / best_length**self._length_penalty
         return best_score <= self.answers[-1].score
+
+
+def begin_search(first: Sequence) -> None:
+    """Have a request's only sequence lead a search, whose beams are forks of it."""
+    search = BeamSearch(
+        first.request.sampling,
+        max_tokens=first.max_total_tokens - first.num_prompt_tokens,
+        stop_token_ids=first.stop_token_ids,
+    )
+    first.fork_group = ForkGroup(
+        first,
+        width=search.width,
+        num_candidates=search.num_candidates,
+        excluded=search.excluded(0),
+        client_state=search,
+    )
+
+
+def advance_searches(live: LiveRequests, outputs: list[EngineOutput]) -> None:
+    """Have the searches go on, or end, all of whose beams the engine has computed.
+
+    The beams of a search may be computed in several steps, as far as budget, slots and blocks go;
+    the next token of each is chosen when those of all are known. A preempted beam is computed
+    again from its tokens, which changes nothing.
+    """
+    for group in live.pop_complete_groups():
+        try:
+            _advance(group, live, outputs)
+        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one search only)
+            live.fail(group.first, error, outputs)
+
+
+def _advance(group: ForkGroup, live: LiveRequests, outputs: list[EngineOutput]) -> None:
+    search: BeamSearch = group.client_state
+    num_prompt_tokens = group.first.num_prompt_tokens
+    beams = [
+        BeamHypothesis(sequence.token_ids[num_prompt_tokens:-1], logprob)
+        for sequence, logprob in zip(group.members, search.beam_logprobs, strict=True)
+    ]
+    extensions = search.extend(beams, [group.candidates[s] for s in group.members])
+    if extensions:
+        search.beam_logprobs = [extension.logprob for extension in extensions]
+        excluded = search.excluded(len(beams[0].token_ids) + 1)
+        live.go_on(group, [(one.beam, one.token) for one in extensions], excluded, outputs)
+        return
+    assert len(search.answers) == search.width, "a choice has no answer"
+    answers = [
+        EngineOutput(
+            request_id=group.request.request_id,
+            choice=choice,
+            token_ids=answer.token_ids,
+            finish_reason=answer.finish_reason,
+            cumulative_logprob=answer.logprob,
+        )
+        for choice, answer in enumerate(search.answers)
+    ]
+    live.finish_group(group, answers, outputs)
 
 
 def _best_first(extension: Extension) -> tuple[float, int, int]:
