@@ -29,7 +29,7 @@ from millrace.engine.parallel.control import (
 )
 from millrace.engine.parallel.device_lead import Channel, LinkChannel
 from millrace.engine.parallel.device_ranks import DeviceRanks, PipelineStage
-from millrace.engine.parallel.layout import device_link, shard_of
+from millrace.engine.parallel.layout import make_link, shard_of
 from millrace.engine.parallel.messages import SharedRows, WantedRows, decode_told
 from millrace.engine.parallel.rendezvous import Rendezvous
 from millrace.registry.checkpoints.checkpoint import read_model_config
@@ -57,7 +57,7 @@ def make_channel(join: JoinDevices, ranks: DeviceRanks) -> Channel:
     """A rank's end of the way of messages."""
     if join.link_fd < 0:
         return ranks.hosts
-    return LinkChannel(device_link(join, index=join.link_reader))
+    return LinkChannel(make_link(join, index=join.link_reader))
 
 
 def load_steps(

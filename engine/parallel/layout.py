@@ -23,27 +23,14 @@ def shard_of(rank: int, engine: ResolvedEngineConfig) -> Shard:
     )
 
 
-def make_link(join: Join, number: int, *, index: int) -> StageLink:
-    """An end of the link behind the stage of this number, for its writer or reader ``index``."""
-    return StageLink(
-        cpu_library(),
-        join.link_fds[number],
-        join.link_shapes[number],
-        index=index,
-        timeout_s=join.config.rank_timeout_s,
-    )
-
-
-def device_link(join: JoinDevices, *, index: int) -> StageLink:
-    """An end of the link by which rank 0 says what devices are to compute, for its writer or reader
-    ``index``."""
-    return StageLink(
-        cpu_library(),
-        join.link_fd,
-        join.link_shape,
-        index=index,
-        timeout_s=join.config.rank_timeout_s,
-    )
+def make_link(join: Join | JoinDevices, number: int = 0, *, index: int) -> StageLink:
+    """An end of a link, for its writer or reader ``index``: of the one behind the stage of this
+    ``number``, or that by which rank 0 says what devices are to compute."""
+    if isinstance(join, JoinDevices):
+        fd, shape = join.link_fd, join.link_shape
+    else:
+        fd, shape = join.link_fds[number], join.link_shapes[number]
+    return StageLink(cpu_library(), fd, shape, index=index, timeout_s=join.config.rank_timeout_s)
 
 
 def num_local_ranks(engine: ResolvedEngineConfig) -> int:

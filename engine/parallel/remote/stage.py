@@ -18,7 +18,7 @@ from millrace.engine.kernels.stage_link import link_memory
 from millrace.engine.kv.cache import block_bytes, cache_dtype
 from millrace.engine.models.shard import shard_config
 from millrace.engine.parallel.control import Join, JoinDevices, NetworkPlace
-from millrace.engine.parallel.layout import device_link, make_link, shard_of
+from millrace.engine.parallel.layout import make_link, shard_of
 from millrace.engine.parallel.members import MemberProcess, end_members
 from millrace.engine.parallel.remote.connection import RankConnection, StageAssignment
 from millrace.engine.parallel.remote.relay import LinkEnds, RankEnd, Relay
@@ -144,7 +144,7 @@ class DeviceStage:
 
     def link_ends(self) -> LinkEnds:
         """What rank 0 says comes here; what the ranks make goes from device to device."""
-        return LinkEnds(None, num_writers=0, targets=[device_link(self._join, index=0)])
+        return LinkEnds(None, num_writers=0, targets=[make_link(self._join, index=0)])
 
     def join_of(self, index: int) -> JoinDevices:
         join = self._join

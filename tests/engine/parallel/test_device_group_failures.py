@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from millrace.engine.parallel import device_loading as loading
+from millrace.engine.parallel import loading
 from millrace.engine.parallel.control import JoinDevices
 from millrace.engine.parallel.device_rank import meet
 from millrace.engine.parallel.ranks import RankLostError
