@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from benchmarks.gpu.kernel_cases import Call, Cost, Work, measure, returned
 from benchmarks.gpu.scope import Scope
 from millrace.engine.kernels.gpu.matmul import gated_linear, linear, tiled_linear
-from millrace.engine.kernels.gpu.reference.rows import swiglu
+from millrace.engine.kernels.gpu.reference.operations import swiglu
 from millrace.engine.kernels.gpu.tiles import ProductTile
 
 

@@ -24,6 +24,7 @@ from millrace.engine.kernels.gpu.quantized.product import (
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows
 from millrace.engine.kernels.gpu.quantized.tiles import QuantizedTile, RowProductTile
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
 from millrace.engine.quantization.device_linear import packed, rounded
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 
@@ -338,7 +339,7 @@ def _wide_experts(scope: Scope, mixture: _Mixture, number: int) -> Call:
 
 def _choices(
     scope: Scope, generator: torch.Generator, mixture: _Mixture
-) -> tuple[torch.Tensor, experts.SortedChoices]:
+) -> tuple[torch.Tensor, SortedChoices]:
     scores = scope.normal(generator, mixture.num_rows, mixture.num_experts)
     weights, chosen = experts.route(scores, mixture.num_chosen, normalized=True)
-    return weights, experts.sort_by_expert(chosen, mixture.num_experts)
+    return weights, sort_by_expert(chosen, mixture.num_experts)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu_compile.compiling import Compilation
-from millrace.engine.kernels.gpu.experts import sort_by_expert
 from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.quantized.product import quantized_linear
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows
+from millrace.engine.kernels.gpu.sorted_choices import sort_by_expert
 from millrace.engine.quantization.device_linear import packed, rounded
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 

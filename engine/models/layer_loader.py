@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from millrace.engine.kernels.operations import HeadNorms, Linear
 from millrace.engine.models.decoder import LayerWeights
+from millrace.engine.models.linears import ReducedLinear
 from millrace.engine.models.mlp import (
     MLP,
     ExpertLoad,
@@ -13,7 +14,6 @@ from millrace.engine.models.mlp import (
     MixtureOfExperts,
     ReducedExperts,
 )
-from millrace.engine.models.reduced_linear import ReducedLinear
 from millrace.engine.models.stacked_experts import StackedExperts
 from millrace.engine.models.weight_reader import EVERYTHING, Slices, WeightReader
 from millrace.registry.checkpoints.checkpoint import ModelConfig

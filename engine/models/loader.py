@@ -11,7 +11,7 @@ import torch
 from millrace.engine.kernels.operations import Collectives
 from millrace.engine.models.decoder import DecoderWeights, LayerWeights
 from millrace.engine.models.layer_loader import load_layer
-from millrace.engine.models.projection import Projection
+from millrace.engine.models.linears import Projection
 from millrace.engine.models.weight_reader import (
     MakeExperts,
     MakeLinear,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from millrace.engine.kernels.gpu.kernel_set import ExpertKernels, Stack
-from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
 from millrace.engine.kernels.operations import Linear, WeightSize, total_size
 from millrace.registry.checkpoints.expert_layers import ExpertsConfig
 
@@ -53,7 +53,7 @@ class StackedExperts(NamedTuple):
             elsewhere = (chosen < 0) | (chosen >= len(self.gate_up))
             # Behind all that are here: the products leave these out, and their results undefined.
             chosen = chosen.masked_fill(elsewhere, len(self.gate_up))
-        choices = kernels.sort_by_expert(chosen, len(self.gate_up))
+        choices = sort_by_expert(chosen, len(self.gate_up))
         inner = swiglu(self._gate_up(rows, choices))
         results = self._down(inner, choices, weights)
         if elsewhere is not None:

@@ -12,11 +12,11 @@ from millrace.engine.kernels.gpu.quantized.library import (
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.quantized.product import quantized_linear
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows, round_groups, round_rows
-from millrace.engine.kernels.operations import SwiGLU, WeightSize
+from millrace.engine.kernels.operations import Linear
 from millrace.engine.quantization.weight import Activations, QuantizedWeight, Rounding
 
 
-class QuantizedDeviceLinear:
+class QuantizedDeviceLinear(Linear):
     """A linear map of a weight that ``device.why_not_packed`` has nothing against. ``bias``:
     [num_outputs]. Rows and results are of ``dtype``.
 
@@ -33,6 +33,7 @@ class QuantizedDeviceLinear:
         fixed: bool,
     ) -> None:
         self._weight = packed(weight)
+        self.size = self._weight.size
         self._bias = bias
         self._dtype = dtype
         self._fixed = fixed
@@ -44,10 +45,6 @@ class QuantizedDeviceLinear:
         if is_rounded and not fixed and library_takes(self._weight, dtype):
             self._library_scales = self._weight.scales.float()
 
-    @property
-    def size(self) -> WeightSize:
-        return self._weight.size
-
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[num_rows, num_inputs] to [num_rows, num_outputs]."""
         return self._multiplied(rows, None)
@@ -55,10 +52,6 @@ class QuantizedDeviceLinear:
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
         return self._multiplied(rows, total)
-
-    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the product."""
-        return swiglu(self(rows))
 
     def _multiplied(self, rows: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
         if self._order is not None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from millrace.engine.devices.cpu.attention import TorchAttention
 from millrace.engine.devices.cpu.operations import TorchMetadata, TorchOperations
-from millrace.engine.kernels.operations import SwiGLU, WeightSize
+from millrace.engine.kernels.operations import Linear, WeightSize
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.loader import load_weights
@@ -30,7 +30,7 @@ _BLOCK_TOKENS = 16
 _FIRST = "layers.0."
 
 
-class _RecordedLinear:
+class _RecordedLinear(Linear):
     """A linear map in float32 that sums up x x^T of the rows x that it multiplies, until it is
     quantized. ``names`` are the tensors whose outputs it has, each with how many."""
 
@@ -47,12 +47,6 @@ class _RecordedLinear:
         if self.hessian is not None:
             self.hessian.addmm_(rows.t(), rows)
         return F.linear(rows, self.weight, self._bias)
-
-    def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return total.add_(self(rows))
-
-    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        return swiglu(self(rows))
 
 
 class _LayerTensors:

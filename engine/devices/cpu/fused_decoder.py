@@ -15,9 +15,8 @@ from millrace.engine.kernels.cpu import CpuKernels, DecoderShape, StepFeatures
 from millrace.engine.kernels.operations import Collectives
 from millrace.engine.kernels.ranks import SharedRanks
 from millrace.engine.models.decoder import Decoder, DecoderWeights, LayerWeights
+from millrace.engine.models.linears import PackedProjection, ReducedLinear
 from millrace.engine.models.mlp import GatedMLP
-from millrace.engine.models.packed_projection import PackedProjection
-from millrace.engine.models.reduced_linear import ReducedLinear
 from millrace.engine.step.batch import FlatBatch
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 

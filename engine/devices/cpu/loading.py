@@ -26,9 +26,8 @@ from millrace.engine.kernels.operations import Collectives
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.dummy import DummyTensors
+from millrace.engine.models.linears import PackedProjection, Projection, packed_quantized
 from millrace.engine.models.loader import load_weights
-from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
-from millrace.engine.models.projection import Projection
 from millrace.engine.models.shard import shard_config
 from millrace.engine.models.weight_reader import MakeLinear
 from millrace.engine.quantization.at_load import quantize_at_load

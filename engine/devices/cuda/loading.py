@@ -30,8 +30,8 @@ from millrace.engine.kv.cache import (
     fitting_blocks,
 )
 from millrace.engine.models.decoder import Decoder, DecoderWeights
-from millrace.engine.models.device_linear import DeviceLinear
 from millrace.engine.models.dummy import DummyTensors
+from millrace.engine.models.linears import DeviceLinear
 from millrace.engine.models.loader import load_weights
 from millrace.engine.models.stacked_experts import stacked_experts
 from millrace.engine.quantization.at_load import quantize_at_load

@@ -7,8 +7,6 @@ each row. A choice is a pair of a row and one of its experts, number ``row * num
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from millrace.engine.kernels.gpu.jit.experts import (
@@ -16,35 +14,23 @@ from millrace.engine.kernels.gpu.jit.experts import (
     expert_products_kernel,
     route_kernel,
 )
-from millrace.engine.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
-from millrace.engine.kernels.gpu.tiles import power_of_two
-
-__all__ = ["SortedChoices", "add_choices", "down", "gate_up", "route", "sort_by_expert"]
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
+from millrace.engine.kernels.gpu.tiles import ProductTile, power_of_two
 
 
-class _Tile(NamedTuple):
-    """A program takes ``rows`` of one expert and ``outputs`` of its outputs, and goes through
-    ``inputs`` at a time; ``num_stages`` of these are on their way."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
-def _tile(num_choices: int, num_experts: int, itemsize: int, *, fixed: bool) -> _Tile:
-    """By how many rows an expert has on average, which shapes tell. One for all if ``fixed``."""
+def _tile(num_choices: int, num_experts: int, itemsize: int, *, fixed: bool) -> ProductTile:
+    """For rows of one expert, by how many it has on average, which shapes tell. One for all if
+    ``fixed``."""
     if itemsize > 2:
-        return _Tile(32, 64, 32, 4, 2)
+        return ProductTile(32, 64, 32, 4, 2)
     if fixed:
-        return _Tile(64, 128, 64, 4, 3)
+        return ProductTile(64, 128, 64, 4, 3)
     average = num_choices / num_experts
     if average <= 16:
-        return _Tile(16, 64, 128, 4, 4)
+        return ProductTile(16, 64, 128, 4, 4)
     if average <= 64:
-        return _Tile(64, 128, 64, 4, 4)
-    return _Tile(128, 128, 64, 8, 3)
+        return ProductTile(64, 128, 64, 4, 4)
+    return ProductTile(128, 128, 64, 8, 3)
 
 
 def route(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from millrace.engine.models.decoder import DecoderWeights
-from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
+from millrace.engine.models.linears import PackedProjection, packed_quantized
 from millrace.engine.models.shard import Shard, stage_layers, vocabulary_range
 from millrace.engine.quantization.at_load import quantize_at_load
 from millrace.registry.checkpoints.checkpoint import read_model_config

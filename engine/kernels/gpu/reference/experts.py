@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millrace.engine.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
-
-__all__ = ["SortedChoices", "add_choices", "down", "gate_up", "route", "sort_by_expert"]
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
 
 
 def route(

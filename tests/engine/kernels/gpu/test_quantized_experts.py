@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from millrace.engine.kernels.gpu import experts as triton_experts
-from millrace.engine.kernels.gpu.experts import sort_by_expert
 from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
-from millrace.engine.models.projection import Projection
+from millrace.engine.kernels.gpu.sorted_choices import sort_by_expert
+from millrace.engine.models.linears import Projection
 from millrace.engine.models.stacked_experts import StackedExperts
 from millrace.engine.quantization.device_experts import (
     QuantizedStack,
