@@ -6,10 +6,11 @@ from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.rank_view import MAX_RANKS
 from millrace.engine.kernels.stage_link import StageLink
-from millrace.engine.models.shard import Shard, check_shard, vocabulary_range
+from millrace.engine.models.shard import check_shard
 from millrace.engine.parallel.control import Join, JoinDevices
 from millrace.engine.transfer.addresses import host_and_port
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.shard import Shard, vocabulary_range
 from millrace.runtime.addresses import is_loopback
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError

@@ -21,7 +21,6 @@ from millrace.engine.kernels.rank_view import MAX_RANKS, RanksFailedError
 from millrace.engine.kernels.ranks import RankShape, rank_memory
 from millrace.engine.kernels.stage_link import LinkShape, link_memory
 from millrace.engine.kv.cache import block_bytes, cache_dtype, choose_num_blocks
-from millrace.engine.models.shard import Shard, shard_config
 from millrace.engine.parallel.control import (
     FolderPlace,
     Join,
@@ -30,7 +29,6 @@ from millrace.engine.parallel.control import (
     Place,
     RankStarted,
 )
-from millrace.engine.parallel.cpu_rank import group_cache, make_ranks, part_layers
 from millrace.engine.parallel.cpu_runner import (
     GroupParts,
     GroupRunner,
@@ -38,12 +36,18 @@ from millrace.engine.parallel.cpu_runner import (
     PipelineRunner,
     RemoteParts,
 )
-from millrace.engine.parallel.device_lead import DeviceLead, DeviceParts, Patience, link_shape
-from millrace.engine.parallel.device_rank import load_steps, make_channel, meet
 from millrace.engine.parallel.device_runner import DeviceGroupRunner, PipelineGroupRunner
 from millrace.engine.parallel.layout import check_group, make_link, num_local_ranks, shard_of
-from millrace.engine.parallel.lead import Lead
+from millrace.engine.parallel.lead import DeviceLead, DeviceParts, Lead, Patience, link_shape
 from millrace.engine.parallel.members import Members
+from millrace.engine.parallel.rank import (
+    group_cache,
+    load_steps,
+    make_channel,
+    make_ranks,
+    meet,
+    part_layers,
+)
 from millrace.engine.parallel.remote.lead import (
     RemoteMember,
     RemoteStage,
@@ -53,6 +57,7 @@ from millrace.engine.parallel.remote.lead import (
 from millrace.engine.parallel.remote.relay import LinkEnds
 from millrace.engine.transfer.memory import SharedPages
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.registry.checkpoints.shard import Shard, shard_config
 from millrace.schemas.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.ranks import RankShape, rank_memory
 from millrace.engine.kernels.stage_link import link_memory
 from millrace.engine.kv.cache import block_bytes, cache_dtype
-from millrace.engine.models.shard import shard_config
 from millrace.engine.parallel.control import Join, JoinDevices, NetworkPlace
 from millrace.engine.parallel.layout import make_link, shard_of
 from millrace.engine.parallel.members import MemberProcess, end_members
@@ -25,6 +24,7 @@ from millrace.engine.parallel.remote.relay import LinkEnds, RankEnd, Relay
 from millrace.engine.threads.choice import configure_threads, environment_of_rank
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.registry.checkpoints.shard import shard_config
 from millrace.runtime.process import available_bytes
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
