@@ -55,14 +55,18 @@ def _work(scope: Scope, mixture: Mixture, number: int) -> Work:
     def run() -> torch.Tensor:
         weights, chosen = experts.route(scores, num_chosen, normalized=True)
         choices = sort_by_expert(chosen, num_experts)
-        gated = rows.swiglu(experts.gate_up(normed, gates, choices, num_chosen=num_chosen))
-        return experts.add_choices(total, experts.down(gated, downs, choices, weights))
+        gated = rows.swiglu(experts.products(normed, gates, choices, num_chosen=num_chosen))
+        return experts.add_choices(
+            total, experts.products(gated, downs, choices, num_chosen=num_chosen, weights=weights)
+        )
 
     def expected() -> list[torch.Tensor]:
         weights, chosen = reference.route(scores, num_chosen, normalized=True)
         choices = sort_by_expert(chosen, num_experts)
-        wide = reference.gate_up(normed.float(), gates, choices, num_chosen=num_chosen)
-        results = reference.down(operations.swiglu(wide), downs, choices, weights)
+        wide = reference.products(normed.float(), gates, choices, num_chosen=num_chosen)
+        results = reference.products(
+            operations.swiglu(wide), downs, choices, num_chosen=num_chosen, weights=weights
+        )
         return [reference.add_choices(total.to(torch.float32, copy=True), results)]
 
     return Work(run, lambda _: [total], expected)

@@ -14,7 +14,7 @@ from benchmarks.gpu.kernels import rehearse
 from benchmarks.gpu.matmul_kernels import Shape
 from benchmarks.gpu.scope import Scope
 from millrace.engine.kernels.gpu import experts
-from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
+from millrace.engine.kernels.gpu.quantized.experts import quantized_products
 from millrace.engine.kernels.gpu.quantized.library import library_linear
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.quantized.product import (
@@ -295,15 +295,20 @@ def _experts(scope: Scope, layout: Layout, mixture: _Mixture, number: int) -> Wo
     results: dict[str, torch.Tensor] = {}
 
     def run() -> None:
-        results["gate_up"] = quantized_gate_up(
+        results["gate_up"] = quantized_products(
             rounded(rows, gates[0].rounding),
             gate_stack,
             choices,
             num_chosen=num_chosen,
             dtype=dtype,
         )
-        results["down"] = quantized_down(
-            rounded(between, downs[0].rounding), down_stack, choices, weights, dtype=dtype
+        results["down"] = quantized_products(
+            rounded(between, downs[0].rounding),
+            down_stack,
+            choices,
+            num_chosen=num_chosen,
+            weights=weights,
+            dtype=dtype,
         )
 
     def expected() -> list[torch.Tensor]:
@@ -311,10 +316,16 @@ def _experts(scope: Scope, layout: Layout, mixture: _Mixture, number: int) -> Wo
         wide_downs = torch.stack([weight.values() for weight in downs])
         wide_rows, wide_between = rows.float(), between.float()
         return [
-            reference_experts.gate_up(
+            reference_experts.products(
                 gates[0].rounding(wide_rows), wide_gates, choices, num_chosen=num_chosen
             ),
-            reference_experts.down(downs[0].rounding(wide_between), wide_downs, choices, weights),
+            reference_experts.products(
+                downs[0].rounding(wide_between),
+                wide_downs,
+                choices,
+                num_chosen=num_chosen,
+                weights=weights,
+            ),
         ]
 
     return Work(run, written, expected)
@@ -331,8 +342,8 @@ def _wide_experts(scope: Scope, mixture: _Mixture, number: int) -> Call:
     weights, choices = _choices(scope, generator, mixture)
 
     def run() -> None:
-        experts.gate_up(rows, gates, choices, num_chosen=num_chosen)
-        experts.down(between, downs, choices, weights)
+        experts.products(rows, gates, choices, num_chosen=num_chosen)
+        experts.products(between, downs, choices, num_chosen=num_chosen, weights=weights)
 
     return run
 

@@ -39,23 +39,14 @@ class ExpertKernels(Protocol):
         self, scores: torch.Tensor, num_chosen: int, *, normalized: bool
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def gate_up(
+    def products(
         self,
         rows: torch.Tensor,
         stack: torch.Tensor,
         choices: SortedChoices,
         *,
         num_chosen: int,
-        fixed: bool = False,
-    ) -> torch.Tensor: ...
-
-    def down(
-        self,
-        rows: torch.Tensor,
-        stack: torch.Tensor,
-        choices: SortedChoices,
-        weights: torch.Tensor,
-        *,
+        weights: torch.Tensor | None = None,
         fixed: bool = False,
     ) -> torch.Tensor: ...
 
@@ -72,12 +63,14 @@ class ExpertStack(Protocol):
     def __len__(self) -> int:
         """The number of experts."""
 
-    def gate_up(
-        self, rows: torch.Tensor, choices: SortedChoices, *, num_chosen: int, fixed: bool
-    ) -> torch.Tensor: ...
-
-    def down(
-        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor, *, fixed: bool
+    def products(
+        self,
+        rows: torch.Tensor,
+        choices: SortedChoices,
+        *,
+        num_chosen: int,
+        weights: torch.Tensor | None,
+        fixed: bool,
     ) -> torch.Tensor: ...
 
 

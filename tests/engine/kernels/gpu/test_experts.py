@@ -114,8 +114,10 @@ def test_products_are_those_of_the_chosen_experts(chosen: list[list[int]], fixed
     made = []
     for kernels in KERNELS:
         choices = sort_by_expert(numbers, 5)
-        first = kernels.gate_up(drawn.rows, drawn.gate_up, choices, num_chosen=2, fixed=fixed)
-        second = kernels.down(swiglu(first), drawn.down, choices, weights, fixed=fixed)
+        first = kernels.products(drawn.rows, drawn.gate_up, choices, num_chosen=2, fixed=fixed)
+        second = kernels.products(
+            swiglu(first), drawn.down, choices, num_chosen=2, weights=weights, fixed=fixed
+        )
         made.append((first, second))
     assert_close(made[0][0], made[1][0])
     assert_close(made[0][1], made[1][1])
