@@ -36,17 +36,6 @@ from millrace.registry.checkpoints.side_files import ignored_parts
 from millrace.runtime.process import release_free_memory
 from millrace.schemas.errors import ConfigError
 
-__all__ = [
-    "MakeExperts",
-    "MakeLinear",
-    "Quantize",
-    "TensorSource",
-    "choose_dtype",
-    "is_widened",
-    "load_weights",
-    "num_parameters",
-]
-
 _log = logging.getLogger(__name__)
 
 _PREFIX = "model."

@@ -28,7 +28,6 @@ from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.dummy import DummyTensors
 from millrace.engine.models.linears import PackedProjection, Projection, packed_quantized
 from millrace.engine.models.loader import load_weights
-from millrace.engine.models.shard import shard_config
 from millrace.engine.models.weight_reader import MakeLinear
 from millrace.engine.quantization.at_load import quantize_at_load
 from millrace.engine.quantization.linear import MakeQuantized
@@ -36,7 +35,7 @@ from millrace.engine.step.batch import FlatBatch
 from millrace.registry.adapters import adapter_folder
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard
+from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, shard_config
 from millrace.schemas.models.adapters import AdapterRef
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from millrace.engine.kernels.gpu.reference.operations import swiglu
 from millrace.engine.models.decoder import DecoderWeights
 from millrace.engine.models.dummy import DummyTensors
 from millrace.engine.models.linears import PackedProjection, Projection
-from millrace.engine.models.shard import Shard
 from millrace.engine.models.stacked_experts import StackedExperts, stacked_experts
+from millrace.registry.checkpoints.shard import Shard
 from millrace.schemas.errors import CheckpointError
 from tests.engine.checkpoints import save_model
 from tests.engine.kernels.compiled import compiled
