@@ -59,7 +59,7 @@ def _step_ms(checkpoint: Path, num_threads: int) -> float:
     from millrace.engine.devices.cpu.products import sample_batches, sample_config, sample_decoder
     from millrace.engine.kernels.build import cpu_library
     from millrace.engine.kernels.cpu import CpuKernels
-    from millrace.engine.models.packed_projection import PackedProjection
+    from millrace.engine.models.linears import PackedProjection
     from millrace.registry.checkpoints.checkpoint import read_model_config
 
     kernels = CpuKernels(cpu_library(), torch.bfloat16)

@@ -17,7 +17,7 @@ from millrace.engine.adapters.slots import AdapterSlots, Product, packed_slot
 from millrace.engine.adapters.weights import LayerSlices, LowRank
 from millrace.engine.kernels.gpu import adapters
 from millrace.engine.kernels.gpu.adapter_step import AdapterProduct, AdapterTiling
-from millrace.engine.kernels.gpu.reference import adapters as reference
+from millrace.engine.kernels.gpu.reference import operations as reference
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 
 NUM_ADAPTERS, RANK = 20, 16

@@ -11,7 +11,8 @@ from benchmarks.gpu.kernel_cases import Cost, Work, measure
 from benchmarks.gpu.scope import Scope
 from millrace.engine.kernels.gpu import experts, rows
 from millrace.engine.kernels.gpu.reference import experts as reference
-from millrace.engine.kernels.gpu.reference import rows as reference_rows
+from millrace.engine.kernels.gpu.reference import operations
+from millrace.engine.kernels.gpu.sorted_choices import sort_by_expert
 
 
 class Mixture(NamedTuple):
@@ -53,15 +54,19 @@ def _work(scope: Scope, mixture: Mixture, number: int) -> Work:
 
     def run() -> torch.Tensor:
         weights, chosen = experts.route(scores, num_chosen, normalized=True)
-        choices = experts.sort_by_expert(chosen, num_experts)
-        gated = rows.swiglu(experts.gate_up(normed, gates, choices, num_chosen=num_chosen))
-        return experts.add_choices(total, experts.down(gated, downs, choices, weights))
+        choices = sort_by_expert(chosen, num_experts)
+        gated = rows.swiglu(experts.products(normed, gates, choices, num_chosen=num_chosen))
+        return experts.add_choices(
+            total, experts.products(gated, downs, choices, num_chosen=num_chosen, weights=weights)
+        )
 
     def expected() -> list[torch.Tensor]:
         weights, chosen = reference.route(scores, num_chosen, normalized=True)
-        choices = reference.sort_by_expert(chosen, num_experts)
-        wide = reference.gate_up(normed.float(), gates, choices, num_chosen=num_chosen)
-        results = reference.down(reference_rows.swiglu(wide), downs, choices, weights)
+        choices = sort_by_expert(chosen, num_experts)
+        wide = reference.products(normed.float(), gates, choices, num_chosen=num_chosen)
+        results = reference.products(
+            operations.swiglu(wide), downs, choices, num_chosen=num_chosen, weights=weights
+        )
         return [reference.add_choices(total.to(torch.float32, copy=True), results)]
 
     return Work(run, lambda _: [total], expected)

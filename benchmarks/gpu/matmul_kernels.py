@@ -13,7 +13,7 @@ from benchmarks.gpu.kernel_cases import Call, Cost, Tiles, Work, measure, return
 from benchmarks.gpu.scope import Scope
 from millrace.engine.kernels.gpu import matmul
 from millrace.engine.kernels.gpu.matmul import gated_linear, linear
-from millrace.engine.kernels.gpu.reference.rows import swiglu
+from millrace.engine.kernels.gpu.reference.operations import swiglu
 from millrace.engine.kernels.gpu.tiles import ProductTile
 
 

@@ -16,13 +16,14 @@ from benchmarks.gpu.scope import Scope
 from benchmarks.gpu_compile.quantized import Layout
 from millrace.engine.kernels.gpu import experts
 from millrace.engine.kernels.gpu.quantized import product
-from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
+from millrace.engine.kernels.gpu.quantized.experts import quantized_products
 from millrace.engine.kernels.gpu.quantized.library import library_linear
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.quantized.product import quantized_linear
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows
 from millrace.engine.kernels.gpu.quantized.tiles import QuantizedTile, RowProductTile
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
 from millrace.engine.quantization.device_linear import packed, rounded
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 
@@ -254,15 +255,20 @@ def _experts(scope: Scope, layout: Layout, mixture: Mixture, number: int) -> Wor
     results: dict[str, torch.Tensor] = {}
 
     def run() -> None:
-        results["gate_up"] = quantized_gate_up(
+        results["gate_up"] = quantized_products(
             rounded(rows, gates[0].rounding),
             gate_stack,
             choices,
             num_chosen=num_chosen,
             dtype=dtype,
         )
-        results["down"] = quantized_down(
-            rounded(between, downs[0].rounding), down_stack, choices, weights, dtype=dtype
+        results["down"] = quantized_products(
+            rounded(between, downs[0].rounding),
+            down_stack,
+            choices,
+            num_chosen=num_chosen,
+            weights=weights,
+            dtype=dtype,
         )
 
     def expected() -> list[torch.Tensor]:
@@ -270,10 +276,16 @@ def _experts(scope: Scope, layout: Layout, mixture: Mixture, number: int) -> Wor
         wide_downs = torch.stack([weight.values() for weight in downs])
         wide_rows, wide_between = rows.float(), between.float()
         return [
-            reference_experts.gate_up(
+            reference_experts.products(
                 gates[0].rounding(wide_rows), wide_gates, choices, num_chosen=num_chosen
             ),
-            reference_experts.down(downs[0].rounding(wide_between), wide_downs, choices, weights),
+            reference_experts.products(
+                downs[0].rounding(wide_between),
+                wide_downs,
+                choices,
+                num_chosen=num_chosen,
+                weights=weights,
+            ),
         ]
 
     return Work(run, written, expected)
@@ -290,15 +302,15 @@ def _wide_experts(scope: Scope, mixture: Mixture, number: int) -> Call:
     weights, choices = _choices(scope, generator, mixture)
 
     def run() -> None:
-        experts.gate_up(rows, gates, choices, num_chosen=num_chosen)
-        experts.down(between, downs, choices, weights)
+        experts.products(rows, gates, choices, num_chosen=num_chosen)
+        experts.products(between, downs, choices, num_chosen=num_chosen, weights=weights)
 
     return run
 
 
 def _choices(
     scope: Scope, generator: torch.Generator, mixture: Mixture
-) -> tuple[torch.Tensor, experts.SortedChoices]:
+) -> tuple[torch.Tensor, SortedChoices]:
     scores = scope.normal(generator, mixture.num_rows, mixture.num_experts)
     weights, chosen = experts.route(scores, mixture.num_chosen, normalized=True)
-    return weights, experts.sort_by_expert(chosen, mixture.num_experts)
+    return weights, sort_by_expert(chosen, mixture.num_experts)

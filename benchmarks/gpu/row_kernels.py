@@ -22,8 +22,7 @@ from benchmarks.gpu.kernel_cases import (
 from benchmarks.gpu.scope import Scope
 from millrace.engine.kernels.gpu import blocks, heads, rows
 from millrace.engine.kernels.gpu.device_batch import CacheLayer
-from millrace.engine.kernels.gpu.reference import heads as reference_heads
-from millrace.engine.kernels.gpu.reference import rows as reference_rows
+from millrace.engine.kernels.gpu.reference import operations as reference
 from millrace.engine.kernels.gpu.tiles import HeadTile, RowTile, power_of_two
 from millrace.engine.kernels.operations import HeadNorms
 
@@ -83,7 +82,7 @@ def _rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> Work
     return Work(
         lambda: rows.rms_norm(values, weight, _EPSILON),
         returned,
-        lambda: [reference_rows.rms_norm(values.float(), weight.float(), _EPSILON)],
+        lambda: [reference.rms_norm(values.float(), weight.float(), _EPSILON)],
     )
 
 
@@ -94,7 +93,7 @@ def _add_rms_norm_work(scope: Scope, num_rows: int, width: int, number: int) -> 
 
     def expected() -> list[torch.Tensor]:
         added = (total.float() + delta.float()).to(scope.dtype).float()
-        return [added, reference_rows.rms_norm(added, weight.float(), _EPSILON)]
+        return [added, reference.rms_norm(added, weight.float(), _EPSILON)]
 
     return Work(
         lambda: rows.add_rms_norm(total, delta, weight, _EPSILON),
@@ -108,7 +107,7 @@ def _swiglu_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
     return Work(
         lambda: rows.swiglu(values),
         returned,
-        lambda: [reference_rows.swiglu(values.float())],
+        lambda: [reference.swiglu(values.float())],
     )
 
 
@@ -174,7 +173,7 @@ def _rotate_store_work(
     def expected() -> list[torch.Tensor]:
         turned = values.to(torch.float32, copy=True)
         wide = CacheLayer(torch.zeros(cache.data.shape, device=scope.device), None)
-        reference_heads.rotate_store(turned, cosines, sines, norms, _EPSILON, wide, slots)
+        reference.rotate_store(turned, cosines, sines, norms, _EPSILON, wide, slots)
         return [turned[:, : layer.num_heads], wide.data.flatten(0, 1)[slots]]
 
     return Work(

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu_compile.compiling import Compilation
-from millrace.engine.kernels.gpu.experts import sort_by_expert
-from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
+from millrace.engine.kernels.gpu.quantized.experts import quantized_products
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.quantized.product import quantized_linear
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows
+from millrace.engine.kernels.gpu.sorted_choices import sort_by_expert
 from millrace.engine.quantization.device_linear import packed, rounded
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 
@@ -108,10 +108,18 @@ def _experts(layout: Layout, dtype: torch.dtype) -> None:
         operand = _rows(weight, num_rows, dtype)
         inner = _rows(weight, num_rows * _NUM_CHOSEN, dtype)
         for fixed in (False, True):
-            quantized_gate_up(
+            quantized_products(
                 operand, stack, choices, num_chosen=_NUM_CHOSEN, dtype=dtype, fixed=fixed
             )
-            quantized_down(inner, stack, choices, weights, dtype=dtype, fixed=fixed)
+            quantized_products(
+                inner,
+                stack,
+                choices,
+                num_chosen=_NUM_CHOSEN,
+                weights=weights,
+                dtype=dtype,
+                fixed=fixed,
+            )
 
 
 def _rows(weight: QuantizedWeight, num_rows: int, dtype: torch.dtype) -> torch.Tensor | RoundedRows:

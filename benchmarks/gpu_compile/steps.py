@@ -24,7 +24,7 @@ from millrace.engine.kernels.gpu.sampling import choose_tokens, token_logprobs
 from millrace.engine.kernels.gpu.step_inputs import StepInputs, StepShape, StepState
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder
-from millrace.engine.models.device_linear import DeviceLinear
+from millrace.engine.models.linears import DeviceLinear
 from millrace.engine.models.loader import load_weights
 from millrace.engine.models.stacked_experts import stacked_experts
 from millrace.registry.checkpoints.checkpoint import ModelConfig

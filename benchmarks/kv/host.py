@@ -23,8 +23,9 @@ import torch
 from benchmarks.checkpoints import LLAMA_8B, LlamaShape, config_of
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.kv.host_memory import PlainHostMemory
-from millrace.engine.models.shard import Shard, block_part, shard_config
+from millrace.engine.models.shard import block_part
 from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.checkpoints.shard import Shard, shard_config
 
 BLOCK_TOKENS = 16
 

@@ -237,8 +237,8 @@ def _memory(checkpoint: Path, ranks: int) -> Memory:
     from millrace.engine.kernels.cpu import CpuKernels
     from millrace.engine.models.decoder import DecoderWeights
     from millrace.engine.models.loader import load_weights
-    from millrace.engine.models.shard import Shard
     from millrace.registry.checkpoints.checkpoint import read_model_config
+    from millrace.registry.checkpoints.shard import Shard
 
     class Alone:
         """The collectives of a rank that only loads."""

@@ -164,8 +164,7 @@ def measure_logits(kind: str, path: Path) -> LogitFigures:
     from millrace.engine.kernels.build import cpu_library
     from millrace.engine.kernels.cpu import CpuKernels
     from millrace.engine.models.decoder import Decoder
-    from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
-    from millrace.engine.models.projection import Projection
+    from millrace.engine.models.linears import PackedProjection, Projection, packed_quantized
     from millrace.engine.quantization.linear import DequantizedLinear
     from millrace.registry.checkpoints.checkpoint import read_model_config
 

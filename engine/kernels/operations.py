@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import NamedTuple, Protocol, TypeVar
@@ -46,20 +47,22 @@ def total_size(sizes: Iterable[WeightSize]) -> WeightSize:
     return reduce(WeightSize.plus, sizes, WeightSize(0, 0))
 
 
-class Linear(Protocol):
-    """A matrix product of rows; ``engine.models.projection.Projection`` is the one."""
+class Linear(ABC):
+    """A matrix product of rows."""
 
-    @property
-    def size(self) -> WeightSize: ...
+    size: WeightSize
 
+    @abstractmethod
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """[num_rows, num_inputs] to [num_rows, num_outputs]."""
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
+        return total.add_(self(rows))
 
     def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
         """``swiglu`` of the product."""
+        return swiglu(self(rows))
 
 
 class Collectives(Protocol):

@@ -7,16 +7,16 @@ from collections.abc import Callable
 import torch
 
 from millrace.engine.adapters.slots import Product
-from millrace.engine.kernels.operations import Linear, SwiGLU
+from millrace.engine.kernels.operations import Linear
 from millrace.engine.models.decoder import DecoderWeights, LayerWeights
+from millrace.engine.models.linears import ReducedLinear
 from millrace.engine.models.mlp import GatedMLP
-from millrace.engine.models.reduced_linear import ReducedLinear
 
 # Adds to rows of a product, the second, what adapters make of the rows that were multiplied.
 AddAdapters = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-class AdaptedLinear:
+class AdaptedLinear(Linear):
     """``linear``, and what ``add`` adds. Rows without an adapter are as ``linear`` leaves them."""
 
     def __init__(self, linear: Linear, add: AddAdapters) -> None:
@@ -35,10 +35,6 @@ class AdaptedLinear:
         total = self._linear.plus(total, rows)
         self._add(rows, total)
         return total
-
-    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the product."""
-        return swiglu(self(rows))
 
 
 def adapted_weights(

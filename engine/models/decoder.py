@@ -25,6 +25,7 @@ from millrace.engine.kernels.operations import (
     WeightSize,
     total_size,
 )
+from millrace.engine.models.linears import ReducedLinear
 from millrace.engine.models.mlp import (
     MLP,
     GatedMLP,
@@ -32,7 +33,6 @@ from millrace.engine.models.mlp import (
     ReducedExperts,
     plus_mlp,
 )
-from millrace.engine.models.reduced_linear import ReducedLinear
 from millrace.engine.models.rope import Rope
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, vocabulary_range

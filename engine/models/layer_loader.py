@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from millrace.engine.kernels.operations import HeadNorms, Linear
 from millrace.engine.models.decoder import LayerWeights
+from millrace.engine.models.linears import ReducedLinear
 from millrace.engine.models.mlp import (
     MLP,
     ExpertLoad,
@@ -13,7 +14,6 @@ from millrace.engine.models.mlp import (
     MixtureOfExperts,
     ReducedExperts,
 )
-from millrace.engine.models.reduced_linear import ReducedLinear
 from millrace.engine.models.stacked_experts import StackedExperts
 from millrace.engine.models.weight_reader import EVERYTHING, Slices, WeightReader
 from millrace.registry.checkpoints.checkpoint import ModelConfig
@@ -117,12 +117,12 @@ def _load_experts(
         own = even_range(experts.num_experts, shard)
     else:
         slices = mlp_slices(inner, shard, names)
+    for prefix in prefixes[: own.start] + prefixes[own.stop :]:
+        for name in names:
+            reader.skip_weight(prefix + name)
+    mine = prefixes[own.start : own.stop]
     make = reader.makers.experts
     if make is not None:
-        for prefix in prefixes[: own.start] + prefixes[own.stop :]:
-            for name in names:
-                reader.skip_weight(prefix + name)
-        mine = prefixes[own.start : own.stop]
         mixture = make(
             router,
             reader.stack(
@@ -135,32 +135,15 @@ def _load_experts(
         return mixture._replace(first_expert=own.start, is_part=is_part)
     return MixtureOfExperts(
         router=router,
-        experts=_load_each(reader, prefixes, names, (hidden, inner), own, slices),
+        experts=tuple(
+            _load_gated(reader, prefix, names, (hidden, inner), has_bias=False, slices=slices)
+            for prefix in mine
+        ),
         num_chosen=experts.num_chosen,
         normalized=experts.normalized,
         first_expert=own.start,
         load=ExpertLoad(experts.num_experts),
     )
-
-
-def _load_each(
-    reader: WeightReader,
-    prefixes: list[str],
-    names: _MLPNames,
-    sizes: tuple[int, int],
-    own: range,
-    slices: Slices,
-) -> tuple[GatedMLP, ...]:
-    """The experts whose numbers are the rank's ``own``, or slices of all."""
-    loaded = []
-    for number, prefix in enumerate(prefixes):
-        if number in own:
-            mlp = _load_gated(reader, prefix, names, sizes, has_bias=False, slices=slices)
-            loaded.append(mlp)
-            continue
-        for name in names:
-            reader.skip_weight(prefix + name)
-    return tuple(loaded)
 
 
 def _load_gated(

@@ -11,7 +11,7 @@ import torch
 from millrace.engine.kernels.operations import Collectives
 from millrace.engine.models.decoder import DecoderWeights, LayerWeights
 from millrace.engine.models.layer_loader import load_layer
-from millrace.engine.models.projection import Projection
+from millrace.engine.models.linears import Projection
 from millrace.engine.models.weight_reader import (
     MakeExperts,
     MakeLinear,
@@ -35,17 +35,6 @@ from millrace.registry.checkpoints.shard import (
 from millrace.registry.checkpoints.side_files import ignored_parts
 from millrace.runtime.process import release_free_memory
 from millrace.schemas.errors import ConfigError
-
-__all__ = [
-    "MakeExperts",
-    "MakeLinear",
-    "Quantize",
-    "TensorSource",
-    "choose_dtype",
-    "is_widened",
-    "load_weights",
-    "num_parameters",
-]
 
 _log = logging.getLogger(__name__)
 

@@ -5,37 +5,14 @@ from __future__ import annotations
 from millrace.engine.kernels.cpu import WIDTH_MULTIPLE
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.shard import (
-    WHOLE_MODEL,
     Shard,
-    attention_slices,
-    even_range,
     has_dense_layers,
-    head_range,
     key_head_range,
-    mlp_slices,
-    shard_config,
     stage_layers,
     vocabulary_range,
-    vocabulary_slice,
 )
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import BlockPart
-
-__all__ = [
-    "WHOLE_MODEL",
-    "Shard",
-    "attention_slices",
-    "block_part",
-    "check_shard",
-    "even_range",
-    "head_range",
-    "key_head_range",
-    "mlp_slices",
-    "shard_config",
-    "stage_layers",
-    "vocabulary_range",
-    "vocabulary_slice",
-]
 
 
 def check_shard(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from millrace.engine.kernels.gpu.kernel_set import ExpertKernels, Stack
-from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
 from millrace.engine.kernels.operations import Linear, WeightSize, total_size
 from millrace.registry.checkpoints.families import ExpertsConfig
 
@@ -53,26 +53,26 @@ class StackedExperts(NamedTuple):
             elsewhere = (chosen < 0) | (chosen >= len(self.gate_up))
             # Behind all that are here: the products leave these out, and their results undefined.
             chosen = chosen.masked_fill(elsewhere, len(self.gate_up))
-        choices = kernels.sort_by_expert(chosen, len(self.gate_up))
-        inner = swiglu(self._gate_up(rows, choices))
-        results = self._down(inner, choices, weights)
+        choices = sort_by_expert(chosen, len(self.gate_up))
+        inner = swiglu(self._products(self.gate_up, rows, choices))
+        results = self._products(self.down, inner, choices, weights)
         if elsewhere is not None:
             results.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
         return kernels.add_choices(total, results)
 
-    def _gate_up(self, rows: torch.Tensor, choices: SortedChoices) -> torch.Tensor:
-        stack, num_chosen, fixed = self.gate_up, self.num_chosen, self.fixed
-        if isinstance(stack, torch.Tensor):
-            return self.kernels.gate_up(rows, stack, choices, num_chosen=num_chosen, fixed=fixed)
-        return stack.gate_up(rows, choices, num_chosen=num_chosen, fixed=fixed)
-
-    def _down(
-        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor
+    def _products(
+        self,
+        stack: Stack,
+        rows: torch.Tensor,
+        choices: SortedChoices,
+        weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        stack, fixed = self.down, self.fixed
+        num_chosen, fixed = self.num_chosen, self.fixed
         if isinstance(stack, torch.Tensor):
-            return self.kernels.down(rows, stack, choices, weights, fixed=fixed)
-        return stack.down(rows, choices, weights, fixed=fixed)
+            return self.kernels.products(
+                rows, stack, choices, num_chosen=num_chosen, weights=weights, fixed=fixed
+            )
+        return stack.products(rows, choices, num_chosen=num_chosen, weights=weights, fixed=fixed)
 
 
 def _size(stack: Stack) -> WeightSize:

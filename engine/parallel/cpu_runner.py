@@ -15,7 +15,6 @@ from millrace.engine.devices.cpu.runner import ModelRunner
 from millrace.engine.kernels.ranks import SharedRanks
 from millrace.engine.kernels.stage_link import StageLink
 from millrace.engine.kv.cache import CacheCommand, CheckBlocks, KVCache
-from millrace.engine.models.shard import Shard
 from millrace.engine.parallel.layout import vocabulary_widths
 from millrace.engine.parallel.lead import Lead
 from millrace.engine.parallel.members import Members
@@ -36,6 +35,7 @@ from millrace.engine.step.pooling import PooledChunk, places_of, pool_rows
 from millrace.engine.step.runner import ChosenTokens, InFlightStep, nothing_chosen
 from millrace.engine.types import RunnerFigures
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.shard import Shard
 from millrace.schemas.models.adapters import AdapterRef
 
 

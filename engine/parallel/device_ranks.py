@@ -10,9 +10,9 @@ from torch._C import _distributed_c10d as c10d
 
 from millrace.engine.devices.cuda.steps import DeviceDecoder, Stage, StepParts
 from millrace.engine.kernels.gpu.device_batch import DeviceBatch
-from millrace.engine.models.shard import Shard, vocabulary_range
 from millrace.engine.parallel.ranks import GlooRanks
 from millrace.engine.parallel.rendezvous import RankExchange, Rendezvous
+from millrace.registry.checkpoints.shard import Shard, vocabulary_range
 
 # Of the two stages between which results go.
 _FIRST, _LAST = 0, 1

@@ -13,15 +13,15 @@ from millrace.engine.devices.cuda.inputs import ToldStep
 from millrace.engine.devices.cuda.runner import DeviceRunner, PlannedStep
 from millrace.engine.devices.cuda.steps import ALL_LAYERS, Stage, StepParts
 from millrace.engine.kernels.ranks import RanksFailedError
-from millrace.engine.models.shard import Shard
-from millrace.engine.parallel.device_lead import DeviceLead
 from millrace.engine.parallel.device_ranks import PipelineStage
+from millrace.engine.parallel.lead import DeviceLead
 from millrace.engine.parallel.messages import SharedRows, WantedRows
 from millrace.engine.sampling.prompt_logprobs import ScoredChunk, score_rows
 from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.step.pooling import ChunkPlace, PooledChunk, places_of, pool_rows
 from millrace.engine.step.runner import ChosenTokens, InFlightStep
 from millrace.engine.step.sequence import SequenceState
+from millrace.registry.checkpoints.shard import Shard
 from millrace.schemas.models.adapters import AdapterRef
 
 

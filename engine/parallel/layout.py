@@ -6,10 +6,11 @@ from millrace.engine.config import ResolvedEngineConfig
 from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.rank_view import MAX_RANKS
 from millrace.engine.kernels.stage_link import StageLink
-from millrace.engine.models.shard import Shard, check_shard, vocabulary_range
+from millrace.engine.models.shard import check_shard
 from millrace.engine.parallel.control import Join, JoinDevices
 from millrace.engine.transfer.addresses import host_and_port
 from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.shard import Shard, vocabulary_range
 from millrace.runtime.addresses import is_loopback
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
@@ -23,27 +24,14 @@ def shard_of(rank: int, engine: ResolvedEngineConfig) -> Shard:
     )
 
 
-def make_link(join: Join, number: int, *, index: int) -> StageLink:
-    """An end of the link behind the stage of this number, for its writer or reader ``index``."""
-    return StageLink(
-        cpu_library(),
-        join.link_fds[number],
-        join.link_shapes[number],
-        index=index,
-        timeout_s=join.config.rank_timeout_s,
-    )
-
-
-def device_link(join: JoinDevices, *, index: int) -> StageLink:
-    """An end of the link by which rank 0 says what devices are to compute, for its writer or reader
-    ``index``."""
-    return StageLink(
-        cpu_library(),
-        join.link_fd,
-        join.link_shape,
-        index=index,
-        timeout_s=join.config.rank_timeout_s,
-    )
+def make_link(join: Join | JoinDevices, number: int = 0, *, index: int) -> StageLink:
+    """An end of a link, for its writer or reader ``index``: of the one behind the stage of this
+    ``number``, or that by which rank 0 says what devices are to compute."""
+    if isinstance(join, JoinDevices):
+        fd, shape = join.link_fd, join.link_shape
+    else:
+        fd, shape = join.link_fds[number], join.link_shapes[number]
+    return StageLink(cpu_library(), fd, shape, index=index, timeout_s=join.config.rank_timeout_s)
 
 
 def num_local_ranks(engine: ResolvedEngineConfig) -> int:

@@ -1,16 +1,25 @@
-"""What rank 0 of a group does when another rank is lost."""
+"""What rank 0 of a group does when another rank is lost; and of a group with a device each its ways
+to the others, and how long it waits for its own device."""
 
 from __future__ import annotations
 
+import itertools
+import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 from millrace.engine.kernels.rank_view import RanksFailedError
+from millrace.engine.kernels.stage_link import LinkShape, StageLink
+from millrace.engine.kv.cache import CacheCommand, CheckBlocks, ReserveSlots
+from millrace.engine.parallel.device_ranks import DeviceRanks
 from millrace.engine.parallel.members import Members
-from millrace.engine.parallel.ranks import RankLostError
+from millrace.engine.parallel.messages import Message, encode_told
+from millrace.engine.parallel.ranks import GlooRanks, RankLostError
+from millrace.schemas.errors import ConfigError
 
 
 class Lead:
@@ -53,11 +62,6 @@ class Lead:
         """End the group when a rank has ended, and call ``wake`` then, on another thread."""
         self.members.watch(partial(_note_lost, weakref.ref(self), wake))
 
-    def note_lost(self, why: str) -> None:
-        """End the group because a rank has ended; for any thread."""
-        self.abort(why)
-        self._is_lost.set()
-
     def abort(self, why: str) -> None:
         """End the group; for any thread. The first reason counts."""
         self._why = self._why or why
@@ -68,5 +72,163 @@ class Lead:
 def _note_lost(lead: weakref.ref[Lead], wake: Callable[[], None], why: str) -> None:
     lost = lead()
     if lost is not None:
-        lost.note_lost(why)
+        lost.abort(why)
+        lost._is_lost.set()
         wake()
+
+
+_LOOKS = 4
+
+
+class Patience:
+    """Calls ``give_up`` with a reason, once and on a thread of its own, where a wait takes longer
+    than ``timeout_s``, up to a quarter longer. For one wait at a time."""
+
+    def __init__(self, timeout_s: float, give_up: Callable[[str], None]) -> None:
+        self._timeout_s = timeout_s
+        self._give_up = give_up
+        self._since_s: float | None = None
+        over = threading.Event()
+        weakref.finalize(self, over.set)
+        threading.Thread(
+            target=_look,
+            args=(weakref.ref(self), over, timeout_s / _LOOKS),
+            name="patience",
+            daemon=True,
+        ).start()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Something is waited for; what is waited for within it is part of it."""
+        if self._since_s is not None:
+            yield
+            return
+        self._since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since_s = None
+
+    def is_over(self) -> bool:
+        """Whether it has given up."""
+        since_s = self._since_s
+        if since_s is None or time.monotonic() - since_s < self._timeout_s:
+            return False
+        self._give_up(f"a rank did not come to an exchange within {self._timeout_s:g} s")
+        return True
+
+
+def _look(patience: weakref.ref[Patience], over: threading.Event, period_s: float) -> None:
+    while not over.wait(period_s):
+        own = patience()
+        if own is None or own.is_over():
+            return
+        del own
+
+
+# How far rank 0 may be ahead of the host of another rank; and what most messages fit into, longer
+# ones go in several pieces.
+_NUM_SLOTS, _PIECE_BYTES = 8, 1 << 20
+_LENGTH = struct.Struct("=Q")
+
+
+def link_shape(num_readers: int) -> LinkShape:
+    """Of the link from rank 0 to those of one host that it tells what to compute."""
+    return LinkShape(1, num_readers, _NUM_SLOTS, _PIECE_BYTES)
+
+
+class LinkChannel:
+    """By memory that all of them map."""
+
+    def __init__(self, link: StageLink) -> None:
+        self._link = link
+        self._numbers = itertools.count()
+
+    def post(self, *parts: bytes | memoryview) -> None:
+        """Say something to all other ranks: by rank 0. Raises RanksFailedError."""
+        whole = b"".join(parts)
+        room = _PIECE_BYTES - _LENGTH.size
+        for begin in range(0, max(1, len(whole)), room):
+            # Each piece says how much is left, with itself.
+            left = _LENGTH.pack(len(whole) - begin)
+            self._link.write(next(self._numbers), left, whole[begin : begin + room])
+
+    def receive(self) -> memoryview:
+        """Wait for what rank 0 says next, without a limit. Raises RanksFailedError."""
+        pieces: list[bytes] = []
+        while True:
+            number = next(self._numbers)
+            self._link.wait_written(number, bound=False)
+            part = self._link.part(number)
+            [left] = _LENGTH.unpack_from(part)
+            own = part[_LENGTH.size : _LENGTH.size + left]
+            pieces.append(bytes(own))
+            self._link.done(number)
+            if len(own) == left:
+                return memoryview(bytearray().join(pieces))
+
+    def abort(self, why: str) -> None:
+        self._link.abort(why)
+
+
+Channel = GlooRanks | LinkChannel
+"""The way of the messages that rank 0 posts and the other ranks receive, each as a copy."""
+
+# Within this, how a rank ended is heard after an exchange with it has failed.
+_HEARD_S = 2.0
+
+
+class DeviceLead(Lead):
+    """Rank 0 of a group of devices. The other ranks compute what is posted to them in that order,
+    and rank 0 computes the same at the same time."""
+
+    def __init__(
+        self, members: Members, ranks: DeviceRanks, channel: Channel, timeout_s: float
+    ) -> None:
+        """``timeout_s``: how long rank 0 waits for its device."""
+        super().__init__(members, [channel.abort, ranks.abort], heard_s=_HEARD_S)
+        self.ranks = ranks
+        self.num_posted = 0
+        self._channel = channel
+        self._patience = Patience(timeout_s, self.abort)
+
+    def post(self, message: Message) -> None:
+        """Have all other ranks compute something. Raises RankLostError."""
+        with self.together():
+            self._channel.post(*encode_told(message))
+        self.num_posted += 1
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wait for this rank's device, for a limited time. Raises RankLostError."""
+        with self._patience.waiting(), self.together():
+            yield
+        self.check()
+
+
+class DeviceParts:
+    """See ``OtherParts``: what is to be done with blocks goes the way of the steps, and so is done
+    between those that were launched before and after it."""
+
+    def __init__(self, lead: DeviceLead, block_bytes: int) -> None:
+        """``block_bytes``: of a block in all of these parts."""
+        self.block_bytes = block_bytes
+        self._lead = lead
+
+    def tell(self, command: CacheCommand) -> None:
+        """See ``OtherParts``. Raises ConfigError for slots that a rank has no memory for."""
+        self._lead.post(command)
+        if isinstance(command, ReserveSlots):
+            with self._lead.together():
+                [has_memory] = self._lead.ranks.hosts.least([1])
+            if not has_memory:
+                raise ConfigError(
+                    f"A rank has no memory of the host for its part of {command.num_slots} blocks. "
+                    "Lower engine.host_cache_bytes."
+                )
+
+    def ask(self, command: CheckBlocks) -> list[bool]:
+        """See ``OtherParts``."""
+        self._lead.post(command)
+        with self._lead.together():
+            return [flag == 1 for flag in self._lead.ranks.hosts.least([1] * len(command.blocks))]

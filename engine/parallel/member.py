@@ -7,12 +7,13 @@ is 0, with the thread of PARENT_PID that started it.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING
 
 from millrace.engine.kernels.rank_view import RanksFailedError
 from millrace.engine.parallel.control import (
@@ -20,7 +21,6 @@ from millrace.engine.parallel.control import (
     Join,
     JoinDevices,
     Joined,
-    LoadAdapter,
     Refused,
 )
 from millrace.engine.torch_start import import_torch
@@ -28,37 +28,22 @@ from millrace.runtime.logs import configure_logging
 from millrace.runtime.process import die_with_parent
 from millrace.schemas.errors import MillraceError
 
+if TYPE_CHECKING:
+    from millrace.engine.parallel.rank import CpuMember, DeviceMember
+
 _LOG_LEVEL = "MILLRACE_LOG_LEVEL"
 
 _log = logging.getLogger(__name__)
 
 
-class LoadedRank(Protocol):
-    """A rank that is ready to compute."""
-
-    def compute(self) -> NoReturn:
-        """What rank 0 says, until the group fails. Raises RanksFailedError then."""
-
-    def load_adapter(self, load: LoadAdapter) -> None:
-        """Read the rank's slices of an adapter, on another thread. Raises AdapterError,
-        ModelSourceError."""
-
-    def drop_adapter(self, number: int) -> None:
-        """Forget an adapter, on that thread."""
-
-    def abort(self, why: str) -> None:
-        """End the group."""
-
-
-def _load(join: Join | JoinDevices, control: ControlSocket) -> LoadedRank:
+def _load(join: Join | JoinDevices, control: ControlSocket) -> CpuMember | DeviceMember:
     # Torch is imported here, see ``main``.
-    if isinstance(join, Join):
-        from millrace.engine.parallel.cpu_rank import CpuMember
+    from millrace.engine.parallel.rank import CpuMember, DeviceMember
 
-        return CpuMember(join, control)
-    from millrace.engine.parallel.device_rank import DeviceMember
-
-    return DeviceMember(join, control)
+    member = CpuMember(join, control) if isinstance(join, Join) else DeviceMember(join, control)
+    gc.collect()
+    gc.freeze()
+    return member
 
 
 def main(arguments: list[str]) -> int:

@@ -23,7 +23,7 @@ NO_KERNELS = "the engine's kernels are torch's"
 _FLOAT8_CAPABILITY = (8, 9)
 
 
-class RoundedLinear:
+class RoundedLinear(Linear):
     """A linear map of rows that are rounded first."""
 
     def __init__(self, linear: Linear, rounding: Rounding) -> None:

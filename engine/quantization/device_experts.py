@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from millrace.engine.kernels.gpu.kernel_set import ExpertKernels, Stack
-from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
+from millrace.engine.kernels.gpu.quantized.experts import quantized_products
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
 from millrace.engine.kernels.operations import WeightSize
@@ -41,29 +41,22 @@ class QuantizedStack:
     def __len__(self) -> int:
         return len(self._stack)
 
-    def gate_up(
-        self, rows: torch.Tensor, choices: SortedChoices, *, num_chosen: int, fixed: bool
+    def products(
+        self,
+        rows: torch.Tensor,
+        choices: SortedChoices,
+        *,
+        num_chosen: int,
+        weights: torch.Tensor | None,
+        fixed: bool,
     ) -> torch.Tensor:
-        """See ``ExpertStack``."""
-        return quantized_gate_up(
+        return quantized_products(
             rounded(rows, self._rounding),
             self._stack,
             choices,
             num_chosen=num_chosen,
             dtype=self._dtype,
-            fixed=fixed,
-        )
-
-    def down(
-        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor, *, fixed: bool
-    ) -> torch.Tensor:
-        """See ``ExpertStack``."""
-        return quantized_down(
-            rounded(rows, self._rounding),
-            self._stack,
-            choices,
-            weights,
-            dtype=self._dtype,
+            weights=weights,
             fixed=fixed,
         )
 
@@ -80,19 +73,23 @@ class RoundedStack:
     def __len__(self) -> int:
         return len(self._stack)
 
-    def gate_up(
-        self, rows: torch.Tensor, choices: SortedChoices, *, num_chosen: int, fixed: bool
+    def products(
+        self,
+        rows: torch.Tensor,
+        choices: SortedChoices,
+        *,
+        num_chosen: int,
+        weights: torch.Tensor | None,
+        fixed: bool,
     ) -> torch.Tensor:
-        """See ``ExpertStack``."""
-        return self._kernels.gate_up(
-            self._rounding(rows), self._stack, choices, num_chosen=num_chosen, fixed=fixed
+        return self._kernels.products(
+            self._rounding(rows),
+            self._stack,
+            choices,
+            num_chosen=num_chosen,
+            weights=weights,
+            fixed=fixed,
         )
-
-    def down(
-        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor, *, fixed: bool
-    ) -> torch.Tensor:
-        """See ``ExpertStack``."""
-        return self._kernels.down(self._rounding(rows), self._stack, choices, weights, fixed=fixed)
 
 
 def quantized_stacks(kernels: ExpertKernels, dtype: torch.dtype, *, has_kernels: bool) -> MakeStack:

@@ -12,12 +12,11 @@ from millrace.engine.kernels.gpu.quantized.library import (
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.quantized.product import quantized_linear
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows, round_groups, round_rows
-from millrace.engine.kernels.operations import WeightSize
-from millrace.engine.quantization.linear import PlainLinear
+from millrace.engine.kernels.operations import Linear
 from millrace.engine.quantization.weight import Activations, QuantizedWeight, Rounding
 
 
-class QuantizedDeviceLinear(PlainLinear):
+class QuantizedDeviceLinear(Linear):
     """A linear map of a weight that ``device.why_not_packed`` has nothing against. ``bias``:
     [num_outputs]. Rows and results are of ``dtype``.
 
@@ -34,6 +33,7 @@ class QuantizedDeviceLinear(PlainLinear):
         fixed: bool,
     ) -> None:
         self._weight = packed(weight)
+        self.size = self._weight.size
         self._bias = bias
         self._dtype = dtype
         self._fixed = fixed
@@ -44,10 +44,6 @@ class QuantizedDeviceLinear(PlainLinear):
         is_rounded = weight.activations is not Activations.WIDE
         if is_rounded and not fixed and library_takes(self._weight, dtype):
             self._library_scales = self._weight.scales.float()
-
-    @property
-    def size(self) -> WeightSize:
-        return self._weight.size
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         return self._multiplied(rows, None)

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
-from millrace.engine.kernels.operations import Linear, SwiGLU, WeightSize, total_size
+from millrace.engine.kernels.operations import Linear, WeightSize, total_size
 from millrace.engine.quantization.weight import QuantizedWeight
 
 # Makes a product of a quantized weight and a bias [num_outputs] or None.
 MakeQuantized = Callable[[QuantizedWeight, torch.Tensor | None], Linear]
 
 
-class PlainLinear(ABC):
-    """A linear map whose product is added and gated by operations of their own."""
-
-    @abstractmethod
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
-
-    def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
-        return total.add_(self(rows))
-
-    def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the product."""
-        return swiglu(self(rows))
-
-
-class DequantizedLinear(PlainLinear):
+class DequantizedLinear(Linear):
     """A linear map whose weight was widened to ``dtype`` when it was loaded; rows are rounded as
     the checkpoint asks. It takes the memory of a wide weight and gives the numbers of a quantized
     one. ``bias``: [num_outputs]."""
@@ -48,7 +31,7 @@ class DequantizedLinear(PlainLinear):
         return F.linear(self._round(rows), self._weight, self._bias)
 
 
-class SplitLinear(PlainLinear):
+class SplitLinear(Linear):
     """Linear maps of the same rows whose outputs lie one behind the other, where one weight cannot
     hold all of them: parts of a fused projection that were quantized in different ways."""
 

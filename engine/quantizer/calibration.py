@@ -12,11 +12,10 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from millrace.engine.devices.cpu.attention import TorchAttention
 from millrace.engine.devices.cpu.operations import TorchMetadata, TorchOperations
-from millrace.engine.kernels.operations import WeightSize
+from millrace.engine.kernels.operations import Linear, WeightSize
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.loader import load_weights
-from millrace.engine.quantization.linear import PlainLinear
 from millrace.engine.quantization.weight import QuantizedWeight
 from millrace.engine.quantizer.gptq import gptq_int4
 from millrace.engine.step.batch import FlatBatch, QueryRange
@@ -31,7 +30,7 @@ _BLOCK_TOKENS = 16
 _FIRST = "layers.0."
 
 
-class _RecordedLinear(PlainLinear):
+class _RecordedLinear(Linear):
     """A linear map in float32 that sums up x x^T of the rows x that it multiplies, until it is
     quantized. ``names`` are the tensors whose outputs it has, each with how many."""
 

@@ -13,8 +13,7 @@ from millrace.engine.devices.cuda.device import device_of
 from millrace.engine.devices.cuda.loading import load_device_runner
 from millrace.engine.models.dummy import DummyTensors
 from millrace.engine.models.loader import load_embedding
-from millrace.engine.parallel.cpu_loading import load_group
-from millrace.engine.parallel.device_loading import load_device_group
+from millrace.engine.parallel.loading import load_group
 from millrace.engine.step.device_work import FLOP_PER_BYTE, DeviceWork
 from millrace.engine.step.runner import DraftRunner, Runner
 from millrace.engine.step.settings import resolve
@@ -29,7 +28,7 @@ def load_runner(path: Path, engine: ResolvedEngineConfig) -> Runner:
     Raises CheckpointError or ConfigError.
     """
     if engine.num_ranks != 1:
-        return (load_device_group if engine.has_device_ranks else load_group)(path, engine)
+        return load_group(path, engine)
     if engine.has_device_kernels:
         device = device_of(torch.device(engine.device))
         return load_device_runner(path, read_model_config(path), engine, device)

@@ -18,7 +18,7 @@ from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.cpu import CpuKernels
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.eagle_head import EagleHeadWeights, load_eagle_head
-from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
+from millrace.engine.models.linears import PackedProjection, packed_quantized
 from millrace.engine.models.weight_reader import Makers
 from millrace.engine.sampling.sampler import Likeliest
 from millrace.engine.scheduling.schedule import ScheduledSequence

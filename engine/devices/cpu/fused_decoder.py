@@ -15,9 +15,8 @@ from millrace.engine.kernels.cpu import CpuKernels, DecoderShape, StepFeatures
 from millrace.engine.kernels.operations import Collectives
 from millrace.engine.kernels.ranks import SharedRanks
 from millrace.engine.models.decoder import Decoder, DecoderWeights, LayerWeights
+from millrace.engine.models.linears import PackedProjection, ReducedLinear
 from millrace.engine.models.mlp import GatedMLP
-from millrace.engine.models.packed_projection import PackedProjection
-from millrace.engine.models.reduced_linear import ReducedLinear
 from millrace.engine.step.batch import FlatBatch
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 
@@ -50,14 +49,14 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
         layers = packed_layers(weights)
         assert layers is not None, "layers of another kind cannot be computed in one call"
         self._layers = _addresses(layers, operations)
-        self._has_int8_cache = operations.cache(0).is_int8
+        self._has_int8_cache = operations.attention.paged(0).is_int8
         self._shape = DecoderShape(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_heads=config.num_attention_heads,
             num_key_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
-            block_size=operations.block_size,
+            block_size=operations.attention.block_size,
             epsilon=config.rms_norm_eps,
         )
 
@@ -108,7 +107,7 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
             self._shape,
             hidden,
             (rotation.cosines.contiguous(), rotation.sines.contiguous()),
-            operations.slots(batch.ranges),
+            operations.attention.slots(batch.ranges),
             operations.tables(batch.ranges),
             torch.tensor([chunk.start + chunk.num_tokens for chunk in chunks], dtype=torch.int64),
             has_int8_cache=self._has_int8_cache,
@@ -160,7 +159,7 @@ def _addresses(layers: list[_Layer], operations: CpuOperations) -> torch.Tensor:
         addresses = [
             *(0 if norm is None else norm.data_ptr() for norm in norms),
             *(linear.weight.address for linear in (qkv, output, gate_up, down)),
-            operations.cache(index).address,
+            operations.attention.paged(index).address,
         ]
-        rows.append([*addresses, operations.window(index) or 0])
+        rows.append([*addresses, operations.attention.windows[index] or 0])
     return torch.tensor(rows, dtype=torch.int64)

@@ -26,10 +26,8 @@ from millrace.engine.kernels.operations import Collectives
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.dummy import DummyTensors
+from millrace.engine.models.linears import PackedProjection, Projection, packed_quantized
 from millrace.engine.models.loader import load_weights
-from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
-from millrace.engine.models.projection import Projection
-from millrace.engine.models.shard import shard_config
 from millrace.engine.models.weight_reader import MakeLinear
 from millrace.engine.quantization.linear import MakeQuantized
 from millrace.engine.quantization.rounding import quantize_at_load
@@ -37,7 +35,7 @@ from millrace.engine.step.batch import FlatBatch
 from millrace.registry.adapters import adapter_folder
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard
+from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, shard_config
 from millrace.schemas.models.adapters import AdapterRef
 
 _log = logging.getLogger(__name__)

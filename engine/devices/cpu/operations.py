@@ -13,7 +13,7 @@ from millrace.engine.devices.cpu.attention import (
     TorchAttention,
     TorchAttentionMetadata,
 )
-from millrace.engine.kernels.cpu import HEAD_DIMS, WIDTH_MULTIPLE, CpuKernels, PagedCache
+from millrace.engine.kernels.cpu import HEAD_DIMS, WIDTH_MULTIPLE, CpuKernels
 from millrace.engine.kernels.operations import HeadNorms, Linear, Rotation
 from millrace.engine.step.batch import FlatBatch, QueryRange
 from millrace.registry.checkpoints.checkpoint import ModelConfig
@@ -93,40 +93,23 @@ class CpuOperations:
     which multiplies matrices faster."""
 
     def __init__(self, attention: TorchAttention, kernels: CpuKernels, *, epsilon: float) -> None:
-        self._attention = attention
+        self.attention = attention
         self._kernels = kernels
         self._epsilon = epsilon
         num_layers = len(attention.windows)
         self._caches = [attention.paged(layer) for layer in range(num_layers)]
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of the KV cache."""
-        return self._attention.block_size
-
-    def cache(self, layer: int) -> PagedCache:
-        """The KV cache of a layer."""
-        return self._caches[layer]
-
-    def window(self, layer: int) -> int | None:
-        """How many tokens a token of a layer sees, itself the last; None is all."""
-        return self._attention.windows[layer]
 
     def prepare(self, batch: FlatBatch, rotation: Rotation) -> CpuMetadata:
         single, several = batch.ranges[: batch.num_single], batch.ranges[batch.num_single :]
         tables, starts, lengths = self.tables(single)
         return CpuMetadata(
             Rotation(rotation.cosines.contiguous(), rotation.sines.contiguous()),
-            self.slots(batch.ranges),
+            self.attention.slots(batch.ranges),
             tables,
             starts,
             lengths,
-            self._attention.chunks(several),
+            self.attention.chunks(several),
         )
-
-    def slots(self, ranges: list[QueryRange]) -> torch.Tensor:
-        """Where each row's key and value go: int64 [num_tokens]."""
-        return self._attention.slots(ranges)
 
     def tables(self, ranges: list[QueryRange]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tables, starts and lengths of the ranges' sequences, see
@@ -160,7 +143,7 @@ class CpuOperations:
     def attend(
         self, layer: int, heads: torch.Tensor, norms: HeadNorms | None, metadata: CpuMetadata
     ) -> torch.Tensor:
-        attention = self._attention
+        attention = self.attention
         cache = self._caches[layer]
         window = attention.windows[layer]
         self._kernels.rotate_store(

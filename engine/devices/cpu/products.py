@@ -17,9 +17,9 @@ from millrace.engine.devices.cpu.operations import CpuMetadata
 from millrace.engine.kernels.cpu import CpuKernels
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder
-from millrace.engine.models.loader import MakeLinear, load_weights
-from millrace.engine.models.packed_projection import PackedProjection
-from millrace.engine.models.projection import Projection
+from millrace.engine.models.linears import PackedProjection, Projection
+from millrace.engine.models.loader import load_weights
+from millrace.engine.models.weight_reader import MakeLinear
 from millrace.engine.step.batch import FlatBatch, QueryRange
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 

@@ -30,8 +30,8 @@ from millrace.engine.kv.cache import (
     fitting_blocks,
 )
 from millrace.engine.models.decoder import Decoder, DecoderWeights
-from millrace.engine.models.device_linear import DeviceLinear
 from millrace.engine.models.dummy import DummyTensors
+from millrace.engine.models.linears import DeviceLinear
 from millrace.engine.models.loader import load_weights
 from millrace.engine.models.stacked_experts import stacked_experts
 from millrace.engine.quantization.device import quantized_linears
@@ -42,16 +42,6 @@ from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, shard_config
 from millrace.schemas.errors import ConfigError
 
 _GIB = float(1 << 30)
-
-
-def check_slots(info: MemoryInfo, *, num_slots: int, max_rank: int, slot_bytes: int) -> None:
-    """Raise ConfigError, with the numbers, if slots for adapters do not fit beside the weights."""
-    if num_slots * slot_bytes > info.free:
-        raise ConfigError(
-            f"engine.max_adapters: {num_slots} slots of {slot_bytes / _GIB:.2f} GiB each, for "
-            f"adapters of ranks up to {max_rank}, do not fit into the {info.free / _GIB:.2f} GiB "
-            f"that the device has left. Lower it, or engine.max_adapter_rank."
-        )
 
 
 def cache_bytes(info: MemoryInfo, *, fraction: float, work_bytes: int, block_bytes: int) -> int:
@@ -195,13 +185,20 @@ def make_ready(
 def _adapter_slots(
     config: ModelConfig, engine: ResolvedEngineConfig, dtype: torch.dtype, device: Device
 ) -> AdapterSlots | None:
+    """The slots that the settings ask for, if any. Raises ConfigError, with the numbers, if they do
+    not fit beside the weights."""
     num_slots, max_rank = engine.max_adapters, engine.max_adapter_rank
     if not num_slots:
         return None
     info = device.memory()
     if info is not None:
         slot_bytes = slot_elements(config, max_rank) * dtype.itemsize
-        check_slots(info, num_slots=num_slots, max_rank=max_rank, slot_bytes=slot_bytes)
+        if num_slots * slot_bytes > info.free:
+            raise ConfigError(
+                f"engine.max_adapters: {num_slots} slots of {slot_bytes / _GIB:.2f} GiB each, for "
+                f"adapters of ranks up to {max_rank}, do not fit into the {info.free / _GIB:.2f} "
+                "GiB that the device has left. Lower it, or engine.max_adapter_rank."
+            )
     return AdapterSlots(
         config, num_slots=num_slots, max_rank=max_rank, dtype=dtype, device=device.torch_device
     )

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from millrace.engine.kernels.gpu.tiles import power_of_two
+
 
 class AttentionTile(NamedTuple):
     """``rows``: of queries, tokens times the query heads that share a key head; ``tokens``: keys
@@ -19,7 +21,7 @@ class AttentionTile(NamedTuple):
 
 def padded(size: int) -> int:
     """The power of two at or above ``size``, and 16 at least: what a matrix instruction takes."""
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, power_of_two(size))
 
 
 def decode_tokens(head_dim: int) -> int:

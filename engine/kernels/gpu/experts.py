@@ -1,13 +1,11 @@
 """Mixture of experts over stacked weights; the routing decisions never leave the device.
 
 ``route`` chooses experts by top-k of the softmax, ``sort_by_expert`` groups the choices by expert,
-``gate_up`` and ``down`` are grouped matrix products, ``add_choices`` sums the weighted results of
+``products`` are grouped matrix products, ``add_choices`` sums the weighted results of
 each row. A choice is a pair of a row and one of its experts, number ``row * num_chosen + choice``.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
@@ -16,35 +14,23 @@ from millrace.engine.kernels.gpu.jit.experts import (
     expert_products_kernel,
     route_kernel,
 )
-from millrace.engine.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
-from millrace.engine.kernels.gpu.tiles import power_of_two
-
-__all__ = ["SortedChoices", "add_choices", "down", "gate_up", "route", "sort_by_expert"]
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
+from millrace.engine.kernels.gpu.tiles import ProductTile, power_of_two
 
 
-class _Tile(NamedTuple):
-    """A program takes ``rows`` of one expert and ``outputs`` of its outputs, and goes through
-    ``inputs`` at a time; ``num_stages`` of these are on their way."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-
-
-def _tile(num_choices: int, num_experts: int, itemsize: int, *, fixed: bool) -> _Tile:
-    """By how many rows an expert has on average, which shapes tell. One for all if ``fixed``."""
+def _tile(num_choices: int, num_experts: int, itemsize: int, *, fixed: bool) -> ProductTile:
+    """For rows of one expert, by how many it has on average, which shapes tell. One for all if
+    ``fixed``."""
     if itemsize > 2:
-        return _Tile(32, 64, 32, 4, 2)
+        return ProductTile(32, 64, 32, 4, 2)
     if fixed:
-        return _Tile(64, 128, 64, 4, 3)
+        return ProductTile(64, 128, 64, 4, 3)
     average = num_choices / num_experts
     if average <= 16:
-        return _Tile(16, 64, 128, 4, 4)
+        return ProductTile(16, 64, 128, 4, 4)
     if average <= 64:
-        return _Tile(64, 128, 64, 4, 4)
-    return _Tile(128, 128, 64, 8, 3)
+        return ProductTile(64, 128, 64, 4, 4)
+    return ProductTile(128, 128, 64, 8, 3)
 
 
 def route(
@@ -69,71 +55,29 @@ def route(
     return weights, chosen
 
 
-def gate_up(
+def products(
     rows: torch.Tensor,
     stack: torch.Tensor,
     choices: SortedChoices,
     *,
     num_chosen: int,
+    weights: torch.Tensor | None = None,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """``rows`` [num_rows, num_inputs] times the weights of each expert that they chose, of
-    ``stack`` [num_experts, num_outputs, num_inputs], contiguous: [num_choices, num_outputs],
-    sorted by expert. If ``fixed``, a row's result does not depend on the others'.
+    """``rows`` times the weights of each expert that they chose, of ``stack`` [num_experts,
+    num_outputs, num_inputs], contiguous.
+
+    The first product of a mixture has no ``weights``: it takes rows as they are, [num_rows,
+    num_inputs], and returns [num_choices, num_outputs], sorted by expert. The second one takes such
+    rows, [num_choices, num_inputs], and returns them times ``weights`` [num_rows, num_chosen], in
+    the order of the choices: [num_rows, num_chosen, num_outputs]. If ``fixed``, a row's result does
+    not depend on the others'.
     """
-    out = rows.new_empty(len(choices.order), stack.shape[1])
-    _multiply(rows, stack, choices, None, out, num_chosen=num_chosen, fixed=fixed)
-    return out
-
-
-def down(
-    rows: torch.Tensor,
-    stack: torch.Tensor,
-    choices: SortedChoices,
-    weights: torch.Tensor,
-    *,
-    fixed: bool = False,
-) -> torch.Tensor:
-    """``rows`` [num_choices, num_inputs], sorted by expert, times the weights of their experts in
-    ``stack`` [num_experts, num_outputs, num_inputs] and ``weights`` [num_rows, num_chosen]:
-    [num_rows, num_chosen, num_outputs] in the order of the choices."""
-    num_rows, num_chosen = weights.shape
-    out = rows.new_empty(num_rows, num_chosen, stack.shape[1])
-    _multiply(rows, stack, choices, weights, out, num_chosen=num_chosen, fixed=fixed)
-    return out
-
-
-def add_choices(total: torch.Tensor, results: torch.Tensor) -> torch.Tensor:
-    """``total`` [num_rows, width] plus the sum of each row's ``results`` [num_rows, num_chosen,
-    width], in their order and rounded once; in place."""
-    num_rows, num_chosen, width = results.shape
-    if num_rows:
-        # At least an element for each thread, since the sum takes the place of what it adds to.
-        block = max(128, min(1024, power_of_two(width)))
-        add_choices_kernel[(num_rows, -(-width // block))](
-            *(total, results, total.stride(0)),
-            WIDTH=width,
-            NUM_CHOSEN=num_chosen,
-            BLOCK=block,
-            num_warps=4,
-        )
-    return total
-
-
-def _multiply(
-    rows: torch.Tensor,
-    stack: torch.Tensor,
-    choices: SortedChoices,
-    weights: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    num_chosen: int,
-    fixed: bool,
-) -> None:
     num_experts, num_outputs, num_inputs = stack.shape
+    out = rows.new_empty(*choices.shape_of(weights), num_outputs)
     num_choices = len(choices.order)
     if not num_choices:
-        return
+        return out
     tile = _tile(num_choices, num_experts, rows.element_size(), fixed=fixed)
     # Every expert may have a tile that is not full, but no tile is without a row.
     num_tiles = min(num_choices, -(-num_choices // tile.rows) + num_experts - 1)
@@ -153,3 +97,21 @@ def _multiply(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    return out
+
+
+def add_choices(total: torch.Tensor, results: torch.Tensor) -> torch.Tensor:
+    """``total`` [num_rows, width] plus the sum of each row's ``results`` [num_rows, num_chosen,
+    width], in their order and rounded once; in place."""
+    num_rows, num_chosen, width = results.shape
+    if num_rows:
+        # At least an element for each thread, since the sum takes the place of what it adds to.
+        block = max(128, min(1024, power_of_two(width)))
+        add_choices_kernel[(num_rows, -(-width // block))](
+            *(total, results, total.stride(0)),
+            WIDTH=width,
+            NUM_CHOSEN=num_chosen,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return total

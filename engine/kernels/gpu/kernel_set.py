@@ -39,25 +39,14 @@ class ExpertKernels(Protocol):
         self, scores: torch.Tensor, num_chosen: int, *, normalized: bool
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-    def sort_by_expert(self, chosen: torch.Tensor, num_experts: int) -> SortedChoices: ...
-
-    def gate_up(
+    def products(
         self,
         rows: torch.Tensor,
         stack: torch.Tensor,
         choices: SortedChoices,
         *,
         num_chosen: int,
-        fixed: bool = False,
-    ) -> torch.Tensor: ...
-
-    def down(
-        self,
-        rows: torch.Tensor,
-        stack: torch.Tensor,
-        choices: SortedChoices,
-        weights: torch.Tensor,
-        *,
+        weights: torch.Tensor | None = None,
         fixed: bool = False,
     ) -> torch.Tensor: ...
 
@@ -74,12 +63,14 @@ class ExpertStack(Protocol):
     def __len__(self) -> int:
         """The number of experts."""
 
-    def gate_up(
-        self, rows: torch.Tensor, choices: SortedChoices, *, num_chosen: int, fixed: bool
-    ) -> torch.Tensor: ...
-
-    def down(
-        self, rows: torch.Tensor, choices: SortedChoices, weights: torch.Tensor, *, fixed: bool
+    def products(
+        self,
+        rows: torch.Tensor,
+        choices: SortedChoices,
+        *,
+        num_chosen: int,
+        weights: torch.Tensor | None,
+        fixed: bool,
     ) -> torch.Tensor: ...
 
 
@@ -90,8 +81,8 @@ Stack = torch.Tensor | ExpertStack
 class KernelSet(NamedTuple):
     """Functions of tensors on one device, documented where they are: in ``engine.kernels.gpu`` the
     modules ``inputs``, ``rows``, ``heads``, ``matmul``, ``attention``, ``experts`` and
-    ``adapters``, and the same of ``reference``. Triton's neither wait for the device nor read from
-    it on the host."""
+    ``adapters``; those of ``reference`` have the same names. Triton's neither wait for the device
+    nor read from it on the host."""
 
     name: str
     prepare_inputs: Callable[..., None]
@@ -136,48 +127,8 @@ def triton_kernels() -> KernelSet:
         rows,
     )
 
-    return _gathered(
-        "triton",
-        *(inputs, rows, heads, matmul, experts, adapters),
-        prefers_skinny=matmul.prefers_skinny,
-        attention=attention.PagedAttention,
-    )
-
-
-def _reference_kernels() -> KernelSet:
-    from millrace.engine.kernels.gpu.reference import (
-        adapters,
-        attention,
-        experts,
-        heads,
-        inputs,
-        matmul,
-        rows,
-    )
-
-    return _gathered(
-        "reference",
-        *(inputs, rows, heads, matmul, experts, adapters),
-        prefers_skinny=lambda *_: False,
-        attention=attention.ReferenceAttention,
-    )
-
-
-def _gathered(
-    name: str,
-    inputs: Any,
-    rows: Any,
-    heads: Any,
-    matmul: Any,
-    experts: ExpertKernels,
-    adapters: Any,
-    *,
-    prefers_skinny: Callable[[int, int, int], bool],
-    attention: Callable[..., Attention],
-) -> KernelSet:
-    """A set from the modules that both sources have."""
     return KernelSet(
-        name=name,
+        name="triton",
         prepare_inputs=inputs.prepare_inputs,
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
@@ -185,8 +136,27 @@ def _gathered(
         rotate_store=heads.rotate_store,
         linear=matmul.linear,
         gated_linear=matmul.gated_linear,
-        prefers_skinny=prefers_skinny,
-        attention=attention,
+        prefers_skinny=matmul.prefers_skinny,
+        attention=attention.PagedAttention,
         experts=experts,
         add_adapters=adapters.add_adapters,
+    )
+
+
+def _reference_kernels() -> KernelSet:
+    from millrace.engine.kernels.gpu.reference import attention, experts, operations
+
+    return KernelSet(
+        name="reference",
+        prepare_inputs=operations.prepare_inputs,
+        rms_norm=operations.rms_norm,
+        add_rms_norm=operations.add_rms_norm,
+        swiglu=operations.swiglu,
+        rotate_store=operations.rotate_store,
+        linear=operations.linear,
+        gated_linear=operations.gated_linear,
+        prefers_skinny=lambda *_: False,
+        attention=attention.ReferenceAttention,
+        experts=experts,
+        add_adapters=operations.add_adapters,
     )

@@ -15,6 +15,7 @@ from millrace.engine.kernels.gpu.jit.sampling_choose import choose_kernel
 from millrace.engine.kernels.gpu.jit.sampling_logprobs import logprobs_kernel
 from millrace.engine.kernels.gpu.jit.sampling_summary import summarise_kernel, summarise_raw_kernel
 from millrace.engine.kernels.gpu.sampler_state import SamplerState, num_groups
+from millrace.engine.kernels.gpu.tiles import power_of_two
 
 
 class SamplingTiles(NamedTuple):
@@ -72,7 +73,7 @@ def choose_tokens(
     choose_kernel[(num_rows,)](
         *(logits, state_rows, token_indices, state.params, state.counts, tops, masses),
         *(listing, gathered, tokens_out, logits.stride(0), vocab_size, groups),
-        ALL_GROUPS=_power_of_two(groups),
+        ALL_GROUPS=power_of_two(groups),
         LIKELIEST_GROUPS=tiles.likeliest_groups,
         TILE_GROUPS=tiles.pass_groups,
         CAPACITY=tiles.capacity,
@@ -110,11 +111,7 @@ def token_logprobs(
     logprobs_kernel[(num_picked,)](
         *(logits, picked, tokens, tops, masses, out),
         *(logits.stride(0), vocab_size, groups, num_top),
-        ALL_GROUPS=_power_of_two(groups),
+        ALL_GROUPS=power_of_two(groups),
         num_warps=_CHOICE_WARPS,
     )
     return out
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

@@ -14,6 +14,11 @@ class SortedChoices(NamedTuple):
     order: torch.Tensor
     ends: torch.Tensor
 
+    def shape_of(self, weights: torch.Tensor | None) -> tuple[int, ...]:
+        """Without the width, that of a product: of the choices as they are sorted, or of those that
+        ``weights`` [num_rows, num_chosen] has."""
+        return (len(self.order),) if weights is None else tuple(weights.shape)
+
 
 def sort_by_expert(chosen: torch.Tensor, num_experts: int) -> SortedChoices:
     """Sort ``chosen``, int16 [num_rows, num_chosen], on its device; the host learns nothing."""

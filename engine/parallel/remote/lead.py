@@ -13,9 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from millrace.engine.config import ResolvedEngineConfig
-from millrace.engine.kernels.stage_link import LinkShape
 from millrace.engine.parallel.control import Join, JoinDevices
-from millrace.engine.parallel.layout import make_link, stages_address
+from millrace.engine.parallel.layout import stages_address
 from millrace.engine.parallel.members import Member, end_members
 from millrace.engine.parallel.remote import connection as wire
 from millrace.engine.parallel.remote.connection import (
@@ -204,7 +203,9 @@ def join_remote(
             first = engine.pipeline_parallel - engine.remote_stages
             for number in range(first, engine.pipeline_parallel):
                 stage = stage_of(number)
-                join = msgspec.structs.replace(stage.join, config=_without_secrets(engine))
+                join = msgspec.structs.replace(
+                    stage.join, config=msgspec.structs.replace(engine, stages_token="")
+                )
                 connection = meeting.take(number, StageAssignment(join, *identity))
                 # At once, as each host is to hear from here while others are waited for.
                 members += _members(number, engine, connection, stage.links)
@@ -214,49 +215,18 @@ def join_remote(
     return members
 
 
-def remote_cpu_stage(number: int, join: Join, shapes: list[LinkShape]) -> RemoteStage:
-    """A stage that is linked to others: its host writes to the link before it and reads from the
-    one behind it, for whoever does here, and its relay the reverse. It loads as ``join`` says,
-    which is what rank 0 does; ``shapes`` are those of links between ranks of one host."""
-    shapes = list(shapes)
-    shapes[number] = shapes[number]._replace(num_readers=1)
-    theirs = msgspec.structs.replace(
-        join,
-        rank=number * join.config.tensor_parallel,
-        cache_fd=-1,
-        cache_bytes=0,
-        memory_fds=[],
-        gloo_folder="",
-        link_fds=[],
-        link_shapes=shapes,
-    )
-    num_writers = join.link_shapes[number].num_writers
-    links = LinkEnds(
-        make_link(join, number - 1, index=0),
-        num_writers=1,
-        targets=[make_link(join, number, index=index) for index in range(num_writers)],
-    )
-    return RemoteStage(theirs, links)
-
-
-def _without_secrets(engine: ResolvedEngineConfig) -> ResolvedEngineConfig:
-    return msgspec.structs.replace(engine, stages_token="")
-
-
 def _members(
     number: int, engine: ResolvedEngineConfig, connection: RankConnection, links: LinkEnds
 ) -> list[RemoteMember]:
     """The ranks of a stage."""
     size = engine.tensor_parallel
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(size)]
-    relay = Relay(connection, links, [RankEnd(theirs, _closed_here) for _, theirs in pairs])
+    relay = Relay(
+        connection, links, [RankEnd(theirs, lambda: "the group has ended") for _, theirs in pairs]
+    )
     members = [
         RemoteMember(number * size + index, ours, connection, relay)
         for index, (ours, _) in enumerate(pairs)
     ]
     relay.start()
     return members
-
-
-def _closed_here() -> str:
-    return "the group has ended"

@@ -16,15 +16,15 @@ from millrace.engine.kernels.build import cpu_library
 from millrace.engine.kernels.ranks import RankShape, rank_memory
 from millrace.engine.kernels.stage_link import link_memory
 from millrace.engine.kv.cache import block_bytes, cache_dtype
-from millrace.engine.models.shard import shard_config
 from millrace.engine.parallel.control import Join, JoinDevices, NetworkPlace
-from millrace.engine.parallel.layout import device_link, make_link, shard_of
+from millrace.engine.parallel.layout import make_link, shard_of
 from millrace.engine.parallel.members import MemberProcess, end_members
 from millrace.engine.parallel.remote.connection import RankConnection, StageAssignment
 from millrace.engine.parallel.remote.relay import LinkEnds, RankEnd, Relay
 from millrace.engine.threads.choice import configure_threads, environment_of_rank
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from millrace.registry.checkpoints.fingerprint import weights_fingerprint
+from millrace.registry.checkpoints.shard import shard_config
 from millrace.runtime.process import available_bytes
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.errors import ConfigError
@@ -144,7 +144,7 @@ class DeviceStage:
 
     def link_ends(self) -> LinkEnds:
         """What rank 0 says comes here; what the ranks make goes from device to device."""
-        return LinkEnds(None, num_writers=0, targets=[device_link(self._join, index=0)])
+        return LinkEnds(None, num_writers=0, targets=[make_link(self._join, index=0)])
 
     def join_of(self, index: int) -> JoinDevices:
         join = self._join

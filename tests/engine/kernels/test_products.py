@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from millrace.engine.kernels import build
 from millrace.engine.kernels.cpu import CpuProducts
-from millrace.engine.models.packed_projection import PackedProjection
+from millrace.engine.models.linears import PackedProjection
 from tests.engine.kernels.compiled import BUILDS, compiled, compiled_products
 
 # Sums of some hundred products of numbers about 1, rounded to 8 bits at the end.

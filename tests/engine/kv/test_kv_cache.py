@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.kernels.gpu.reference.heads import rotate_store
+from millrace.engine.kernels.gpu.reference.operations import rotate_store
 from millrace.engine.kv.cache import KVCache, block_bytes, cache_dtype
 from millrace.engine.kv.host_memory import PlainHostMemory, host_memory_of
 from millrace.engine.kv.locked_host_memory import LockedHostMemory

@@ -17,10 +17,12 @@ from millrace.engine.devices.cpu.operations import TorchOperations
 from millrace.engine.kernels.operations import Collectives
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights
-from millrace.engine.models.loader import TensorSource, load_weights
-from millrace.engine.models.shard import Shard, check_shard, shard_config
+from millrace.engine.models.loader import load_weights
+from millrace.engine.models.shard import check_shard
+from millrace.engine.models.weight_reader import TensorSource
 from millrace.engine.step.batch import FlatBatch, QueryRange
 from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.checkpoints.shard import Shard, shard_config
 from tests.engine.support import prompt
 
 CPU = torch.device("cpu")

@@ -20,12 +20,11 @@ from millrace.engine.devices.cpu.operations import CpuOperations
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.adapted_linear import AddAdapters, adapted_weights
 from millrace.engine.models.decoder import Decoder, DecoderWeights
+from millrace.engine.models.linears import PackedProjection, ReducedLinear
 from millrace.engine.models.mlp import GatedMLP
-from millrace.engine.models.packed_projection import PackedProjection
-from millrace.engine.models.reduced_linear import ReducedLinear
-from millrace.engine.models.shard import Shard, shard_config
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config
+from millrace.registry.checkpoints.shard import Shard, shard_config
 from tests.engine.adapters.saved import ALL_TARGETS, save_adapter
 from tests.engine.adapters.test_against_peft import SUBSETS
 from tests.engine.checkpoints import save_model

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
 from millrace.engine.kernels.operations import Collectives, Linear
-from millrace.engine.models.projection import Projection
-from millrace.engine.models.reduced_linear import ReducedLinear
+from millrace.engine.models.linears import Projection, ReducedLinear
 from millrace.engine.models.stacked_experts import stacked_experts
 from millrace.engine.quantization.device_experts import quantized_stacks
 from millrace.engine.quantization.linear import DequantizedLinear

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from millrace.engine.models.decoder import DecoderWeights
-from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
-from millrace.engine.models.shard import Shard, stage_layers, vocabulary_range
+from millrace.engine.models.linears import PackedProjection, packed_quantized
 from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.registry.checkpoints.checkpoint import read_model_config
-from millrace.registry.checkpoints.shard import layer_weights
+from millrace.registry.checkpoints.shard import Shard, layer_weights, stage_layers, vocabulary_range
 from tests.engine.checkpoints import save_model
 from tests.engine.kernels.compiled import compiled
 from tests.engine.models.ranks import ThreadCollectives, on_ranks, weights_of

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.models.shard import (
+from millrace.engine.models.shard import check_shard
+from millrace.registry.checkpoints.checkpoint import ModelConfig
+from millrace.registry.checkpoints.families import ExpertsConfig
+from millrace.registry.checkpoints.shard import (
     Shard,
     attention_slices,
-    check_shard,
     even_range,
     head_range,
     key_head_range,
@@ -21,8 +23,6 @@ from millrace.engine.models.shard import (
     shard_config,
     vocabulary_range,
 )
-from millrace.registry.checkpoints.checkpoint import ModelConfig
-from millrace.registry.checkpoints.families import ExpertsConfig
 from millrace.schemas.errors import ConfigError
 
 MODEL = ModelConfig(

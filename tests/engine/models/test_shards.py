@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from millrace.engine.kernels.gpu import experts as triton_experts
 from millrace.engine.kernels.gpu.kernel_set import ExpertKernels
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
-from millrace.engine.kernels.gpu.reference.rows import swiglu
+from millrace.engine.kernels.gpu.reference.operations import swiglu
 from millrace.engine.models.decoder import DecoderWeights
 from millrace.engine.models.dummy import DummyTensors
-from millrace.engine.models.packed_projection import PackedProjection
-from millrace.engine.models.projection import Projection
-from millrace.engine.models.shard import Shard
+from millrace.engine.models.linears import PackedProjection, Projection
 from millrace.engine.models.stacked_experts import StackedExperts, stacked_experts
+from millrace.registry.checkpoints.shard import Shard
 from millrace.schemas.errors import CheckpointError
 from tests.engine.checkpoints import save_model
 from tests.engine.kernels.compiled import compiled

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
+from millrace.engine.models.linears import Projection
 from millrace.engine.models.loader import load_weights
 from millrace.engine.models.mlp import MixtureOfExperts, plus_mlp
-from millrace.engine.models.projection import Projection
 from millrace.engine.models.stacked_experts import StackedExperts, stacked_experts
 from millrace.registry.checkpoints.checkpoint import read_model_config
 from tests.engine.checkpoints import save_model

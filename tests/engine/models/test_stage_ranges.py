@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine.models.shard import Shard, check_shard, shard_config, stage_layers
+from millrace.engine.models.shard import check_shard
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from millrace.registry.checkpoints.families import ExpertsConfig
-from millrace.registry.checkpoints.shard import layer_weights
+from millrace.registry.checkpoints.shard import Shard, layer_weights, shard_config, stage_layers
 from millrace.schemas.errors import ConfigError
 from tests.engine.models.test_shard_ranges import EXPERTS, MODEL, changed, tiles
 

@@ -14,10 +14,10 @@ from millrace.engine.adapters.rows import AdapterWeights, PlainAdapter
 from millrace.engine.adapters.weights import read_adapter_weights
 from millrace.engine.models.decoder import Decoder, DecoderWeights
 from millrace.engine.models.dummy import DummyTensors
-from millrace.engine.models.shard import Shard, stage_layers
 from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.checkpoints.shard import Shard, stage_layers
 from millrace.schemas.errors import CheckpointError
 from tests.engine.adapters.saved import ALL_TARGETS, save_adapter
 from tests.engine.checkpoints import save_base_model, save_classifier, save_model

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from millrace.engine.parallel import device_loading as loading
+from millrace.engine.parallel import loading
 from millrace.engine.parallel.control import JoinDevices
-from millrace.engine.parallel.device_rank import meet
+from millrace.engine.parallel.rank import meet
 from millrace.engine.parallel.ranks import RankLostError
 from millrace.engine.step.engine import Engine
 from millrace.schemas.errors import CheckpointError, ConfigError

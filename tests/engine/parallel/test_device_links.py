@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from millrace.engine.kernels.ranks import RanksFailedError
-from millrace.engine.models.shard import Shard
 from millrace.engine.parallel.device_ranks import StageLinks
+from millrace.registry.checkpoints.shard import Shard
 from tests.engine.parallel.places import Places
 
 CPU = torch.device("cpu")

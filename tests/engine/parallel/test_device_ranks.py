@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from millrace.engine.kernels.ranks import RanksFailedError
-from millrace.engine.models.shard import Shard, vocabulary_range
 from millrace.engine.parallel.control import NetworkPlace
 from millrace.engine.parallel.device_ranks import DeviceRanks
 from millrace.engine.parallel.rendezvous import Rendezvous
+from millrace.registry.checkpoints.shard import Shard, vocabulary_range
 from tests.engine.parallel.places import Places, folder_places
 from tests.support.servers import free_port
 

@@ -23,7 +23,7 @@ from millrace.engine.kv.cache import (
     ScrubBlocks,
     StoreBlocks,
 )
-from millrace.engine.parallel.device_lead import LinkChannel, link_shape
+from millrace.engine.parallel.lead import LinkChannel, link_shape
 from millrace.engine.parallel.messages import (
     Message,
     WantedRows,

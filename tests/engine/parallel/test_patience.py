@@ -6,7 +6,7 @@ import gc
 import threading
 import weakref
 
-from millrace.engine.parallel.device_lead import Patience
+from millrace.engine.parallel.lead import Patience
 
 
 def test_a_wait_that_takes_too_long_is_given_up_once() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.engine.kernels.cpu import CpuProducts
-from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
+from millrace.engine.models.linears import PackedProjection, packed_quantized
 from millrace.engine.quantization.linear import DequantizedLinear
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 from tests.engine.kernels.compiled import BUILDS, compiled_products

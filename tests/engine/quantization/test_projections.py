@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
 from millrace.engine.kernels.operations import Linear
 from millrace.engine.models.decoder import DecoderWeights
+from millrace.engine.models.linears import Projection
 from millrace.engine.models.loader import load_weights
 from millrace.engine.models.mlp import GatedMLP, MixtureOfExperts, plus_mlp
-from millrace.engine.models.projection import Projection
 from millrace.engine.models.stacked_experts import stacked_experts
 from millrace.engine.quantization.linear import DequantizedLinear, SplitLinear
 from millrace.engine.quantization.weight import QuantizedWeight

@@ -13,6 +13,16 @@ def first_tile_of(length, window, BLOCK_TOKENS: tl.constexpr):
 
 
 @triton.jit
+def tile_counts(lengths, inside, window, BLOCK_TOKENS: tl.constexpr):
+    """How many tiles each of some sequences has; one even for an empty one, as a program has to
+    write its zeros."""
+    length = tl.load(lengths, mask=inside, other=0)
+    first = first_tile_of(length, window, BLOCK_TOKENS)
+    counts = tl.maximum((length + BLOCK_TOKENS - 1) // BLOCK_TOKENS - first, 1)
+    return tl.where(inside, counts, 0)
+
+
+@triton.jit
 def share_start(share, num_tiles, num_shares):
     """The first of the tiles of this share; the shares' sizes differ by one at most."""
     return ((share.to(tl.int64) * num_tiles) // num_shares).to(tl.int32)
@@ -46,11 +56,7 @@ def cut_kernel(
     num_tiles = 0
     for begin in range(0, num_sequences, BLOCK_SEQUENCES):
         inside = begin + rows < num_sequences
-        length = tl.load(lengths + begin + rows, mask=inside, other=0)
-        first = first_tile_of(length, window, BLOCK_TOKENS)
-        # One tile even for an empty sequence: a program has to write its zeros.
-        counts = tl.maximum((length + BLOCK_TOKENS - 1) // BLOCK_TOKENS - first, 1)
-        num_tiles += tl.sum(tl.where(inside, counts, 0))
+        num_tiles += tl.sum(tile_counts(lengths + begin + rows, inside, window, BLOCK_TOKENS))
 
     shares = chunk * BLOCK_SHARES + tl.arange(0, BLOCK_SHARES)
     starts = share_start(shares, num_tiles, num_shares)
@@ -58,10 +64,7 @@ def cut_kernel(
     before = 0
     for begin in range(0, num_sequences, BLOCK_SEQUENCES):
         inside = begin + rows < num_sequences
-        length = tl.load(lengths + begin + rows, mask=inside, other=0)
-        first = first_tile_of(length, window, BLOCK_TOKENS)
-        counts = tl.maximum((length + BLOCK_TOKENS - 1) // BLOCK_TOKENS - first, 1)
-        counts = tl.where(inside, counts, 0)
+        counts = tile_counts(lengths + begin + rows, inside, window, BLOCK_TOKENS)
         ends = before + tl.cumsum(counts, 0)
         passed = inside[:, None] & (ends[:, None] <= starts[None, :])
         sequences += tl.sum(passed.to(tl.int32), 0)

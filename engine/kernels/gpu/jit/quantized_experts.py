@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from millrace.engine.kernels.gpu.jit.experts import rows_of_program
 from millrace.engine.kernels.gpu.jit.quantized import product_sums
 
 
@@ -37,23 +38,10 @@ def quantized_experts_kernel(
     ROW_GROUPED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    experts = tl.arange(0, BLOCK_EXPERTS)
-    inside = experts < NUM_EXPERTS
-    expert_ends = tl.load(ends + experts, mask=inside, other=0)
-    expert_starts = tl.load(ends + experts - 1, mask=inside & (experts > 0), other=0)
-    num_tiles = tl.where(inside, tl.cdiv(expert_ends - expert_starts, BLOCK_ROWS), 0)
-    last_tiles = tl.cumsum(num_tiles, 0)
-    expert = tl.sum((inside & (last_tiles <= tile)).to(tl.int32), 0)
+    expert, places, is_row, pairs, source = rows_of_program(
+        ends, order, NUM_EXPERTS, NUM_CHOSEN, GATHERS, BLOCK_EXPERTS, BLOCK_ROWS
+    )
     if expert < NUM_EXPERTS:
-        is_own = experts == expert
-        first_tile = tl.sum(tl.where(is_own, last_tiles - num_tiles, 0), 0)
-        start = tl.sum(tl.where(is_own, expert_starts, 0), 0) + (tile - first_tile) * BLOCK_ROWS
-        places = start + tl.arange(0, BLOCK_ROWS)
-        is_row = places < tl.sum(tl.where(is_own, expert_ends, 0), 0)
-        pairs = tl.load(order + places, mask=is_row, other=0)
-        # Rows behind the last repeat a row that is there.
-        source = pairs // NUM_CHOSEN if GATHERS else tl.where(is_row, places, start).to(tl.int64)
         outputs = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
         is_output = outputs < NUM_OUTPUTS
         known_output = tl.where(is_output, outputs, 0).to(tl.int64)

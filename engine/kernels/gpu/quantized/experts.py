@@ -14,57 +14,22 @@ from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
 from millrace.engine.kernels.gpu.tiles import power_of_two
 
 
-def quantized_gate_up(
+def quantized_products(
     rows: torch.Tensor | RoundedRows,
     stack: PackedWeight,
     choices: SortedChoices,
     *,
     num_chosen: int,
     dtype: torch.dtype,
+    weights: torch.Tensor | None = None,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """``rows`` [num_rows, num_inputs] times the weights of each expert that they chose: in
-    ``dtype`` [num_choices, num_outputs], sorted by expert. If ``fixed``, a row's result does not
-    depend on the others'."""
-    codes = rows.codes if isinstance(rows, RoundedRows) else rows
-    out = codes.new_empty(len(choices.order), stack.num_outputs, dtype=dtype)
-    _multiply(rows, stack, choices, None, out, num_chosen=num_chosen, fixed=fixed)
-    return out
-
-
-def quantized_down(
-    rows: torch.Tensor | RoundedRows,
-    stack: PackedWeight,
-    choices: SortedChoices,
-    weights: torch.Tensor,
-    *,
-    dtype: torch.dtype,
-    fixed: bool = False,
-) -> torch.Tensor:
-    """``rows`` [num_choices, num_inputs], sorted by expert, times the weights of their experts and
-    ``weights`` [num_rows, num_chosen]: in ``dtype`` [num_rows, num_chosen, num_outputs] in the
-    order of the choices."""
-    num_rows, num_chosen = weights.shape
-    codes = rows.codes if isinstance(rows, RoundedRows) else rows
-    out = codes.new_empty(num_rows, num_chosen, stack.num_outputs, dtype=dtype)
-    _multiply(rows, stack, choices, weights, out, num_chosen=num_chosen, fixed=fixed)
-    return out
-
-
-def _multiply(
-    rows: torch.Tensor | RoundedRows,
-    stack: PackedWeight,
-    choices: SortedChoices,
-    weights: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    num_chosen: int,
-    fixed: bool,
-) -> None:
+    """``engine.kernels.gpu.experts.products`` with a quantized stack, in ``dtype``."""
     codes, row_scales = rows if isinstance(rows, RoundedRows) else (rows, None)
     num_choices, num_experts = len(choices.order), len(stack)
+    out = codes.new_empty(*choices.shape_of(weights), stack.num_outputs, dtype=dtype)
     if not num_choices:
-        return
+        return out
     tile = quantized_expert_tile(num_choices, num_experts, codes.itemsize, fixed=fixed)
     # Every expert may have a tile that is not full, but no tile is without a row.
     num_tiles = min(num_choices, -(-num_choices // tile.rows) + num_experts - 1)
@@ -87,3 +52,4 @@ def _multiply(
         num_warps=tile.num_warps,
         **layout_constants(stack, row_scales),
     )
+    return out

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millrace.engine.kernels.gpu.sorted_choices import SortedChoices, sort_by_expert
-
-__all__ = ["SortedChoices", "add_choices", "down", "gate_up", "route", "sort_by_expert"]
+from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
 
 
 def route(
@@ -22,28 +20,27 @@ def route(
     return weights, chosen.to(torch.int16)
 
 
-def gate_up(
+def products(
     rows: torch.Tensor,
     stack: torch.Tensor,
     choices: SortedChoices,
     *,
     num_chosen: int,
+    weights: torch.Tensor | None = None,
     fixed: bool = False,  # noqa: ARG001 (each row is computed by itself)
 ) -> torch.Tensor:
     """See ``engine.kernels.gpu.experts``."""
-    return _products(rows[choices.order // num_chosen], stack, choices).to(rows.dtype)
-
-
-def down(
-    rows: torch.Tensor,
-    stack: torch.Tensor,
-    choices: SortedChoices,
-    weights: torch.Tensor,
-    *,
-    fixed: bool = False,  # noqa: ARG001 (each row is computed by itself)
-) -> torch.Tensor:
-    """See ``engine.kernels.gpu.experts``."""
-    weighted = _products(rows, stack, choices) * weights.flatten()[choices.order, None]
+    own = rows[choices.order // num_chosen] if weights is None else rows
+    made = own.new_empty(len(own), stack.shape[1], dtype=torch.float32)
+    start = 0
+    for expert, end in enumerate(choices.ends.tolist()):
+        # Row by row: torch multiplies a matrix in an order that depends on its height.
+        for row in range(start, end):
+            made[row] = stack[expert].float() @ own[row].float()
+        start = end
+    if weights is None:
+        return made.to(rows.dtype)
+    weighted = made * weights.flatten()[choices.order, None]
     results = torch.empty_like(weighted).index_copy_(0, choices.order, weighted)
     return results.view(*weights.shape, stack.shape[1]).to(rows.dtype)
 
@@ -51,15 +48,3 @@ def down(
 def add_choices(total: torch.Tensor, results: torch.Tensor) -> torch.Tensor:
     """See ``engine.kernels.gpu.experts``."""
     return total.copy_(total.float() + results.float().sum(1))
-
-
-def _products(rows: torch.Tensor, stack: torch.Tensor, choices: SortedChoices) -> torch.Tensor:
-    """float32 [num_choices, num_outputs] of ``rows`` that are sorted by expert."""
-    products = rows.new_empty(len(rows), stack.shape[1], dtype=torch.float32)
-    start = 0
-    for expert, end in enumerate(choices.ends.tolist()):
-        # Row by row: torch multiplies a matrix in an order that depends on its height.
-        for row in range(start, end):
-            products[row] = stack[expert].float() @ rows[row].float()
-        start = end
-    return products

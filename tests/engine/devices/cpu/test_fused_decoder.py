@@ -17,9 +17,8 @@ from millrace.engine.devices.cpu.operations import CpuMetadata, CpuOperations
 from millrace.engine.kernels.cpu import CpuKernels
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.models.decoder import Decoder, DecoderWeights
+from millrace.engine.models.linears import PackedProjection, Projection, packed_quantized
 from millrace.engine.models.loader import load_weights
-from millrace.engine.models.packed_projection import PackedProjection, packed_quantized
-from millrace.engine.models.projection import Projection
 from millrace.engine.quantization.rounding import quantize_at_load
 from millrace.engine.step.batch import FlatBatch
 from millrace.engine.step.engine import Engine

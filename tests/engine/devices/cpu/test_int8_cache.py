@@ -19,8 +19,8 @@ from millrace.engine.devices.cpu.operations import CpuOperations, TorchOperation
 from millrace.engine.kernels.operations import HeadNorms, Rotation
 from millrace.engine.kv.cache import KVCache, block_bytes
 from millrace.engine.models.decoder import Decoder
+from millrace.engine.models.linears import PackedProjection
 from millrace.engine.models.loader import load_weights
-from millrace.engine.models.packed_projection import PackedProjection
 from millrace.engine.step.batch import FlatBatch
 from millrace.engine.step.engine import Engine
 from millrace.registry.checkpoints.checkpoint import ModelConfig, read_model_config

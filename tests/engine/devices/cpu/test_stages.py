@@ -13,10 +13,10 @@ from millrace.engine.adapters.weights import read_adapter_weights
 from millrace.engine.devices.cpu.fused_decoder import FusedDecoder
 from millrace.engine.devices.cpu.loading import AnyDecoder, Arithmetic, load_decoder
 from millrace.engine.kv.cache import KVCache
-from millrace.engine.models.shard import Shard, shard_config
 from millrace.engine.step.batch import FlatBatch
 from millrace.registry.checkpoints.adapters.outline import read_adapter_outline
 from millrace.registry.checkpoints.checkpoint import read_model_config
+from millrace.registry.checkpoints.shard import Shard, shard_config
 from tests.engine.adapters.saved import save_adapter
 from tests.engine.checkpoints import save_base_model, save_model
 from tests.engine.devices.cpu.test_fused_decoder import LLAMA

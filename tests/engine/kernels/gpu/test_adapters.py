@@ -14,7 +14,7 @@ from millrace.engine.adapters.slots import AdapterSlots, Product, packed_slot
 from millrace.engine.adapters.weights import LayerSlices, LowRank
 from millrace.engine.kernels.gpu.adapter_step import AdaptedRows, AdapterProduct, AdapterTiling
 from millrace.engine.kernels.gpu.adapters import add_adapters
-from millrace.engine.kernels.gpu.reference.adapters import add_adapters as reference_add_adapters
+from millrace.engine.kernels.gpu.reference.operations import add_adapters as reference_add_adapters
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 from tests.engine.kernels.gpu.closeness import assert_close, poisoned
 from tests.support.engine.triton_products import rows_by_themselves

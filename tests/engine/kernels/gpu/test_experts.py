@@ -15,9 +15,10 @@ from triton.runtime import interpreter
 from millrace.engine.kernels.gpu import experts as triton_experts
 from millrace.engine.kernels.gpu.kernel_set import ExpertKernels
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
-from millrace.engine.kernels.operations import SwiGLU, WeightSize
+from millrace.engine.kernels.gpu.sorted_choices import sort_by_expert
+from millrace.engine.kernels.operations import Linear, WeightSize
+from millrace.engine.models.linears import Projection
 from millrace.engine.models.mlp import GatedMLP, MixtureOfExperts, plus_mlp
-from millrace.engine.models.projection import Projection
 from millrace.engine.models.stacked_experts import StackedExperts
 from tests.engine.kernels.gpu.closeness import DTYPES, assert_close
 
@@ -112,9 +113,11 @@ def test_products_are_those_of_the_chosen_experts(chosen: list[list[int]], fixed
     weights = torch.rand(numbers.shape, generator=torch.Generator().manual_seed(1))
     made = []
     for kernels in KERNELS:
-        choices = kernels.sort_by_expert(numbers, 5)
-        first = kernels.gate_up(drawn.rows, drawn.gate_up, choices, num_chosen=2, fixed=fixed)
-        second = kernels.down(swiglu(first), drawn.down, choices, weights, fixed=fixed)
+        choices = sort_by_expert(numbers, 5)
+        first = kernels.products(drawn.rows, drawn.gate_up, choices, num_chosen=2, fixed=fixed)
+        second = kernels.products(
+            swiglu(first), drawn.down, choices, num_chosen=2, weights=weights, fixed=fixed
+        )
         made.append((first, second))
     assert_close(made[0][0], made[1][0])
     assert_close(made[0][1], made[1][1])
@@ -135,7 +138,7 @@ def test_a_fixed_order_makes_of_a_row_the_same_in_any_company(
     mixture = stacked(drawn, 2, True, triton_experts, True)
     scores = drawn.rows.float() @ drawn.router.float().T
 
-    class SameScores:
+    class SameScores(Linear):
         """A product of one order is another kernel's promise."""
 
         size = WeightSize(0, 0)
@@ -145,12 +148,6 @@ def test_a_fixed_order_makes_of_a_row_the_same_in_any_company(
 
         def __call__(self, rows: torch.Tensor) -> torch.Tensor:
             return scores[self.rows].to(dtype)
-
-        def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-            return total + self(rows)
-
-        def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-            return swiglu(self(rows))
 
     def of(part: slice) -> torch.Tensor:
         rows = drawn.rows[part]

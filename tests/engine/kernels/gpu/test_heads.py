@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from millrace.engine.kernels.gpu.device_batch import FP8_MAX, CacheLayer
 from millrace.engine.kernels.gpu.heads import rotate_store
-from millrace.engine.kernels.gpu.reference import heads as reference
+from millrace.engine.kernels.gpu.reference import operations as reference
 from millrace.engine.kernels.operations import HeadNorms
 from tests.engine.kernels.gpu.closeness import DTYPES, assert_close, poisoned
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.engine.kernels.gpu import inputs as triton_inputs
-from millrace.engine.kernels.gpu.reference import inputs as reference_inputs
+from millrace.engine.kernels.gpu.reference import operations as reference_inputs
 from millrace.engine.kernels.gpu.step_inputs import PackedInputs, StepInputs, StepShape, StepState
 
 BLOCK_SIZE = 4

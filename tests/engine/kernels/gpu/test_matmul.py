@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.engine.kernels.gpu.matmul import gated_linear, linear, tiled_linear
-from millrace.engine.kernels.gpu.reference.matmul import gated_linear as reference_gated_linear
-from millrace.engine.kernels.gpu.reference.matmul import linear as reference_linear
+from millrace.engine.kernels.gpu.reference.operations import gated_linear as reference_gated_linear
+from millrace.engine.kernels.gpu.reference.operations import linear as reference_linear
 from millrace.engine.kernels.gpu.tiles import fixed_product_tile, gated_product_tile, product_tile
 from tests.engine.kernels.gpu.closeness import DTYPES, assert_close
 

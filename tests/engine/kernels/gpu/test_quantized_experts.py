@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from millrace.engine.kernels.gpu import experts as triton_experts
-from millrace.engine.kernels.gpu.experts import sort_by_expert
-from millrace.engine.kernels.gpu.quantized.experts import quantized_down, quantized_gate_up
+from millrace.engine.kernels.gpu.quantized.experts import quantized_products
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.reference import experts as reference_experts
-from millrace.engine.models.projection import Projection
+from millrace.engine.kernels.gpu.sorted_choices import sort_by_expert
+from millrace.engine.models.linears import Projection
 from millrace.engine.models.stacked_experts import StackedExperts
 from millrace.engine.quantization.device_experts import (
     QuantizedStack,
@@ -54,7 +54,7 @@ def check(kind: Kind, chosen: list[list[int]], *, dtype: torch.dtype, fixed: boo
 
     rows = torch.randn(len(chosen), 256).to(dtype)
     operand = as_multiplied(rows, experts[0])
-    first = quantized_gate_up(
+    first = quantized_products(
         operand, stack(experts), choices, num_chosen=2, dtype=dtype, fixed=fixed
     )
     expected = torch.stack([exact(rows, expert) for expert in experts])
@@ -63,7 +63,9 @@ def check(kind: Kind, chosen: list[list[int]], *, dtype: torch.dtype, fixed: boo
 
     inner = torch.randn(2 * len(chosen), 256).to(dtype)
     operand = as_multiplied(inner, experts[0])
-    second = quantized_down(operand, stack(experts), choices, weights, dtype=dtype, fixed=fixed)
+    second = quantized_products(
+        operand, stack(experts), choices, num_chosen=2, weights=weights, dtype=dtype, fixed=fixed
+    )
     assert second.shape == (len(chosen), 2, 21)
     expected = torch.stack([exact(inner, expert) for expert in experts])
     back = torch.empty_like(places)
@@ -172,12 +174,12 @@ def test_experts_that_no_kernel_takes_are_widened(
     rows = torch.randn(1, experts[0].num_inputs)
     choices = sort_by_expert(torch.zeros(1, 1, dtype=torch.int16), len(experts))
     if isinstance(stack, RoundedStack):
-        result = stack.gate_up(rows, choices, num_chosen=1, fixed=False)
-        below = stack.down(rows, choices, torch.ones(1, 1), fixed=False)
+        result = stack.products(rows, choices, num_chosen=1, weights=None, fixed=False)
+        below = stack.products(rows, choices, num_chosen=1, weights=torch.ones(1, 1), fixed=False)
         assert torch.equal(below[0], result)
     else:
         assert isinstance(stack, torch.Tensor)
-        result = triton_experts.gate_up(rows, stack, choices, num_chosen=1)
+        result = triton_experts.products(rows, stack, choices, num_chosen=1)
     assert_near(result, exact(rows, experts[0]))
 
 

@@ -19,7 +19,7 @@ from millrace.engine.kernels.gpu.quantized.library import (
 )
 from millrace.engine.kernels.gpu.quantized.rounding import round_rows
 from millrace.engine.kernels.operations import Linear
-from millrace.engine.models.device_linear import DeviceLinear
+from millrace.engine.models.linears import DeviceLinear
 from millrace.engine.quantization import device, device_linear
 from millrace.engine.quantization.device import RoundedLinear, quantized_linears, why_not_packed
 from millrace.engine.quantization.device_linear import QuantizedDeviceLinear, packed

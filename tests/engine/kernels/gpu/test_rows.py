@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.engine.kernels.gpu import rows as kernels
-from millrace.engine.kernels.gpu.reference import rows as reference
+from millrace.engine.kernels.gpu.reference import operations as reference
 from millrace.engine.kernels.gpu.tiles import norm_tile
 from tests.engine.kernels.gpu.closeness import DTYPES, assert_close
 

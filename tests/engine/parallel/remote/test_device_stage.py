@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace.engine.parallel.control import JoinDevices, NetworkPlace
-from millrace.engine.parallel.device_lead import link_shape
+from millrace.engine.parallel.lead import link_shape
 from millrace.engine.parallel.remote import stage as device_stage
 from millrace.engine.parallel.remote.connection import RankConnection
 from millrace.engine.parallel.remote.stage import DeviceStage
