@@ -13,22 +13,21 @@ import argparse
 import ast
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.repository import ROOT
 
-OPENINGS = frozenset(
-    """what who whose whom which whether where when how why if as
-    of to by for from in into on onto at with without within behind before after above below
-    between among under over beside beyond until till since during through against per than
-    and or but because while though although
-    it its they them their he she his her this that these those one ones each either neither both
-    some such none nobody nothing anybody anything everybody everything whatever whoever
-    whichever wherever""".split()
-)
-# "What" alone is found as an opening of docstrings; in prose it often begins a real question.
+_OPENINGS = """what who whose whom which whether where when how why if as
+of to by for from in into on onto at with without within behind before after above below
+between among under over beside beyond until till since during through against per than
+and or but because while though although
+it its they them their he she his her this that these those one ones each either neither both
+some such none nobody nothing anybody anything everybody everything whatever whoever
+whichever wherever"""
+OPENINGS = frozenset(_OPENINGS.split())
 PARAPHRASES = re.compile(
     r"\b(those (that|who|which|whose)|(the )?ones? (that|who|which|whose)|who(m|so)?ever"
     r"|whatever|nobody|no one|that of those|what is (left|there|not|known|asked|said)"
@@ -39,6 +38,7 @@ _TEXTS = (".py", ".md", ".html", ".js", ".toml", ".yaml", ".yml", ".json", ".sql
 # Texts that are not ours to word, or that are generated from texts that are counted.
 _SKIPPED = (
     "tests/",
+    "gateway/web/vendor/",
     "benchmarks/results/",
     "docs/asyncapi.json",
     "docs/openapi.json",
@@ -119,10 +119,12 @@ def main() -> None:
             num_docstrings += number
         lines += paraphrases(name)
     if arguments.list:
-        print(*openings, *lines, sep="\n")
+        sys.stdout.writelines(f"{one}\n" for one in (*openings, *lines))
     share = 100 * len(openings) / max(1, num_docstrings)
-    print(f"docstrings with a hard opening: {len(openings)} of {num_docstrings} ({share:.1f} %)")
-    print(f"lines with a paraphrase for a subject: {len(lines)}")
+    sys.stdout.write(
+        f"docstrings with a hard opening: {len(openings)} of {num_docstrings} ({share:.1f} %)\n"
+        f"lines with a paraphrase for a subject: {len(lines)}\n"
+    )
 
 
 if __name__ == "__main__":
