@@ -6,9 +6,9 @@ from bisect import insort
 from collections.abc import Sequence as Rows
 from typing import NamedTuple
 
+from millrace.engine.step.fork_group import Candidate, ForkGroup
 from millrace.engine.step.live_requests import LiveRequests
 from millrace.engine.step.sequence import Sequence
-from millrace.engine.step.sequence_group import Candidate, ForkGroup
 from millrace.engine.types import EngineOutput, EngineRequest
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.frames import FinishReason

@@ -297,9 +297,10 @@ class LLM:
         raise EngineClosedError, and so do streams that are open."""
         if self._engine is None:
             return
-        self._engine = None
         self._batch.close()
-        # Threads, ranks and memory end with the objects, some of which are in circles.
+        self._engine.close()
+        self._engine = None
+        # Threads and memory end with the objects, some of which are in circles.
         gc.collect()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():

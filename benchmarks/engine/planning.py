@@ -118,6 +118,7 @@ def measure(
     config = EngineConfig(
         device="cpu",
         kernels=kernels,
+        speculation="off",
         max_num_sequences=num_sequences,
         max_batch_tokens=max(384, num_sequences),
         num_blocks=blocks * 2,

@@ -204,6 +204,10 @@ class GroupRunner(ModelRunner):
         """Raise RankLostError if the group has failed."""
         self._lead.check()
 
+    def close(self) -> None:
+        """End the processes of the other ranks."""
+        self._lead.members.close()
+
     def figures(self) -> RunnerFigures:
         """What was counted of its steps, and of what rank 0 has exchanged with the other ranks of
         its stage where these have memory in common."""

@@ -53,6 +53,10 @@ class DeviceGroupRunner(DeviceRunner):
         """Raise RankLostError if the group has failed."""
         self._lead.check()
 
+    def close(self) -> None:
+        """End the processes of the other ranks."""
+        self._lead.members.close()
+
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
         """Have every rank read its slices of an adapter into a slot, see ``DeviceRunner``. Raises
         AdapterError, ModelSourceError."""

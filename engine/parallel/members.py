@@ -278,8 +278,13 @@ class Members:
         return number
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, and wait until they have ended."""
         self._finalizer()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the processes were told to end."""
+        return not self._finalizer.alive
 
     def _send_all(self, message: ToMember) -> None:
         for member in self._members:
@@ -327,7 +332,7 @@ def _watch(
             except OSError:
                 packet = b""
             group = owner()
-            if group is None or member.socket.fileno() < 0:
+            if group is None or group.is_closed or member.socket.fileno() < 0:
                 return
             if packet:
                 group.hear(member.rank, from_member_decoder.decode(packet))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (its usual name)
 
 from millrace.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledRows, largest
-from millrace.engine.step.sequence_group import Candidate
+from millrace.engine.step.fork_group import Candidate
 from millrace.schemas.frames import TokenLogprob
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import msgspec
 
 from millrace.engine.step.executor import Executor
+from millrace.engine.step.fork_group import charged_together
 from millrace.engine.step.outputs import device_time, device_us
 from millrace.engine.step.sequence import Sequence
-from millrace.engine.step.sequence_group import charged_together
 from millrace.engine.types import DeviceTime, EngineOutput
 
 

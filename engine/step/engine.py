@@ -360,6 +360,10 @@ class Engine:
             is_idle = not self._pool.num_idle_blocks
         return None if is_idle and not self._tiers.is_busy else _REST_S
 
+    def close(self) -> None:
+        """End the processes of other ranks. The engine computes no more."""
+        self._runner.close()
+
     def wake(self) -> None:
         """End a step's wait for sequences to become ready; for any thread."""
         self._bell.ring()

@@ -14,10 +14,10 @@ from millrace.engine.scheduling.schedule import ScheduledSequence
 from millrace.engine.speculation.speculator import Pace, Speculator
 from millrace.engine.speculation.verification import Verification, Verified
 from millrace.engine.step.device_work import DeviceMeter, DeviceWork
+from millrace.engine.step.fork_group import charged_together
 from millrace.engine.step.output_processor import Chunk, OutputProcessor
 from millrace.engine.step.runner import ChosenTokens, InFlightStep, Runner
 from millrace.engine.step.sequence import UNREAD_TOKEN, Sequence, SequenceState
-from millrace.engine.step.sequence_group import charged_together
 from millrace.engine.types import EngineOutput
 
 _num_computed_tokens = attrgetter("num_computed_tokens")

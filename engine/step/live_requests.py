@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 
 from millrace.engine.scheduling.planner import Planner
+from millrace.engine.step.fork_group import Candidate, ForkGroup, charged_together
 from millrace.engine.step.outputs import (
     as_millrace_error,
     error_output,
@@ -15,7 +16,6 @@ from millrace.engine.step.outputs import (
     with_beginning,
 )
 from millrace.engine.step.sequence import Sequence, SequenceState
-from millrace.engine.step.sequence_group import Candidate, ForkGroup, charged_together
 from millrace.engine.types import EngineOutput
 from millrace.schemas.errors import MillraceError
 

@@ -15,12 +15,12 @@ from millrace.engine.sampling.prompt_logprobs import ScoredChunk, add_scores
 from millrace.engine.sampling.sampler import Sampled, Sampler
 from millrace.engine.scheduling.planner import Planner
 from millrace.engine.scheduling.schedule import ScheduledSequence
+from millrace.engine.step.fork_group import ForkGroup
 from millrace.engine.step.live_requests import LiveRequests
 from millrace.engine.step.outputs import embedding_output, token_output
 from millrace.engine.step.pooling import PooledChunk, add_chunk
 from millrace.engine.step.runner import NOT_FINITE, ChosenTokens
 from millrace.engine.step.sequence import Sequence, SequenceState
-from millrace.engine.step.sequence_group import ForkGroup
 from millrace.engine.types import (
     EngineOutput,
     NonFiniteEmbeddingError,

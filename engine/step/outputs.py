@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from millrace.engine.step.fork_group import ForkGroup
 from millrace.engine.step.sequence import Sequence, SequenceState
-from millrace.engine.step.sequence_group import ForkGroup
 from millrace.engine.types import DeviceTime, EngineOutput, EngineRequest
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.frames import FinishReason, TokenLogprob

@@ -126,6 +126,10 @@ class Runner(DraftRunner, Protocol):
         """Raise DeviceLostError if the device has failed between steps."""
         return
 
+    def close(self) -> None:
+        """End the processes that compute with this one; by default there are none."""
+        return
+
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
         """Read an adapter of at most such a rank into a slot of this number, which no step that is
         launched meanwhile reads; for any thread. Raises AdapterError, ModelSourceError."""

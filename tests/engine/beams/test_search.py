@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.engine.beam_search import BeamCompletion, BeamHypothesis, BeamSearch
-from millrace.engine.step.sequence_group import Candidate
+from millrace.engine.step.fork_group import Candidate
 from millrace.schemas.frames import FinishReason
 from millrace.schemas.sampling import SamplingParams
 

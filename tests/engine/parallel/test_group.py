@@ -243,10 +243,12 @@ def test_a_rank_that_hangs_is_given_up(pair: Engine) -> None:
         drain(pair)
 
 
-def test_no_adapter_is_waited_for_from_a_rank_that_has_ended(pair: Engine) -> None:
+async def test_no_adapter_is_waited_for_from_a_rank_that_has_ended(pair: Engine) -> None:
     members = runner_of(pair).members
     process = psutil.Process(members.pids[0])
     process.suspend()
+    # Only a rank that has stopped cannot answer that there is no such adapter.
+    await eventually(lambda: process.status() == psutil.STATUS_STOPPED)
     number = members.load_adapter(AdapterRef(name="a", version="1", source="/nowhere"), 8)
     process.kill()
     with pytest.raises(AdapterError, match="ended with exit code -9"):
