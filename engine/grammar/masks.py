@@ -91,7 +91,7 @@ class MaskFiller:
                 if sequence.proposed:
                     self._fill_ahead(sequence, row)
             self._withhold(sequences)
-        except Exception:  # noqa: BLE001 (whatever it is, it ends these sequences only)
+        except Exception:  # noqa: BLE001 (any error ends these sequences only)
             # Nothing is allowed then, which ends these sequences when they are sampled.
             _log.exception("the masks of grammars could not be filled")
             masks.zero_()

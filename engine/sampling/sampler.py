@@ -201,7 +201,7 @@ class Sampler:
         try:
             layout = self._layout(sequences, index)
             outcomes, logprobs = self._sample_rows(sequences, logits, masks, layout)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+        except Exception as error:  # noqa: BLE001 (any error ends one sequence only)
             if len(sequences) > 1:
                 middle = len(sequences) // 2
                 for half in (slice(middle), slice(middle, None)):
