@@ -362,7 +362,7 @@ def _typical(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023).
 
-    Among the tokens not below ``low``, keep the ones with the surprise nearest to the entropy, until
+    Of the tokens not below ``low``, keep the ones with the surprise nearest to the entropy, until
     they have ``typical_p`` of the mass. They are neighbours in ``gaps``.
     """
     weights = gaps.double().neg_().exp_().masked_fill_(gaps > -low[:, None], 0.0)
