@@ -199,7 +199,7 @@ class ReasoningMatcher:
         if found >= 0:
             self._at = _At.BEHIND
             if self._inner is not None and text[found + len(tokens.end) :].strip(_BLANKS):
-                self._failure = "The thoughts and the answer came in one token."
+                self._failure = "The end of the thoughts and the answer are in one token."
         elif self._budget is not None and self._num_thoughts >= self._budget:
             self._at, self._num_closing = _At.CLOSING, 0
 
