@@ -169,7 +169,7 @@ class ResolvedEngineConfig(Section, frozen=True, kw_only=True):
 
 
 def check_config(config: EngineConfig) -> None:
-    """Raise ConfigError, naming the setting, for one out of range."""
+    """Raise ConfigError for a setting out of range; the message names it."""
     for name in ("max_num_sequences", "max_batch_tokens", "kv_cache_bytes"):
         value = getattr(config, name)
         if value < 0:

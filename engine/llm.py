@@ -101,7 +101,7 @@ class LLM:
             raise ConfigError(f"config has all settings; leave {next(iter(settings))} out.")
         served = model if isinstance(model, ServedModel) else load_served(model, catalogue)
         config = served.entry.described(config)
-        # Before anything imports torch: it reads its thread settings once.
+        # This must precede the import of torch, which reads its thread settings once.
         configure_threads(config, shared=False)
         self._served = served
         sources = {name: absolute_source(str(at)) for name, at in (adapters or {}).items()}

@@ -157,13 +157,13 @@ def start(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     try:
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
     except (ValueError, TypeError) as error:
-        raise GrammarError(shortened(_placed(str(error), grammar))) from error
+        raise GrammarError(shortened(_with_place(str(error), grammar))) from error
     if matcher.is_error():
-        raise GrammarError(shortened(_placed(matcher.get_error(), grammar)))
+        raise GrammarError(shortened(_with_place(matcher.get_error(), grammar)))
     return matcher
 
 
-def _placed(message: str, grammar: Grammar) -> str:
+def _with_place(message: str, grammar: Grammar) -> str:
     """Return the library's message with a place that the grammar's author knows.
 
     In a grammar made of tools, the place is a tool. In an author's own grammar, it is a line and a
@@ -173,16 +173,16 @@ def _placed(message: str, grammar: Grammar) -> str:
     if found is None:
         return message
     line, column, in_schema = found.groups()
-    told = message[found.end() :]
+    rest = message[found.end() :]
     if grammar.kind is not GrammarKind.EBNF:
-        return told
+        return rest
     before = grammar.text.splitlines()[: int(line)]
     tools = [one.removeprefix(TOOL_MARK) for one in before if one.startswith(TOOL_MARK)]
     if tools:
-        return f"the parameters of the tool {tools[-1]}: {told}"
+        return f"the parameters of the tool {tools[-1]}: {rest}"
     if in_schema:
-        return f"the schema: {told}"
-    return f"line {line}, column {column}: {told}"
+        return f"the schema: {rest}"
+    return f"line {line}, column {column}: {rest}"
 
 
 def _source(grammar: Grammar) -> str:
@@ -249,8 +249,8 @@ def shortened(message: str) -> str:
         message = "no text matches it"
     lines = (line.strip() for line in message.split("\n<")[0].splitlines())
     text = " ".join(line for line in lines if not _PICTURE.match(line))
-    for said, words in _REWORDED:
-        text = said.sub(words, text)
+    for pattern, words in _REWORDED:
+        text = pattern.sub(words, text)
     if len(text) > MAX_MESSAGE_CHARACTERS:
         text = text[: MAX_MESSAGE_CHARACTERS - 1] + "…"
     return f"The grammar cannot be used: {text or 'the library does not say why'}"

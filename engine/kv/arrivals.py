@@ -13,8 +13,8 @@ from millrace.engine.step.sequence import Sequence, SequenceState
 
 _log = logging.getLogger(__name__)
 
-# Timeout of a wait. It is shorter if computing the blocks takes less, but at least the time that a
-# thread may wait for a core.
+# Maximum and minimum timeout of a wait. In between, the timeout is the time to compute the blocks.
+# A thread may wait for a core for almost as long as the minimum.
 _TIMEOUT_S = 2.0
 _SHORTEST_TIMEOUT_S = 0.1
 

@@ -122,7 +122,7 @@ class DiskCache:
             for key in keys:
                 self._begin_writing(key)
 
-    # --- what comes into host memory ---
+    # --- writing ---
 
     def _keep(self, keys: list[bytes]) -> None:
         """Write new blocks of host memory, up to the limit of unwritten ones."""
@@ -185,7 +185,7 @@ class DiskCache:
         self._is_full = True
         self._free.append(slot)
 
-    # --- what is wanted again ---
+    # --- reading ---
 
     def has(self, _sequence: Sequence, key: bytes, _index: int, /) -> bool:
         """Return whether the file has the key. See ``CacheTier``."""

@@ -115,10 +115,10 @@ class PlainHostMemory:
             # Two threads that fill slots may get here at the same time.
             with self._making:
                 if self._slots is None:
-                    self._slots = self._made()
+                    self._slots = self._allocate()
         return self._slots
 
-    def _made(self) -> torch.Tensor:
+    def _allocate(self) -> torch.Tensor:
         size_bytes = math.prod(self._shape)
         if not size_bytes:  # smaller than a block; a mapping has at least a byte
             return torch.empty(self._shape, dtype=torch.uint8)

@@ -198,7 +198,7 @@ def load_served(
 
 
 def engine_settings(settings: dict[str, Any]) -> EngineConfig:
-    """Read settings of an engine. Raises ConfigError for unknown ones and bad values."""
+    """Read settings of an engine. Raises ConfigError for an unknown setting or an invalid value."""
     unknown = sorted(settings.keys() - EngineConfig.__struct_fields__)
     if unknown:
         raise ConfigError(
@@ -224,7 +224,7 @@ def with_adapter_slots(config: EngineConfig, num_adapters: int) -> EngineConfig:
 
 
 def listed_prompts(name: str, prompts: Prompts) -> list[Prompt]:
-    """Return several prompts or one as a list. Raises ParameterError for the argument ``name``."""
+    """Return one or several prompts as a list. Raises ParameterError for the argument ``name``."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -252,7 +252,7 @@ def _no_prompts(name: str) -> ParameterError:
 
 
 def listed_texts(name: str, texts: str | Sequence[str]) -> list[str]:
-    """Return several texts or one as a list. Raises ParameterError for the argument ``name``."""
+    """Return one or several texts as a list. Raises ParameterError for the argument ``name``."""
     if isinstance(texts, str):
         return [texts]
     many = list(texts) if isinstance(texts, Sequence) else []
@@ -262,7 +262,7 @@ def listed_texts(name: str, texts: str | Sequence[str]) -> list[str]:
 
 
 def _listed_conversations(messages: Conversations) -> list[Conversation]:
-    """Return several conversations or one as a list. Raises ParameterError."""
+    """Return one or several conversations as a list. Raises ParameterError."""
     given: object = messages
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise ParameterError(

@@ -150,10 +150,10 @@ class Draft:
         """Draft up to the given number of tokens for each sequence. Their slots are allocated."""
         self._note_used()
         drafted = [self._followed(sequence) for sequence, _ in wanted]
-        said: list[list[int]] = [[] for _ in wanted]
+        proposals: list[list[int]] = [[] for _ in wanted]
         alive = self._caught_up([one.copy for one in drafted])
         is_timed = True  # timing takes time, so only the first step is timed
-        while alive := [i for i in alive if len(said[i]) < wanted[i][1]]:
+        while alive := [i for i in alive if len(proposals[i]) < wanted[i][1]]:
             copies = [drafted[i].copy for i in alive]
             tokens = self._next_tokens(copies, is_timed=is_timed)
             is_timed = False
@@ -161,10 +161,10 @@ class Draft:
             for i, copy, token in zip(alive, copies, tokens, strict=True):
                 if token is not None:
                     copy.token_ids.append(token)
-                    said[i].append(token)
+                    proposals[i].append(token)
                     going.append(i)
             alive = going
-        return said
+        return proposals
 
     def _followed(self, sequence: Sequence) -> Followed:
         drafted: Followed | None = sequence.suggestions.drafted

@@ -95,7 +95,7 @@ class Lookup:
         if _GAP in found:
             del found[found.index(_GAP) :]
         elif found:
-            # The followed text may reach the end of the sequence, and then repeats from its start.
+            # If the followed text reaches the end of the sequence, the matched period repeats.
             while len(found) < most and at + len(found) >= len(tokens):
                 found.append(found[len(found) - (len(tokens) - at)])
         return Suggestion(found, self._match)

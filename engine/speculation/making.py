@@ -27,12 +27,12 @@ class HeadDraft(Draft):
 
     def draft(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
         able = [index for index, (sequence, _) in enumerate(wanted) if _has_features(sequence)]
-        said: list[list[int]] = [[] for _ in wanted]
+        proposals: list[list[int]] = [[] for _ in wanted]
         for index, token_ids in zip(
             able, super().draft([wanted[index] for index in able]), strict=True
         ):
-            said[index] = token_ids
-        return said
+            proposals[index] = token_ids
+        return proposals
 
     def _followed(self, sequence: Sequence) -> Followed:
         features: Features = sequence.features

@@ -112,11 +112,11 @@ class Speculator:
         ]
         if self._draft is not None and wanted:
             try:
-                said = self._draft.draft(wanted)
+                proposals = self._draft.draft(wanted)
             except Exception:  # noqa: BLE001 (the sequences go on without proposals)
                 _log.exception("the draft failed")
-                said = [[] for _ in wanted]
-            for (sequence, _), token_ids in zip(wanted, said, strict=True):
+                proposals = [[] for _ in wanted]
+            for (sequence, _), token_ids in zip(wanted, proposals, strict=True):
                 if sequence.matcher is not None:
                     del token_ids[sequence.matcher.num_fitting(token_ids) :]
                 self._tables.free_ahead(sequence, 1 + len(token_ids))
@@ -240,19 +240,19 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._num_vain = 0
+        self._num_without_proposals = 0
         self._num_overlapped = 0
 
     def note(self, *, proposed: bool) -> None:
         """Note whether a step that looked for proposals made any."""
-        self._num_vain = 0 if proposed else self._num_vain + 1
+        self._num_without_proposals = 0 if proposed else self._num_without_proposals + 1
 
     def waits(self) -> bool:
         """Return whether to read the launched step before the next launch.
 
         Call it once for each step that could overlap.
         """
-        if self._num_vain < _PATIENCE:
+        if self._num_without_proposals < _PATIENCE:
             return True
         self._num_overlapped += 1
         if self._num_overlapped <= _REST:

@@ -107,7 +107,7 @@ class Verification:
             return {}
         sequences, ahead = [span.sequence for span, _ in places], [ahead for _, ahead in places]
         try:
-            said = self._output_processor.sampler.sample_ahead(sequences, own, ahead)
+            sampled = self._output_processor.sampler.sample_ahead(sequences, own, ahead)
         except Exception:  # noqa: BLE001 (tokens are then drawn one by one)
             _log.exception("drawing proposed tokens at once failed")
             return {}
@@ -115,13 +115,15 @@ class Verification:
         begin = 0
         for span in spans:
             end = begin + span.num_usable
-            chosen[span.row] = Sampled(said.outcomes[begin:end], said.logprobs[begin:end])
+            chosen[span.row] = Sampled(sampled.outcomes[begin:end], sampled.logprobs[begin:end])
             begin = end
         return chosen
 
-    def _accept(self, span: _Span, said: Sampled, outputs: list[EngineOutput], ahead: int) -> None:
+    def _accept(
+        self, span: _Span, sampled: Sampled, outputs: list[EngineOutput], ahead: int
+    ) -> None:
         place = slice(ahead - 1, ahead)
-        one = Sampled(said.outcomes[place], said.logprobs[place])
+        one = Sampled(sampled.outcomes[place], sampled.logprobs[place])
         self._output_processor.accept([span.sequence], one, outputs, ahead)
 
     def drop(self, plan: Iterable[ScheduledSequence]) -> None:

@@ -116,7 +116,11 @@ class AdapterPool:
         if adapter is None:
             return True
         slot = self._slots.get(adapter.version)
-        if slot is not None and slot.weights is not None and not self._gives_way(slot, sequence):
+        if (
+            slot is not None
+            and slot.weights is not None
+            and not self._is_reserved_for_higher_rank(slot, sequence)
+        ):
             return True
         sequence.ready = False
         if slot is not None and slot.weights is None:
@@ -166,7 +170,7 @@ class AdapterPool:
             self._begin_queued()
         return failed
 
-    def _gives_way(self, slot: _Slot, sequence: Sequence) -> bool:
+    def _is_reserved_for_higher_rank(self, slot: _Slot, sequence: Sequence) -> bool:
         """Return whether the slot is reserved for a waiting sequence of a higher rank."""
         first = self._first_queued()
         if first is None or first.rank > sequence.rank:

@@ -1,4 +1,4 @@
-"""Cost model of a step's work for each sequence, and the meter that charges device time."""
+"""Work of a step by sequence, by the roofline model, and the meter that charges device time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DeviceWork:
         flop_per_byte: float,
         weight_bytes: float | None = None,
     ) -> None:
-        """Create the cost model of a checkpoint.
+        """Create the roofline model of a checkpoint.
 
         Args:
             config: The model's dimensions.

@@ -87,7 +87,7 @@ class HeadInputs(NamedTuple):
 def give_features(batch: FlatBatch, features: torch.Tensor) -> None:
     """Add to each sequence that draws tokens its rows of a batch's ``features``."""
     rows = list(zip(batch.sequences, batch.ranges, strict=True))
-    # Chunks of a prompt come before the tokens that follow it.
+    # Add chunks of a prompt before the tokens that follow it.
     for sequence, (start, num_tokens, begin, _) in (
         rows[batch.num_single :] + rows[: batch.num_single]
     ):

@@ -88,8 +88,8 @@ class LiveRequests:
 
         Args:
             group: The group, all of whose sequences are held.
-            ways: The number of a member and its next token, for each fork. A member may have
-                several forks; a member without a fork ends.
+            ways: The number of a member and its next token, for each continuation. A member
+                with several is forked; a member without one ends.
             excluded: Tokens that may not follow that next token.
             outputs: The outputs of this step.
         """

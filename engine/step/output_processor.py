@@ -202,7 +202,7 @@ class OutputProcessor:
     def accept(
         self, sequences: list[Sequence], sampled: Sampled, outputs: list[EngineOutput], ahead: int
     ) -> None:
-        """Append the sampled token to each sequence, ``ahead`` tokens after the next one."""
+        """Append its sampled token to each sequence, after ``ahead`` accepted proposed tokens."""
         for sequence, outcome, logprob in zip(
             sequences, sampled.outcomes, sampled.logprobs, strict=True
         ):

@@ -103,9 +103,11 @@ def with_beginning(group: ForkGroup, outputs: list[EngineOutput]) -> list[Engine
     """
     first = group.first
     if first.started or first.state is SequenceState.RUNNING:
-        told = 1 if first.started else 0
-        begun = [msgspec.structs.replace(output, **beginning(first)) for output in outputs[told:]]
-        outputs = outputs[:told] + begun
+        num_sent = 1 if first.started else 0
+        first_outputs = [
+            msgspec.structs.replace(output, **beginning(first)) for output in outputs[num_sent:]
+        ]
+        outputs = outputs[:num_sent] + first_outputs
         outputs[0] = msgspec.structs.replace(outputs[0], num_preemptions=group.num_preemptions)
     return outputs
 

@@ -89,7 +89,7 @@ def _check_draft(target: Runner, draft: Runner) -> None:
 
 
 def device_work_of(runner: Runner) -> DeviceWork:
-    """Return the cost model by which the runner's steps are shared."""
+    """Return the roofline model by which the runner's steps are charged to sequences."""
     cache = runner.cache
     num_weights, num_bytes = runner.weight_size
     return DeviceWork(

@@ -10,8 +10,7 @@ from millrace.engine.types import EngineRequest
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.pooling import Pooling
 
-# (level, virtual arrival time in seconds, number of arrival). The smallest tuple has the highest
-# rank.
+# (level, virtual arrival time in seconds, arrival number). The smallest tuple has the highest rank.
 Rank = tuple[int, float, int]
 
 # Placeholder in ``Sequence.token_ids`` of a token that the device has chosen and that is not read

@@ -146,7 +146,7 @@ def make_sequence_group(
 ) -> list[Sequence]:
     """Make the sequences of a new request, by default one for each completion.
 
-    The first computes the prompt for all of them. They have the ``sampling.n`` numbers of arrival
+    The first computes the prompt for all of them. They have the ``sampling.n`` arrival numbers
     from ``arrival`` on.
     """
     choices = [

@@ -162,11 +162,10 @@ def _arithmetic(model: ModelConfig, config: EngineConfig, device: torch.device) 
 
 
 def _is_exact_in_bfloat16(model: ModelConfig) -> bool:
-    """Return whether a bfloat16 checkpoint is batch-invariant with the compiled kernels' own
-    products.
+    """Return whether the compiled kernels' own products are batch-invariant for a checkpoint.
 
-    Such a checkpoint has a head, no quantization and no experts. All are batch-invariant in
-    float32.
+    They are for bfloat16 with a head, without quantization and experts. It then does not have to
+    be widened to float32, in which it would be batch-invariant, too.
     """
     is_wide = model.dtype == "bfloat16" and model.quantization is None
     return is_wide and model.has_head and model.experts is None

@@ -105,7 +105,7 @@ class BlockObjects:
             _check_bucket(error)
             return False
         except BaseException as error:  # a panic of the library is no Exception
-            raise _told(error) from error
+            raise _store_error(error) from error
         return int(found["size"]) == self.object_bytes
 
     def write(self, keys: Sequence[bytes], blocks: Sequence[Sequence[memoryview]]) -> None:
@@ -124,7 +124,7 @@ class BlockObjects:
         try:
             obstore.put(self._writes, self.name_of(keys[-1]), contents, use_multipart=False)
         except BaseException as error:  # a panic of the library is no Exception
-            raise _told(error) from error
+            raise _store_error(error) from error
 
     def read(self, last_key: bytes, places: Sequence[ObjectPlace]) -> int:
         """Read the blocks of ``places``, which are in order of their number.
@@ -145,7 +145,7 @@ class BlockObjects:
             _check_bucket(error)
             raise NoObjectError from error
         except BaseException as error:  # a panic of the library is no Exception
-            raise _told(error) from error
+            raise _store_error(error) from error
         for num_good, place in enumerate(places):
             at = (place.number - first) * self._slot_bytes
             if not self._filled(place, contents[at : at + self._slot_bytes]):
@@ -173,7 +173,7 @@ def _check_bucket(error: FileNotFoundError) -> None:
         raise ObjectStoreError("there is no such bucket") from error
 
 
-def _told(error: BaseException) -> ObjectStoreError:
+def _store_error(error: BaseException) -> ObjectStoreError:
     """Convert the library's error."""
     return ObjectStoreError(str(error).partition("\n")[0][:_LONGEST_REASON])
 

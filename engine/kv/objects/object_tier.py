@@ -109,7 +109,7 @@ class ObjectTier:
         self.num_absent = 0
         self.num_failures = 0
 
-    # --- what Arrivals asks ---
+    # --- interface of CacheTier ---
 
     def has(self, sequence: Sequence, _key: bytes, index: int, /) -> bool:
         """Return whether the store may have the block. See ``CacheTier``."""
@@ -164,7 +164,7 @@ class ObjectTier:
             for run, blocks in groupby(wanted, key=lambda one: one[0] // num_blocks)
         ]
 
-    # --- on threads ---
+    # --- reading threads ---
 
     def _read(self, reading: _Reading, number: int, on_done: Callable[[TierPart], None]) -> None:
         one = reading.objects[number]
@@ -187,7 +187,7 @@ class ObjectTier:
             if reading.note(number, ended, num_good):
                 on_done(reading.part)
 
-    # --- what came of it ---
+    # --- results ---
 
     def finish(self, part: TierPart, _now_s: float) -> None:
         """Record the result of a read. See ``CacheTier``."""
