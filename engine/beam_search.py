@@ -145,8 +145,10 @@ class BeamSearch:
 
 
 def begin_search(first: Sequence) -> None:
-    """Start a search that a request's only sequence leads. Its beams become forks of the
-    sequence."""
+    """Start a search that a request's only sequence leads.
+
+    Its beams become forks of the sequence.
+    """
     search = BeamSearch(
         first.request.sampling,
         max_tokens=first.max_total_tokens - first.num_prompt_tokens,

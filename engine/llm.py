@@ -147,8 +147,10 @@ class LLM:
         *,
         adapter: AdapterNames = None,
     ) -> Generator[GenerationDelta, None, None]:
-        """Continue the prompts as ``generate`` does, and yield the new tokens of each step. Leaving
-        the iteration cancels the other requests."""
+        """Continue the prompts as ``generate`` does, and yield the new tokens of each step.
+
+        Leaving the iteration cancels the other requests.
+        """
         return self._deltas(self._requests.completions(prompts, sampling_params, adapter))
 
     def chat(
@@ -173,8 +175,10 @@ class LLM:
         adapter: AdapterNames = None,
         **options: Unpack[ChatOptions],
     ) -> Generator[GenerationDelta, None, None]:
-        """Answer the conversations as ``chat`` does, and yield the new tokens of each step. Leaving
-        the iteration cancels the other requests."""
+        """Answer the conversations as ``chat`` does, and yield the new tokens of each step.
+
+        Leaving the iteration cancels the other requests.
+        """
         return self._deltas(self._requests.chats(messages, sampling_params, adapter, options))
 
     def embed(

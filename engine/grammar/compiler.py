@@ -36,8 +36,10 @@ class Settled(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Cache entry: a grammar's matcher at its start, or the error. ``tenant`` requested it
-    first."""
+    """Cache entry: a grammar's matcher at its start, or the error.
+
+    ``tenant`` requested it first.
+    """
 
     tenant: str
     start: Future[Matcher]
@@ -93,8 +95,10 @@ class GrammarCompiler:
         self._quick.submit(task)
 
     def pop_settled(self) -> list[Settled]:
-        """Return the requests that are over, by their first choice, each once. Cancelled ones may
-        be among them."""
+        """Return the requests that are over, by their first choice, each once.
+
+        Cancelled ones may be among them.
+        """
         settled = []
         while self._settled:
             settled.append(self._settled.popleft())

@@ -119,10 +119,9 @@ class Grammars:
         return 0 if self._masks is None else self._masks.num_ahead(sequence)
 
     def accept(self, sequence: Sequence, token: int) -> bool:
-        """Advance the grammar by a sampled token; return whether it is complete. False without a
-        grammar.
+        """Advance the grammar by a sampled token; return whether it is complete.
 
-        Raises GrammarError when it cannot be followed any further.
+        False without a grammar. Raises GrammarError when it cannot be followed any further.
         """
         matcher: Matcher | ReasoningMatcher | None = sequence.matcher
         if matcher is None:

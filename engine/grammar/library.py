@@ -1,5 +1,7 @@
-"""Wrapper of llguidance, which compiles and follows grammars. Only this module calls that
-library."""
+"""Wrapper of llguidance, which compiles and follows grammars.
+
+Only this module calls that library.
+"""
 
 from __future__ import annotations
 
@@ -198,8 +200,10 @@ def _source(grammar: Grammar) -> str:
 
 
 def _checked_regex(text: str) -> str:
-    """Return the text. Raises GrammarError if it ends within an escape, which the library
-    ignores."""
+    """Return the text.
+
+    Raises GrammarError if it ends within an escape, which the library ignores.
+    """
     if ends_within_escape(text):
         raise GrammarError(
             "The grammar cannot be used: the regular expression ends in a lone backslash"
@@ -208,8 +212,10 @@ def _checked_regex(text: str) -> str:
 
 
 def _json_source(text: str) -> str:
-    """Make the grammar of a schema. Raises GrammarError for a schema that cannot be enforced
-    exactly."""
+    """Make the grammar of a schema.
+
+    Raises GrammarError for a schema that cannot be enforced exactly.
+    """
     try:
         schema = msgspec.json.decode(text)
     except msgspec.DecodeError as error:

@@ -81,8 +81,10 @@ class MaskFiller:
         return self._buffer.index_select(0, torch.tensor(rows))
 
     def num_ahead(self, sequence: Sequence) -> int:
-        """Return after how many of its proposed tokens a sequence has masks. Known after
-        ``take``."""
+        """Return after how many of its proposed tokens a sequence has masks.
+
+        Known after ``take``.
+        """
         return self._num_ahead.get(sequence, 0)
 
     def _fill(self, sequences: Rows[Sequence], pending: _Countdown) -> None:

@@ -43,8 +43,10 @@ _verdict_decoder = msgspec.json.Decoder(str)
 
 
 class _Helper:
-    """Helper process that tries one grammar at a time, once it has started. It ends when its input
-    is closed."""
+    """Helper process that tries one grammar at a time, once it has started.
+
+    It ends when its input is closed.
+    """
 
     def __init__(self, command: list[str]) -> None:
         self._started = False

@@ -132,8 +132,10 @@ class ReasoningMatcher:
                     _allow(mask, token_id)
 
     def num_fitting(self, token_ids: Rows[int]) -> int:
-        """Return how many of the tokens may come next, one after the other. Only an answer's
-        grammar forbids any."""
+        """Return how many of the tokens may come next, one after the other.
+
+        Only an answer's grammar forbids any.
+        """
         if self._at is _At.ANSWER and self._inner is not None:
             return self._inner.num_fitting(token_ids)
         return len(token_ids)
@@ -209,8 +211,10 @@ class ReasoningMatcher:
 
 
 class ReasoningMatchers:
-    """Factory of matchers with reasoning. ``library`` raises GrammarError if there are no
-    grammars."""
+    """Factory of matchers with reasoning.
+
+    ``library`` raises GrammarError if there are no grammars.
+    """
 
     def __init__(self, library: Callable[[], GrammarLibrary]) -> None:
         self._library = library

@@ -36,12 +36,12 @@ class StoredBlock(NamedTuple):
 
 
 class BlockFile:
-    """File of block slots for one process. It reuses an earlier process's file of the same
-    identity.
+    """File of block slots for one process.
 
-    ``identity`` names everything that the bytes of blocks depend on. Contents are written before
-    their header, and checked by their checksum when read, so a write that a crash interrupts leaves
-    no block. ``write`` and ``read`` may be called on any thread, for different slots.
+    It reuses an earlier process's file of the same identity. ``identity`` names everything that the
+    bytes of blocks depend on. Contents are written before their header, and checked by their
+    checksum when read, so a write that a crash interrupts leaves no block. ``write`` and ``read``
+    may be called on any thread, for different slots.
     """
 
     def __init__(self, folder: Path, identity: str, block_bytes: int, max_bytes: int) -> None:
@@ -73,8 +73,10 @@ class BlockFile:
             ) from error
 
     def blocks(self) -> list[StoredBlock]:
-        """List the blocks in the file, the oldest first. Contents are checked when they are
-        read."""
+        """List the blocks in the file, the oldest first.
+
+        Contents are checked when they are read.
+        """
         found = []
         room_bytes = os.fstat(self._fd).st_size - _HEADER.size - self.block_bytes
         for slot in range(self.num_slots):

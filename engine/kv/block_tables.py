@@ -19,8 +19,10 @@ from millrace.schemas.prefix import extend_keys, root_key
 @dataclass(slots=True)
 class TierHits:
     """Tokens that admitted sequences found, by the tier of their blocks: another worker's engine,
-    the disk or an object store, for which a sequence waited, or host memory. Other hits were on the
-    device."""
+    the disk or an object store, for which a sequence waited, or host memory.
+
+    Other hits were on the device.
+    """
 
     block_size_tokens: int
     num_host_tokens: int = 0
@@ -31,8 +33,10 @@ class TierHits:
     def note(
         self, sequence: Sequence, keys: SequenceOf[bytes], blocks: SequenceOf[int | None]
     ) -> None:
-        """Count the blocks that a sequence found by these keys. None is a block that is not on the
-        device."""
+        """Count the blocks that a sequence found by these keys.
+
+        None is a block that is not on the device.
+        """
         is_newcomer = not sequence.started  # a preempted sequence finds its own blocks
         pulled = sequence.pulled_keys if is_newcomer else frozenset()
         read = sequence.disk_keys if is_newcomer else frozenset()
@@ -283,8 +287,10 @@ class BlockTables:
             sequence.pinned_keys = []
 
     def release(self, sequence: Sequence, now_s: float) -> None:
-        """Release the table. Cached blocks that others may find stay until their memory is
-        needed."""
+        """Release the table.
+
+        Cached blocks that others may find stay until their memory is needed.
+        """
         if not sequence.contents_finite:
             self._memory.scrub(sequence.block_table[sequence.num_cached_blocks :])
             sequence.contents_finite = True

@@ -40,8 +40,10 @@ class CheckBlocks(msgspec.Struct, frozen=True, array_like=True, tag="check_block
 
 
 class ReserveSlots(msgspec.Struct, frozen=True, array_like=True, tag="reserve_slots"):
-    """Command to allocate host memory for ``num_slots`` blocks. It is sent once, before other
-    commands of host memory."""
+    """Command to allocate host memory for ``num_slots`` blocks.
+
+    It is sent once, before other commands of host memory.
+    """
 
     num_slots: int
 
@@ -71,15 +73,16 @@ class OtherParts(Protocol):
         """Size of one block in all of these parts together."""
 
     def tell(self, command: CacheCommand) -> None:
-        """Send a command to each part. It runs after steps launched before and before steps
-        launched later.
+        """Send a command to each part.
 
-        Raises DeviceLostError.
+        It runs after steps launched before and before steps launched later. Raises DeviceLostError.
         """
 
     def ask(self, command: CheckBlocks) -> list[bool]:
-        """Send a check to each part, as ``tell`` does. Return which blocks are finite in all of
-        them."""
+        """Send a check to each part, as ``tell`` does.
+
+        Return which blocks are finite in all of them.
+        """
 
 
 class KVCache:

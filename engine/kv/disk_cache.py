@@ -236,8 +236,10 @@ class DiskCache:
             self.bytes_per_s += _NEWEST_WEIGHT * (measured - self.bytes_per_s)
 
     def forget_all(self) -> None:
-        """Forget all blocks but those being read. Blocks that are being written are dropped,
-        too."""
+        """Forget all blocks but those being read.
+
+        Blocks that are being written are dropped, too.
+        """
         self._host.unpin(self._unsettled)
         self._unsettled.clear()
         self._unwanted = set(self._writing)

@@ -197,8 +197,10 @@ class CachePart:
         self._memory: SharedHostMemory | None = None
 
     def obey(self, command: CacheCommand) -> list[bool] | None:
-        """Run a command; return the answer to ``CheckBlocks``. Raises ConfigError for slots without
-        memory."""
+        """Run a command; return the answer to ``CheckBlocks``.
+
+        Raises ConfigError for slots without memory.
+        """
         cache = self._cache
         match command:
             case CheckBlocks(blocks):

@@ -128,8 +128,10 @@ class PeerExchange:
 
 
 def _agent_for(transport: TransferTransport, lending: Lending) -> NixlAgent | None:
-    """Make the agent that reads and serves memory by NIXL; None for plain transport. Raises
-    ConfigError."""
+    """Make the agent that reads and serves memory by NIXL; None for plain transport.
+
+    Raises ConfigError.
+    """
     if transport == "plain":
         return None
     try:

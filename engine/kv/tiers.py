@@ -109,8 +109,10 @@ class Tiers:
         folder: Path | None = None,
         transport: TransferTransport = "plain",
     ) -> None:
-        """Lend blocks to engines with the same ``identity``, and pull theirs. Raises
-        ConfigError."""
+        """Lend blocks to engines with the same ``identity``, and pull theirs.
+
+        Raises ConfigError.
+        """
         if self._memory.pages is None:
             _log.warning("host memory cannot be shared; no blocks are exchanged with other workers")
             return

@@ -101,8 +101,10 @@ class OfflineBatch:
                     yield generated
 
     def steps(self, requests: Iterable[OfflineRequest]) -> Iterator[list[Generated]]:
-        """Yield, after each step, the answers that were unfinished before it. Raises
-        EngineClosedError."""
+        """Yield, after each step, the answers that were unfinished before it.
+
+        Raises EngineClosedError.
+        """
         waiting = iter(requests)
         live: list[Generated] = []
         started_s = self._monotonic()
@@ -138,8 +140,10 @@ class OfflineBatch:
             return self._open_engine.stats()
 
     def summary(self, num_refused: int = 0) -> BatchSummary:
-        """Summarize all requests so far. ``num_refused`` counts requests that failed before they
-        ran."""
+        """Summarize all requests so far.
+
+        ``num_refused`` counts requests that failed before they ran.
+        """
         return BatchSummary(
             tokens_per_s=round(self._completion_tokens / self._wall_s, 2) if self._wall_s else 0.0,
             mean_ttft_ms=_mean_ms(self._ttft_s),

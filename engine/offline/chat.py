@@ -38,8 +38,10 @@ class OfflineChat(NamedTuple):
     freeform: dict[str, str] = {}  # noqa: RUF012 (never written to)
 
     def grammar(self, tool_format: ToolFormat | None, answer: Grammar | None) -> Grammar | None:
-        """Return the grammar of the completion. ``answer`` is its grammar without tools. Raises
-        ParameterError."""
+        """Return the grammar of the completion.
+
+        ``answer`` is its grammar without tools. Raises ParameterError.
+        """
         if not self.tools or tool_format is None:
             return answer
         return call_grammar(

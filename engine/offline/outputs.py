@@ -111,11 +111,10 @@ class ScoreOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestFailedError(MillraceError, code="request_failed"):
-    """Error of a call in which the engine failed ``num_failed`` requests. The others have ended
-    well.
+    """Error of a call in which the engine failed ``num_failed`` requests.
 
-    ``reason`` is the (code, message) of the first failure. ``outputs`` are those of a call that
-    generates, failed ones included, in the order of the prompts.
+    The others have ended well. ``reason`` is the (code, message) of the first failure. ``outputs``
+    are those of a call that generates, failed ones included, in the order of the prompts.
     """
 
     def __init__(self, answers: Sequence[Generated]) -> None:

@@ -43,8 +43,10 @@ class Penalties:
         self._num_taken = len(prompt)
 
     def take(self, token_ids: list[int]) -> None:
-        """Count the tokens since the last call. ``token_ids`` are all tokens of prompt and
-        completion."""
+        """Count the tokens since the last call.
+
+        ``token_ids`` are all tokens of prompt and completion.
+        """
         for token in token_ids[self._num_taken :]:
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._counts):

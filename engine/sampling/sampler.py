@@ -81,8 +81,10 @@ class TokenMasks:
 
 
 class Sampled(NamedTuple):
-    """Result of sampling: ``outcomes[i]`` is the token of row i, or its error. ``logprobs[i]`` is
-    None unless asked for."""
+    """Result of sampling: ``outcomes[i]`` is the token of row i, or its error.
+
+    ``logprobs[i]`` is None unless asked for.
+    """
 
     outcomes: list[int | MillraceError]
     logprobs: list[TokenLogprob | None]
@@ -146,8 +148,10 @@ class Sampler:
         self._layouts: list[_Layout] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Prepare a sequence with its present tokens. Raises ParameterError for parameters that
-        this model cannot apply."""
+        """Prepare a sequence with its present tokens.
+
+        Raises ParameterError for parameters that this model cannot apply.
+        """
         sampling = sequence.request.sampling
         for name in ("logit_bias", "allowed_token_ids"):
             for token in getattr(sampling, name):

@@ -148,8 +148,10 @@ def limits_of(params: Rows[SamplingParams], vocab_size: int, device: torch.devic
 
 
 class Bounds(NamedTuple):
-    """Range of scaled logits that a row keeps, ``low`` to ``high``, each [num_rows]. ``high`` is
-    None if no row has one."""
+    """Range of scaled logits that a row keeps, ``low`` to ``high``, each [num_rows].
+
+    ``high`` is None if no row has one.
+    """
 
     low: torch.Tensor
     high: torch.Tensor | None

@@ -149,10 +149,10 @@ def _features(work: StepWork) -> tuple[float, ...]:
 
 class StepSpeed:
     """Recent speed: prefilled tokens per second, and milliseconds per token of a decoding sequence.
-    A step that makes several tokens of a sequence counts as several. O(1) per step.
 
-    The time of a step that does both is divided. Its prefill time is the time beyond the decoding
-    alone, as ``costs`` predicts it; before ``costs`` can predict, the time is divided by tokens.
+    A step that makes several tokens of a sequence counts as several. O(1) per step. The time of a
+    step that does both is divided. Its prefill time is the time beyond the decoding alone, as
+    ``costs`` predicts it; before ``costs`` can predict, the time is divided by tokens.
     """
 
     def __init__(self, costs: CostModel) -> None:

@@ -155,10 +155,9 @@ class Planner:
                 self.outstanding_tokens += num_tokens
 
     def plan(self) -> list[ScheduledSequence]:
-        """Plan the next step: decodes first, with all blocks allocated. Return [] if there is no
-        work.
+        """Plan the next step: decodes first, with all blocks allocated.
 
-        A sequence whose last token only has to be read gets no work.
+        Return [] if there is no work. A sequence whose last token only has to be read gets no work.
         """
         self._now_s = self._monotonic()
         self._waiting.collect_ready()

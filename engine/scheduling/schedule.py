@@ -9,7 +9,10 @@ from millrace.engine.step.sequence import Sequence
 
 class ScheduledSequence(NamedTuple):
     """Item of a plan: compute the next ``num_tokens`` tokens of ``sequence``, and then its
-    ``proposed`` tokens. Its blocks are allocated."""
+    ``proposed`` tokens.
+
+    Its blocks are allocated.
+    """
 
     sequence: Sequence
     num_tokens: int

@@ -74,8 +74,10 @@ class WaitingQueue:
         return self._heap[0][1] if self._heap else None
 
     def collect_ready(self) -> None:
-        """Queue the sequences that have become ready. Another thread may make them ready at any
-        time."""
+        """Queue the sequences that have become ready.
+
+        Another thread may make them ready at any time.
+        """
         if self._unready:
             unready, self._unready = self._unready, {}
             for sequence in unready:

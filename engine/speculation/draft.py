@@ -86,7 +86,7 @@ def _num_equal(some: list[int], others: list[int]) -> int:
     return min(len(some), len(others))
 
 
-# Tokens of a long prompt that the draft computes per step before it proposes any.
+# Tokens of long prompts that the draft computes per step before it proposes any.
 _CATCH_UP_TOKENS = 256
 # Duration of a draft's step as a share of the target's, before the first measurement.
 _ASSUMED_SHARE = 0.3

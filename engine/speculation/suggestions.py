@@ -18,7 +18,7 @@ _PRIORS = (0.3, 0.3, 0.5, 0.7, 0.85, 0.8, 0.7)
 _PRIOR_WEIGHT = 8.0
 # A sequence's own observations lose half of their weight in 8 tokens, those of all sequences in 90.
 _OWN_DECAY, _DECAY = 0.917, 0.9923
-# Maximum weight of other sequences' observations, in tokens.
+# Weight of the acceptance rate of all sequences, in tokens of a sequence's own.
 _OTHERS_WEIGHT = 3.0
 # Share of the observations that is forgotten with each step that could not observe the class.
 _FORGOTTEN = 0.01
@@ -30,8 +30,10 @@ def match_class(match: int) -> int:
 
 
 class Acceptance:
-    """Acceptance rates of suggested tokens by class, as EWMAs. ``others`` has those of all
-    sequences."""
+    """Acceptance rates of suggested tokens by class, as EWMAs.
+
+    ``others`` has those of all sequences.
+    """
 
     __slots__ = ("_came", "_decay", "_others", "_weights")
 

@@ -145,8 +145,10 @@ class Verification:
 
 
 def _spans(sequences: list[Sequence], logits: torch.Tensor) -> list[_Span]:
-    """Return the sequences with proposed tokens. Their rows of logits come after the sequences' own
-    rows."""
+    """Return the sequences with proposed tokens.
+
+    Their rows of logits come after the sequences' own rows.
+    """
     first = len(sequences)
     finite = _finite(logits[first:])
     spans: list[_Span] = []

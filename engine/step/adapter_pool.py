@@ -28,8 +28,10 @@ LoadAdapter = Callable[[AdapterRef, int], Any]
 
 @dataclass(slots=True)
 class _Slot:
-    """Slot of one adapter. ``weights`` is None while they load; ``waiting`` are the sequences that
-    wait for the load."""
+    """Slot of one adapter.
+
+    ``weights`` is None while they load; ``waiting`` are the sequences that wait for the load.
+    """
 
     number: int
     adapter: AdapterRef
@@ -65,8 +67,10 @@ class AdapterPool:
         monotonic: Callable[[], float] = time.perf_counter,
         threads: TaskThreads | None = None,
     ) -> None:
-        """Create the pool. A loading thread calls ``on_loaded`` when ``settle`` has something to
-        do."""
+        """Create the pool.
+
+        A loading thread calls ``on_loaded`` when ``settle`` has something to do.
+        """
         self.num_slots = num_slots
         self.load_s = 0.0
         self.num_loads = 0

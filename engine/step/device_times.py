@@ -26,8 +26,10 @@ class StepDeviceTimes:
         self._unknown: list[DeviceTime] = []
 
     def note_cancelled(self, cancelled: list[Sequence]) -> None:
-        """Add cancelled sequences of one request, some or all. A fork group has one device time for
-        all of its sequences."""
+        """Add cancelled sequences of one request, some or all.
+
+        A fork group has one device time for all of its sequences.
+        """
         is_group = bool(cancelled) and cancelled[0].fork_group is not None
         self._owing += cancelled[:1] if is_group else cancelled
 

@@ -311,8 +311,10 @@ def _read(step: InFlightStep) -> ChosenTokens | Exception:
 
 
 def _chunks(plan: list[ScheduledSequence]) -> list[Chunk]:
-    """Return the chunks of a computed plan: all items but decodes. Not all of their tokens have
-    logits."""
+    """Return the chunks of a computed plan: all items but decodes.
+
+    Not all of their tokens have logits.
+    """
     chunks: list[Chunk] = []
     for sequence, num_tokens in plan:
         end = sequence.num_computed_tokens

@@ -48,8 +48,10 @@ class LiveRequests:
         self._planner.add(group[0])
 
     def charged(self) -> Iterator[Sequence]:
-        """Yield the sequences whose device times are reported. The first of a fork group stands for
-        all of it."""
+        """Yield the sequences whose device times are reported.
+
+        The first of a fork group stands for all of it.
+        """
         for group in self._groups.values():
             yield from group if group[0].fork_group is None else group[:1]
 
@@ -121,8 +123,10 @@ class LiveRequests:
     def finish_group(
         self, group: ForkGroup, last: list[EngineOutput], outputs: list[EngineOutput]
     ) -> None:
-        """End a fork group with its ``last`` outputs, one per choice. The first reports its device
-        time."""
+        """End a fork group with its ``last`` outputs, one per choice.
+
+        The first reports its device time.
+        """
         self._ended.append((len(outputs), group.first))
         outputs += with_beginning(group, last)
         for sequence in self.cancel(group.request.request_id):
@@ -145,8 +149,10 @@ class LiveRequests:
         self._release(sequence)
 
     def fail(self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]) -> None:
-        """End a sequence, and the sequences that wait for its prompt, with an error. A fork group
-        ends as a whole."""
+        """End a sequence, and the sequences that wait for its prompt, with an error.
+
+        A fork group ends as a whole.
+        """
         if not isinstance(error, MillraceError):
             _log.error("the engine failed on one sequence", exc_info=error)
         error = as_millrace_error(error)

@@ -77,8 +77,10 @@ class OutputProcessor:
                 self._tables.cache_full_blocks(sequence, end)
 
     def cache_finite_chunks(self, chunks: list[Chunk], outputs: list[EngineOutput]) -> None:
-        """Cache the finite chunks and fail the others. If the check itself fails, bisect the
-        chunks."""
+        """Cache the finite chunks and fail the others.
+
+        If the check itself fails, bisect the chunks.
+        """
         size = self._block_size
         here = [chunk for chunk in chunks if chunk.sequence.state is SequenceState.RUNNING]
         tables = [s.block_table[begin // size : -(-end // size)] for s, begin, end in here]

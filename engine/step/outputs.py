@@ -23,8 +23,10 @@ def token_output(
     num_proposed: int = 0,
     num_accepted: int = 0,
 ) -> EngineOutput:
-    """Return the output of a sampled token. The first one also reports that the sequence has
-    started."""
+    """Return the output of a sampled token.
+
+    The first one also reports that the sequence has started.
+    """
     more: dict[str, Any] = {} if sequence.started else beginning(sequence)
     if sequence.prompt_logprobs is not None:
         more["prompt_logprobs"] = tuple(sequence.prompt_logprobs)

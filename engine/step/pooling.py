@@ -33,8 +33,10 @@ class PooledChunk(NamedTuple):
 
 
 def places_of(ranges: Rows[PooledRows]) -> list[ChunkPlace]:
-    """Return the place of each range of rows. Call it before the step's tokens count as
-    computed."""
+    """Return the place of each range of rows.
+
+    Call it before the step's tokens count as computed.
+    """
     return list(map(_place_of, ranges))
 
 

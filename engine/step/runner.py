@@ -139,10 +139,9 @@ class Runner(DraftRunner, Protocol):
         return
 
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
-        """Read an adapter of at most ``max_rank`` into the slot of this number. Any thread may call
-        it.
+        """Read an adapter of at most ``max_rank`` into the slot of this number.
 
-        Steps that are launched meanwhile do not read the slot. Raises AdapterError or
-        ModelSourceError.
+        Any thread may call it. Steps that are launched meanwhile do not read the slot. Raises
+        AdapterError or ModelSourceError.
         """
         ...

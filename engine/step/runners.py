@@ -62,8 +62,10 @@ def load_draft(path: Path, target: Runner, engine: ResolvedEngineConfig) -> Draf
 
 
 def _whole_embedding(path: Path, target: ModelRunner, engine: ResolvedEngineConfig) -> torch.Tensor:
-    """Return the whole embedding of a target's checkpoint. Each rank of a group has only a part of
-    it."""
+    """Return the whole embedding of a target's checkpoint.
+
+    Each rank of a group has only a part of it.
+    """
     if engine.tensor_parallel == 1:
         return target.embedding
     own = target.embedding

@@ -151,8 +151,10 @@ class Sequence:
             self.stop_token_ids |= frozenset(request.eos_token_ids)
 
     def enter(self, state: SequenceState) -> None:
-        """Change the state. A new sequence that was not admitted stays waiting; a preempted one
-        waits again."""
+        """Change the state.
+
+        A new sequence that was not admitted stays waiting; a preempted one waits again.
+        """
         assert state in _NEXT_STATES[self.state], f"{self.state.name} to {state.name}"
         self.state = state
 

@@ -126,8 +126,10 @@ def resolve(
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device by name; for "auto" a GPU if there is one, else the CPU. Raises
-    ConfigError."""
+    """Return the device by name; for "auto" a GPU if there is one, else the CPU.
+
+    Raises ConfigError.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

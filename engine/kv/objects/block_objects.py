@@ -90,8 +90,10 @@ class BlockObjects:
         return self.num_blocks * self._slot_bytes
 
     def name_of(self, last_key: bytes) -> str:
-        """Return the name of the run that ends with a block of this key. It does not reveal the
-        key."""
+        """Return the name of the run that ends with a block of this key.
+
+        It does not reveal the key.
+        """
         name = blake2b(last_key, key=self._kind, digest_size=_NAME_BYTES).hexdigest()
         return f"{self._kind.hex()[: 2 * _NAME_BYTES]}/{name[:2]}/{name[2:]}"
 

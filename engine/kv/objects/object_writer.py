@@ -146,8 +146,10 @@ class ObjectWriter:
                 self._num_noted_keys -= len(prefix.keys)
 
     def _hold(self, keys: list[bytes], missing: list[bytes]) -> bool:
-        """Pin a run in host memory until it is written. Return whether all its blocks are
-        available."""
+        """Pin a run in host memory until it is written.
+
+        Return whether all its blocks are available.
+        """
         found = [self._tables.cached.block_of(key) for key in missing]
         blocks = [block for block in found if block is not None]
         if len(blocks) < len(missing):
