@@ -1,6 +1,8 @@
-"""The engine: continuous batching over a paged KV cache, as a library. ``LLM`` is its face. It
-knows no bus, no broker and no asyncio. Imports schemas, registry and runtime;
-``millrace.workers`` runs it behind the bus."""
+"""Engine: continuous batching over a paged KV cache, as a library. ``LLM`` is its public class.
+
+It uses no bus, no broker and no asyncio. It imports schemas, registry and runtime;
+``millrace.workers`` runs it behind the bus.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ __all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of the face when it is first used: other modules of the engine stay cheap."""
+    """Import a public name when it is first used, so that importing other engine modules stays
+    cheap."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF[name]), name)

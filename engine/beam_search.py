@@ -1,4 +1,4 @@
-"""Beam search: a client of the engine that has sequences fork. The engine knows forks only."""
+"""Beam search, a client of the engine's fork groups. The engine itself knows only forks."""
 
 from __future__ import annotations
 
@@ -16,28 +16,34 @@ from millrace.schemas.sampling import SamplingParams
 
 
 def check_beams(request: EngineRequest, *, vocab_size: int) -> None:
-    """Raise ParameterError for a beam search that goes on from tokens that were delivered, as none
-    are before its end, or with more beams than the vocabulary has tokens for."""
+    """Raise ParameterError for a beam search that the engine cannot compute.
+
+    A beam search delivers no tokens before its end, so it cannot continue from delivered tokens.
+    Its ``2 * n`` candidates and its stop tokens must fit the vocabulary.
+    """
     if request.output_token_ids:
         raise ParameterError(
-            "output_token_ids", "output_token_ids do not go with use_beam_search: it starts anew."
+            "output_token_ids",
+            "output_token_ids cannot be used with use_beam_search, which cannot resume an answer; "
+            "leave one of them out.",
         )
     num_stops = len(request.sampling.stop_token_ids) + len(request.eos_token_ids)
     if 2 * request.sampling.n + num_stops > vocab_size:
         raise ParameterError(
-            "n", f"n is too large for beams in a vocabulary of {vocab_size} tokens."
+            "n",
+            f"n is too large for a beam search in a vocabulary of {vocab_size} tokens; lower it.",
         )
 
 
 class BeamHypothesis(NamedTuple):
-    """The tokens of an unfinished completion, and the sum of their log-probabilities."""
+    """Tokens of an unfinished completion, and the sum of their log-probabilities."""
 
     token_ids: Rows[int]
     logprob: float
 
 
 class Extension(NamedTuple):
-    """``beams[beam]`` goes on with ``token``, which makes ``logprob`` of its own."""
+    """Continuation of ``beams[beam]`` with ``token``. ``logprob`` is the sum with that token."""
 
     beam: int
     token: int
@@ -45,7 +51,7 @@ class Extension(NamedTuple):
 
 
 class BeamCompletion(NamedTuple):
-    """A completion that is over, its stop token included."""
+    """Finished completion, its stop token included."""
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -54,26 +60,27 @@ class BeamCompletion(NamedTuple):
 
 
 class BeamSearch:
-    """Extends all beams by a token at a time, and keeps the ``sampling.n`` best answers.
+    """Beam search that extends all beams by one token at a time and keeps the ``sampling.n`` best
+    answers.
 
-    Of each beam the ``num_candidates`` likeliest tokens are looked at, which ``excluded`` ones are
-    not among: the stop tokens, while there are fewer than ``min_tokens``. Those that stop it make
-    answers; of the others the ``n`` likeliest beams go on. What is left after ``max_tokens`` are
-    answers too. A score is that of ``SamplingOptions``: the sum of log-probabilities / number of
-    tokens ** length_penalty.
+    The ``num_candidates`` likeliest next tokens of each beam are considered. The ``excluded``
+    tokens are not among them: the stop tokens, while there are fewer than ``min_tokens``. A stop
+    token makes its beam an answer. Of the other extensions the ``n`` likeliest become the next
+    beams. After ``max_tokens``, the remaining beams become answers, too. A score is defined as in
+    ``SamplingOptions``: the sum of log-probabilities / number of tokens ** length_penalty.
 
-    The search is over as soon as none of its beams can become one of the ``n`` best answers any
-    more, so the answers are those of a search that goes on to ``max_tokens``. Of equals the one
-    that was found first counts as better; of equal extensions the one of the better beam, then of
-    the smaller token. Source of the method: vLLM's and transformers' beam searches. The length is
-    that of the completion, as in transformers; vLLM adds the prompt's to it.
+    The search ends as soon as no beam can become one of the ``n`` best answers, so the answers
+    equal those of a search that runs to ``max_tokens``. Among equal answers, the one found first is
+    better; among equal extensions, that of the better beam, then the smaller token. Source of the
+    method: the beam searches of vLLM and transformers. The length is that of the completion, as in
+    transformers; vLLM adds the prompt's length.
     """
 
     def __init__(
         self, sampling: SamplingParams, *, max_tokens: int, stop_token_ids: frozenset[int]
     ) -> None:
         self.width = sampling.n
-        # If as many of them as are not wanted stop their beam, there are as many answers.
+        # Enough for ``width`` answers even if ``width`` of these tokens do not stop their beam.
         self.num_candidates = 2 * self.width
         self.answers: list[BeamCompletion] = []
         self.beam_logprobs = [0.0]
@@ -84,15 +91,16 @@ class BeamSearch:
         self._sorted_stops = sorted(stop_token_ids)
 
     def excluded(self, length: int) -> Rows[int]:
-        """The tokens that may not be token ``length`` of a completion, counted from 0."""
+        """Return the tokens that are excluded as token ``length`` of a completion, counted from
+        0."""
         return self._sorted_stops if length < self._min_tokens else ()
 
     def extend(
         self, beams: Rows[BeamHypothesis], candidates: Rows[Rows[Candidate]]
     ) -> list[Extension]:
-        """The beams that go on, the likeliest first; [] if the search is over.
+        """Return the next beams, the likeliest first; [] if the search is over.
 
-        ``beams`` have one length, and come in the order of the extensions that they are.
+        ``beams`` have one length, and come in the order of the extensions that made them.
         """
         length = len(beams[0].token_ids) + 1
         extensions: list[Extension] = []
@@ -124,9 +132,11 @@ class BeamSearch:
         del self.answers[self.width :]
 
     def _is_settled(self, best_logprob: float, length: int) -> bool:
-        """Whether no beam of ``length`` tokens can be better than the answers that there are: sums
-        of log-probabilities only fall, so the best is that of a beam whose other tokens are
-        certain, at the length that is best for it."""
+        """Return whether no beam of ``length`` tokens can become better than the present answers.
+
+        Sums of log-probabilities only fall. So the bound is the best beam, continued with certain
+        tokens to the length that gives it the best score.
+        """
         if len(self.answers) < self.width:
             return False
         best_length = self._max_tokens if self._length_penalty > 0 else length + 1
@@ -135,7 +145,10 @@ class BeamSearch:
 
 
 def begin_search(first: Sequence) -> None:
-    """Have a request's only sequence lead a search, whose beams are forks of it."""
+    """Start a search that a request's only sequence leads.
+
+    Its beams become forks of the sequence.
+    """
     search = BeamSearch(
         first.request.sampling,
         max_tokens=first.max_total_tokens - first.num_prompt_tokens,
@@ -151,16 +164,16 @@ def begin_search(first: Sequence) -> None:
 
 
 def advance_searches(live: LiveRequests, outputs: list[EngineOutput]) -> None:
-    """Have the searches go on, or end, all of whose beams the engine has computed.
+    """Advance or end the searches whose beams are all computed.
 
-    The beams of a search may be computed in several steps, as far as budget, slots and blocks go;
-    the next token of each is chosen when those of all are known. A preempted beam is computed
-    again from its tokens, which changes nothing.
+    The beams of a search may be computed in several steps, as budget, slots and blocks allow. Their
+    next tokens are chosen once the candidates of all are known. A preempted beam is computed again
+    from its tokens, with the same result.
     """
     for group in live.pop_complete_groups():
         try:
             _advance(group, live, outputs)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one search only)
+        except Exception as error:  # noqa: BLE001 (any error ends one search only)
             live.fail(group.first, error, outputs)
 
 

@@ -1,7 +1,8 @@
-"""What an engine runs by: the user's settings with every open choice made.
+"""Resolved settings of an engine: the user's settings with every open choice made.
 
-``check_config`` refuses settings out of range, and ``engine.step.settings`` makes the choices. This
-module imports no torch, so that the worker's bus side can read what its engine tells it.
+``check_config`` raises an error for settings out of range; ``engine.step.settings`` makes the
+choices. This module imports no torch, so that the worker's bus side can read what its engine
+reports.
 """
 
 from __future__ import annotations
@@ -23,35 +24,39 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 Kernels = Literal["native", "torch", "triton", "reference"]
 Collectives = Literal["shared_memory", "gloo"]
 
-# Kernels of a device that is told what to do and chooses tokens by itself.
+# Kernels of a device that runs launched steps and chooses tokens by itself.
 DEVICE_KERNELS: tuple[Kernels, ...] = ("triton", "reference")
 
 
 class KVBlocks(msgspec.Struct, frozen=True, tag="blocks"):
-    """The KV cache has so many blocks."""
+    """Size of a KV cache as a number of blocks."""
 
     num_blocks: int
 
 
 class KVBytes(msgspec.Struct, frozen=True, tag="bytes"):
-    """The KV cache has the blocks that fit so many bytes, those of all ranks together."""
+    """Size of a KV cache in bytes, those of all ranks together."""
 
     num_bytes: int
 
 
 class KVMemoryShare(msgspec.Struct, frozen=True, tag="memory_share"):
-    """The KV cache has the blocks that fit what weights and work leave of this share of a GPU's
-    memory, which is measured when the weights are loaded."""
+    """Size of a KV cache as part of a GPU's memory.
+
+    The cache gets ``fraction`` of the memory, less what weights and work buffers use, which is
+    measured when the weights are loaded.
+    """
 
     fraction: float
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
-    """What proposes tokens, beside what followed the same tokens before: the checkpoint in the
-    folder ``draft``, the EAGLE-3 head in the folder ``eagle3``, or neither.
+    """Sources of proposed tokens, beside n-grams that occurred before.
 
-    ``is_asked`` is whether the user asked for it. Then a model whose rows are not exact is an
-    error. Otherwise no tokens are proposed for such a model.
+    ``draft`` is the folder of a draft checkpoint and ``eagle3`` the folder of an EAGLE-3 head; at
+    most one is set. ``is_asked`` is True if the user asked for speculation. Then a model whose rows
+    are not exact (batch-invariant) raises an error; otherwise no tokens are proposed for such a
+    model.
     """
 
     draft: str | None
@@ -60,7 +65,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepBounds(NamedTuple):
-    """The most that a step has: sequences, tokens, and KV blocks of one sequence."""
+    """Maximum sequences and tokens of a step, and maximum KV blocks of one sequence."""
 
     num_sequences: int
     num_tokens: int
@@ -68,18 +73,21 @@ class StepBounds(NamedTuple):
 
 
 class ResolvedEngineConfig(Section, frozen=True, kw_only=True):
-    """The settings that an engine runs by. ``EngineConfig`` documents those of the same name. None
-    stands for a feature that is off, and for nothing else."""
+    """Resolved settings of an engine. ``EngineConfig`` documents the settings of the same name.
+
+    None means that a feature is off, unless the field says otherwise.
+    """
 
     device: str
-    """``cpu``, ``cuda`` or ``cuda:N``. Rank 0 of a group has it, the others have the next ones."""
+    """``cpu``, ``cuda`` or ``cuda:N``. Rank 0 of a group has it; the other ranks have the next
+    ones."""
 
     kernels: Kernels
     dtype: Dtype
     """Type that the model is computed in."""
 
     only_own_products: bool
-    """Whether ``native`` kernels compute all products, whatever is faster."""
+    """True if ``native`` kernels compute all products, even where others are faster."""
 
     deterministic: bool
     quantization: str | None
@@ -93,7 +101,7 @@ class ResolvedEngineConfig(Section, frozen=True, kw_only=True):
     """``fp8`` or ``int8``. None: keys and values are cached in ``dtype``."""
 
     num_threads: int | None
-    """CPU threads of each rank. None: each host takes what its own cores allow."""
+    """CPU threads of each rank. None: each host uses as many as its own cores allow."""
 
     cuda_graphs: bool
     overlap: bool
@@ -106,7 +114,7 @@ class ResolvedEngineConfig(Section, frozen=True, kw_only=True):
     stages_address: str
     stages_token: Secret
     collectives: Collectives | None
-    """None: a single rank exchanges nothing."""
+    """None for a single rank, which exchanges nothing."""
 
     rank_timeout_s: float
 
@@ -132,39 +140,41 @@ class ResolvedEngineConfig(Section, frozen=True, kw_only=True):
     transfer_transport: TransferTransport
 
     def bounds(self, context_window_tokens: int) -> StepBounds:
-        """What a step has at most, for a model with such a context window."""
+        """Return the maximum size of a step for a model with such a context window."""
         num_blocks = -(-context_window_tokens // self.block_size_tokens)
         return StepBounds(self.max_num_sequences, self.max_batch_tokens, num_blocks)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all stages. Each has a device of its own."""
+        """Number of ranks in all stages. Each has a device of its own."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def has_device_kernels(self) -> bool:
-        """Whether steps are launched on a device that chooses tokens by itself."""
+        """True if steps are launched on a device that chooses tokens by itself."""
         return self.kernels in DEVICE_KERNELS
 
     @property
     def has_device_ranks(self) -> bool:
-        """Whether the ranks of a group have a device each that is told what to do."""
+        """True if each rank of a group has a device of its own that runs launched steps."""
         return self.num_ranks != 1 and (self.has_device_kernels or self.device != "cpu")
 
     @property
     def has_parted_blocks(self) -> bool:
-        """Whether each rank has a part of each block in memory of its own, as those of GPUs and of
-        other hosts have. Those of a CPU map one cache."""
+        """True if each rank has a part of each block in memory of its own.
+
+        Ranks on GPUs and on other hosts do. Ranks on one CPU map the same cache.
+        """
         return self.num_ranks != 1 and (self.remote_stages > 0 or self.has_device_ranks)
 
 
 def check_config(config: EngineConfig) -> None:
-    """Raise ConfigError, naming the setting, for one out of range."""
+    """Raise ConfigError for a setting out of range; the message names it."""
     for name in ("max_num_sequences", "max_batch_tokens", "kv_cache_bytes"):
         value = getattr(config, name)
         if value < 0:
             raise ConfigError(
-                f"engine.{name} must be 0 (which leaves it to the device) or more, got {value}."
+                f"engine.{name} must be 0 (sized for the device) or more, got {value}."
             )
     for name in ("block_size_tokens", "grammar_helpers"):
         value = getattr(config, name)

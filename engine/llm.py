@@ -1,5 +1,4 @@
-"""The engine as a library: completions, embeddings, labels and scores from a model in this
-process."""
+"""Engine as a library: completions, embeddings, labels and scores from a model in this process."""
 
 from __future__ import annotations
 
@@ -56,12 +55,12 @@ if TYPE_CHECKING:
 
 
 class LLM:
-    """A model, loaded into this process.
+    """Model that is loaded into this process.
 
-    The engine batches all requests that are open, whatever call they belong to. Errors of a request
-    raise before anything of its call runs; requests that fail in the engine raise
-    RequestFailedError once the others of their call have ended. Calls of several threads take
-    turns, a step each. ``close`` frees the weights and the KV cache; so does leaving a ``with``.
+    The engine batches all open requests of all calls. An invalid request raises before any request
+    of its call runs. If requests fail in the engine, RequestFailedError is raised once the others
+    of their call have ended. Calls of several threads take turns, one step each. ``close`` frees
+    the weights and the KV cache; so does leaving a ``with`` block.
     """
 
     def __init__(
@@ -75,13 +74,21 @@ class LLM:
         config: EngineConfig | None = None,
         **settings: Any,
     ) -> None:
-        """Load ``model``: a folder in Hugging Face layout, a name of the catalogue, an address in
-        an object store, or a hub id.
+        """Load a model.
 
-        ``adapters`` are LoRA adapters by the names that requests use. ``settings`` are any other
-        settings of ``worker.engine`` (docs/configuration.md), such as ``dtype``, ``device``,
-        ``num_threads`` or ``kv_cache_bytes``; ``config`` has them all instead. Raises
-        ModelNotFoundError, ModelSourceError, CheckpointError, ConfigError, AdapterError or
+        Args:
+            model: A folder in Hugging Face layout, a name in the catalogue, an address in an object
+                store, or a hub id.
+            tensor_parallel: Number of ranks that share each layer.
+            quantization: ``int8``, ``fp8`` or ``int4``, to which wide weights are rounded. None:
+                as in the catalogue, else as the checkpoint is.
+            adapters: LoRA adapters, by the names that requests use.
+            catalogue: The catalogue in which ``model`` is looked up.
+            config: All settings of ``worker.engine``, in place of ``settings``.
+            **settings: Other settings of ``worker.engine`` (docs/configuration.md), such as
+                ``dtype``, ``device``, ``num_threads`` or ``kv_cache_bytes``.
+
+        Raises ModelNotFoundError, ModelSourceError, CheckpointError, ConfigError, AdapterError or
         ParameterError.
         """
         if tensor_parallel != 1:
@@ -91,10 +98,10 @@ class LLM:
         if config is None:
             config = engine_settings(settings)
         elif settings:
-            raise ConfigError(f"config has all settings: leave {next(iter(settings))} out.")
+            raise ConfigError(f"config has all settings; leave {next(iter(settings))} out.")
         served = model if isinstance(model, ServedModel) else load_served(model, catalogue)
         config = served.entry.described(config)
-        # Before anything imports torch: it reads its thread settings once.
+        # This must precede the import of torch, which reads its thread settings once.
         configure_threads(config, shared=False)
         self._served = served
         sources = {name: absolute_source(str(at)) for name, at in (adapters or {}).items()}
@@ -117,13 +124,19 @@ class LLM:
         *,
         adapter: AdapterNames = None,
     ) -> list[GenerationOutput]:
-        """Continue each of the prompts: texts or lists of token ids, several or one.
+        """Continue each of the prompts.
 
-        ``sampling_params`` and ``adapter`` are for all prompts, or a list with one for each. A
-        field that is left out is neutral in SamplingParams, and as the model recommends
-        (``generation_config.json``) in SamplingOptions and without any. Returns an output for each
-        prompt, in their order. Raises ParameterError, ContextLengthError, RequestFailedError or
-        EngineClosedError.
+        Args:
+            prompts: One or several texts or lists of token ids.
+            sampling_params: Parameters for all prompts, or a list with one entry for each. A
+                missing field is neutral in SamplingParams; in SamplingOptions and without any
+                parameters it is as the model recommends (``generation_config.json``).
+            adapter: Name of the adapter for all prompts, or a list with one for each.
+
+        Returns:
+            One output for each prompt, in their order.
+
+        Raises ParameterError, ContextLengthError, RequestFailedError or EngineClosedError.
         """
         return self._outputs(self._requests.completions(prompts, sampling_params, adapter))
 
@@ -134,8 +147,10 @@ class LLM:
         *,
         adapter: AdapterNames = None,
     ) -> Generator[GenerationDelta, None, None]:
-        """Continue the prompts as ``generate`` does, and yield what each step adds. Leaving the
-        iteration cancels the rest."""
+        """Continue the prompts as ``generate`` does, and yield the new tokens of each step.
+
+        Leaving the iteration cancels the other requests.
+        """
         return self._deltas(self._requests.completions(prompts, sampling_params, adapter))
 
     def chat(
@@ -146,8 +161,10 @@ class LLM:
         adapter: AdapterNames = None,
         **options: Unpack[ChatOptions],
     ) -> list[GenerationOutput]:
-        """Answer each of the conversations, several or one, by the model's chat template. Messages
-        are as in OpenAI's API; otherwise as ``generate``."""
+        """Answer one or several conversations, by the model's chat template.
+
+        Messages are as in OpenAI's API. Everything else is as in ``generate``.
+        """
         return self._outputs(self._requests.chats(messages, sampling_params, adapter, options))
 
     def stream_chat(
@@ -158,8 +175,10 @@ class LLM:
         adapter: AdapterNames = None,
         **options: Unpack[ChatOptions],
     ) -> Generator[GenerationDelta, None, None]:
-        """Answer the conversations as ``chat`` does, and yield what each step adds. Leaving the
-        iteration cancels the rest."""
+        """Answer the conversations as ``chat`` does, and yield the new tokens of each step.
+
+        Leaving the iteration cancels the other requests.
+        """
         return self._deltas(self._requests.chats(messages, sampling_params, adapter, options))
 
     def embed(
@@ -170,12 +189,19 @@ class LLM:
         normalize: bool | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[EmbeddingOutput]:
-        """Embed each of the texts, several or one.
+        """Embed one or several texts.
 
-        ``pooling`` ("last" or "mean") and ``normalize`` (scale to length 1) are by default what the
-        catalogue or the checkpoint says, else the mean, scaled. The last ``truncate_prompt_tokens``
-        of a text are kept (-1: as many as fit). Raises ParameterError for a model that makes no
-        embeddings, ContextLengthError, RequestFailedError or EngineClosedError.
+        Args:
+            texts: The texts, or lists of token ids.
+            pooling: "last" or "mean". Default: as the catalogue or the checkpoint says, else the
+                mean.
+            normalize: Scale to length 1. Default: as the catalogue or the checkpoint says, else
+                True.
+            truncate_prompt_tokens: Keep only the last tokens of a text, this many; -1: as many as
+                fit.
+
+        Raises ParameterError for a model without embeddings, ContextLengthError, RequestFailedError
+        or EngineClosedError.
         """
         prompts = [prompt_fields(text) for text in listed_prompts("texts", texts)]
         defaults = self._served.embedding_defaults
@@ -195,8 +221,11 @@ class LLM:
     def classify(
         self, texts: Prompts, *, truncate_prompt_tokens: int | None = None
     ) -> list[ClassificationOutput]:
-        """Tell the label of each of the texts, several or one. Raises ParameterError for a model
-        without a classification head; otherwise as ``embed``."""
+        """Classify one or several texts: return the label of each.
+
+        Raises ParameterError for a model without a classification head. Everything else is as in
+        ``embed``.
+        """
         prompts = [prompt_fields(text) for text in listed_prompts("texts", texts)]
         answers = self._answers(
             self._requests.pooled("texts", prompts, Pooling.CLASSIFY, truncate_prompt_tokens)
@@ -220,10 +249,11 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoreOutput]:
-        """Score each of the documents for the query, or for the query at the same position.
+        """Score each document for the query, or for the query at the same position.
 
-        A cross-encoder reads each pair; of another model the embeddings are compared by their
-        cosine. Raises ParameterError for a model that tells several labels; otherwise as ``embed``.
+        A cross-encoder reads each pair. For another model, a score is the cosine of two embeddings.
+        Raises ParameterError for a model that classifies into several labels. Everything else is as
+        in ``embed``.
         """
         second = listed_texts("documents", documents)
         first = listed_texts("queries", queries)
@@ -239,8 +269,8 @@ class LLM:
         if not head.scores_pairs:
             raise ParameterError(
                 "queries",
-                f"The model {self._served.entry.name} tells {len(head.labels)} labels of a text, "
-                "not how relevant it is to another: use classify.",
+                f"The model {self._served.entry.name} classifies texts into {len(head.labels)} "
+                "labels and cannot score pairs; use classify.",
             )
         many = first * len(second) if len(first) == 1 else first
         pairs = [
@@ -259,24 +289,23 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return self._served.tokenizer
 
     @property
     def served(self) -> ServedModel:
-        """Everything about the model but its weights."""
+        """Description of the model: everything but its weights."""
         return self._served
 
     @property
     def engine(self) -> Engine:
-        """The engine below: ``add``, ``step``, ``cancel``. Raises EngineClosedError."""
+        """Engine below, with ``add``, ``step`` and ``cancel``. Raises EngineClosedError."""
         if self._engine is None:
             raise EngineClosedError
         return self._engine
 
     @property
     def num_tokens(self) -> int:
-        """Tokens made so far."""
+        """Number of tokens made so far."""
         return self._batch.num_tokens
 
     def stats(self) -> EngineStats:
@@ -288,19 +317,21 @@ class LLM:
         return self._batch.summary(num_refused)
 
     def run(self, requests: Iterable[OfflineRequest]) -> Iterator[Generated]:
-        """Yield the answers to prepared requests, each as it ends. Ids must differ."""
+        """Yield the answers to prepared requests, each when it ends. Ids must differ."""
         self.engine  # noqa: B018 (raises at once, not with the first answer)
         return self._batch.run(requests)
 
     def close(self) -> None:
-        """Free the weights and the KV cache, and end the processes of other ranks. Later calls
-        raise EngineClosedError, and so do streams that are open."""
+        """Free the weights and the KV cache, and end the processes of other ranks.
+
+        Later calls raise EngineClosedError, and so do open streams.
+        """
         if self._engine is None:
             return
         self._batch.close()
         self._engine.close()
         self._engine = None
-        # Threads and memory end with the objects, some of which are in circles.
+        # Threads and memory are freed with their objects, some of which are in reference cycles.
         gc.collect()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available():
@@ -316,7 +347,7 @@ class LLM:
         return [generation_output(answer) for answer in self._answers(requests)]
 
     def _answers(self, requests: Sequence[OfflineRequest]) -> list[Generated]:
-        """The answers in the order of the requests. Raises RequestFailedError."""
+        """Return the answers in the order of the requests. Raises RequestFailedError."""
         by_id = {answer.request.id: answer for answer in self.run(requests)}
         answers = [by_id[request.id] for request in requests]
         if any(answer.error is not None for answer in answers):

@@ -1,4 +1,4 @@
-"""How a process that computes imports torch: without what an engine has no use for."""
+"""Import of torch for a process that computes, without the parts that an engine does not use."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 from types import ModuleType
 from typing import Any
 
-# Torch's operators once more, in Python, for tensors without memory.
+# Second definitions of torch's operators, in Python, for tensors without memory.
 _LATER = "torch._meta_registrations"
 
 
 class _Later(ModuleType):
-    """Stands for a module until something of it is asked for."""
+    """Placeholder of a module, which is imported when an attribute is first used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -25,20 +25,20 @@ class _Later(ModuleType):
 
 
 def import_torch() -> None:
-    """Import torch, in two thirds of the time that it takes otherwise.
+    """Import torch in two thirds of the usual time.
 
-    For the processes of engines and ranks, which have their tensors on real devices and compile
-    nothing with torch: without ``torch._meta_registrations``, operators of the ``meta`` device are
-    missing. The settings of its threads have to be in the environment. If torch is there already,
-    it stays as it is.
+    For processes of engines and ranks, which have their tensors on real devices and compile nothing
+    with torch. ``torch._meta_registrations`` is not imported, so operators of the ``meta`` device
+    are missing. The settings of torch's threads must be in the environment before. If torch is
+    imported already, nothing changes.
     """
     if "torch" in sys.modules:
         return
-    # It would read the entry points of all distributions, for devices that no engine computes on.
+    # torch would read the entry points of all distributions, for devices that no engine uses.
     os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     sys.modules.setdefault(_LATER, _Later(_LATER))
-    # All that it makes stays: looking for garbage among it takes a tenth of the time, and as much
-    # again while the rest of an engine is imported.
+    # All objects made by the import stay. Garbage collection would take a tenth of its time, and as
+    # much again while the rest of an engine is imported.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The engine's nouns at its edge: what goes in, what comes out. They cross a process boundary."""
+"""Types at the engine's edge: requests, outputs and statistics. They cross a process boundary."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ from millrace.schemas.transfer import KvSource
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to continue.
+    """Request to the engine: a prompt to continue, or to embed.
 
-    ``output_token_ids`` were delivered before: they are prefilled behind the prompt, and the next
-    token has index ``len(output_token_ids)``; they count towards ``sampling.max_tokens``. A higher
-    ``priority`` is admitted earlier and preempted later; among equals the earlier request wins.
-    ``sampling.seed`` None lets the engine draw one. ``sampling.n`` completions are made of it, its
-    choices; ``output_token_ids`` are taken for one choice only, and not for a beam search. Blocks
-    of the KV cache are shared between requests of the same ``cache_salt``. With ``pooling`` it asks
-    for the prompt's embedding, or the numbers of its labels, instead of tokens. Whoever added a
-    ``watched`` one may end it at any of its tokens. One with an ``adapter`` waits until that is
-    loaded, while others go on; ``cache_salt`` says which one, too. ``prediction_token_ids`` are
-    what its completions may be, for the most part: they change no token, and may save time.
-    ``kv_source`` has the leading blocks of its tokens: those that are not here are pulled from
-    there before it is admitted, if that is predicted to be faster than to compute them. One that
-    ``warms`` ends then, without a token: another will go on from there. Grammars of a ``tenant``
-    are compiled within its share of the time.
+    Attributes:
+        output_token_ids: Tokens that were delivered before. They are prefilled after the prompt,
+            and the next token has index ``len(output_token_ids)``. They count towards
+            ``sampling.max_tokens``. Allowed for one choice only, and not for a beam search.
+        sampling: ``n`` completions, the request's choices, are made. ``seed`` None: the engine
+            draws one.
+        priority: Requests of a higher priority are admitted earlier and preempted later; among
+            equals the earlier request is first.
+        cache_salt: Requests of the same salt share blocks of the KV cache. It names the adapter,
+            too.
+        pooling: If set, the request returns the prompt's embedding, or the numbers of its labels,
+            instead of tokens.
+        watched: The client may end the request at any of its tokens.
+        adapter: The request waits until the adapter is loaded, while others run.
+        prediction_token_ids: Expected completion. It changes no token, and may save time.
+        kv_source: Worker with the leading blocks of the request's tokens. Missing blocks are pulled
+            from there before admission, if that is predicted to be faster than computing them.
+        warms: The request ends, without a token, once the blocks are pulled; another request will
+            continue from there.
+        tenant: Grammars are compiled within this tenant's share of the time.
     """
 
     request_id: str
@@ -50,28 +56,37 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step made for one choice of a request.
+    """Output of one step for one choice of a request.
 
-    ``token_ids`` are new ones only, the stop token included. ``prompt_logprobs``, if asked for,
-    come once, with the first token of choice 0: one entry a token of the prompt, None for its
-    first. ``started`` is true in the first output of a choice, which comes when it is admitted
-    into the batch; it also says for how long it waited in the engine before that, ``queued_s``,
-    and how many tokens of the prompt were found
-    in the KV cache, ``num_cached_tokens``, ``num_pulled_tokens`` of which came from another
-    worker's for this request, the last of them ``pulled_s`` after the engine got it. The last
-    output of a choice has either ``finish_reason`` or ``error`` as (code, message),
-    ``num_preemptions``, and ``device_us``, what the choice took of the device; ``owes``: a step
-    that it had a part in is not over yet, so a ``DeviceTime`` follows. A request is over when each
-    of its choices 0 … n - 1 has had its last output, or with one error of choice 0 if it was
-    refused; a cancelled request has no last output, only a ``DeviceTime``. The choices of a beam
-    search have one output each, all of them with the same step, the best first, with all tokens and
-    their ``cumulative_logprob``; an output without anything says before that that it has chosen its
-    first tokens, and what it took of the device is that of choice 0. ``embedding`` ([hidden_size],
-    in float32, as pooled: scaling it to length 1 is the caller's; [num_labels] before any
-    activation, for ``CLASSIFY``) comes in the last output of a request with ``pooling``, which
-    makes no tokens. ``resampled``: from here on other tokens are drawn than the seed would have
-    given. ``num_proposed_tokens`` were computed beside these, in case they should be the next, of
-    which ``num_accepted_tokens`` were.
+    A request is over when each of its choices 0 … n - 1 has had its last output, or with one error
+    of choice 0 if it was refused. A cancelled request has no last output, only a ``DeviceTime``.
+    The choices of a beam search have one output each, all in the same step, the best first, with
+    all tokens and their ``cumulative_logprob``. Before that, an empty output reports that the
+    search has chosen its first tokens. Its device time is that of choice 0.
+
+    Attributes:
+        token_ids: New tokens only, the stop token included.
+        prompt_logprobs: Sent once if asked for, with the first token of choice 0: one entry for
+            each token of the prompt, None for the first.
+        started: True in the first output of a choice, which is sent when it is admitted into the
+            batch.
+        queued_s: In the first output, seconds that the choice waited in the engine before
+            admission.
+        num_cached_tokens: In the first output, tokens of the prompt that were found in the KV
+            cache.
+        num_pulled_tokens: Tokens of these that were pulled from another worker for this request.
+        pulled_s: Seconds from the request's arrival at the engine to that of the last pulled block.
+        finish_reason: Set in the last output of a choice, unless ``error`` is.
+        error: (code, message), in the last output of a choice that failed.
+        num_preemptions: In the last output, how often the choice was preempted.
+        device_us: In the last output, the device time of the choice in microseconds.
+        owes: True if a step of the choice is still in flight, so that a ``DeviceTime`` follows.
+        embedding: In the last output of a request with ``pooling``, which makes no tokens.
+            [hidden_size] in float32, as pooled; the caller scales it to length 1. For ``CLASSIFY``,
+            [num_labels] before any activation.
+        resampled: From here on other tokens are drawn than the seed would have given.
+        num_proposed_tokens: Tokens that were computed as candidates for the next ones.
+        num_accepted_tokens: Tokens of these that were accepted.
     """
 
     request_id: str
@@ -101,8 +116,10 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class DeviceTime(msgspec.Struct, frozen=True, array_like=True):
-    """What a choice of a request has taken of the device so far, in all. With ``over`` that is the
-    last word: it was cancelled, or it owed this since its last output."""
+    """Total device time of a choice of a request so far.
+
+    With ``over`` it is final: the request was cancelled, or its last output had ``owes``.
+    """
 
     request_id: str
     choice: int
@@ -111,11 +128,11 @@ class DeviceTime(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came into the prefix cache and what left it, as the first ``REPORTED_BYTES`` of keys
-    (``schemas.prefix``), one behind the other.
+    """Changes of the prefix cache: concatenated prefixes of keys, ``REPORTED_BYTES`` each
+    (``schemas.prefix``).
 
-    ``added`` also names keys that were there before and were used again; the most recently used
-    come last. With ``whole`` it is all there is.
+    ``added`` also has keys that were there before and were used again; the most recently used are
+    last. With ``whole``, ``added`` is the whole contents.
     """
 
     added: bytes = b""
@@ -124,9 +141,15 @@ class PrefixChanges(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class RunnerFigures(NamedTuple):
-    """Counters of a runner since its start: how often rank 0 of a group met the other ranks, with
-    how many bytes, and for how long it waited for them; and how often each expert of a mixture was
-    chosen for a row, over all layers that rank 0 has."""
+    """Counters of a runner since its start.
+
+    Attributes:
+        num_exchanges: Exchanges of rank 0 of a group with the other ranks.
+        num_exchanged_bytes: Bytes of these exchanges.
+        exchange_wait_s: Seconds that rank 0 waited for the other ranks.
+        expert_choices: How often each expert of a mixture was chosen for a row, over all layers of
+            rank 0.
+    """
 
     num_exchanges: int = 0
     num_exchanged_bytes: int = 0
@@ -135,40 +158,56 @@ class RunnerFigures(NamedTuple):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges, and counters since the start.
+    """Gauges of an engine, and counters since its start.
 
-    ``outstanding_tokens`` is the work left if nothing stops early: for every live request, the
-    tokens of prompt and longest completion whose keys and values are not computed yet;
-    ``outstanding_prompt_tokens`` of them are known, and will be prefilled unless they are found in
-    the cache; those that are on their way from other workers, a disk or an object store are not
-    among these, but ``outstanding_pull_tokens``. ``prefill_tokens_per_s`` and ``decode_step_ms``
-    are those of the last steps (0: nothing was measured yet).
-    ``max_num_sequences`` can run at a time.
-    ``prefill_tokens`` and ``decode_tokens`` count computed tokens; recomputation after a
-    preemption counts as prefill. Of ``proposed_tokens`` that were computed besides, in case they
-    should be the next, ``accepted_tokens`` were, and count as decoded. ``busy_s`` is the time
-    during which a step that runs the model was under way, from its launch until what it made was
-    handed over; ``charged_s`` of it has been shared among the requests.
+    Attributes:
+        max_num_sequences: Maximum of sequences that run at a time.
+        num_free_blocks: Blocks that can be allocated, idle ones included.
+        num_idle_blocks: Free blocks that are cached.
+        prefill_tokens, decode_tokens: Computed tokens. Recomputation after a preemption counts as
+            prefill.
+        proposed_tokens: Tokens that were computed as candidates for the next ones.
+        accepted_tokens: Proposed tokens that were accepted; they count as decoded.
+        busy_s: Time during which a step that runs the model was under way, from its launch until
+            its results were handed over.
+        charged_s: The part of ``busy_s`` that was charged to requests.
+        outstanding_tokens: Work left if nothing stops early: for every live request, the tokens of
+            prompt and longest completion whose keys and values are not computed yet.
+        outstanding_prompt_tokens: The known tokens among these, which will be prefilled unless they
+            are found in the cache. Tokens on their way from other workers, a disk or an object
+            store are not included.
+        outstanding_pull_tokens: Tokens on their way from other workers, a disk or an object store.
+        prefill_tokens_per_s, decode_step_ms: Speed of the last steps; 0 before the first
+            measurement.
+        prefix_query_tokens: Tokens that admitted sequences looked up in the prefix cache.
+        prefix_hit_tokens: Tokens that were found, on the device or in another tier.
+        host_hit_tokens: Tokens found in host memory.
+        disk_hit_tokens, object_hit_tokens, peer_hit_tokens: Tokens that came from a disk, an object
+            store or another worker.
+        num_evicted_blocks: Cached blocks that were evicted for their memory.
+        num_host_blocks, num_used_host_blocks: Capacity of host memory, and blocks in use.
+        num_offloaded_blocks, num_reloaded_blocks: Blocks copied to host memory and back.
+        num_swaps: Preemptions that kept their work in host memory.
+        num_disk_blocks, num_used_disk_blocks: Capacity of the file on disk, and blocks in use.
+        num_written_blocks, num_read_blocks, num_unreadable_blocks: Blocks written to disk, read
+            from it, and that could not be read.
+        num_object_written_blocks, num_object_read_blocks: Blocks written to and read from an object
+            store.
+        num_absent_objects: Objects that the store did not have.
+        num_object_failures: Requests to the store that failed or returned other contents.
+        num_object_dropped_blocks: Blocks not written to the store after a failure or for lack of
+            time.
+        is_object_store_left_alone: True while the store is not used after a failure.
+        num_pulled_blocks, num_pulled_bytes: Blocks pulled from other workers' engines, and their
+            bytes.
+        num_failed_pulls: Pulls that failed, whose tokens were computed instead.
+        num_served_blocks: Blocks sent to other workers' engines.
+        adapters: Loaded adapters, in the ``max_adapters`` slots.
+        adapter_load_ms: Load time of the last adapters, as an EWMA.
+        num_adapter_loads: Loads of adapters.
+        num_adapter_evictions: Adapters evicted for others.
 
-    Free blocks are those that can be allocated; ``num_idle_blocks`` of them are cached. Of
-    ``prefix_query_tokens`` that admitted sequences looked for in the cache, ``prefix_hit_tokens``
-    were there: ``host_hit_tokens`` in host memory, ``disk_hit_tokens``, ``object_hit_tokens`` and
-    ``peer_hit_tokens`` came from a disk, an object store or another worker for them, the others
-    were on the device; ``num_evicted_blocks`` were cached until their memory was needed. Of
-    ``num_host_blocks`` that fit host memory, ``num_used_host_blocks`` are in use;
-    ``num_offloaded_blocks`` were copied there, ``num_reloaded_blocks`` back, and ``num_swaps`` of
-    the preemptions kept their work so. Of ``num_disk_blocks`` that fit the file on disk,
-    ``num_used_disk_blocks`` are in use; ``num_written_blocks`` were put there, ``num_read_blocks``
-    came back and ``num_unreadable_blocks`` did not. In an object store
-    ``num_object_written_blocks`` were put, and ``num_object_read_blocks`` came from it;
-    ``num_absent_objects`` times there was nothing, ``num_object_failures`` times a request failed
-    or brought something else, ``num_object_dropped_blocks`` were not written for that or for want
-    of time, and it is left alone for a while after it failed. From other workers' engines
-    ``num_pulled_blocks`` came, in ``num_pulled_bytes``, ``num_failed_pulls`` times what was asked
-    for did not and was computed, and ``num_served_blocks`` went to them. ``adapters`` are in the
-    ``max_adapters`` slots, and the last that were loaded took ``adapter_load_ms`` each;
-    ``num_adapter_loads`` were, and ``num_adapter_evictions`` made room for others.
-    ``num_exchanges`` and what follows are ``RunnerFigures``.
+    The last fields are those of ``RunnerFigures``.
     """
 
     max_num_sequences: int = 0
@@ -232,7 +271,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NonFiniteLogitsError(MillraceError, code="non_finite_logits"):
-    """The model computed NaN or infinite logits for this sequence."""
+    """Error of a sequence for which the model computed NaN or infinite logits."""
 
     def __init__(self, token_index: int) -> None:
         super().__init__(
@@ -243,7 +282,7 @@ class NonFiniteLogitsError(MillraceError, code="non_finite_logits"):
 
 
 class NonFiniteEmbeddingError(MillraceError, code="non_finite_embedding"):
-    """The model computed NaN or infinite hidden states for this sequence."""
+    """Error of a sequence for which the model computed NaN or infinite hidden states."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -253,7 +292,7 @@ class NonFiniteEmbeddingError(MillraceError, code="non_finite_embedding"):
 
 
 class DeviceLostError(BaseException):
-    """The device has failed, and nothing that this process asks of it will be done any more.
+    """Failure of the device, after which it completes no more work of this process.
 
-    No error of one request: it ends the process, in whose place another one is started.
+    It is no error of one request: it ends the process, and another process takes its place.
     """

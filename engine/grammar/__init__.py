@@ -1,2 +1,4 @@
-"""Grammars: compiled, followed, and turned into masks of tokens. Called by ``engine``, ``executor``
-and ``output_processor``; imports ``sequence`` and the registry."""
+"""Grammars: compiled, followed, and turned into token masks.
+
+Called by ``engine``, ``executor`` and ``output_processor``; imports ``sequence`` and the registry.
+"""

@@ -1,4 +1,4 @@
-"""Grammars of waiting sequences, compiled by threads of their own and kept for the next ones."""
+"""Compiler of the grammars of waiting sequences, on threads of its own, with a cache."""
 
 from __future__ import annotations
 
@@ -25,29 +25,35 @@ _log = logging.getLogger(__name__)
 
 
 class Settled(NamedTuple):
-    """A request that is over before its first step here: its grammar cannot be followed
-    (``error``), or the tokens delivered before had come to the grammar's end already."""
+    """Request that ends before its first step here.
+
+    Its grammar cannot be followed (``error``), or the tokens delivered before were already
+    complete.
+    """
 
     sequence: Sequence
     error: GrammarError | None
 
 
 class _Kept(NamedTuple):
-    """A grammar's matcher at its start, or why there is none; ``tenant`` was the first to ask."""
+    """Cache entry: a grammar's matcher at its start, or the error.
+
+    ``tenant`` requested it first.
+    """
 
     tenant: str
     start: Future[Matcher]
 
 
 class GrammarCompiler:
-    """Gives each sequence a matcher of its own, and then calls it ready.
+    """Compiler that gives each sequence a matcher of its own, and then makes it ready.
 
     ``compile_grammar`` makes a matcher at the start of a grammar, or raises GrammarError. It is
-    called once for each grammar that is not among the
-    ``MAX_CACHED_GRAMMARS`` in the cache, which also has refusals. It runs on ``num_helpers``
-    threads, whose time tenants share; a cached grammar waits for none of them. When the cache is
-    full, the tenant with the most grammars loses its least recently used one. ``on_settled`` is
-    called on one of these threads when sequences are ready or over.
+    called once for each grammar that is not in the cache. The cache holds ``MAX_CACHED_GRAMMARS``
+    grammars, rejected ones included. When it is full, the tenant with the most grammars loses its
+    least recently used one. Compilation runs on ``num_helpers`` threads, whose time tenants share;
+    a cached grammar does not wait for them. ``on_settled`` is called on one of these threads when
+    sequences are ready or over.
     """
 
     def __init__(
@@ -67,9 +73,9 @@ class GrammarCompiler:
         self._settled: collections.deque[Settled] = collections.deque()
 
     def submit(self, choices: Rows[Sequence]) -> None:
-        """Have the matchers of a request's choices made; until then none of them is ready.
+        """Make the matchers of a request's choices, which are not ready until then.
 
-        For a grammar that is there already this is done on return.
+        If the grammar is in the cache, this is done on return.
         """
         request = choices[0].request
         start = self._known(request.sampling)
@@ -85,11 +91,14 @@ class GrammarCompiler:
             self._quick.submit(task)
 
     def run_soon(self, task: Callable[[], None]) -> None:
-        """Run another task of grammars on the thread that compiles nothing."""
+        """Run another task of grammars on the thread that does not compile."""
         self._quick.submit(task)
 
     def pop_settled(self) -> list[Settled]:
-        """Those that are over, each once, by their first choice; cancelled ones may be there."""
+        """Return the requests that are over, by their first choice, each once.
+
+        Cancelled ones may be among them.
+        """
         settled = []
         while self._settled:
             settled.append(self._settled.popleft())
@@ -117,7 +126,7 @@ class GrammarCompiler:
         self._on_settled()
 
     def _begin(self, request: EngineRequest) -> Matcher | ReasoningMatcher:
-        """A matcher at the start of what the request's sampling parameters ask for."""
+        """Make a matcher at the start, for the request's sampling parameters."""
         sampling, grammar = request.sampling, request.sampling.grammar
         inner = None if grammar is None else self._start_of(grammar, request.tenant).copy()
         if inner is not None and sampling.reasoning is None:
@@ -125,7 +134,7 @@ class GrammarCompiler:
         return self._with_reasoning(inner, sampling)
 
     def _known(self, sampling: SamplingParams) -> Matcher | None:
-        """The compiled grammar, if it is there and good, and all that is asked for."""
+        """Return the cached matcher if it has compiled and the request needs nothing else."""
         grammar = sampling.grammar
         if grammar is None or sampling.reasoning is not None:
             return None
@@ -137,7 +146,7 @@ class GrammarCompiler:
             return known.start.result()
 
     def _must_compile(self, grammar: Grammar | None) -> bool:
-        """Whether there is a grammar whose compilation has not ended."""
+        """Return whether there is a grammar whose compilation has not ended."""
         if grammar is None:
             return False
         with self._lock:
@@ -145,7 +154,7 @@ class GrammarCompiler:
             return known is None or not known.start.done()
 
     def _start_of(self, grammar: Grammar, tenant: str) -> Matcher:
-        """The compiled grammar; the first request for it compiles it, the others wait."""
+        """Return the compiled grammar. The first request for it compiles it; the others wait."""
         with self._lock:
             known = self._cache.get(grammar)
             if known is None:
@@ -169,7 +178,7 @@ class GrammarCompiler:
         return _result(future)
 
     def _make_room(self) -> None:
-        """Forget the grammar that was used least recently, of those of the tenant with the most."""
+        """Evict the least recently used grammar of the tenant with the most grammars."""
         ((tenant, _),) = collections.Counter(k.tenant for k in self._cache.values()).most_common(1)
         del self._cache[next(g for g, kept in self._cache.items() if kept.tenant == tenant)]
 
@@ -177,7 +186,7 @@ class GrammarCompiler:
 def _give_matchers(choices: Rows[Sequence], start: Matcher | ReasoningMatcher) -> None:
     for sequence in choices:
         sequence.matcher = start.copy()
-    # The first is what the planner waits for; the others start from it.
+    # The planner waits for the first; the others start from it.
     for sequence in reversed(choices):
         sequence.ready = True
 
@@ -185,6 +194,6 @@ def _give_matchers(choices: Rows[Sequence], start: Matcher | ReasoningMatcher) -
 def _result(future: Future[Matcher]) -> Matcher:
     error = future.exception()
     if isinstance(error, GrammarError):
-        # A fresh one: a raised exception collects the frames that it passes.
+        # A new error each time, since a raised exception collects the frames that it passes.
         raise GrammarError(error.message)
     return future.result()

@@ -1,4 +1,4 @@
-"""The engine's view of grammars: made ready before a sequence runs, masks while it does."""
+"""Grammars of an engine: compiled before a sequence runs, and masks while it runs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.errors import GrammarError, MillraceError
 from millrace.schemas.sampling import Grammar
 
-# A library of so many tokens is built in some 0.1 s; one of 150,000 takes 0.7 s.
+# A library for this many tokens is built in about 0.1 s; one for 150,000 takes 0.7 s.
 _MAX_LAZY_VOCAB = 24_000
 
 _log = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Everything that an engine does about grammars; nothing of it for sequences without one.
+    """Compiled grammars and masks of an engine, for its sequences with a grammar.
 
     ``tokenizer`` is called at most once, on another thread. ``on_settled`` is called on another
-    thread when sequences have become ready or are over. ``num_helpers`` grammars are compiled at a
-    time. With several ``num_stages`` of a pipeline
-    the next step begins before this one is sampled, so that masks are made only then.
+    thread when sequences have become ready or are over. At most ``num_helpers`` grammars are
+    compiled at a time. With several ``num_stages`` of a pipeline, the next step begins before this
+    one is sampled, so masks are made only when it is sampled.
     """
 
     def __init__(
@@ -57,23 +57,28 @@ class Grammars:
         self._begins_early = num_stages == 1
 
     def prepare(self) -> None:
-        """Build what all grammars share in the background, if the vocabulary is so large that
-        building it for the first grammar would be felt: Python stands still for most of it."""
+        """Build the shared library in the background if the vocabulary is large.
+
+        Otherwise the first grammar would delay other work: Python is blocked for most of the build.
+        """
         if self._vocab_size > _MAX_LAZY_VOCAB:
             self._compiler.run_soon(self._build_quietly)
 
     def submit(self, choices: Rows[Sequence]) -> None:
-        """Have the choices of a request made ready."""
+        """Make the choices of a request ready."""
         self._compiler.submit(choices)
 
     def pop_settled(self) -> list[Settled]:
-        """Requests that are over before they ran; not those that were cancelled meanwhile."""
+        """Return the requests that are over before they ran, without those cancelled meanwhile."""
         settled = self._compiler.pop_settled()
         return [s for s in settled if s.sequence.state is not SequenceState.FINISHED]
 
     def start_masks(self, plan: Iterable[tuple[Sequence, int]]) -> None:
-        """Start on the masks of what a step will sample, before the model runs. ``plan``: how many
-        tokens are computed of each sequence; choices that begin where it ends are sampled too."""
+        """Start to fill the masks for a step's samples, before the model runs.
+
+        ``plan`` has the number of tokens that are computed of each sequence. Forks that begin where
+        it ends are sampled, too.
+        """
         if self._begins_early:
             self._begin(
                 [
@@ -85,8 +90,12 @@ class Grammars:
             )
 
     def masks(self, sequences: Rows[Sequence], ahead: int = 0) -> torch.Tensor | None:
-        """int32 [len(sequences), ceil(vocab_size / 32)]: the tokens that each may go on with behind
-        ``ahead`` of its proposed ones, or None if any of them may go on with anything."""
+        """Return the masks of the sequences, after ``ahead`` of their proposed tokens.
+
+        Returns:
+            int32 [len(sequences), ceil(vocab_size / 32)]: the allowed tokens. None if every token
+                is allowed for all sequences.
+        """
         if not self._begins_early:
             self._begin([sequence for sequence in sequences if sequence.matcher is not None])
         if not self._begun or self._masks is None:
@@ -103,14 +112,16 @@ class Grammars:
         self._masks.begin(constrained)
 
     def num_ahead(self, sequence: Sequence) -> int:
-        """Behind how many of the proposed tokens of a sequence with a grammar there are ``masks``;
-        to be asked after those of its next token."""
+        """Return after how many of its proposed tokens a sequence with a grammar has ``masks``.
+
+        Call it after ``masks`` for its next token.
+        """
         return 0 if self._masks is None else self._masks.num_ahead(sequence)
 
     def accept(self, sequence: Sequence, token: int) -> bool:
-        """Go on by a sampled token; whether the grammar, if there is one, has come to its end.
+        """Advance the grammar by a sampled token; return whether it is complete.
 
-        Raises GrammarError when it cannot be followed any further.
+        False without a grammar. Raises GrammarError when it cannot be followed any further.
         """
         matcher: Matcher | ReasoningMatcher | None = sequence.matcher
         if matcher is None:
@@ -153,5 +164,5 @@ class Grammars:
 
 @cache
 def _probe(num_helpers: int) -> GrammarProbe:
-    """One for all engines of the process."""
+    """Return the probe that all engines of the process share."""
     return GrammarProbe(num_helpers=num_helpers)

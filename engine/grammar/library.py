@@ -1,4 +1,7 @@
-"""Grammars as llguidance compiles and follows them; nothing else speaks to that library."""
+"""Wrapper of llguidance, which compiles and follows grammars.
+
+Only this module calls that library.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ from millrace.registry.json_schemas.patterns import ends_within_escape
 from millrace.schemas.errors import GrammarError
 from millrace.schemas.sampling import SCHEMA_SETTINGS, TOOL_MARK, Grammar, GrammarKind
 
-if TYPE_CHECKING:  # the helper that tries grammars out is to start quickly
+if TYPE_CHECKING:  # the probe process has to start quickly
     from llguidance._lib import JsonCompileOptions
 
     from millrace.registry.tokenizers.tokenizer import Tokenizer
 
 MAX_MESSAGE_CHARACTERS = 240
-# Compiling goes as deep as the text nests; a text of the longest that is taken fits well.
+# The compiler's recursion grows with the nesting of the text; the longest allowed text fits.
 COMPILE_STACK_BYTES = 64 << 20
 _WORD_BITS = 32
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): (failed to compile JSON schema: )?")
 _PICTURE = re.compile(r"\d+ \||[\^|\s]*$")
-# What the library says to who programs with it, in words for who wrote the grammar.
+# Messages of the library, which are for programmers, reworded for authors of grammars.
 _REWORDED = (
     (
         re.compile(r"oneOf constraints are not supported\. Enable 'coerce_one_of' .*"),
@@ -47,19 +50,20 @@ _REWORDED = (
     ),
 )
 ANY_OBJECT = '{"type": "object"}'
-# At most one between two parts of a document: where more are allowed a model spends its tokens on
+# At most one blank between two parts of a document. If more are allowed, a model wastes tokens on
 # them, or gets stuck.
 JSON_BLANKS = r"\x20"
-# Some 1 to 2 kB each; the library's own bound would let one grammar fill half a gigabyte.
+# Maximum lexer states, of 1 to 2 kB each. With the library's default, one grammar may fill half a
+# gigabyte.
 _MAX_LEXER_STATES = 50_000
-# What the library puts before the bytes of a token that is no text; never in UTF-8.
+# Prefix that the library adds to the bytes of a token that is no text; never in UTF-8.
 _NO_TEXT = b"\xff"
 
 
 class Matcher:
-    """How far one sequence is in its grammar. Used by one thread at a time.
+    """State of one sequence in its grammar. Used by one thread at a time.
 
-    ``must_end``: as of the last mask, nothing but the end may come, whatever the request wants.
+    ``must_end`` is True if the last mask allows only the end, even if the request forbids it.
     """
 
     __slots__ = ("_failure", "_inner", "must_end")
@@ -70,17 +74,17 @@ class Matcher:
         self.must_end = False
 
     def copy(self) -> Matcher:
-        """A matcher that goes on from here by itself."""
+        """Copy the matcher; the copy advances by itself."""
         return Matcher(self._inner.deep_copy())
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow: all that the grammar wants is there."""
+        """True if the grammar is complete and nothing can follow."""
         return self._inner.is_stopped()
 
     @property
     def error(self) -> GrammarError | None:
-        """Why the grammar cannot be followed any further, if so."""
+        """Error if the grammar cannot be followed any further; else None."""
         if self._failure:
             return GrammarError(self._failure)
         if self._inner.is_error():
@@ -90,7 +94,7 @@ class Matcher:
     def fill_mask(self, address: int, num_words: int) -> None:
         """Set the bits of the token ids that may come next: ``num_words`` int32 at ``address``.
 
-        Runs without the interpreter's lock. A failure shows in ``error``.
+        Runs without the interpreter's lock. After a failure ``error`` is set.
         """
         try:
             self._inner.unsafe_compute_mask_ptr(address, num_words * 4)
@@ -98,20 +102,22 @@ class Matcher:
             self._failure = f"The grammar cannot be followed any further: {type(error).__name__}."
 
     def fits(self, token_id: int) -> bool:
-        """Whether the token may come next."""
+        """Return whether the token may come next."""
         return self._inner.validate_tokens([token_id]) == 1
 
     def num_fitting(self, token_ids: Rows[int]) -> int:
-        """How many of the tokens may come next, one behind the other."""
+        """Return how many of the tokens may come next, one after the other."""
         return self._inner.validate_tokens(list(token_ids))
 
     def forced_tokens(self) -> list[int]:
-        """The tokens of the text that has to come next, as far as there is no choice; as the
-        tokenizer cuts it, which the model need not."""
+        """Return the tokens of the text that must come next, as far as there is no choice.
+
+        The text is tokenised by the tokenizer; the model may tokenise it in another way.
+        """
         return self._inner.compute_ff_tokens()
 
     def accept(self, token_ids: Rows[int]) -> None:
-        """Go on by tokens. Raises GrammarError, also for what went wrong before."""
+        """Advance by tokens. Raises GrammarError, also for an earlier failure."""
         self._inner.consume_tokens(list(token_ids))
         error = self.error
         if error is not None:
@@ -119,11 +125,11 @@ class Matcher:
 
 
 class GrammarLibrary:
-    """Compiles grammars for one vocabulary.
+    """Compiler of grammars for one vocabulary.
 
-    Token ids are those of the model, ``vocab_size`` of them: a token that the tokenizer does not
-    have is never allowed. Raises GrammarError for a tokenizer without an end-of-sequence token,
-    which a completion could not end with.
+    It has the model's ``vocab_size`` token ids; a token that the tokenizer does not have is never
+    allowed. Raises GrammarError for a tokenizer without an end-of-sequence token, since a
+    completion could not end.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -139,44 +145,46 @@ class GrammarLibrary:
         self._native = LLTokenizer(TokenizerWrapper(vocabulary), eos_token=eos)
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """A matcher at the grammar's start. Raises GrammarError."""
+        """Make a matcher at the grammar's start. Raises GrammarError."""
         matcher = start(self._native, grammar)
-        # Finds what only shows in use, and is a start for all copies.
+        # The first mask finds errors that appear only in use, and is cached for all copies.
         matcher.compute_bitmask()
         raise_error_of(matcher)
         return Matcher(matcher)
 
 
 def start(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """The library's own matcher at the grammar's start. Raises GrammarError."""
+    """Make the library's own matcher at the grammar's start. Raises GrammarError."""
     limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
     try:
         matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
     except (ValueError, TypeError) as error:
-        raise GrammarError(shortened(_placed(str(error), grammar))) from error
+        raise GrammarError(shortened(_with_place(str(error), grammar))) from error
     if matcher.is_error():
-        raise GrammarError(shortened(_placed(matcher.get_error(), grammar)))
+        raise GrammarError(shortened(_with_place(matcher.get_error(), grammar)))
     return matcher
 
 
-def _placed(message: str, grammar: Grammar) -> str:
-    """The library's message with a place that the author knows: a tool in place of a line of the
-    grammar that was made of all tools, words for a line of the author's own, and none in a grammar
-    that the library made of a regular expression or a schema."""
+def _with_place(message: str, grammar: Grammar) -> str:
+    """Return the library's message with a place that the grammar's author knows.
+
+    In a grammar made of tools, the place is a tool. In an author's own grammar, it is a line and a
+    column. In a grammar that the library made from a regular expression or a schema, there is none.
+    """
     found = _PLACE.match(message)
     if found is None:
         return message
     line, column, in_schema = found.groups()
-    told = message[found.end() :]
+    rest = message[found.end() :]
     if grammar.kind is not GrammarKind.EBNF:
-        return told
+        return rest
     before = grammar.text.splitlines()[: int(line)]
     tools = [one.removeprefix(TOOL_MARK) for one in before if one.startswith(TOOL_MARK)]
     if tools:
-        return f"the parameters of the tool {tools[-1]}: {told}"
+        return f"the parameters of the tool {tools[-1]}: {rest}"
     if in_schema:
-        return f"the schema: {told}"
-    return f"line {line}, column {column}: {told}"
+        return f"the schema: {rest}"
+    return f"line {line}, column {column}: {rest}"
 
 
 def _source(grammar: Grammar) -> str:
@@ -192,8 +200,10 @@ def _source(grammar: Grammar) -> str:
 
 
 def _checked_regex(text: str) -> str:
-    """The text, unless it ends within an escape, which the library leaves out. Raises
-    GrammarError."""
+    """Return the text.
+
+    Raises GrammarError if it ends within an escape, which the library ignores.
+    """
     if ends_within_escape(text):
         raise GrammarError(
             "The grammar cannot be used: the regular expression ends in a lone backslash"
@@ -202,7 +212,10 @@ def _checked_regex(text: str) -> str:
 
 
 def _json_source(text: str) -> str:
-    """Raises GrammarError for a schema that cannot be kept to the letter."""
+    """Make the grammar of a schema.
+
+    Raises GrammarError for a schema that cannot be enforced exactly.
+    """
     try:
         schema = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
@@ -215,7 +228,7 @@ def _json_source(text: str) -> str:
         raise GrammarError(f"The schema cannot be kept: {error}.") from error
     except RecursionError as error:
         raise GrammarError("The schema is nested too deeply.") from error
-    # Whether the schemas of oneOf exclude each other has been looked at.
+    # ``kept_schema`` has checked that the schemas of oneOf exclude each other.
     defaults: JsonCompileOptions = {"coerce_one_of": True}
     if not _is_rigid(schema):
         defaults["whitespace_pattern"] = JSON_BLANKS
@@ -224,32 +237,33 @@ def _json_source(text: str) -> str:
 
 
 def _is_rigid(schema: dict[str, Any]) -> bool:
-    """Whether it says itself that there are no blanks but those of its separators."""
+    """Return whether the schema itself forbids blanks other than those in its separators."""
     settings = schema.get(SCHEMA_SETTINGS)
     return isinstance(settings, dict) and settings.get("whitespace_flexible") is False
 
 
 def raise_error_of(matcher: LLMatcher) -> None:
-    """Raises GrammarError if the matcher is in its state of error."""
+    """Raise GrammarError if the matcher has failed."""
     if matcher.is_error():
         raise GrammarError(shortened(matcher.get_error()))
 
 
 def shortened(message: str) -> str:
-    """The library's message in one line of bounded length, without its pictures of the text."""
+    """Return the library's message in one line of bounded length, without its excerpts of the
+    text."""
     if message.startswith("NoExtension"):
         message = "no text matches it"
     lines = (line.strip() for line in message.split("\n<")[0].splitlines())
     text = " ".join(line for line in lines if not _PICTURE.match(line))
-    for said, words in _REWORDED:
-        text = said.sub(words, text)
+    for pattern, words in _REWORDED:
+        text = pattern.sub(words, text)
     if len(text) > MAX_MESSAGE_CHARACTERS:
         text = text[: MAX_MESSAGE_CHARACTERS - 1] + "…"
     return f"The grammar cannot be used: {text or 'the library does not say why'}"
 
 
 class _Vocabulary:
-    """The tokenizer as the library wants it: each token's bytes, and how a text is cut."""
+    """Vocabulary in the library's interface: each token's bytes, and tokenisation of a text."""
 
     bos_token_id = None
 
@@ -266,10 +280,10 @@ class _Vocabulary:
         self._longest_bytes = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text that the grammar leaves no choice about.
+        """Tokenise a text that the grammar forces.
 
-        As the tokenizer cuts it, if these tokens are that text and no more: some tokenizers begin
-        every text with a blank. Otherwise the longest tokens first.
+        Uses the tokenizer if its tokens are exactly this text; some tokenizers begin every text
+        with a blank. Otherwise takes the longest tokens first.
         """
         data = text.encode()
         tokens, size = self.tokens, len(self.tokens)
@@ -292,7 +306,7 @@ class _Vocabulary:
                     at = end
                     break
             else:
-                # No tokens make this text; what there is of it is as far as it can be forced.
+                # No token continues this text, so only its beginning can be forced.
                 break
         return token_ids
 

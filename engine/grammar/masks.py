@@ -1,4 +1,4 @@
-"""Which tokens a step's grammars allow, found out while the model runs."""
+"""Masks of the tokens that a step's grammars allow, filled while the model runs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _NONE: frozenset[int] = frozenset()
 
 
 class MaskFiller:
-    """Fills the masks of the sequences that a step will sample, on threads of its own.
+    """Filler of the masks of the sequences that a step will sample, on threads of its own.
 
-    ``begin``, then ``take`` once the model has run; in between the sequences' matchers belong to
-    the threads. A mask is int32 [num_words]: bit i % 32 of word i // 32 allows token i. Tokens
-    that a sequence ignores or may not end with yet are not allowed as long as there are others;
-    when there are none the matcher says that it ``must_end``. A sequence has a mask for its next
-    token, and one behind each of its proposed tokens as far as its grammar allows these.
+    Call ``begin``, and ``take`` once the model has run; in between, the sequences' matchers belong
+    to the threads. A mask is int32 [num_words]: bit i % 32 of word i // 32 allows token i. Tokens
+    that a sequence ignores or may not end with yet are forbidden if other tokens are allowed;
+    otherwise the matcher sets ``must_end``. A sequence has a mask for its next token, and one after
+    each of its proposed tokens as long as its grammar allows them.
     """
 
     def __init__(self, num_words: int, eos_token_ids: Rows[int]) -> None:
@@ -45,7 +45,7 @@ class MaskFiller:
         self._pending = _Countdown(0)
 
     def begin(self, sequences: Rows[Sequence]) -> None:
-        """Start on the masks of sequences, all of which have a matcher."""
+        """Start to fill the masks of sequences, all of which have a matcher."""
         self._pending.wait()
         self._rows, self._num_ahead, self._must_end = {}, {}, {}
         num_rows = 0
@@ -53,7 +53,7 @@ class MaskFiller:
             self._rows[sequence] = num_rows
             num_rows += 1 + len(sequence.proposed)
         if len(self._buffer) <= num_rows:
-            # The last row stays as it is: that of sequences without a grammar.
+            # The last row allows everything, for sequences without a grammar.
             shape = num_rows + 1, self._num_words
             self._buffer = torch.full(shape, _ALL, dtype=torch.int32)
         share = max(_ROWS_AT_LEAST, -(-len(sequences) // self._num_threads))
@@ -64,9 +64,14 @@ class MaskFiller:
             self._threads.submit(functools.partial(self._fill, part, pending))
 
     def take(self, sequences: Rows[Sequence], ahead: int = 0) -> torch.Tensor:
-        """The masks [len(sequences), num_words] behind ``ahead`` proposed tokens of each once they
-        are there, valid until the next begin; rows of sequences without a matcher allow everything.
-        Those with one must have been begun, and have that many masks."""
+        """Wait for the masks after ``ahead`` proposed tokens of each sequence.
+
+        Rows of sequences without a matcher allow everything. Sequences with a matcher must have
+        been passed to ``begin``, and have that many masks.
+
+        Returns:
+            [len(sequences), num_words], valid until the next ``begin``.
+        """
         free = len(self._buffer) - 1 - ahead
         rows = [self._rows.get(sequence, free) + ahead for sequence in sequences]
         self._pending.wait()
@@ -76,7 +81,10 @@ class MaskFiller:
         return self._buffer.index_select(0, torch.tensor(rows))
 
     def num_ahead(self, sequence: Sequence) -> int:
-        """Behind how many of its proposed tokens a sequence has masks; known after ``take``."""
+        """Return after how many of its proposed tokens a sequence has masks.
+
+        Known after ``take``.
+        """
         return self._num_ahead.get(sequence, 0)
 
     def _fill(self, sequences: Rows[Sequence], pending: _Countdown) -> None:
@@ -91,15 +99,15 @@ class MaskFiller:
                 if sequence.proposed:
                     self._fill_ahead(sequence, row)
             self._withhold(sequences)
-        except Exception:  # noqa: BLE001 (whatever it is, it ends these sequences only)
-            # Nothing is allowed then, which ends these sequences when they are sampled.
+        except Exception:  # noqa: BLE001 (any error ends these sequences only)
+            # All tokens are forbidden then, which ends these sequences when they are sampled.
             _log.exception("the masks of grammars could not be filled")
             masks.zero_()
         finally:
             pending.count_down()
 
     def _fill_ahead(self, sequence: Sequence, row: int) -> None:
-        """Fill the masks behind the proposed tokens of a sequence, from ``row`` on."""
+        """Fill the masks after the proposed tokens of a sequence, from ``row`` on."""
         matcher: Matcher | ReasoningMatcher = sequence.matcher.copy()
         address, row_bytes = self._buffer.data_ptr(), 4 * self._num_words
         for ahead, token_id in enumerate(sequence.proposed):
@@ -109,7 +117,7 @@ class MaskFiller:
             try:
                 matcher.accept((token_id,))
             except GrammarError:
-                return  # it will be said when the sequence comes there itself
+                return  # the error is raised when the sequence gets there
             if matcher.complete:
                 return
             matcher.fill_mask(address + (row + ahead + 1) * row_bytes, self._num_words)
@@ -118,7 +126,7 @@ class MaskFiller:
             self._num_ahead[sequence] = ahead + 1
 
     def _withhold(self, sequences: Rows[Sequence]) -> None:
-        """Take back the tokens that would end sequences which are not to end yet."""
+        """Forbid tokens that would end a sequence too early, if other tokens are allowed."""
         rows: list[int] = []
         kept: list[torch.Tensor] = []
         for sequence in sequences:
@@ -143,7 +151,7 @@ class MaskFiller:
 
 
 class _Countdown:
-    """An event that is set once it has been counted down."""
+    """Event that is set when its count reaches 0."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -164,7 +172,7 @@ class _Countdown:
 
 @functools.lru_cache(maxsize=64)
 def _without(token_ids: frozenset[int], num_words: int) -> torch.Tensor:
-    """The mask that allows every token but these: int32 [num_words]."""
+    """Return the mask that allows every token except these: int32 [num_words]."""
     words = [_ALL] * num_words
     for token_id in token_ids:
         if token_id >= 32 * num_words:

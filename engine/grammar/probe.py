@@ -1,9 +1,9 @@
-"""Grammars are tried in a process of their own first.
+"""Trial of grammars in a process of their own, before the engine compiles them.
 
-A few lines of grammar can send the library into a recursion that overflows the stack, which ends
-its process, or into a construction that takes hours. Here that ends a fork of a helper, and costs
-the request that brought the grammar; the engine compiles what has passed. The fork's processor time
-is what counts, so that a busy machine refuses nothing that a quiet one takes.
+A few lines of grammar can make the library overflow the stack, which ends its process, or compute
+for hours. A trial in a fork of a helper process only costs the request with that grammar; the
+engine compiles grammars that passed. The limit is the fork's processor time, so that a busy machine
+rejects the same grammars as an idle one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from millrace.runtime.process import python_command, python_environment
 from millrace.schemas.errors import GrammarError
 from millrace.schemas.sampling import Grammar
 
-# Processor time. What comes near it may take as long for a mask, which a step then waits for.
+# Limit of processor time. A grammar near it may need as long for a mask, for which a step waits.
 COMPILE_LIMIT_S = 0.5
 _WAIT_LIMIT_S = 10.0
 _TRIED_STEPS = 16
@@ -43,8 +43,10 @@ _verdict_decoder = msgspec.json.Decoder(str)
 
 
 class _Helper:
-    """One process, which tries one grammar at a time; the first one waits until it has started. It
-    ends when its input is closed."""
+    """Helper process that tries one grammar at a time, once it has started.
+
+    It ends when its input is closed.
+    """
 
     def __init__(self, command: list[str]) -> None:
         self._started = False
@@ -61,8 +63,10 @@ class _Helper:
         return self._process.poll() is None
 
     def verdict(self, grammar: bytes) -> str:
-        """What is wrong with a grammar (as JSON), "" if nothing. Raises GrammarError when it
-        cannot be told: then the process is gone."""
+        """Return what is wrong with a grammar (as JSON), "" if nothing.
+
+        Raises GrammarError if the trial fails; the process has ended then.
+        """
         if not self._started:
             if self._read_line(_START_LIMIT_S) != _READY:
                 self.kill()
@@ -87,11 +91,11 @@ class _Helper:
         self._process.communicate()
 
     def close(self) -> None:
-        """Let the process end by itself."""
+        """Close the process's input, and wait for its end."""
         self._process.communicate()
 
     def _read_line(self, limit_s: float) -> bytes:
-        """A line with its end; nothing once ``limit_s`` has passed or the process has ended."""
+        """Read a line with its end; empty once ``limit_s`` has passed or the process has ended."""
         stdout = self._process.stdout
         assert stdout is not None
         poll = select.poll()
@@ -111,10 +115,10 @@ class _Helper:
 
 
 class GrammarProbe:
-    """Says whether a grammar can be compiled without harm. For several threads at once.
+    """Pool of helper processes that check whether a grammar compiles without harm. Thread-safe.
 
-    Owns its processes: one for each thread that asks at the same time, ``num_helpers`` from the
-    first grammar on, so that later ones wait for no start. They end with this process.
+    It has one process for each concurrent call, and at least ``num_helpers`` from the first grammar
+    on, so that later calls do not wait for a start. The processes end with this one.
     """
 
     def __init__(self, command: list[str] | None = None, *, num_helpers: int = 1) -> None:
@@ -125,7 +129,8 @@ class GrammarProbe:
         self._num_busy = 0
 
     def check(self, grammar: Grammar) -> None:
-        """Raises GrammarError for a grammar that is invalid, crashes the library or takes long."""
+        """Raise GrammarError for a grammar that is invalid, crashes the library or takes too
+        long."""
         try:
             text = _encode(grammar)
         except UnicodeEncodeError as error:
@@ -141,7 +146,7 @@ class GrammarProbe:
             raise GrammarError(problem)
 
     def _take(self) -> _Helper:
-        """A helper for one grammar, of those that started first."""
+        """Take a helper for one grammar, the earliest started first."""
         with self._lock:
             idle = [helper for helper in self._idle if helper.alive]
             while not idle or len(idle) + self._num_busy < self._num_helpers:
@@ -151,7 +156,7 @@ class GrammarProbe:
         return helper
 
     def close(self) -> None:
-        """End the processes that wait for work."""
+        """End the idle processes."""
         with self._lock:
             idle, self._idle = self._idle, []
         for helper in idle:
@@ -159,10 +164,11 @@ class GrammarProbe:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """The helper's side: a grammar a line in, a verdict a line out, until the end of ``requests``.
+    """Serve as a helper: read a grammar per line, write a verdict per line, until ``requests``
+    ends.
 
-    Each grammar is tried in a fork, which it may end. The vocabulary is that of single bytes: all
-    that is tried here is the grammar itself.
+    Each grammar is tried in a fork, which it may end. The vocabulary is that of single bytes, since
+    only the grammar itself is tried.
     """
     tokenizer = LLTokenizer("byte")
     answers.write(_READY)
@@ -178,10 +184,10 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 
 def _answer(tokenizer: LLTokenizer, grammar: bytes, answers: BinaryIO) -> NoReturn:
-    """Say what is wrong with a grammar, and end the process."""
+    """Write what is wrong with a grammar, and end the process."""
     exit_code = 1
     try:
-        # Its default action ends the process also where Python does not get a word in.
+        # The default action of SIGPROF ends the process even while Python cannot run a handler.
         signal.setitimer(signal.ITIMER_PROF, COMPILE_LIMIT_S)
         verdict = ""
         try:
@@ -196,7 +202,7 @@ def _answer(tokenizer: LLTokenizer, grammar: bytes, answers: BinaryIO) -> NoRetu
 
 
 def _try_out(matcher: LLMatcher) -> None:
-    """Follow a grammar for a few bytes, as some fail or take long only then."""
+    """Follow a grammar for a few bytes, since some fail or take long only then."""
     for step in range(_TRIED_STEPS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little") % (1 << _NUM_BYTES)
         if not mask or matcher.is_stopped():
@@ -207,7 +213,7 @@ def _try_out(matcher: LLMatcher) -> None:
 
 
 def main() -> int:
-    """The helper's process."""
+    """Run the helper process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     serve(sys.stdin.buffer, sys.stdout.buffer)
     return 0

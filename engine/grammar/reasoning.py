@@ -1,4 +1,5 @@
-"""A completion that begins with thoughts: free, as long as they may be, until its grammar holds."""
+"""Matcher of a completion that begins with reasoning, which is free text, before its grammar
+applies."""
 
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ _GAPS = ("\n\n", "\n")
 
 
 class ReasoningTokens:
-    """How thoughts are marked, in the tokens of one model.
+    """Marks of reasoning, in the tokens of one model.
 
-    ``start_id`` is the token that begins them, None if it takes several: behind a grammar there are
-    none then, since nobody could tell them from its text. ``closing_ids`` end them, and ``gap_ids``
-    are what may stand before the answer.
+    ``start_id`` is the token that starts reasoning. It is None if the mark has several tokens; then
+    there is no reasoning before a grammar, since the mark could not be told from the grammar's
+    text. ``closing_ids`` end reasoning, and ``gap_ids`` may come before the answer.
     """
 
     def __init__(
@@ -53,16 +54,18 @@ class ReasoningTokens:
 
 
 class _At(Enum):
-    BEFORE = auto()  # it is not known yet whether there are thoughts
+    BEFORE = auto()  # it is not known yet whether there is reasoning
     WITHIN = auto()
-    CLOSING = auto()  # they have been going on for too long
+    CLOSING = auto()  # reasoning has used up its budget
     BEHIND = auto()  # a gap may come
     ANSWER = auto()
 
 
 class ReasoningMatcher:
-    """Follows thoughts of at most ``budget`` tokens, then the grammar of ``inner``; None: there is
-    no limit, or no grammar. Used as a ``Matcher``, which says what its members mean."""
+    """Matcher of at most ``budget`` tokens of reasoning, then the grammar of ``inner``.
+
+    ``budget`` None: no limit. ``inner`` None: no grammar. The interface is that of ``Matcher``.
+    """
 
     __slots__ = (
         "_at",
@@ -89,7 +92,7 @@ class ReasoningMatcher:
             self._enter_thoughts()
 
     def copy(self) -> ReasoningMatcher:
-        """A matcher that goes on from here by itself."""
+        """Copy the matcher; the copy advances by itself."""
         inner = None if self._inner is None else self._inner.copy()
         other = ReasoningMatcher(self._tokens, inner, self._budget)
         for name in ("_at", "_text", "_num_thoughts", "_num_closing", "_failure"):
@@ -98,12 +101,12 @@ class ReasoningMatcher:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing can follow."""
+        """True if nothing can follow."""
         return self._at is _At.ANSWER and self._inner is not None and self._inner.complete
 
     @property
     def error(self) -> GrammarError | None:
-        """Why it cannot be followed any further, if so."""
+        """Error if the completion cannot be followed any further; else None."""
         if self._failure:
             return GrammarError(self._failure)
         return None if self._inner is None else self._inner.error
@@ -118,7 +121,7 @@ class ReasoningMatcher:
         elif inner is None:
             mask[:] = tokens.any_token
         elif self._at is _At.WITHIN:
-            # An end now would be one without an answer.
+            # An end here would leave no answer.
             mask[:] = tokens.going_on
         else:
             inner.fill_mask(address, num_words)
@@ -129,13 +132,16 @@ class ReasoningMatcher:
                     _allow(mask, token_id)
 
     def num_fitting(self, token_ids: Rows[int]) -> int:
-        """How many of the tokens may come next, as far as an answer's grammar says so."""
+        """Return how many of the tokens may come next, one after the other.
+
+        Only an answer's grammar forbids any.
+        """
         if self._at is _At.ANSWER and self._inner is not None:
             return self._inner.num_fitting(token_ids)
         return len(token_ids)
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that have to come next, as far as there is no choice."""
+        """Return the tokens that must come next, as far as there is no choice."""
         if self._at is _At.CLOSING:
             return self._tokens.closing_ids[self._num_closing :]
         if self._at is _At.ANSWER and self._inner is not None:
@@ -143,7 +149,7 @@ class ReasoningMatcher:
         return []
 
     def accept(self, token_ids: Rows[int]) -> None:
-        """Go on by tokens. Raises GrammarError, also for what went wrong before."""
+        """Advance by tokens. Raises GrammarError, also for an earlier failure."""
         for number, token_id in enumerate(token_ids):
             if self._at is _At.ANSWER:
                 self._answer(token_ids[number:])
@@ -195,7 +201,7 @@ class ReasoningMatcher:
         if found >= 0:
             self._at = _At.BEHIND
             if self._inner is not None and text[found + len(tokens.end) :].strip(_BLANKS):
-                self._failure = "The thoughts and the answer came in one token."
+                self._failure = "The end of the thoughts and the answer are in one token."
         elif self._budget is not None and self._num_thoughts >= self._budget:
             self._at, self._num_closing = _At.CLOSING, 0
 
@@ -205,15 +211,17 @@ class ReasoningMatcher:
 
 
 class ReasoningMatchers:
-    """Puts thoughts before what matchers follow; ``library`` raises GrammarError if there can be no
-    grammars."""
+    """Factory of matchers with reasoning.
+
+    ``library`` raises GrammarError if there are no grammars.
+    """
 
     def __init__(self, library: Callable[[], GrammarLibrary]) -> None:
         self._library = library
         self._tokens: dict[ReasoningFormat, ReasoningTokens] = {}
 
     def __call__(self, inner: Matcher | None, sampling: SamplingParams) -> ReasoningMatcher:
-        """``inner`` None: what is thought may be followed by anything. Raises GrammarError."""
+        """Make a matcher of reasoning, then ``inner``; None: any answer. Raises GrammarError."""
         reasoning, library = sampling.reasoning, self._library()
         assert reasoning is not None
         tokens = self._tokens.get(reasoning)

@@ -1,2 +1,5 @@
-"""Blocks of the KV cache: who holds them, who shares them, where they go. Called by the planner,
-``executor`` and ``output_processor``; imports ``sequence``, ``types`` and kernels."""
+"""KV cache blocks: allocation, sharing, and their tiers of memory.
+
+Called by the planner, ``executor`` and ``output_processor``; imports ``sequence``, ``types`` and
+kernels.
+"""

@@ -1,4 +1,4 @@
-"""Blocks on their way into host memory, for sequences that wait for them."""
+"""Arrivals of blocks in host memory, for sequences that wait for them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from millrace.engine.step.sequence import Sequence, SequenceState
 
 _log = logging.getLogger(__name__)
 
-# What takes longer than this, or than computing, is not waited for; but that is never taken to be
-# less than a thread may wait for a core.
+# Maximum and minimum timeout of a wait. In between, the timeout is the time to compute the blocks.
+# A thread may wait for a core for almost as long as the minimum.
 _TIMEOUT_S = 2.0
 _SHORTEST_TIMEOUT_S = 0.1
 
@@ -22,9 +22,14 @@ Source = Literal["disk", "object", "peer"]
 
 
 class TierPart:
-    """Blocks that one tier brings into slots of host memory; once it is done, ``num_good`` of the
-    first are there. ``sequence`` is the one that asked first. It is predicted to be done by
-    ``due_s``, and of no use to it after ``deadline_s``."""
+    """Blocks that one tier copies into slots of host memory.
+
+    Attributes:
+        sequence: The sequence that asked first.
+        due_s: Predicted time of completion.
+        deadline_s: Time after which the sequence computes the blocks.
+        num_good: Number of leading blocks that arrived, once the part is done.
+    """
 
     __slots__ = (
         "begun_s",
@@ -56,27 +61,30 @@ class TierPart:
 
 
 class CacheTier(Protocol):
-    """What blocks can be brought from: a disk, an object store or another worker's engine. All but
-    what ``begin`` starts is for the step's thread."""
+    """Tier from which blocks can be fetched: a disk, an object store or another worker's engine.
+
+    All methods are for the step's thread; ``begin`` starts work on other threads.
+    """
 
     @property
     def source(self) -> Source: ...
 
     def has(self, sequence: Sequence, key: bytes, index: int, /) -> bool:
-        """Whether block ``index`` of a sequence, with such a key, is likely to be there."""
+        """Return whether block ``index`` of a sequence, with this key, is likely to be in the
+        tier."""
 
     def brings_s(self, sequence: Sequence, num_blocks: int, /) -> float:
-        """What bringing so many for it will take, if they are there."""
+        """Predict the seconds to fetch ``num_blocks`` for a sequence, if the tier has them."""
 
     def begin(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
-        """Begin to bring a part; ``on_done`` is called with it, on whatever thread, in any case."""
+        """Start to fetch a part. ``on_done`` is always called with it, on any thread."""
 
     def finish(self, part: TierPart, now_s: float) -> None:
-        """Take note of a part that is done, before anybody uses its blocks."""
+        """Record the result of a part that is done, before its blocks are used."""
 
 
 class _Found(NamedTuple):
-    """Where a block that the device lacks is: with a tier, on its way, or else in host memory."""
+    """Location of a block that the device lacks: a tier, a part on its way, or else host memory."""
 
     key: bytes
     tier: CacheTier | None = None
@@ -84,7 +92,7 @@ class _Found(NamedTuple):
 
 
 class _Arrival:
-    """A sequence that waits for parts."""
+    """Sequence that waits for parts."""
 
     __slots__ = ("deadline_s", "parts", "sequence")
 
@@ -95,13 +103,13 @@ class _Arrival:
 
 
 class BlockArrivals:
-    """Has what is missing of a newcomer's prefix brought into host memory, each block from the tier
-    that is fastest for all of it.
+    """Fetcher of the missing blocks of a new sequence's prefix into host memory.
 
-    It is not ``ready`` until that is done, or a deadline is over, while others go on; whatever does
-    not come is computed. Blocks that come already for another are waited for, not brought twice.
-    ``compute_s`` says how long so many tokens take to compute (0: nobody knows); ``wake`` is called
-    on any thread when there is something to ``settle``.
+    Each block is fetched from the fastest tier that has it. The sequence is not ``ready`` until its
+    blocks have arrived or a deadline has passed, while others run; blocks that do not arrive are
+    computed. Blocks that are already on their way for another sequence are not fetched twice.
+    ``compute_s`` predicts the seconds to compute a number of tokens (0: not known yet). ``wake`` is
+    called on any thread when there is something to ``settle``.
     """
 
     def __init__(
@@ -126,21 +134,25 @@ class BlockArrivals:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is on its way."""
+        """True while blocks are on their way."""
         return bool(self._parts)
 
     @property
     def num_coming_tokens(self) -> int:
-        """Of prefixes, on their way."""
+        """Number of prefix tokens on their way."""
         return len(self._coming) * self._tables.pool.block_size_tokens
 
     def add_tier(self, tier: CacheTier) -> None:
-        """Bring blocks from there, too."""
+        """Add a tier to fetch blocks from."""
         self._tiers.append(tier)
 
     def fetch(self, sequence: Sequence) -> bool:
-        """Have brought what is missing of a newcomer's prefix, if that is faster than to compute
-        it; whether the sequence has to wait for it."""
+        """Start to fetch the missing blocks of a new sequence's prefix, if that is faster than
+        computing them.
+
+        Returns:
+            Whether the sequence has to wait.
+        """
         if not self._tiers:
             return False
         found = self._worth_waiting(sequence, self._look(sequence))
@@ -154,7 +166,7 @@ class BlockArrivals:
         timeout_s = self._timeout_s(sequence, wanted, coming)
         if timeout_s is None:
             return False
-        self._host.pin(held)  # before others make room
+        self._host.pin(held)  # before other blocks need the slots
         sequence.pinned_keys = held
         new = self._begin(sequence, wanted, timeout_s)
         parts = {*coming, *new}
@@ -167,8 +179,7 @@ class BlockArrivals:
         return True
 
     def _look(self, sequence: Sequence) -> list[_Found]:
-        """Where the blocks of its prefix are that the device lacks, up to the first that is
-        nowhere."""
+        """Find the blocks of its prefix that the device lacks, up to the first that no tier has."""
         found: list[_Found] = []
         keys = self._tables.keys_to_find(sequence)
         tiers = sorted(self._tiers, key=lambda tier: tier.brings_s(sequence, len(keys)))
@@ -187,8 +198,8 @@ class BlockArrivals:
         return found
 
     def _worth_waiting(self, sequence: Sequence, found: list[_Found]) -> list[_Found]:
-        """What of it comes before the first block of a tier that takes longer to bring its blocks
-        than they take to compute."""
+        """Return the blocks before the first one of a tier that is slower than computing its
+        blocks."""
         size = self._tables.pool.block_size_tokens
         while not sequence.request.warms:
             counts = Counter(one.tier for one in found if one.tier is not None)
@@ -203,7 +214,8 @@ class BlockArrivals:
         return found
 
     def keep_for_another(self, sequence: Sequence) -> None:
-        """What a sequence has pulled is another's that comes later: that one has pulled it then."""
+        """Keep the blocks that a sequence has pulled for a later sequence, which counts them as
+        pulled."""
         self._ahead = {key for key in self._ahead if key in self._host} | sequence.pulled_keys
 
     def _take_over(self, sequence: Sequence, held: list[bytes]) -> None:
@@ -215,13 +227,16 @@ class BlockArrivals:
     def _timeout_s(
         self, sequence: Sequence, wanted: dict[CacheTier, list[bytes]], coming: list[TierPart]
     ) -> float | None:
-        """How long to wait for what is wanted, and for blocks that come already; None if there is
-        nothing to wait for, or it is computed sooner."""
+        """Return the seconds to wait for fetched blocks.
+
+        Returns None if there is nothing to wait for, or if computing the blocks is predicted to be
+        faster.
+        """
         num_blocks = len(coming) + sum(map(len, wanted.values()))
         if not num_blocks:
             return None
         if sequence.request.warms:
-            return _TIMEOUT_S  # nobody stands still for it
+            return _TIMEOUT_S  # no client waits for this sequence
         computed_s = self._compute_s(num_blocks * self._tables.pool.block_size_tokens)
         now_s = self._monotonic()
         brought_s = [tier.brings_s(sequence, len(keys)) for tier, keys in wanted.items()]
@@ -232,7 +247,8 @@ class BlockArrivals:
     def _begin(
         self, sequence: Sequence, wanted: dict[CacheTier, list[bytes]], timeout_s: float
     ) -> list[TierPart]:
-        """Parts for all that there is host memory for, the beginning of the prefix first."""
+        """Make parts for as many blocks as host memory has slots, from the beginning of the
+        prefix."""
         now_s = self._monotonic()
         slots = self._host.reserve(sum(map(len, wanted.values())))
         parts = [TierPart(sequence, tier, keys, now_s, timeout_s) for tier, keys in wanted.items()]
@@ -251,7 +267,7 @@ class BlockArrivals:
         self._wake()
 
     def settle(self) -> list[Sequence]:
-        """Take in what came since; the sequences that wait no more."""
+        """Take over blocks that have arrived. Return the sequences that no longer wait."""
         while self._done:
             self._finish(self._done.popleft())
         ready: list[Sequence] = []
@@ -260,7 +276,7 @@ class BlockArrivals:
         now_s = self._monotonic()
         for arrival in self._waiting:
             if arrival.parts and now_s > arrival.deadline_s:
-                _log.warning("blocks of the KV cache take too long to come; a prompt is computed")
+                _log.warning("KV cache blocks did not arrive in time; a prompt is computed")
                 arrival.parts.clear()
             if not arrival.parts and arrival.sequence.state is not SequenceState.FINISHED:
                 arrival.sequence.ready = True
@@ -282,7 +298,7 @@ class BlockArrivals:
                 self._hold(arrival.sequence, good, part.tier)
 
     def _hold(self, sequence: Sequence, good: list[bytes], tier: CacheTier) -> None:
-        """Keep what came for a sequence until it is admitted."""
+        """Pin the blocks that arrived for a sequence until it is admitted."""
         if sequence.state is SequenceState.FINISHED:
             return
         own = set(sequence.block_keys)

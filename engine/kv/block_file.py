@@ -1,4 +1,4 @@
-"""Blocks of the KV cache in a file: fixed slots, each with a header that says what is in it."""
+"""File of KV cache blocks in fixed slots, each with a header that describes its contents."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from millrace.schemas.errors import ConfigError
 
 _PAGE_BYTES = 4096
 _MAGIC = b"mrkv0002"
-# Magic, key, stamp, checksum of the contents, and one of what comes before it.
+# Magic, key, stamp, checksum of the contents, and checksum of these fields.
 _HEADER = struct.Struct("<8s16sQQI")
 _MAX_FILES = 256
 _ENDING, _LOCK = ".kv", "lock"
 
 
 class StoredBlock(NamedTuple):
-    """A block that an earlier process wrote; a higher ``stamp`` was written later."""
+    """Block that an earlier process wrote. A higher ``stamp`` was written later."""
 
     stamp: int
     key: bytes
@@ -36,28 +36,33 @@ class StoredBlock(NamedTuple):
 
 
 class BlockFile:
-    """A file of slots that one process has for itself; an earlier one's, if its blocks are of the
-    same ``identity``, which names all that their bytes depend on.
+    """File of block slots for one process.
 
-    Contents are written before their header, and read with their checksum: what a crash has left
-    half done is no block. ``write`` and ``read`` may be called on any thread, for different slots.
+    It reuses an earlier process's file of the same identity. ``identity`` names everything that the
+    bytes of blocks depend on. Contents are written before their header, and checked by their
+    checksum when read, so a write that a crash interrupts leaves no block. ``write`` and ``read``
+    may be called on any thread, for different slots.
     """
 
     def __init__(self, folder: Path, identity: str, block_bytes: int, max_bytes: int) -> None:
-        """Opens ``folder``, where files of other identities that no process holds are removed, the
-        oldest first, until they take ``max_bytes`` at most, as this one will. Raises ConfigError if
-        it cannot be used."""
+        """Open ``folder``.
+
+        Files of other identities that no process holds are removed, the oldest first, until they
+        take at most ``max_bytes``, the limit of this file. Raises ConfigError if the folder cannot
+        be used.
+        """
         self.block_bytes = block_bytes
         self._slot_bytes = -(-(_HEADER.size + block_bytes) // _PAGE_BYTES) * _PAGE_BYTES
         self.num_slots = max(0, max_bytes - _PAGE_BYTES) // self._slot_bytes
         if not self.num_slots:
             raise ConfigError(
-                f"engine.disk_cache_bytes is {max_bytes}, but one block takes {self._slot_bytes}."
+                f"engine.disk_cache_bytes is {max_bytes}, but one block takes {self._slot_bytes} "
+                "bytes; raise it."
             )
         head = blake2b(f"{identity};{block_bytes}".encode()).digest()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            # One process after the other, as those of a system begin at the same moment.
+            # One process at a time, since the processes of a system start at the same moment.
             with (folder / _LOCK).open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 self._fd = _open(folder, head)
@@ -68,7 +73,10 @@ class BlockFile:
             ) from error
 
     def blocks(self) -> list[StoredBlock]:
-        """What is in the file, the oldest first; contents are checked when they are read."""
+        """List the blocks in the file, the oldest first.
+
+        Contents are checked when they are read.
+        """
         found = []
         room_bytes = os.fstat(self._fd).st_size - _HEADER.size - self.block_bytes
         for slot in range(self.num_slots):
@@ -81,7 +89,7 @@ class BlockFile:
         return sorted(found)
 
     def write(self, slot: int, key: bytes, stamp: int, pieces: Sequence[memoryview]) -> None:
-        """Put the bytes of ``pieces`` into a slot. Raises OSError; the slot is empty then."""
+        """Write the bytes of ``pieces`` to a slot. Raises OSError; the slot is empty then."""
         offset, checksum = self._offset(slot), checksum_of(pieces)
         os.pwrite(self._fd, bytes(_HEADER.size), offset)
         done = os.pwritev(self._fd, pieces, offset + _HEADER.size)
@@ -92,8 +100,10 @@ class BlockFile:
         os.pwrite(self._fd, packed, offset)
 
     def read(self, slot: int, key: bytes, pieces: Sequence[memoryview]) -> bool:
-        """Fill ``pieces`` with the contents of a slot; False if they are not what was written for
-        ``key``. Raises OSError."""
+        """Read a slot into ``pieces``.
+
+        Returns False if its contents are not those written for ``key``. Raises OSError.
+        """
         offset = self._offset(slot)
         header = _parsed(os.pread(self._fd, _HEADER.size, offset))
         if header is None or header[0] != key:
@@ -102,7 +112,7 @@ class BlockFile:
         return done == self.block_bytes and checksum_of(pieces) == header[2]
 
     def close(self) -> None:
-        """Let another process have the file."""
+        """Close the file, so that another process can have it."""
         os.close(self._fd)
 
     def _offset(self, slot: int) -> int:
@@ -110,7 +120,7 @@ class BlockFile:
 
 
 def _open(folder: Path, head: bytes) -> int:
-    """The first file that no other process holds, for one with the same head if there is any."""
+    """Open a file that no other process holds: one with the same head, or a new one."""
     taken = [fd for name in _names(folder) if (fd := _locked(folder / name)) is not None]
     chosen = next((fd for fd in taken if os.pread(fd, len(head), 0) == head), None)
     for fd in taken:
@@ -129,8 +139,10 @@ def _new(folder: Path, head: bytes) -> int:
 
 
 def _make_room(folder: Path, head: bytes, spare_bytes: int) -> None:
-    """Remove files of other kinds that nobody holds until they take ``spare_bytes`` at most. Those
-    of this kind are for processes that may begin in a moment."""
+    """Remove files of other kinds that no process holds until they take at most ``spare_bytes``.
+
+    Files of this kind stay, since other processes may be about to start.
+    """
     idle = []
     for path in (folder / name for name in _names(folder)):
         fd = _locked(path)
@@ -152,7 +164,7 @@ def _names(folder: Path) -> Iterable[str]:
 
 
 def _locked(path: Path) -> int | None:
-    """The file, held by this process alone; None if another has it."""
+    """Open and lock a file; None if another process holds it."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,7 +174,7 @@ def _locked(path: Path) -> int | None:
 
 
 def _parsed(header: bytes) -> tuple[bytes, int, int] | None:
-    """Key, stamp and checksum of a header that is whole."""
+    """Return key, stamp and checksum of a header; None if it is incomplete or damaged."""
     if len(header) < _HEADER.size or header[:8] != _MAGIC:
         return None
     _, key, stamp, checksum, own = _HEADER.unpack(header)
@@ -172,9 +184,11 @@ def _parsed(header: bytes) -> tuple[bytes, int, int] | None:
 def block_file(
     path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
 ) -> BlockFile:
-    """The file of ``config`` for an engine of the checkpoint folder ``path``; ``is_row_exact`` as
-    its runner has it, which tells what was chosen for its products. Raises ConfigError if there can
-    be none."""
+    """Open the file that ``config`` names, for an engine of the checkpoint folder ``path``.
+
+    ``is_row_exact`` is that of its runner; it tells which products compute the blocks. Raises
+    ConfigError if there can be no file.
+    """
     assert config.disk_cache_path is not None
     identity = kept_identity("disk_cache_path", path, config, cache, is_row_exact=is_row_exact)
     num_layers, _, layer_bytes = cache.blocks.shape

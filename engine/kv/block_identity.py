@@ -1,4 +1,5 @@
-"""Which blocks an engine may take for its own: such as it would have computed to the same bits."""
+"""Identity of blocks: an engine may use another's blocks if it would compute them to the same
+bits."""
 
 from __future__ import annotations
 
@@ -21,9 +22,12 @@ _KERNELS = Path(__file__).parents[1] / "kernels"
 def block_identity(
     path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
 ) -> str:
-    """What the bytes of blocks depend on for an engine of the checkpoint folder ``path``;
-    ``is_row_exact`` as its runner has it, which tells what was chosen for its products. Empty for
-    weights that cannot be told from others, as random ones cannot."""
+    """Return everything that the bytes of blocks depend on, for an engine of the checkpoint folder
+    ``path``.
+
+    ``is_row_exact`` is that of its runner; it tells which products compute the blocks. Returns ""
+    for random weights, which have no fingerprint.
+    """
     if config.has_random_weights:
         return ""
     weights = weights_fingerprint(path, config.quantization, config.kv_cache_dtype)
@@ -33,18 +37,20 @@ def block_identity(
 def kept_identity(
     setting: str, path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
 ) -> str:
-    """The same for blocks that are kept beyond this process, as ``setting`` says. Raises
-    ConfigError if there can be none."""
+    """Return the identity of blocks that are kept beyond this process, as ``setting`` asks for.
+
+    Raises ConfigError if they cannot be kept.
+    """
     if not (config.prefix_cache and config.host_cache_bytes):
         raise ConfigError(
             f"engine.{setting} needs engine.prefix_cache, to find blocks again, and "
-            "engine.host_cache_bytes, through which they come and go."
+            "engine.host_cache_bytes, to copy them through."
         )
     identity = block_identity(path, config, cache, is_row_exact=is_row_exact)
     if not identity:
         raise ConfigError(
-            f"engine.{setting} is for weights that can be told from others, which random ones "
-            "cannot."
+            f"engine.{setting} needs weights with a fingerprint, which random weights do not have; "
+            "leave it out."
         )
     return identity
 
@@ -52,8 +58,11 @@ def kept_identity(
 def transfer_identity(
     path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
 ) -> str:
-    """The same for blocks that workers exchange. With ``transfer_any_ranks`` it is all that the
-    meaning of the bytes depends on, and not what rounds them."""
+    """Return the identity of blocks that workers exchange.
+
+    With ``transfer_any_ranks`` it has what the meaning of the bytes depends on, and not what rounds
+    them.
+    """
     if not config.transfer_any_ranks:
         identity = block_identity(path, config, cache, is_row_exact=is_row_exact)
         num_layers, _, layer_bytes = cache.blocks.shape
@@ -69,7 +78,7 @@ def transfer_identity(
 
 
 def _identity(config: ResolvedEngineConfig, cache: KVCache) -> str:
-    """What else the bytes of a block depend on: the types, the device and what computes on it."""
+    """Return the rest of the identity: types, device, threads, versions and kernels."""
     kernels = hashlib.sha256()
     for source in sorted(_KERNELS.rglob("*")):
         if source.suffix in (".py", ".h", ".cpp"):
@@ -91,6 +100,6 @@ def _identity(config: ResolvedEngineConfig, cache: KVCache) -> str:
 
 
 def _processor() -> str:
-    """What its instructions are, which products are compiled for."""
+    """Return the processor's instruction sets, for which products are compiled."""
     flags = [line for line in _CPUINFO.read_text().splitlines() if line.startswith("flags")][:1]
     return f"{platform.machine()} {flags}"

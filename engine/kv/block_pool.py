@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 def _ignore(_block: int) -> None:
-    """No cache keeps blocks."""
+    """Ignore evictions: no cache keeps blocks."""
 
 
 class BlockPool:
-    """Reference counts over ``num_blocks`` blocks of ``block_size_tokens`` tokens each.
+    """Block pool with LRU eviction: reference counts over ``num_blocks`` blocks of
+    ``block_size_tokens`` tokens.
 
-    Block ids are 0 … num_blocks - 1. A block is free exactly when its count is 0. Whoever
-    allocated or shared a block frees it once; every operation is O(1) per block. A free block
-    whose contents somebody wants to ``keep`` is idle: it may be shared again, and is handed out
-    only when no other free block is left, the one that has been idle longest first, after a call
-    of ``on_evict``. Of the others, the last freed is handed out first, since the processor's caches
-    still hold it.
+    Block ids are 0 … num_blocks - 1. A block is free exactly when its count is 0. Each allocation
+    and each ``share`` is undone by one ``free``. Every operation is O(1) per block. A free block
+    with contents to ``keep`` is idle: it may be shared again. Idle blocks are allocated only when
+    no other free block is left, the longest idle first, after a call of ``on_evict``. Of the other
+    free blocks, the last freed is allocated first, since it is most likely in the processor's
+    caches.
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, -1, -1))
         self._counts = [0] * num_blocks
         self._kept = [False] * num_blocks
-        self._idle: OrderedDict[int, float] = OrderedDict()  # block: when it went idle
+        self._idle: OrderedDict[int, float] = OrderedDict()  # block: the time when it went idle
         self._newest_s = 0.0
         self._on_evict = on_evict
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated, the idle ones included."""
+        """Number of blocks that can be allocated, idle ones included."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -52,11 +53,12 @@ class BlockPool:
         return self.num_blocks * self.block_size_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold ``num_tokens`` tokens."""
+        """Return the number of blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size_tokens)
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` blocks with one reference each; None, and nothing taken, if they do not fit."""
+        """Allocate ``count`` blocks with one reference each; None, and no change, if they do not
+        fit."""
         if count > len(self._free) + len(self._idle):
             return None
         if count == 0:
@@ -82,8 +84,11 @@ class BlockPool:
         self._counts[block] = count + 1
 
     def free(self, blocks: Iterable[int], now_s: float = 0.0) -> None:
-        """Drop one reference of each block; those that go idle do so at ``now_s``, or when the
-        last one did if that was later."""
+        """Drop one reference of each block.
+
+        Kept blocks without references go idle at ``now_s``, or at the time of the previous call if
+        that was later.
+        """
         self._newest_s = now_s = max(now_s, self._newest_s)
         for block in blocks:
             count = self._counts[block]
@@ -97,19 +102,19 @@ class BlockPool:
                     self._free.append(block)
 
     def keep(self, block: int) -> None:
-        """Have a block in use go idle when its last reference is dropped."""
+        """Let a block in use go idle when its last reference is dropped."""
         if self._counts[block] == 0:
             raise ValueError(f"block {block} is free and cannot be kept")
         self._kept[block] = True
 
     def drop_idle(self, block: int) -> None:
-        """Keep an idle block no longer, without a call of ``on_evict``."""
+        """Free an idle block without a call of ``on_evict``."""
         del self._idle[block]
         self._kept[block] = False
         self._free.append(block)
 
     def idle_since(self, until_s: float, limit: int) -> list[int]:
-        """Up to ``limit`` blocks that went idle at ``until_s`` or before, the longest idle
+        """Return up to ``limit`` blocks that went idle at ``until_s`` or before, the longest idle
         first."""
         blocks: list[int] = []
         for block, since_s in self._idle.items():
@@ -122,7 +127,7 @@ class BlockPool:
         return block in self._idle
 
     def idle_blocks(self) -> Iterator[int]:
-        """The longest idle first."""
+        """Iterate over idle blocks, the longest idle first."""
         return iter(self._idle)
 
     def num_references(self, block: int) -> int:
@@ -132,7 +137,7 @@ class BlockPool:
         return [block for block, kept in enumerate(self._kept) if kept]
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless lists, flags and counts say the same about every block."""
+        """Raise AssertionError unless lists, flags and counts agree about every block."""
         free = set(self._free)
         assert len(free) == len(self._free), "a block is in the free list twice"
         assert free.isdisjoint(self._idle), "a block is both idle and in the free list"
@@ -141,7 +146,7 @@ class BlockPool:
             assert (count == 0) == (block in free or block in self._idle), (
                 f"block {block} is neither free nor held"
             )
-            assert block not in self._idle or self._kept[block], f"block {block} is idle for nobody"
+            assert block not in self._idle or self._kept[block], f"block {block} is idle, not kept"
             assert block not in free or not self._kept[block], f"block {block} is kept but lost"
         times = list(self._idle.values())
         assert times == sorted(times), "idle blocks are out of order"

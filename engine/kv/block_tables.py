@@ -18,9 +18,11 @@ from millrace.schemas.prefix import extend_keys, root_key
 
 @dataclass(slots=True)
 class TierHits:
-    """Tokens that admitted sequences found, by the tier that their blocks came from: another
-    worker's engine, the disk or an object store, for which somebody waited, or host memory. What
-    was found besides was on the device."""
+    """Tokens that admitted sequences found, by the tier of their blocks: another worker's engine,
+    the disk or an object store, for which a sequence waited, or host memory.
+
+    Other hits were on the device.
+    """
 
     block_size_tokens: int
     num_host_tokens: int = 0
@@ -31,8 +33,11 @@ class TierHits:
     def note(
         self, sequence: Sequence, keys: SequenceOf[bytes], blocks: SequenceOf[int | None]
     ) -> None:
-        """A sequence found blocks with these keys; None is one that is not on the device."""
-        is_newcomer = not sequence.started  # one that was preempted finds what it left
+        """Count the blocks that a sequence found by these keys.
+
+        None is a block that is not on the device.
+        """
+        is_newcomer = not sequence.started  # a preempted sequence finds its own blocks
         pulled = sequence.pulled_keys if is_newcomer else frozenset()
         read = sequence.disk_keys if is_newcomer else frozenset()
         stored = sequence.object_keys if is_newcomer else frozenset()
@@ -48,9 +53,14 @@ class TierHits:
 
 
 class PrefixHit(NamedTuple):
-    """The cached prefix of a sequence: blocks of the cache, or None where only the host has a
-    copy; how many are blocks, and how many of those are idle. ``awaited`` is true while the next
-    block is being computed for another sequence."""
+    """Cached prefix of a sequence.
+
+    Attributes:
+        blocks: Blocks of the cache; None for a block that only host memory has.
+        num_here: Number of blocks that are not None.
+        num_idle: Number of these that are idle.
+        awaited: True while the next block is being computed for another sequence.
+    """
 
     blocks: list[int | None]
     num_here: int
@@ -59,18 +69,18 @@ class PrefixHit(NamedTuple):
 
 
 class BlockTables:
-    """Allocates, shares and frees the blocks of sequences, from the pool of ``cached``, which finds
-    blocks by their contents.
+    """Block tables of sequences: allocates, shares and frees blocks.
 
-    A block of a sequence's table is *cached* once it is full, computed and known to be finite;
-    cached blocks are never written again, and if tables are ``shared``, others find them by their
-    tokens; otherwise only the sequence itself does, after a preemption. Only the last block of a
-    table is ever written; while it is shared (between choices of one request), the first writer
-    copies it.
+    The blocks are those of the pool of ``cached``, which finds them by their contents. A block of a
+    sequence's table is *cached* once it is full, computed and known to be finite. Cached blocks are
+    never written again. If tables are ``shared``, other sequences find them by their tokens;
+    otherwise only the sequence itself does, after a preemption. Only the last block of a table is
+    ever written; while choices of one request share it, the first writer copies it (copy-on-write).
 
-    ``num_reserved_blocks`` are reserved at admission for blocks that sequences still need; of them,
-    ``num_guaranteed_blocks`` are never allocated to other sequences. ``lent_blocks`` names those to
-    which others hold references; ``on_release`` is told what keys a sequence gives back, and when.
+    ``num_reserved_blocks`` are reserved at admission for blocks that sequences still need;
+    ``num_guaranteed_blocks`` of them are never allocated to other sequences. ``lent_blocks``
+    returns the blocks that peers hold references to. ``on_release`` is called with the keys that a
+    sequence gives back and the time.
     """
 
     def __init__(
@@ -101,11 +111,12 @@ class BlockTables:
         self.on_release: Callable[[list[bytes], float], None] = lambda _keys, _now_s: None
 
     def match(self, sequence: Sequence) -> PrefixHit:
-        """The longest cached prefix that leaves at least one token to compute; changes nothing."""
+        """Find the longest cached prefix that leaves at least one token to compute; change
+        nothing."""
         keys = self.keys_to_find(sequence)
         found = self.cached.find(keys)
         num_found = len(found.blocks)
-        # One of lower rank may be stuck for as long as this one is in the queue.
+        # An owner of lower rank may not proceed while this sequence is in the queue.
         owner = self._computing.get(keys[num_found]) if num_found < len(keys) else None
         return PrefixHit(*found, awaited=owner is not None and owner.rank < sequence.rank)
 
@@ -113,7 +124,8 @@ class BlockTables:
         return sequence.takes_prefix_hits and (self._shared or sequence.num_preemptions > 0)
 
     def keys_to_find(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the blocks that it may begin with; its own ones if nothing is shared."""
+        """Return the keys of the blocks that it may begin with; only its own ones if tables are not
+        shared."""
         if not self._looks_for_hits(sequence):
             return []
         num_blocks = (sequence.num_tokens - 1) // self._size
@@ -121,7 +133,7 @@ class BlockTables:
         return sequence.block_keys[:num_blocks]
 
     def attach_prefix(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Begin a table with the hit that ``match`` returned just now."""
+        """Begin a table with the hit that ``match`` has just returned."""
         assert not sequence.block_table
         keys = self.keys_to_find(sequence)
         num_hit = len(hit.blocks)
@@ -150,9 +162,9 @@ class BlockTables:
             self.num_guaranteed_blocks += sequence.num_reserved_blocks
 
     def allocate_slots(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate slots for the next ``num_tokens`` tokens, in blocks that are the sequence's own.
+        """Allocate slots for the next ``num_tokens`` tokens, in blocks of the sequence's own.
 
-        False, and nothing changed, if there are too few free blocks.
+        Returns False, and changes nothing, if there are too few free blocks.
         """
         table = sequence.block_table
         end = sequence.num_computed_tokens + num_tokens
@@ -180,8 +192,11 @@ class BlockTables:
         return True
 
     def allocate_ahead(self, sequence: Sequence, num_tokens: int) -> int:
-        """Allocate slots for up to ``num_tokens`` tokens behind the next one of a sequence that
-        decodes, in free blocks that are promised to nobody else; for how many there are slots."""
+        """Allocate slots for up to ``num_tokens`` tokens after the next one of a decoding sequence.
+
+        They are in free blocks that are not reserved for other sequences. Returns the number of
+        slots.
+        """
         table = sequence.block_table
         end = sequence.num_computed_tokens + 1
         missing = -(-(end + num_tokens) // self._size) - len(table)
@@ -198,8 +213,8 @@ class BlockTables:
         return min(num_tokens, len(table) * self._size - end)
 
     def free_ahead(self, sequence: Sequence, num_tokens: int = 0) -> None:
-        """Give back the blocks of a sequence that decodes but for those of its computed tokens and
-        of ``num_tokens`` more."""
+        """Free the blocks of a decoding sequence, except those of its computed tokens and of
+        ``num_tokens`` more."""
         table = sequence.block_table
         end = -(-(sequence.num_computed_tokens + num_tokens) // self._size)
         unused = table[end:]
@@ -235,7 +250,7 @@ class BlockTables:
                 del self._computing[key]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Begin the child's table with all that the parent has computed."""
+        """Begin the child's table with all blocks that the parent has computed."""
         for block in parent.block_table:
             self.pool.share(block)
         child.block_table = list(parent.block_table)
@@ -248,10 +263,10 @@ class BlockTables:
     def preempt(
         self, sequence: Sequence, now_s: float, recompute_s: Callable[[int], float]
     ) -> None:
-        """Take the table back from a sequence that will come again.
+        """Release the table of a sequence that will be admitted again.
 
-        Its cached blocks stay to be found until their memory is needed; and if to copy them out
-        and in again takes less time than ``recompute_s`` of their tokens, host memory keeps them.
+        Its cached blocks can be found until their memory is needed. If copying them to host memory
+        and back takes less time than ``recompute_s`` of their tokens, host memory keeps them.
         """
         num_cached = sequence.num_cached_blocks
         if not self._shared:
@@ -265,15 +280,17 @@ class BlockTables:
         self.release(sequence, now_s)
 
     def unpin(self, sequence: Sequence) -> None:
-        """Unpin the host memory of a preempted sequence that waits no more."""
+        """Unpin the host memory of a preempted sequence that no longer waits."""
         if sequence.pinned_keys:
             assert self.host is not None
             self.host.unpin(sequence.pinned_keys)
             sequence.pinned_keys = []
 
     def release(self, sequence: Sequence, now_s: float) -> None:
-        """Take the table back. Cached blocks that others may find stay until their memory is
-        needed."""
+        """Release the table.
+
+        Cached blocks that others may find stay until their memory is needed.
+        """
         if not sequence.contents_finite:
             self._memory.scrub(sequence.block_table[sequence.num_cached_blocks :])
             sequence.contents_finite = True
@@ -286,7 +303,7 @@ class BlockTables:
             self.cached.note_use(reversed(keys))
             self.on_release(keys, now_s)
         self._use_reservation(sequence, sequence.num_reserved_blocks)
-        # The tail goes idle first: without its head it would be of no use.
+        # The tail goes idle first: without its head it could not be found.
         self.pool.free(reversed(sequence.block_table), now_s)
         sequence.block_table = []
         sequence.num_cached_blocks = 0
@@ -294,7 +311,8 @@ class BlockTables:
         sequence.tail_shared = False
 
     def num_exclusive_blocks(self, sequence: Sequence, besides: frozenset[int]) -> int:
-        """How many blocks, not counting some, come free when the sequence is released."""
+        """Return the number of blocks, without ``besides``, that become free when the sequence is
+        released."""
         references = self.pool.num_references
         return sum(references(b) == 1 and b not in besides for b in sequence.block_table)
 
@@ -310,7 +328,7 @@ class BlockTables:
             if self._shared:
                 root = root_key(sequence.request.cache_salt)
             else:
-                # Choices of one request may have blocks in common.
+                # Choices of one request may share blocks.
                 root = root_key(f"{sequence.arrival - sequence.choice} alone")
             extend_keys(
                 sequence.block_keys,
@@ -321,7 +339,7 @@ class BlockTables:
             )
 
     def check_integrity(self, running: list[Sequence], waiting: list[Sequence]) -> None:
-        """Raise AssertionError unless pool, caches and what the sequences hold agree."""
+        """Raise AssertionError unless pool, caches and sequences agree."""
         self.cached.check_integrity(key for s in waiting for key in s.pinned_keys)
         assert not any(sequence.pinned_keys for sequence in running)
         held = Counter(self.lent_blocks())

@@ -1,4 +1,4 @@
-"""The memory of the KV cache: one contiguous allocation for all layers."""
+"""Memory of the KV cache: one contiguous allocation for all layers."""
 
 from __future__ import annotations
 
@@ -21,39 +21,42 @@ from millrace.schemas.transfer import BlockPart
 
 
 class CopyBlock(msgspec.Struct, frozen=True, array_like=True, tag="copy_block"):
-    """Give the block ``target`` the contents of ``source``."""
+    """Command to copy the contents of block ``source`` to block ``target``."""
 
     source: int
     target: int
 
 
 class ScrubBlocks(msgspec.Struct, frozen=True, array_like=True, tag="scrub_blocks"):
-    """Zero those of the blocks whose contents are not finite."""
+    """Command to zero the blocks whose contents are not finite."""
 
     blocks: list[int]
 
 
 class CheckBlocks(msgspec.Struct, frozen=True, array_like=True, tag="check_blocks"):
-    """Say which of the blocks hold only finite numbers."""
+    """Command to check which blocks hold only finite numbers."""
 
     blocks: list[int]
 
 
 class ReserveSlots(msgspec.Struct, frozen=True, array_like=True, tag="reserve_slots"):
-    """Have memory of the host for so many blocks. The first command of its kind, and the last."""
+    """Command to allocate host memory for ``num_slots`` blocks.
+
+    It is sent once, before other commands of host memory.
+    """
 
     num_slots: int
 
 
 class StoreBlocks(msgspec.Struct, frozen=True, array_like=True, tag="store_blocks"):
-    """Copy blocks into slots of the host's memory."""
+    """Command to copy blocks into slots of host memory."""
 
     blocks: list[int]
     slots: list[int]
 
 
 class LoadBlocks(msgspec.Struct, frozen=True, array_like=True, tag="load_blocks"):
-    """Copy slots back into blocks."""
+    """Command to copy slots back into blocks."""
 
     slots: list[int]
     blocks: list[int]
@@ -63,41 +66,46 @@ CacheCommand = CopyBlock | ScrubBlocks | CheckBlocks | ReserveSlots | StoreBlock
 
 
 class OtherParts(Protocol):
-    """The parts of a KV cache that other ranks have, as rank 0 sees them."""
+    """Parts of a KV cache in other ranks, as rank 0 sees them."""
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block in all of these parts together."""
+        """Size of one block in all of these parts together."""
 
     def tell(self, command: CacheCommand) -> None:
-        """Have each part obey, behind the steps that were launched before and before those that are
-        launched later. Raises DeviceLostError."""
+        """Send a command to each part.
+
+        It runs after steps launched before and before steps launched later. Raises DeviceLostError.
+        """
 
     def ask(self, command: CheckBlocks) -> list[bool]:
-        """The same; which of the blocks hold only finite numbers in all of these parts."""
+        """Send a check to each part, as ``tell`` does.
+
+        Return which blocks are finite in all of them.
+        """
 
 
 class KVCache:
     """Keys and values of every block in every layer.
 
-    ``data``: [num_layers, num_blocks + 1, block_size_tokens, 2, num_kv_heads, head_dim]; of the
-    pair, 0 is the key and 1 the value. The last block, ``null_block``, is never written: block
-    tables are padded with it. All contents are always finite, since masked positions are still
-    multiplied (by zero); so whoever wrote NaN there must ``scrub`` it.
-
-    ``scales``: float32 [num_layers, num_blocks + 1, block_size_tokens, 2, num_kv_heads], what
-    entries of 8 bits are multiplied by, NaN where they stand for something that is not finite;
-    None if the entries are wider.
-
-    ``blocks``: [num_layers, num_blocks + 1, bytes], all there is of a block in a layer in one
-    piece, its entries first and then its scales.
-
-    A group's has the layers and heads of each of its ranks in a part, one behind the other, of
-    ``part_layers`` layers each; which of the model's they are is in ``parts``, and ``layout`` is
-    that of a block in a layer of a part. Whoever looks at blocks that are not being computed, or
-    changes them, from outside of the steps, calls ``settle`` first: it waits for what steps that
-    were launched still write. Where ranks have their parts in memory of their own, ``others`` are
-    those that are not here: what is done with a block is done in them, too.
+    Attributes:
+        data: [num_layers, num_blocks + 1, block_size_tokens, 2, num_kv_heads, head_dim]; of the
+            pair, 0 is the key and 1 the value. All contents are always finite, since masked
+            positions are still multiplied (by zero); NaN that was written has to be removed by
+            ``scrub``.
+        null_block: The last block, which is never written. Block tables are padded with it.
+        scales: float32 [num_layers, num_blocks + 1, block_size_tokens, 2, num_kv_heads], factors of
+            8-bit entries, NaN where an entry is not finite. None if entries are wider.
+        blocks: [num_layers, num_blocks + 1, bytes], all data of a block in a layer in one piece,
+            first its entries and then its scales.
+        part_layers: Number of layers of each part. The cache of a group has the layers and heads of
+            each of its ranks in a part, one after another.
+        parts: Layers and heads of the model in each part.
+        layout: Layout of a block in a layer of a part.
+        settle: Waits for launched steps that still write. Call it before reading or changing blocks
+            outside of steps.
+        others: Parts in the memory of other ranks, which run the same commands. None if all are
+            here.
     """
 
     def __init__(
@@ -112,9 +120,20 @@ class KVCache:
         pages: SharedPages | None = None,
         part_layers: tuple[int, ...] | None = None,
     ) -> None:
-        """``config``: of one part, or the only one; ``part_layers``: how many layers each has.
-        ``shared``: memory of a CPU in ``pages`` that other processes
-        may map; these ``pages``, if there are some already."""
+        """Allocate the cache.
+
+        Args:
+            config: Dimensions of one part, or of the only one.
+            num_blocks: Number of blocks.
+            block_size_tokens: Tokens of a block.
+            dtype: Type of the entries.
+            device: Device of the memory.
+            shared: Allocate memory of a CPU in ``pages`` that other processes may map.
+            pages: Existing pages to use. None: new ones.
+            part_layers: Number of layers of each part.
+
+        Raises ConfigError if the device has too little memory.
+        """
         self.num_blocks = num_blocks
         self.null_block = num_blocks
         self.block_size_tokens = block_size_tokens
@@ -142,7 +161,7 @@ class KVCache:
         self._view(config, layout, dtype)
 
     def _view(self, config: ModelConfig, layout: BlockLayout, dtype: torch.dtype) -> None:
-        """See ``data`` and ``scales`` in the bytes of ``blocks``."""
+        """Create the views ``data`` and ``scales`` of the bytes of ``blocks``."""
         shape = self.blocks.shape[:2]
         pairs = (self.block_size_tokens, 2, config.num_key_value_heads)
         data = self.blocks[:, :, : layout.data_bytes].view(dtype)
@@ -152,17 +171,17 @@ class KVCache:
             end = layout.scales_at + layout.num_vectors * torch.float32.itemsize
             scales = self.blocks[:, :, layout.scales_at : end].view(torch.float32)
             self.scales = scales.view(*shape, *pairs)
-        # Copied by eight bytes where these make up a block.
+        # Blocks are copied in words of eight bytes if their size allows it.
         self._words = self.blocks.view(torch.int64 if layout.size_bytes % 8 == 0 else torch.uint8)
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block over all layers, those of other ranks included."""
+        """Size of one block over all layers, those of other ranks included."""
         num_layers, _, layer_bytes = self.blocks.shape
         return num_layers * layer_bytes + (0 if self.others is None else self.others.block_bytes)
 
     def part(self, index: int) -> KVCache:
-        """One part of it, in the same memory."""
+        """Return one part of the cache, in the same memory."""
         begin = sum(self.part_layers[:index])
         own = slice(begin, begin + self.part_layers[index])
         part = copy(self)
@@ -173,12 +192,12 @@ class KVCache:
         return part
 
     def layer(self, index: int) -> CacheLayer:
-        """One layer, as kernels see it."""
+        """Return one layer in the format of kernels."""
         return CacheLayer(self.data[index], None if self.scales is None else self.scales[index])
 
     @torch.inference_mode()
     def scrub(self, blocks: list[int]) -> None:
-        """Zero those of the blocks whose contents are not finite."""
+        """Zero the blocks whose contents are not finite."""
         if self.others is not None:
             self.others.tell(ScrubBlocks(blocks))
         self.settle()
@@ -189,7 +208,7 @@ class KVCache:
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
-        """Give one block the contents of another, in all layers."""
+        """Copy one block to another, in all layers."""
         if self.others is not None:
             self.others.tell(CopyBlock(source, target))
         self.settle()
@@ -197,11 +216,11 @@ class KVCache:
 
     @torch.inference_mode()
     def finite_blocks(self, blocks: list[int]) -> list[bool]:
-        """Which blocks hold only finite keys and values in the last layer.
+        """Return which blocks hold only finite keys and values in the last layer.
 
-        A token's hidden state that is not finite makes its keys and values in every later layer
-        the same, and so does a key or value when the token attends to itself; so the last layer
-        speaks for all, at a fraction of the reading.
+        If a token's hidden state is not finite, its keys and values in every later layer are not
+        finite either; the same is true for a key or value, since the token attends to itself. So
+        the last layer decides for all layers, with a fraction of the reading.
         """
         telling = self.data if self.scales is None else self.scales
         index = torch.tensor(blocks, device=telling.device)
@@ -217,17 +236,19 @@ class KVCache:
 
 
 def _nothing() -> None:
-    """Where a step is over when it was launched, or what follows it waits for it by itself."""
+    """Do nothing: a launched step is complete, or later work on the device waits for it."""
 
 
 def pieces_of(blocks: torch.Tensor, block: int) -> list[memoryview]:
-    """The bytes of one of ``blocks`` ([num_layers, num_blocks, bytes], in the host's memory), a
-    piece for each layer."""
+    """Return the bytes of one block, one piece for each layer.
+
+    ``blocks`` is [num_layers, num_blocks, bytes], in host memory.
+    """
     return [memoryview(layer) for layer in blocks[:, block].numpy()]
 
 
 def _layout(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> BlockLayout:
-    """Of a block with the heads of ``config``; entries of 8 bits have scales."""
+    """Return the layout of a block with the heads of ``config``. 8-bit entries have scales."""
     return BlockLayout(
         block_size_tokens,
         config.num_key_value_heads,
@@ -237,8 +258,11 @@ def _layout(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> 
 
 
 def _zeros(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Bytes that are zero; on a CPU in pages that nobody has touched, so that memory is taken as
-    blocks are first used. ``torch.zeros`` writes them all: half a second for a GiB."""
+    """Allocate zeroed bytes.
+
+    On a CPU the pages are untouched, so memory is taken only when blocks are first used.
+    ``torch.zeros`` would write them all: half a second for a GiB.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8, device=device)
     return _on_pages(private_pages(math.prod(shape)), shape)
@@ -252,13 +276,15 @@ _ROUNDED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 def cache_dtype(name: str | None, dtype: torch.dtype) -> torch.dtype:
-    """What keys and values are kept as: ``name`` as in ``ResolvedEngineConfig.kv_cache_dtype``,
-    ``dtype`` that of the weights."""
+    """Return the type of cached keys and values.
+
+    ``name`` is ``ResolvedEngineConfig.kv_cache_dtype``; ``dtype`` is the type of the weights.
+    """
     return dtype if name is None else _ROUNDED[name]
 
 
 def block_bytes(config: ModelConfig, block_size_tokens: int, dtype: torch.dtype) -> int:
-    """The size of one block over all layers, with the scales of entries of 8 bits."""
+    """Return the size of one block over all layers, with the scales of 8-bit entries."""
     layout = _layout(config, block_size_tokens, dtype)
     return layout.size_bytes * config.num_hidden_layers
 
@@ -269,8 +295,11 @@ def choose_num_blocks(
     dtype: torch.dtype,
     num_layers: int | None = None,
 ) -> int:
-    """The blocks that the settings ask for. ``config``: of one of the parts, which have
-    ``num_layers`` together. Raises ConfigError if not even one fits."""
+    """Return the number of blocks that the settings ask for.
+
+    ``config`` is that of one part; all parts have ``num_layers`` together. Raises ConfigError if
+    not even one block fits.
+    """
     size = engine.kv_cache_size
     if isinstance(size, KVBlocks):
         return size.num_blocks
@@ -285,9 +314,11 @@ def fitting_blocks(
     dtype: torch.dtype,
     num_layers: int | None = None,
 ) -> int:
-    """The blocks that fit ``kv_cache_bytes``, but never more than the full context windows of all
-    sequences of a step can use; ``config`` and ``num_layers`` as above. Raises ConfigError if not
-    even one fits."""
+    """Return the number of blocks that fit ``kv_cache_bytes``.
+
+    It is at most what the full context windows of all sequences of a step use. ``config`` and
+    ``num_layers`` are as in ``choose_num_blocks``. Raises ConfigError if not even one block fits.
+    """
     block_size_tokens = engine.block_size_tokens
     size_bytes = block_bytes(config, block_size_tokens, dtype)
     size_bytes = size_bytes // config.num_hidden_layers * (num_layers or config.num_hidden_layers)
@@ -295,7 +326,7 @@ def fitting_blocks(
     if fitting < 1:
         raise ConfigError(
             f"engine.kv_cache_bytes is {kv_cache_bytes}, but one block of {block_size_tokens} "
-            f"tokens takes {size_bytes} bytes for this model."
+            f"tokens takes {size_bytes} bytes for this model; raise it."
         )
     bounds = engine.bounds(config.context_window_tokens)
     return min(fitting, bounds.num_sequences * bounds.num_blocks)

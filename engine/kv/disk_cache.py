@@ -1,4 +1,4 @@
-"""Blocks of idle conversations on a disk, below those in host memory; they outlive a restart."""
+"""Disk cache: blocks of idle conversations on a disk, below host memory. It outlives a restart."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from millrace.engine.threads.tasks import TaskThreads
 
 _log = logging.getLogger(__name__)
 
-# What reads are taken to run at before one was measured, and what a later one counts.
+# Read bandwidth assumed before the first measurement, and weight of the latest measurement in the
+# EWMA.
 _ASSUMED_BYTES_PER_S = 1e9
 _NEWEST_WEIGHT = 0.2
-# What waits to be written holds its host memory.
+# Limit of blocks that wait to be written, which hold host memory.
 _MAX_UNWRITTEN_BYTES = 128 << 20
 _NUM_READERS = 2
-# Steps go before writing; reads are waited for.
+# Writing has a lower priority than steps. Reading does not, since sequences wait for it.
 _WRITE_NICENESS = 10
 
 
@@ -33,10 +34,10 @@ class SlotMemory(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether all copies that were begun are done."""
+        """True if all copies that were started are complete."""
 
     def pieces(self, slot: int) -> list[memoryview]:
-        """The bytes of a slot, in order."""
+        """Return the bytes of a slot, in order."""
 
 
 class _Written(NamedTuple):
@@ -46,12 +47,12 @@ class _Written(NamedTuple):
 
 
 class DiskCache:
-    """Which slot of a file holds the tokens that a key of the prefix cache stands for; the longest
-    unused gives way.
+    """Index of the slots of a file by key of the prefix cache, with LRU eviction.
 
-    What comes into host memory is written behind it, and read into it again as a tier of
-    ``Arrivals``. Reads and writes are on threads of their own; all else is for one caller.
-    ``on_done`` is called on those threads when there is something to ``settle``.
+    Blocks that enter host memory are written to the file in the background, and read back as a
+    ``CacheTier`` of ``BlockArrivals``. Reads and writes are on threads of their own; all other
+    calls are for one thread. ``on_done`` is called on those threads when there is something to
+    ``settle``.
     """
 
     source: Source = "disk"
@@ -74,14 +75,14 @@ class DiskCache:
         self._writers = writers or TaskThreads("kv-write", 1, niceness=_WRITE_NICENESS)
         self._readers = readers or TaskThreads("kv-read", _NUM_READERS)
         stored = file.blocks()
-        # Of two with one key, the later.
+        # Of two blocks with one key, the later is used.
         self._slot_of = OrderedDict((one.key, one.slot) for one in stored)
         used = set(self._slot_of.values())
-        # Slots from here on were never used: the file grows as it fills.
+        # Slots from this number on were never used: the file grows as it fills.
         self._num_used_slots = max(used, default=-1) + 1
         self._free = [slot for slot in reversed(range(self._num_used_slots)) if slot not in used]
         self._stamp = stored[-1].stamp if stored else 0
-        self._reading: dict[bytes, int] = {}  # out of the way of evictions
+        self._reading: dict[bytes, int] = {}  # not evicted while they are read
         self._num_readers: dict[bytes, int] = {}
         self._writing: dict[bytes, int] = {}
         self._unsettled: list[bytes] = []
@@ -101,7 +102,7 @@ class DiskCache:
         return len(self._slot_of) + len(self._reading)
 
     def __iter__(self) -> Iterator[bytes]:
-        """All that are here, the longest unused first; those that are read now come last."""
+        """Iterate over all keys, the longest unused first; keys that are being read come last."""
         return chain(self._slot_of, self._reading)
 
     def __contains__(self, key: bytes, /) -> bool:
@@ -109,11 +110,11 @@ class DiskCache:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is written, or is to be."""
+        """True while blocks are being written or wait for it."""
         return bool(self._writing or self._unsettled)
 
     def settle(self) -> None:
-        """Take in what was written since, and begin to write what can be read now."""
+        """Take over finished writes, and start to write blocks whose copies have settled."""
         while self._written:
             self._note_written(self._written.popleft())
         if self._unsettled and self._memory.is_settled:
@@ -121,10 +122,10 @@ class DiskCache:
             for key in keys:
                 self._begin_writing(key)
 
-    # --- what comes into host memory ---
+    # --- writing ---
 
     def _keep(self, keys: list[bytes]) -> None:
-        """Write what host memory has just been given, as far as there is time for it."""
+        """Write new blocks of host memory, up to the limit of unwritten ones."""
         waiting = len(self._writing) + len(self._unsettled)
         room = _MAX_UNWRITTEN_BYTES // self._file.block_bytes - waiting
         new = [key for key in keys if key not in self and key not in self._writing]
@@ -178,22 +179,24 @@ class DiskCache:
             self._host.on_change(key)
             return
         if not self._is_full:
-            _log.error("the KV cache cannot be kept on disk any more", exc_info=error)
+            _log.error(
+                "writing the KV cache to disk failed; no more blocks are written", exc_info=error
+            )
         self._is_full = True
         self._free.append(slot)
 
-    # --- what is wanted again ---
+    # --- reading ---
 
     def has(self, _sequence: Sequence, key: bytes, _index: int, /) -> bool:
-        """See ``Tier``."""
+        """Return whether the file has the key. See ``CacheTier``."""
         return key in self
 
     def brings_s(self, _sequence: Sequence, num_blocks: int, /) -> float:
-        """See ``Tier``."""
+        """Predict the seconds of a read. See ``CacheTier``."""
         return num_blocks * self._file.block_bytes / self.bytes_per_s
 
     def begin(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
-        """See ``Tier``."""
+        """Start to read a part. See ``CacheTier``."""
         slots = [self._begin_reading(key) for key in part.keys]
         self._readers.submit(partial(self._read, part, slots, on_done))
 
@@ -212,11 +215,11 @@ class DiskCache:
                     break
                 part.num_good += 1
         except OSError:
-            _log.exception("the KV cache on disk cannot be read")
+            _log.exception("reading the KV cache from disk failed")
         on_done(part)
 
     def finish(self, part: TierPart, now_s: float) -> None:
-        """See ``Tier``."""
+        """Record the result of a read. See ``CacheTier``."""
         for key in part.keys:
             self._num_readers[key] -= 1
             if not self._num_readers[key]:
@@ -224,7 +227,7 @@ class DiskCache:
                 self._slot_of[key] = self._reading.pop(key)
         self.num_read_blocks += part.num_good
         if part.num_good < len(part.keys):
-            # What comes after it is of no use to this one, but may be whole.
+            # Later blocks cannot be used without this one, but may be intact.
             self.num_failed_blocks += 1
             self._forget(part.keys[part.num_good])
         else:
@@ -233,7 +236,10 @@ class DiskCache:
             self.bytes_per_s += _NEWEST_WEIGHT * (measured - self.bytes_per_s)
 
     def forget_all(self) -> None:
-        """Keep nothing that is not being read now. What is being written is not kept either."""
+        """Forget all blocks but those being read.
+
+        Blocks that are being written are dropped, too.
+        """
         self._host.unpin(self._unsettled)
         self._unsettled.clear()
         self._unwanted = set(self._writing)
@@ -247,7 +253,7 @@ class DiskCache:
             self._host.on_change(key)
 
     def figures(self) -> TierFigures:
-        """How it stands."""
+        """Return capacity and counters."""
         return TierFigures(
             self._file.num_slots,
             len(self),
@@ -257,7 +263,7 @@ class DiskCache:
         )
 
     def pinned_keys(self) -> Iterator[bytes]:
-        """Those whose copies in host memory are being written."""
+        """Iterate over the keys whose copies in host memory are being written."""
         return chain(self._writing, self._unsettled)
 
     def check_integrity(self) -> None:

@@ -1,4 +1,4 @@
-"""Blocks of the KV cache in host memory: those of idle conversations and of the preempted."""
+"""Host cache: blocks in host memory, of idle conversations and of preempted sequences."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from typing import NamedTuple, Protocol
 
 _log = logging.getLogger(__name__)
 
-# What copies are taken to run at before one was measured, and what a later one counts.
+# Copy bandwidth assumed before the first measurement, and weight of the latest measurement in the
+# EWMA.
 _ASSUMED_BYTES_PER_S = 5e9
 _NEWEST_WEIGHT = 0.2
-# What one step copies of idle blocks, at most: a few milliseconds.
+# Maximum bytes of idle blocks that one step copies, in a few milliseconds.
 _BYTES_AT_A_TIME = 16 << 20
 
 
 def _ignore(_key: bytes) -> None:
-    """No listener."""
+    """Ignore a change: there is no listener."""
 
 
 def _keep_nowhere(_keys: list[bytes]) -> None:
-    """Copies are kept here alone."""
+    """Ignore new copies: no tier is below."""
 
 
 class HostMemory(Protocol):
-    """Memory for blocks beside the cache's own; ``engine.kv.host_memory`` makes it.
+    """Host memory for blocks; ``engine.kv.host_memory`` allocates it.
 
-    ``bytes_per_s`` is what recent copies ran at, where they go on after the call that begins them;
-    None where the call is the copy.
+    ``bytes_per_s`` is the bandwidth of recent copies if they continue after the call that starts
+    them; None if the call itself copies.
     """
 
     num_slots: int
@@ -47,8 +48,8 @@ class HostMemory(Protocol):
 
 
 class TierFigures(NamedTuple):
-    """Of ``num_blocks`` that fit a tier, ``num_used`` are there; ``num_written`` were put there,
-    ``num_read`` came back, and ``num_unreadable`` did not."""
+    """Capacity of a tier in blocks, blocks in use, and counters of blocks written, read, and not
+    readable."""
 
     num_blocks: int = 0
     num_used: int = 0
@@ -58,25 +59,25 @@ class TierFigures(NamedTuple):
 
 
 class ColderTier(Protocol):
-    """What keeps blocks below host memory; ``engine.kv.disk_cache`` has one."""
+    """Tier below host memory; ``engine.kv.disk_cache`` has one."""
 
     def __contains__(self, key: bytes, /) -> bool: ...
 
     def __iter__(self) -> Iterator[bytes]:
-        """All that are there, the longest unused first."""
+        """Iterate over all keys, the longest unused first."""
 
     def pinned_keys(self) -> Iterator[bytes]:
-        """Those that it has pinned here."""
+        """Iterate over the keys that it has pinned in host memory."""
 
     def figures(self) -> TierFigures:
-        """How it stands."""
+        """Return capacity and counters."""
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if it has lost something."""
+        """Raise AssertionError if it is inconsistent."""
 
 
 class NoTier:
-    """Nothing is below host memory."""
+    """Empty tier below host memory."""
 
     def __contains__(self, key: bytes, /) -> bool:
         return False
@@ -91,17 +92,16 @@ class NoTier:
         return TierFigures()
 
     def check_integrity(self) -> None:
-        """There is nothing to lose."""
+        """Do nothing."""
 
 
 class HostCache:
-    """Which slot of host memory holds the tokens that a key of the prefix cache stands for.
+    """Index of the slots of host memory by key of the prefix cache, with LRU eviction.
 
-    Slots that are pinned stay; of the others, the one that was not used for longest gives way;
-    ``on_change`` is called with its key. ``on_stored`` is called with the keys of new copies, which
-    may be kept ``below``; each of ``pinned_elsewhere`` names those that it has pinned, besides
-    sequences and the tier below.
-    Each operation is O(1) per block beside the copy. ``bytes_per_s`` is what recent copies ran at.
+    Pinned slots are not evicted. ``on_change`` is called with an evicted key. ``on_stored`` is
+    called with the keys of new copies, which the tier ``below`` may keep. ``pinned_elsewhere`` are
+    functions that return keys pinned by others than sequences and the tier below. Each operation is
+    O(1) per block beside the copy. ``bytes_per_s`` is the bandwidth of recent copies.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class HostCache:
         self._pinned: dict[bytes, int] = {}
         self._pins: Counter[bytes] = Counter()
         self._free: list[int] = []
-        self._num_used_slots = 0  # slots from here on were never used, and have no memory yet
+        self._num_used_slots = 0  # later slots were never used and have no memory yet
         self.bytes_per_s = _ASSUMED_BYTES_PER_S
         self.num_stored_blocks = 0
         self.num_loaded_blocks = 0
@@ -129,7 +129,7 @@ class HostCache:
         return len(self._slot_of) + len(self._pinned)
 
     def __iter__(self) -> Iterator[bytes]:
-        """All that are here, the longest unused first; those that are pinned come last."""
+        """Iterate over all keys, the longest unused first; pinned keys come last."""
         return chain(self._slot_of, self._pinned)
 
     def __contains__(self, key: bytes) -> bool:
@@ -141,17 +141,20 @@ class HostCache:
 
     @property
     def blocks_at_a_time(self) -> int:
-        """How many idle blocks one step may copy."""
+        """Maximum number of idle blocks that one step copies."""
         return max(1, _BYTES_AT_A_TIME // self._memory.block_bytes)
 
     def copies_s(self, num_blocks: int) -> float:
-        """What copying so many blocks once will take."""
+        """Predict the seconds to copy ``num_blocks`` once."""
         return num_blocks * self._memory.block_bytes / self.bytes_per_s
 
     def store(self, keys: list[bytes], blocks: list[int]) -> int:
-        """Keep copies of the leading blocks for which there is room; how many of them are now
-        here, those that were before included."""
-        here: dict[bytes, int] = {}  # out of the way of evictions
+        """Copy the leading blocks for which there is room.
+
+        Returns:
+            How many of them are in host memory now, earlier copies included.
+        """
+        here: dict[bytes, int] = {}  # not evicted for new copies
         new: dict[bytes, int] = {}
         new_blocks: list[int] = []
         num_here = 0
@@ -189,7 +192,7 @@ class HostCache:
         try:
             self._memory.store(blocks, slots)
         except RuntimeError:
-            _log.exception("no host memory for the KV cache; it goes on without")
+            _log.exception("no more host memory for the KV cache; the host cache does not grow")
             self._free += slots
             self._num_slots = self._num_used_slots
             return False
@@ -200,12 +203,12 @@ class HostCache:
         return True
 
     def slot_of(self, key: bytes) -> int:
-        """The slot of a key that is here."""
+        """Return the slot of a key, which must be here."""
         slot = self._pinned.get(key)
         return self._slot_of[key] if slot is None else slot
 
     def reserve(self, count: int) -> list[int]:
-        """Slots for somebody else to fill, as many as there are up to ``count``."""
+        """Reserve up to ``count`` slots for another component to fill."""
         slots: list[int] = []
         while len(slots) < count and (slot := self._take_slot()) is not None:
             slots.append(slot)
@@ -214,11 +217,11 @@ class HostCache:
 
     @property
     def reserved(self) -> set[int]:
-        """Slots that somebody else fills now."""
+        """Slots that another component is filling."""
         return self._reserved
 
     def insert(self, keys: list[bytes], slots: list[int]) -> None:
-        """Have keys whose contents are in slots that were reserved."""
+        """Insert keys whose contents are in reserved slots."""
         for key, slot in zip(keys, slots, strict=True):
             self._reserved.discard(slot)
             if key in self:
@@ -227,12 +230,12 @@ class HostCache:
                 self._slot_of[key] = slot
 
     def give_back(self, slots: list[int]) -> None:
-        """Slots that were reserved for nothing."""
+        """Free slots that were reserved and not filled."""
         self._reserved.difference_update(slots)
         self._free += slots
 
     def load(self, keys: list[bytes], blocks: list[int]) -> None:
-        """Copy what is kept for keys, all of which must be here, into blocks of the cache."""
+        """Copy the contents of keys, all of which must be here, into blocks of the cache."""
         slots: list[int] = []
         for key in keys:
             slot = self._pinned.get(key)
@@ -246,7 +249,7 @@ class HostCache:
         self.num_loaded_blocks += len(blocks)
 
     def pin(self, keys: Iterable[bytes]) -> None:
-        """Keep what is here until it is unpinned as often."""
+        """Pin keys that are here. Each pin needs one ``unpin``."""
         for key in keys:
             self._pins[key] += 1
             if key not in self._pinned:
@@ -260,7 +263,7 @@ class HostCache:
                 self._slot_of[key] = self._pinned.pop(key)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Keep those of ``keys`` no longer that are not pinned."""
+        """Forget the ``keys`` that are not pinned."""
         for key in keys:
             slot = self._slot_of.pop(key, None)
             if slot is not None:
@@ -276,7 +279,8 @@ class HostCache:
             self.bytes_per_s += _NEWEST_WEIGHT * (measured - self.bytes_per_s)
 
     def check_integrity(self, pinned_keys: Iterable[bytes]) -> None:
-        """Raise AssertionError unless slots and keys agree, and just ``pinned_keys`` are pinned."""
+        """Raise AssertionError unless slots and keys agree, and exactly ``pinned_keys`` are
+        pinned."""
         slots = [*self._slot_of.values(), *self._pinned.values(), *self._free, *self._reserved]
         assert len(slots) == len(set(slots)) == self._num_used_slots, "a host slot is lost"
         assert all(0 <= slot < self._num_used_slots <= self._num_slots for slot in slots)
@@ -284,5 +288,5 @@ class HostCache:
         assert self._slot_of.keys().isdisjoint(self._pinned)
         elsewhere = chain.from_iterable(pinned() for pinned in self.pinned_elsewhere)
         pinned = Counter(chain(pinned_keys, self.below.pinned_keys(), elsewhere))
-        assert pinned == self._pins, "pins without somebody who needs them"
+        assert pinned == self._pins, "pins do not match their users"
         self.below.check_integrity()

@@ -1,4 +1,4 @@
-"""Copies between the KV cache and memory of the host."""
+"""Copies between the KV cache and host memory."""
 
 from __future__ import annotations
 
@@ -34,23 +34,26 @@ from millrace.engine.transfer.memory import (
     shares_of,
 )
 
-# A thread more is worth starting for so many blocks.
+# Number of blocks for which another thread pays.
 _BLOCKS_PER_THREAD = 16
 
 
 class SharedHostMemory(HostMemory, SlotMemory, Protocol):
-    """Memory for blocks that other threads may fill and read as well, and other processes if there
-    are ``pages`` behind it."""
+    """Host memory for blocks that other threads may fill and read, and also other processes if it
+    has ``pages``."""
 
     pages: SharedPages | None
 
     def slots(self) -> Blocks:
-        """All of it: [num_layers, num_slots, bytes]."""
+        """All slots: [num_layers, num_slots, bytes]."""
 
 
 def host_memory_of(cache: KVCache, host_bytes: int, *, shared: bool = False) -> SharedHostMemory:
-    """Memory for blocks of a cache, wherever that lies; ``shared``: for other processes, too.
-    Raises ConfigError if a device's cannot be had."""
+    """Allocate host memory for the blocks of a cache on any device.
+
+    With ``shared``, other processes can map it. Raises ConfigError if memory for a device's copies
+    cannot be locked.
+    """
     if cache.others is not None:
         return PartedHostMemory(cache, cache.others, host_bytes)
     return _own_memory(cache, host_bytes, shared=shared)
@@ -59,17 +62,17 @@ def host_memory_of(cache: KVCache, host_bytes: int, *, shared: bool = False) -> 
 def _own_memory(cache: KVCache, host_bytes: int, *, shared: bool) -> SharedHostMemory:
     if not cache.blocks.is_cuda:
         return PlainHostMemory(cache, host_bytes, shared=shared)
-    # Needs Triton, which there is for Linux only.
+    # Imported here since it needs Triton, which exists only for Linux.
     from millrace.engine.kv.locked_host_memory import LockedHostMemory
 
     return LockedHostMemory(cache, host_bytes, shared=shared)
 
 
 class PlainHostMemory:
-    """For a cache in the host's memory, too: one allocation in its layout, made when it is first
-    written to.
+    """Host memory for a cache on a CPU: one allocation in the cache's layout, made at the first
+    write.
 
-    ``store`` and ``load`` copy runs of neighbouring blocks at once, in all layers: about 5 us a
+    ``store`` and ``load`` copy runs of neighbouring blocks at once, in all layers, in about 5 us a
     run beside the bytes.
     """
 
@@ -100,22 +103,22 @@ class PlainHostMemory:
         _copy_blocks(self._slots, slots, self._cache, blocks)
 
     def pieces(self, slot: int) -> list[memoryview]:
-        """The bytes of a slot, a piece for each layer."""
+        """Return the bytes of a slot, one piece for each layer."""
         return pieces_of(self._memory(), slot)
 
     def slots(self) -> Blocks:
-        """All of it."""
+        """Return all slots."""
         return self._memory().numpy()
 
     def _memory(self) -> torch.Tensor:
         if self._slots is None:
-            # Threads that fill slots may be the first, and two of them at once.
+            # Two threads that fill slots may get here at the same time.
             with self._making:
                 if self._slots is None:
-                    self._slots = self._made()
+                    self._slots = self._allocate()
         return self._slots
 
-    def _made(self) -> torch.Tensor:
+    def _allocate(self) -> torch.Tensor:
         size_bytes = math.prod(self._shape)
         if not size_bytes:  # smaller than a block; a mapping has at least a byte
             return torch.empty(self._shape, dtype=torch.uint8)
@@ -124,9 +127,10 @@ class PlainHostMemory:
 
 
 class PartedHostMemory:
-    """For a cache of which ranks have a part each, in memory of their own: each has slots for its
-    part, too, and rank 0 says what goes where. So nobody sees the whole of a block, and none can be
-    kept on a disk or lent to others.
+    """Host memory for a cache whose ranks have a part each, in memory of their own.
+
+    Each rank has slots for its part, too, and rank 0 sends the commands. No process has a whole
+    block, so blocks cannot be kept on a disk or lent to others.
     """
 
     pages: SharedPages | None = None
@@ -142,7 +146,7 @@ class PartedHostMemory:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """Of the blocks' parts that are here, at as much as all parts come together."""
+        """Bandwidth of whole blocks, scaled from that of the parts in this rank."""
         own = self._own.bytes_per_s
         return None if own is None else own * self.block_bytes / self._own.block_bytes
 
@@ -151,13 +155,12 @@ class PartedHostMemory:
         return self._own.is_settled
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
-        """Have blocks copied into slots by each rank. Raises RuntimeError if there is no memory
-        here."""
+        """Copy blocks into slots in each rank. Raises RuntimeError if this rank has no memory."""
         self._others.tell(StoreBlocks(blocks, slots))
         self._own.store(blocks, slots)
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
-        """Have slots copied into blocks by each rank."""
+        """Copy slots into blocks in each rank."""
         self._others.tell(LoadBlocks(slots, blocks))
         self._own.load(slots, blocks)
 
@@ -172,8 +175,8 @@ def _copy_blocks(
     source: torch.Tensor, sources: list[int], target: torch.Tensor, targets: list[int]
 ) -> None:
     runs = runs_of(sources, targets)
-    # Plain threads, each with runs of its own: torch would split every copy over its threads, and
-    # with anything else on the machine these wait for one another 2 MiB at a time.
+    # Plain threads, each with runs of its own. torch would split every copy over its threads, and
+    # on a busy machine these wait for one another every 2 MiB.
     copy = partial(copy_runs, source.numpy(), target.numpy())
     num_threads = min(torch.get_num_threads(), len(sources) // _BLOCKS_PER_THREAD + 1)
     shares = shares_of(runs, len(sources), num_threads)
@@ -186,16 +189,18 @@ def _copy_blocks(
 
 
 class CachePart:
-    """Does what rank 0 says with the blocks of ``cache``, and with as many slots of the host's
-    memory as rank 0 has."""
+    """Executor of rank 0's commands for the blocks of ``cache`` and as many slots of host
+    memory."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
         self._memory: SharedHostMemory | None = None
 
     def obey(self, command: CacheCommand) -> list[bool] | None:
-        """Do it; the answer to ``CheckBlocks``. Raises ConfigError for slots that there is no
-        memory for."""
+        """Run a command; return the answer to ``CheckBlocks``.
+
+        Raises ConfigError for slots without memory.
+        """
         cache = self._cache
         match command:
             case CheckBlocks(blocks):

@@ -1,4 +1,4 @@
-"""Blocks of this engine that peers read."""
+"""Lending of this engine's blocks to peers, which read them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from millrace.engine.transfer.memory import Region
 from millrace.engine.transfer.server import Loan
 from millrace.engine.transfer.wire import place
 
-# Blocks are not kept for a peer for longer than this.
+# Maximum time that blocks are kept for a peer.
 LOAN_S = 3.0
 
 
 class _Held(NamedTuple):
-    """What a loan keeps from being overwritten: blocks of the cache, and keys in host memory."""
+    """Blocks of the cache and keys in host memory that a loan protects from being overwritten."""
 
     loan: Loan
     places: list[int]
@@ -29,12 +29,11 @@ class _Held(NamedTuple):
 
 
 class Lending:
-    """Lends blocks of the cache and of host memory where they are, if other processes may map the
-    cache; else those of the cache are copied into host memory first.
+    """Lender of blocks of the cache and of host memory, in place.
 
-    ``ask`` is for any thread, all else for the one that steps: what is asked and what has ended is
-    noted, and ``settle`` grants it and takes it back. ``wake`` is called when there is something to
-    settle.
+    If other processes cannot map the cache, its blocks are copied into host memory first. Any
+    thread may call ``ask``; all other methods are for the step's thread. Requests and ends of loans
+    are queued, and ``settle`` processes them. ``wake`` is called when there is something to settle.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Lending:
         self._memory = memory
         self._wake = wake
         self._monotonic = monotonic
-        # The memory where lent blocks are.
+        # Memory regions of lent blocks.
         self.regions = [Region(memory.slots(), memory.pages.fd)]
         self._lends_cache = cache.pages is not None
         if cache.pages is not None:
@@ -68,7 +67,7 @@ class Lending:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is lent, or is to be."""
+        """True while blocks are lent or requested."""
         return bool(self._asked or self._copied or self._lent)
 
     def ask(self, keys: list[bytes]) -> Loan:
@@ -83,14 +82,14 @@ class Lending:
         self._wake()
 
     def settle(self) -> None:
-        """Take back what peers have read or keep for too long, and lend what they asked for."""
+        """Take back loans that have ended or expired, and grant requested ones."""
         while self._ended:
             held = self._lent.pop(self._ended.popleft())
             self.num_served_blocks += len(held.places)
             self._take_back(held)
         now_s = self._monotonic()
         for held in [held for held in self._lent.values() if held.until_s < now_s]:
-            # One that the peer ends at this moment is taken back the next time.
+            # A loan that its peer ends at this moment is taken back by the next call.
             if held.loan.expire():
                 self._take_back(self._lent.pop(held.loan))
         while self._asked:
@@ -106,7 +105,7 @@ class Lending:
             self._take_back(self._lent.pop(held.loan))
 
     def _hold(self, loan: Loan, now_s: float) -> _Held:
-        """Keep as many of the first blocks as there are."""
+        """Protect the leading blocks of a loan that are here."""
         held = _Held(loan, [], [], [], now_s + LOAN_S)
         if not self._lends_cache:
             self._copy_out(loan.keys)
@@ -123,7 +122,7 @@ class Lending:
         return held
 
     def _copy_out(self, keys: list[bytes]) -> None:
-        """Have copies made of those of the first blocks that are in the cache only."""
+        """Copy the leading blocks that only the cache has into host memory."""
         here: list[bytes] = []
         missing: dict[bytes, int] = {}
         for key in keys:
@@ -134,13 +133,15 @@ class Lending:
             else:
                 break
         if missing:
-            self._host.pin(here)  # the others do not take their place
+            self._host.pin(here)  # so that the new copies do not evict these
             self._host.store(list(missing), list(missing.values()))
             self._host.unpin(here)
 
     def _share(self, key: bytes) -> int | None:
-        """Keep the block of the cache that has a key; None if there is none, or if it is idle and
-        sequences may need its memory."""
+        """Share the block of the cache with this key.
+
+        Returns None if there is none, or if it is idle and sequences may need its memory.
+        """
         pool, block = self._tables.pool, self._tables.cached.block_of(key)
         if block is None:
             return None

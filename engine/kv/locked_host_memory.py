@@ -1,4 +1,4 @@
-"""Memory of the host that a device reads and writes itself, for blocks of its KV cache."""
+"""Page-locked host memory, which a device reads and writes itself, for blocks of its KV cache."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from millrace.engine.kv.cache import KVCache, pieces_of
 from millrace.engine.transfer.memory import Blocks, SharedPages, private_pages
 from millrace.schemas.errors import ConfigError
 
-# What copies are taken to run at before one was measured, and what a later one counts.
+# Copy bandwidth assumed before the first measurement, and weight of the latest measurement in the
+# EWMA.
 _ASSUMED_BYTES_PER_S = 20e9
 _NEWEST_WEIGHT = 0.2
 
 
-# torch does not say what these take and return.
+# These functions of torch have no type annotations.
 _cuda_event: Callable[..., Any] = torch.cuda.Event
 _cuda_runtime: Callable[[], Any] = torch.cuda.cudart
 
 
 class Event(Protocol):
-    """A place in the device's work; ``torch.cuda.Event`` is the one."""
+    """Position in the device's work, as ``torch.cuda.Event``."""
 
     def record(self) -> None:
-        """Have the place be here."""
+        """Record the current position."""
 
     def query(self) -> bool:
-        """Whether the device has come by."""
+        """Return whether the device has passed the position."""
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to there, both of which it has come by."""
+        """Return the milliseconds between two positions that the device has passed."""
 
 
 class _Copy(NamedTuple):
-    """A copy that the device may not have done yet."""
+    """Copy that the device may not have completed."""
 
     start: Event
     end: Event
@@ -46,13 +47,12 @@ class _Copy(NamedTuple):
 
 
 class LockedHostMemory:
-    """One allocation in the layout of the cache, made and locked at once: that takes a fraction of
-    a second for each GiB, which no step may wait for.
+    """Page-locked memory: one allocation in the layout of the cache, made and locked at once.
 
-    ``store`` and ``load`` only queue a kernel on the current stream, one for all blocks. What is
-    queued there before and after sees blocks as they were before and after the copy, so they may
-    be given to others, and slots read, as soon as the call returns; as long as everything that
-    uses the cache is on that one stream.
+    Locking takes a fraction of a second per GiB, too long for a step. ``store`` and ``load`` only
+    queue one kernel for all blocks on the current stream. Work that is queued there before the copy
+    uses the blocks before it, and later work uses them after it. So blocks may be reassigned and
+    slots read as soon as the call returns, as long as all users of the cache are on that stream.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class LockedHostMemory:
         self._slots = memory.view(num_layers, self.num_slots, layer_bytes)
 
     def _allocate(self, size_bytes: int, *, shared: bool) -> torch.Tensor:
-        """Locked memory; private if shared memory is what cannot be locked."""
+        """Allocate locked memory. If shared memory cannot be locked, allocate private memory."""
         self.pages = SharedPages(size_bytes) if shared else None
-        # Whole pages of its own: torch would lock memory up to the next power of two.
+        # Exact pages, since torch would lock memory up to the next power of two.
         pages = private_pages(size_bytes) if self.pages is None else self.pages.pages
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         if not self._cache.is_cuda:
@@ -96,7 +96,7 @@ class LockedHostMemory:
 
     @property
     def bytes_per_s(self) -> float:
-        """What the copies ran at that the device has done."""
+        """Bandwidth of the copies that the device has completed, as an EWMA."""
         while self._copies and self._copies[0].end.query():
             start, end, num_blocks = self._copies.popleft()
             copy_ms = start.elapsed_time(end)
@@ -107,30 +107,29 @@ class LockedHostMemory:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the device has done all copies."""
+        """True if the device has completed all copies."""
         return all(copy.end.query() for copy in self._copies)
 
     def pieces(self, slot: int) -> list[memoryview]:
-        """The bytes of a slot, a piece for each layer."""
+        """Return the bytes of a slot, one piece for each layer."""
         return pieces_of(self._slots, slot)
 
     def slots(self) -> Blocks:
-        """All of it."""
+        """Return all slots."""
         return self._slots.numpy()
 
     def store(self, blocks: list[int], slots: list[int]) -> None:
-        """Have blocks of the cache copied into slots."""
+        """Queue a copy of blocks of the cache into slots."""
         self._copy(self._cache, blocks, self._slots, slots)
 
     def load(self, slots: list[int], blocks: list[int]) -> None:
-        """Have slots copied into blocks of the cache."""
+        """Queue a copy of slots into blocks of the cache."""
         self._copy(self._slots, slots, self._cache, blocks)
 
     def _copy(
         self, source: torch.Tensor, sources: list[int], target: torch.Tensor, targets: list[int]
     ) -> None:
-        # Fresh pinned memory for each copy: torch does not give it out again before the device
-        # has read it.
+        # New pinned memory for each copy. torch does not reuse it before the device has read it.
         ids = torch.tensor((sources, targets), dtype=torch.int64, pin_memory=self._cache.is_cuda)
         source_ids, target_ids = ids.to(self._cache.device, non_blocking=True)
         start, end = self._make_event(), self._make_event()
@@ -146,7 +145,7 @@ def _timing_event() -> Event:
 
 
 def _lock(memory: torch.Tensor) -> None:
-    """Keep memory where it is, for the device to use. Raises ConfigError if that is refused."""
+    """Lock memory for use by the device. Raises ConfigError if that fails."""
     error = _cuda_runtime().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(error) != 0:
         raise ConfigError(
@@ -156,6 +155,6 @@ def _lock(memory: torch.Tensor) -> None:
 
 
 def _unlock(address: int) -> None:
-    """Let locked memory go, once no copy uses it any more."""
+    """Unlock memory, once no copy uses it."""
     torch.cuda.synchronize()
     _cuda_runtime().cudaHostUnregister(address)

@@ -1,4 +1,4 @@
-"""What an engine hands to other workers' engines and gets from them."""
+"""Exchange of blocks with other workers' engines."""
 
 from __future__ import annotations
 
@@ -35,15 +35,21 @@ _TOKEN_BYTES = 32
 
 
 def split_of(identity: str, cache: KVCache) -> BlockSplit:
-    """How blocks are split here, and with whose they may be exchanged, in a form that tells nothing
-    of what they depend on."""
+    """Return the split of this engine's blocks.
+
+    Its kind is a hash of ``identity``, which tells peers whether blocks may be exchanged and
+    reveals nothing else.
+    """
     hashed = blake2b(identity.encode(), digest_size=_LAYOUT_BYTES).hexdigest()
     return BlockSplit(hashed, cache.layout, cache.parts)
 
 
 class PeerExchange:
-    """Serves blocks at ``endpoint``, and pulls those that requests name a source for as a ``tier``
-    of arrivals. Owns its sockets and threads: they end with ``close``, or with the process."""
+    """Exchange of blocks with peers: serves them at ``endpoint``, and pulls those for which
+    requests name a source, as a ``tier`` of arrivals.
+
+    Owns its sockets and threads, which end with ``close`` or with the process.
+    """
 
     def __init__(
         self,
@@ -57,8 +63,21 @@ class PeerExchange:
         transport: TransferTransport = "plain",
         monotonic: Callable[[], float],
     ) -> None:
-        """``address`` is that for other machines, if blocks are served to these; ``folder`` is
-        where the socket for this one is. Raises ConfigError."""
+        """Start to serve blocks.
+
+        Args:
+            lending: Lender of this engine's blocks.
+            memory: Host memory that pulled blocks are written to.
+            block_size_tokens: Tokens of a block.
+            split: Split and kind of the blocks.
+            address: Address for other machines; None: blocks are served to this machine only.
+            folder: Folder of the socket for this machine; None: the default folder.
+            transport: ``plain``: mapped memory and TCP. ``auto``: NIXL for other machines, if both
+                sides have it. ``nixl``: NIXL on this machine, too.
+            monotonic: Clock, in seconds.
+
+        Raises ConfigError.
+        """
         self._agent = _agent_for(transport, lending)
         listeners: list[socket.socket] = []
         path = ""
@@ -99,7 +118,7 @@ class PeerExchange:
         self._server.start()
 
     def close(self) -> None:
-        """Serve and pull no more; what is lent is taken back when it is settled."""
+        """Stop to serve and pull. Lent blocks are taken back by the next ``settle``."""
         self._server.close()
         self._peers.close()
         if self._agent is not None:
@@ -109,7 +128,10 @@ class PeerExchange:
 
 
 def _agent_for(transport: TransferTransport, lending: Lending) -> NixlAgent | None:
-    """What reads and is read by NIXL, if the memory is to be. Raises ConfigError."""
+    """Make the agent that reads and serves memory by NIXL; None for plain transport.
+
+    Raises ConfigError.
+    """
     if transport == "plain":
         return None
     try:

@@ -1,4 +1,4 @@
-"""Blocks that another worker's engine has, as a tier that they can be brought from."""
+"""Tier of blocks that another worker's engine has."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from millrace.schemas.transfer import KvSource, TransferEndpoint
 
 _log = logging.getLogger(__name__)
 
-# What pulls are taken to run at before one was measured, from this machine and from others, and
-# what a later one counts.
+# Pull bandwidth from this machine and from others assumed before the first measurement, and weight
+# of the latest measurement in the EWMA.
 _ASSUMED_LOCAL_BYTES_PER_S, _ASSUMED_REMOTE_BYTES_PER_S = 5e9, 1e9
 _ASSUMED_WAIT_S = 5e-3
 _NEWEST_WEIGHT = 0.2
 _NUM_THREADS = 4
-# A peer that failed is not asked again for so long.
+# Time for which a peer that failed is not asked again.
 _SHUNNED_S = 5.0
-# How much more than it was said to have a peer is asked for: it may have computed on since.
+# Maximum blocks to ask a peer for beyond those reported, since it may have computed more.
 _MAX_MORE_BLOCKS = 16
 
 
 class _Speed:
-    """How long a peer takes until blocks can be read, and how fast they are read then."""
+    """Speed of a peer as EWMAs: the wait until blocks can be read, and the bandwidth."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.wait_s = _ASSUMED_WAIT_S
@@ -45,8 +45,11 @@ class _Speed:
 
 
 class PeerTier:
-    """Pulls the blocks of sequences whose request says who has them, on threads of its own; see
-    ``Tier``. ``own_token`` is that of this engine's own endpoint, from which nothing is pulled."""
+    """Tier that pulls the blocks of sequences whose request names a source. See ``CacheTier``.
+
+    Pulls run on threads of its own. ``own_token`` is the token of this engine's own endpoint, from
+    which nothing is pulled.
+    """
 
     source: Source = "peer"
 
@@ -77,7 +80,7 @@ class PeerTier:
         self.num_failed_pulls = 0
 
     def has(self, sequence: Sequence, _key: bytes, index: int, /) -> bool:
-        """See ``Tier``."""
+        """Return whether the request's source is likely to have the block. See ``CacheTier``."""
         source = sequence.request.kv_source
         if source is None or (source.num_tokens and index >= self._most_blocks(source)):
             return False
@@ -92,7 +95,7 @@ class PeerTier:
         return -(-source.num_tokens // self._size) + _MAX_MORE_BLOCKS
 
     def brings_s(self, sequence: Sequence, num_blocks: int, /) -> float:
-        """See ``Tier``."""
+        """Predict the seconds of a pull. See ``CacheTier``."""
         if sequence.request.kv_source is None:
             return math.inf
         speed = self._speed_of(sequence)
@@ -102,7 +105,7 @@ class PeerTier:
         return self._speeds[self._peers.is_local(_endpoint_of(sequence))]
 
     def begin(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
-        """See ``Tier``."""
+        """Start to pull a part. See ``CacheTier``."""
         self._threads.submit(partial(self._pull, part, on_done))
 
     def _pull(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
@@ -113,13 +116,13 @@ class PeerTier:
             timeout_s = part.deadline_s - self._monotonic()
             outcome = self._peers.pull(endpoint, part.keys, target, timeout_s)
         except PeerError as error:
-            _log.warning("blocks of a peer's KV cache do not come: %s", error.message)
+            _log.warning("pulling KV cache blocks from a peer failed: %s", error.message)
         finally:
             self._outcomes[part] = outcome
             on_done(part)
 
     def finish(self, part: TierPart, now_s: float) -> None:
-        """See ``Tier``."""
+        """Record the result of a pull. See ``CacheTier``."""
         pulled = self._outcomes.pop(part)
         endpoint = _endpoint_of(part.sequence)
         if pulled is None:
@@ -135,15 +138,19 @@ class PeerTier:
             self._speed_of(part.sequence).note(pulled, num_bytes)
 
     def _shun(self, endpoint: TransferEndpoint, now_s: float) -> None:
-        """Not for what was to be pulled ahead, which holds nobody up: a peer in a long step grants
-        nothing before its end, and the request that comes then would find that it may not ask."""
+        """Do not ask a peer again for 5 s.
+
+        Not called for blocks that are pulled ahead, for which no client waits. A peer in a long
+        step grants nothing before the step ends, and the request that comes then must be free to
+        ask.
+        """
         self._shunned_until_s = {
             peer: until_s for peer, until_s in self._shunned_until_s.items() if until_s > now_s
         } | {endpoint: now_s + _SHUNNED_S}
 
 
 def _endpoint_of(sequence: Sequence) -> TransferEndpoint:
-    """Only of those that have a source."""
+    """Return the endpoint of a sequence's source, which it must have."""
     source = sequence.request.kv_source
     assert source is not None
     return source.endpoint

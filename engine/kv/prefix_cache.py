@@ -1,4 +1,4 @@
-"""Finds blocks of the KV cache by their contents: on the device, in host memory and below it."""
+"""Prefix cache: finds blocks by their contents, on the device, in host memory and below it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ MAX_NOTED_KEYS = 1 << 16
 
 
 def _ignore(_key: bytes) -> None:
-    """Nobody listens to changes."""
+    """Ignore a change: there is no listener."""
 
 
 class PrefixCache:
-    """Which block holds the tokens that a key stands for.
+    """Index of blocks by key. A key identifies all tokens up to the end of its block.
 
-    One block a key and one key a block. It holds no references: the pool calls ``evict`` before
-    it allocates a block whose contents were kept. ``on_change`` is called with each key that is
-    inserted or evicted.
+    Each key has one block and each block one key. The index holds no references: the pool calls
+    ``evict`` before it allocates a block whose contents were kept. ``on_change`` is called with
+    each key that is inserted or evicted.
     """
 
     def __init__(self, on_change: Callable[[bytes], None] = _ignore) -> None:
@@ -39,18 +39,19 @@ class PrefixCache:
         return key in self._block_of
 
     def items(self) -> Iterator[tuple[bytes, int]]:
-        """Keys and their blocks."""
+        """Iterate over keys and their blocks."""
         return iter(self._block_of.items())
 
     def get(self, key: bytes) -> int | None:
         return self._block_of.get(key)
 
     def key_of(self, block: int) -> bytes:
-        """The key of a block that is in the cache."""
+        """Return the key of a block that is in the cache."""
         return self._key_of[block]
 
     def insert(self, key: bytes, block: int) -> bool:
-        """Remember a full block; false if another one with the same tokens is known already."""
+        """Insert a full block; return False if another block with the same tokens is known
+        already."""
         if self._block_of.setdefault(key, block) != block:
             return False
         self._key_of[block] = key
@@ -58,18 +59,19 @@ class PrefixCache:
         return True
 
     def evict(self, block: int) -> None:
-        """The block's contents are about to be overwritten."""
+        """Remove a block whose contents are about to be overwritten."""
         key = self.key_of(block)
         self.remove(block)
         self.num_evicted_blocks += 1
         self.on_change(key)
 
     def remove(self, block: int) -> None:
-        """The block's contents are kept elsewhere."""
+        """Remove a block whose contents are kept elsewhere."""
         del self._block_of[self._key_of.pop(block)]
 
     def check_integrity(self, kept_blocks: list[int]) -> None:
-        """Raise AssertionError unless keys and blocks match, and are those that the pool keeps."""
+        """Raise AssertionError unless keys and blocks match, and equal the blocks that the pool
+        keeps."""
         assert len(self._block_of) == len(self._key_of), "keys and blocks do not pair"
         for block, key in self._key_of.items():
             assert self._block_of.get(key) == block, f"block {block} is not found by its key"
@@ -77,10 +79,10 @@ class PrefixCache:
 
 
 class KvEvents:
-    """Keys that changed since ``pop``; O(1) a key, which is all a step pays.
+    """KV events: keys that changed since the last ``pop``. O(1) per key.
 
-    ``is_kept`` says whether a key is found now, ``kept`` lists those that are, the longest unused
-    first. Where more than ``max_noted`` keys gather, what is kept is told as a whole.
+    ``is_kept`` returns whether a key is found now; ``kept`` lists such keys, the longest unused
+    first. If more than ``max_noted`` keys change, ``pop`` returns the whole contents.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class KvEvents:
         self._overflowed = False
 
     def record(self, key: bytes) -> None:
-        """A key was inserted, evicted or used."""
+        """Record that a key was inserted, evicted or used."""
         noted = self._noted
         noted.pop(key, None)
         noted[key] = None
@@ -106,7 +108,7 @@ class KvEvents:
             self._overflowed = True
 
     def pop(self) -> PrefixChanges | None:
-        """What changed since the last call; None if nothing did."""
+        """Return the changes since the last call; None if there are none."""
         if self._overflowed:
             self._overflowed = False
             self._noted.clear()
@@ -126,8 +128,13 @@ def _reported(keys: list[bytes]) -> bytes:
 
 
 class FoundBlocks(NamedTuple):
-    """The blocks of consecutive keys from the first on, None where only the host has a copy; how
-    many are blocks, and how many of those are idle."""
+    """Blocks of consecutive keys from the first on.
+
+    Attributes:
+        blocks: None for a block that only host memory has.
+        num_here: Number of blocks that are not None.
+        num_idle: Number of these that are idle.
+    """
 
     blocks: list[int | None]
     num_here: int
@@ -135,10 +142,11 @@ class FoundBlocks(NamedTuple):
 
 
 class CachedBlocks:
-    """Finds blocks of a pool by their keys, moves them to host memory and back, and tells what
-    changed. Allocates only to reload what the host has.
+    """Cached blocks of a pool: finds them by key, moves them to host memory and back, and reports
+    changes.
 
-    Without ``shared`` nothing is told: only the sequence that made a block finds it.
+    It allocates blocks only to reload them from host memory. Without ``shared`` it reports no
+    changes, since only the sequence that computed a block finds it.
     """
 
     def __init__(
@@ -166,7 +174,7 @@ class CachedBlocks:
         return self._index.num_evicted_blocks
 
     def pop_changes(self) -> PrefixChanges | None:
-        """Return what changed since the last call."""
+        """Return the changes since the last call."""
         return self._events.pop()
 
     def _is_kept(self, key: bytes) -> bool:
@@ -185,11 +193,12 @@ class CachedBlocks:
         yield from (key for key, block in self._index.items() if not self.pool.is_idle(block))
 
     def block_of(self, key: bytes) -> int | None:
-        """Return the block on the device that has the contents of a key, if there is one."""
+        """Return the block on the device with the contents of a key; None if there is none."""
         return self._index.get(key)
 
     def find(self, keys: Iterable[bytes]) -> FoundBlocks:
-        """Look for ``keys`` up to the first that is nowhere; changes nothing."""
+        """Look up ``keys`` up to the first that is neither here nor in host memory; change
+        nothing."""
         blocks: list[int | None] = []
         num_here = num_idle = 0
         for key in keys:
@@ -203,8 +212,8 @@ class CachedBlocks:
         return FoundBlocks(blocks, num_here, num_idle)
 
     def take(self, keys: list[bytes], found: list[int | None]) -> list[int]:
-        """Share the blocks that ``find`` returned just now for ``keys``, and copy what only the
-        host has into new ones."""
+        """Share the blocks that ``find`` has just returned for ``keys``, and copy blocks that
+        only host memory has into new ones."""
         for block in found:
             if block is not None:
                 self.pool.share(block)
@@ -221,12 +230,12 @@ class CachedBlocks:
         return [next(fresh) if block is None else block for block in found]
 
     def insert(self, key: bytes, block: int) -> None:
-        """Have a full block found by its key, unless another one is."""
+        """Let a full block be found by its key, unless another block is."""
         if self._index.insert(key, block):
             self.pool.keep(block)
 
     def note_use(self, keys: Iterable[bytes]) -> None:
-        """Tell of keys that a sequence gives back."""
+        """Report keys that a sequence gives back."""
         for key in keys:
             self._events.record(key)
 
@@ -252,7 +261,7 @@ class CachedBlocks:
             self.pool.drop_idle(block)
 
     def forget_idle(self) -> None:
-        """Empty the prefix cache but for the blocks that are in use."""
+        """Empty the prefix cache, except for blocks in use."""
         for block in list(self.pool.idle_blocks()):
             self.pool.drop_idle(block)
             key = self._index.key_of(block)
@@ -262,8 +271,10 @@ class CachedBlocks:
             self.host.forget(list(self.host))
 
     def check_integrity(self, pinned_keys: Iterable[bytes]) -> None:
-        """Raise AssertionError unless pool, index and host memory agree; ``pinned_keys`` are those
-        that sequences wait for."""
+        """Raise AssertionError unless pool, index and host memory agree.
+
+        ``pinned_keys`` are the keys that waiting sequences have pinned.
+        """
         self.pool.check_integrity()
         self._index.check_integrity(self.pool.kept_blocks())
         if self.host is not None:

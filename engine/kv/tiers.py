@@ -1,4 +1,4 @@
-"""Where blocks are that the device has no longer, or has not yet, and how they come and go."""
+"""Tiers of KV cache blocks around host memory: disk, object store and other workers' engines."""
 
 from __future__ import annotations
 
@@ -27,8 +27,13 @@ _log = logging.getLogger(__name__)
 
 
 class PeerFigures(NamedTuple):
-    """What came from other workers' engines, how often it did not, what went to them, and how many
-    tokens are on their way, from these from a disk or from an object store."""
+    """Figures of the exchange with other workers' engines.
+
+    Attributes:
+        num_failed_pulls: Pulls that returned nothing.
+        num_served_blocks: Blocks sent to other workers.
+        num_coming_tokens: Tokens on their way, from other workers, a disk or an object store.
+    """
 
     num_pulled_blocks: int = 0
     num_pulled_bytes: int = 0
@@ -38,8 +43,10 @@ class PeerFigures(NamedTuple):
 
 
 class Tiers:
-    """The disk, an object store and other workers' engines, if there are any, around host memory.
-    For the thread that steps; ``wake`` is called on any when there is something to ``settle``."""
+    """Tiers around host memory, each of which may be absent.
+
+    For the step's thread. ``wake`` is called on any thread when there is something to ``settle``.
+    """
 
     def __init__(
         self,
@@ -62,13 +69,15 @@ class Tiers:
 
     @property
     def endpoint(self) -> TransferEndpoint | None:
-        """Where blocks are served to others, if they are."""
+        """Endpoint from which other workers pull blocks; None if blocks are not served."""
         exchange = self.exchange
         return exchange.endpoint if exchange is not None and exchange.is_served else None
 
     def open(self, path: Path, config: ResolvedEngineConfig, *, is_row_exact: bool) -> None:
-        """Have all that ``config`` asks for, for an engine of the checkpoint folder ``path``;
-        ``is_row_exact`` as for ``block_identity``. Raises ConfigError."""
+        """Open the tiers of ``config`` for an engine of the checkpoint folder ``path``.
+
+        ``is_row_exact`` is as for ``block_identity``. Raises ConfigError.
+        """
         cache = self._cache
         if config.disk_cache_path is not None:
             self.keep_on_disk(block_file(path, config, cache, is_row_exact=is_row_exact))
@@ -81,12 +90,13 @@ class Tiers:
             self.exchange_with_peers(identity, config.transfer_address, transport=transport)
 
     def keep_on_disk(self, file: BlockFile) -> None:
-        """Keep blocks of idle conversations in a file, and find those that are in it."""
+        """Keep blocks of idle conversations in a file, and find the blocks that are in it."""
         self.disk = DiskCache(file, self._memory, self._tables, self._wake)
         self.arrivals.add_tier(self.disk)
 
     def keep_in_store(self, objects: BlockObjects, config: ResolvedEngineConfig) -> None:
-        """Keep blocks of long prefixes where other workers find them, too, and find theirs."""
+        """Keep blocks of long prefixes in an object store, and find those of other workers
+        there."""
         self.objects = ObjectCache(
             objects, self._memory, self._tables, config, self._wake, self._monotonic
         )
@@ -99,10 +109,12 @@ class Tiers:
         folder: Path | None = None,
         transport: TransferTransport = "plain",
     ) -> None:
-        """Lend blocks to engines that have the same ``identity``, and pull theirs. Raises
-        ConfigError."""
+        """Lend blocks to engines with the same ``identity``, and pull theirs.
+
+        Raises ConfigError.
+        """
         if self._memory.pages is None:
-            _log.warning("host memory for blocks cannot be shared; none are exchanged with others")
+            _log.warning("host memory cannot be shared; no blocks are exchanged with other workers")
             return
         self.exchange = PeerExchange(
             Lending(self._tables, self._cache, self._memory, self._wake, monotonic=self._monotonic),
@@ -117,7 +129,7 @@ class Tiers:
         self.arrivals.add_tier(self.exchange.tier)
 
     def settle(self) -> list[Sequence]:
-        """Do what has become due at the edge of a step; the sequences that wait no more."""
+        """Process finished work between steps; return the sequences that no longer wait."""
         if self.disk is not None:
             self.disk.settle()
         if self.objects is not None:
@@ -127,15 +139,17 @@ class Tiers:
         return self.arrivals.settle()
 
     def forget_idle(self) -> None:
-        """Empty the prefix cache here, in host memory and on the disk but for what is in use. What
-        is in an object store stays: it is others', too."""
+        """Empty the prefix cache here, in host memory and on the disk, except for blocks in use.
+
+        Blocks in an object store stay, since other workers use them, too.
+        """
         if self.disk is not None:
             self.disk.forget_all()
         self._tables.cached.forget_idle()
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something to settle before long."""
+        """True if there will soon be something to settle."""
         return (
             self.arrivals.is_busy
             or (self.disk is not None and self.disk.is_busy)
@@ -144,7 +158,7 @@ class Tiers:
         )
 
     def peer_figures(self) -> PeerFigures:
-        """How the exchange with other workers stands."""
+        """Return the figures of the exchange with other workers."""
         num_coming_tokens = self.arrivals.num_coming_tokens
         if self.exchange is None:
             return PeerFigures(num_coming_tokens=num_coming_tokens)
@@ -158,5 +172,5 @@ class Tiers:
         )
 
     def object_figures(self) -> ObjectFigures:
-        """How it stands with an object store."""
+        """Return the figures of the exchange with an object store."""
         return ObjectFigures() if self.objects is None else self.objects.figures()

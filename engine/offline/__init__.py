@@ -1,2 +1,4 @@
-"""Requests straight on an engine in this process, without a bus: what ``engine.llm`` is made of.
-Imports the registry for prompts, chat templates and text; it knows the engine by four methods."""
+"""Offline requests: run straight on an engine in this process, without a bus, for ``engine.llm``.
+
+Imports the registry for prompts, chat templates and text. It uses four methods of the engine.
+"""

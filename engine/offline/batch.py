@@ -1,4 +1,4 @@
-"""Requests straight on the engine, without any bus."""
+"""Batch of requests that run straight on the engine, without a bus."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace.schemas.errors import MillraceError
 
 
 class Stepping(Protocol):
-    """What is asked of the engine."""
+    """Interface of the engine that a batch uses."""
 
     def add(self, request: EngineRequest) -> None: ...
 
@@ -32,18 +32,19 @@ class Stepping(Protocol):
 
 
 class EngineClosedError(MillraceError, code="engine_closed"):
-    """An LLM was used after ``close``."""
+    """Error of a call to an LLM after ``close``."""
 
     def __init__(self) -> None:
         super().__init__("This LLM is closed. Make another one.")
 
 
 class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How a batch went. TTFT is from when the engine got a request, TPOT the mean time per token
-    after the first; both are means over the completions that have them, 0 if none has.
+    """Summary of a batch.
 
-    Of ``prompt_tokens``, ``prefix_hit_tokens`` were found in the KV cache. ``peak_rss_bytes`` is
-    the most memory that this process ever had.
+    TTFT is measured from when the engine got a request; TPOT is the mean time per token after the
+    first. Both are means over the completions that have them, 0 if none has. ``prefix_hit_tokens``
+    is the part of ``prompt_tokens`` that was found in the KV cache. ``peak_rss_bytes`` is the peak
+    memory of this process.
     """
 
     tokens_per_s: float
@@ -62,11 +63,11 @@ class BatchSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OfflineBatch:
-    """Runs prepared requests, ``max_batch`` of them at a time, the next as soon as one ends.
+    """Batch that runs up to ``max_batch`` prepared requests at a time.
 
     Several iterations may be open at a time: each step computes the requests of all of them, and
-    each iteration gets the answers to its own. An iteration that is left before its end cancels
-    its requests. Calls of several threads take turns, a step each. Ids of requests must differ.
+    each iteration gets the answers to its own. Leaving an iteration early cancels its requests.
+    Calls of several threads take turns, one step each. Ids of requests must differ.
     """
 
     def __init__(
@@ -93,15 +94,17 @@ class OfflineBatch:
         """Tokens that the engine has made for requests of this batch."""
 
     def run(self, requests: Iterable[OfflineRequest]) -> Iterator[Generated]:
-        """Yield each answer as it ends."""
+        """Yield each answer when it ends."""
         for live in self.steps(requests):
             for generated in live:
                 if generated.ended:
                     yield generated
 
     def steps(self, requests: Iterable[OfflineRequest]) -> Iterator[list[Generated]]:
-        """After each step, yield the answers that were unfinished before it. Raises
-        EngineClosedError."""
+        """Yield, after each step, the answers that were unfinished before it.
+
+        Raises EngineClosedError.
+        """
         waiting = iter(requests)
         live: list[Generated] = []
         started_s = self._monotonic()
@@ -120,11 +123,12 @@ class OfflineBatch:
                 yield live
                 live = [generated for generated in live if not generated.ended]
         finally:
-            # Cancelled with the next step: a garbage collection may end an iteration within one.
+            # Cancelled with the next step, since garbage collection may end an iteration during a
+            # step.
             self._left += live
 
     def close(self) -> None:
-        """Let go of the engine: iterations that are open raise EngineClosedError."""
+        """Release the engine. Open iterations raise EngineClosedError."""
         with self._lock:
             self._engine = None
             self._running.clear()
@@ -136,8 +140,10 @@ class OfflineBatch:
             return self._open_engine.stats()
 
     def summary(self, num_refused: int = 0) -> BatchSummary:
-        """Say how all that has run went; ``num_refused`` requests besides failed before they
-        could."""
+        """Summarize all requests so far.
+
+        ``num_refused`` counts requests that failed before they ran.
+        """
         return BatchSummary(
             tokens_per_s=round(self._completion_tokens / self._wall_s, 2) if self._wall_s else 0.0,
             mean_ttft_ms=_mean_ms(self._ttft_s),
@@ -187,7 +193,7 @@ class OfflineBatch:
             self._count(generated)
 
     def _cancel_left(self) -> None:
-        """Cancel the requests of iterations that were left."""
+        """Cancel the requests of iterations that were left early."""
         while self._left:
             generated = self._left.pop()
             if not generated.ended and self._engine is not None:

@@ -1,4 +1,4 @@
-"""Conversations and tools in the shape of OpenAI's API, and the tool calls of a completion."""
+"""Conversations and tools in the format of OpenAI's API, and the tool calls of a completion."""
 
 from __future__ import annotations
 
@@ -21,9 +21,15 @@ from millrace.schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolM
 
 
 class OfflineChat(NamedTuple):
-    """A conversation as jobs carry it (None: the prompt is a text), the tools that the model is
-    told of, whether and how often it calls them, and by name the patterns of the input of tools
-    whose input is text."""
+    """Conversation of a job, with its tools.
+
+    Attributes:
+        messages: None if the prompt is a text.
+        tools: Tools that the model is told of.
+        choice: Whether the model calls tools.
+        parallel: Whether it may call several.
+        freeform: Input patterns of tools whose input is text, by tool name.
+    """
 
     messages: tuple[ChatMessage, ...] | None = None
     tools: tuple[ToolDefinition, ...] = ()
@@ -32,8 +38,10 @@ class OfflineChat(NamedTuple):
     freeform: dict[str, str] = {}  # noqa: RUF012 (never written to)
 
     def grammar(self, tool_format: ToolFormat | None, answer: Grammar | None) -> Grammar | None:
-        """What the completion must match; ``answer`` is what it had to without tools. Raises
-        ParameterError."""
+        """Return the grammar of the completion.
+
+        ``answer`` is its grammar without tools. Raises ParameterError.
+        """
         if not self.tools or tool_format is None:
             return answer
         return call_grammar(
@@ -51,9 +59,11 @@ def read_chat(
     *,
     parallel: bool = True,
 ) -> OfflineChat:
-    """Read a conversation and its tools. Raises ParameterError for messages that are no
-    conversation, for tools that cannot be offered, and for tools that would be left out: an answer
-    has no place for notices here."""
+    """Read a conversation and its tools.
+
+    Raises ParameterError for invalid messages, for tools that cannot be offered, and for tools that
+    would be left out, since an offline answer has no field for notices.
+    """
     raws = [msgspec.Raw(msgspec.json.encode(tool)) for tool in tools]
     offered = offered_tools(given_tools(raws), asked_choice(tool_choice))
     if offered.notices:
@@ -74,8 +84,10 @@ def tool_calls(
     tools: Sequence[ToolDefinition],
     freeform: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return the calls in a completion, as OpenAI's API writes them; ids are numbers from 0. The
-    calls of ``freeform`` tools are custom."""
+    """Return the calls in a completion, in the format of OpenAI's API; ids are numbers from 0.
+
+    Calls of ``freeform`` tools are custom.
+    """
     numbers = itertools.count()
     parser = ToolCallParser(tool_format, lambda: f"call_{next(numbers)}", tools)
     calls: list[dict[str, Any]] = []
@@ -104,7 +116,7 @@ def _messages(raw: Sequence[Any]) -> tuple[ChatMessage, ...]:
 
 
 def _are_of_a_job(raw: Sequence[Any]) -> bool:
-    """Whether calls are written as a job's are, which have no object ``function``."""
+    """Return whether calls have the format of a job, which has no object ``function``."""
     calls = (
         call
         for message in raw

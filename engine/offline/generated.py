@@ -1,4 +1,4 @@
-"""One request of an offline batch, and its answer as it grows."""
+"""Request of an offline batch, and its answer as it grows."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 
 class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A prepared job, and fields that only the engine reads.
+    """Prepared job, and fields that only the engine reads.
 
-    ``id`` is the caller's name of the request. The request is cancelled after
-    ``cancel_after_tokens`` tokens of all its choices (0: after the first step that could have run
-    it). ``tool_format`` is how the model writes calls of ``tools``; None: the request has no
-    tools. The input of ``freeform`` tools is text.
+    Attributes:
+        id: The caller's name of the request.
+        cancel_after_tokens: The request is cancelled after this many tokens of all its choices. 0:
+            after the first step that could have run it.
+        tool_format: Format of the model's calls of ``tools``. None: the request has no tools.
+        freeform: Names of tools whose input is text.
     """
 
     id: str | int
@@ -57,7 +59,7 @@ class OfflineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _salt(self) -> str:
-        """The salt of the prefix cache: an adapter shares no blocks with others."""
+        """Salt of the prefix cache. Blocks of an adapter are not shared with others."""
         if self.adapter is None:
             return self.cache_salt
         return salt_of("", self.cache_salt, self.adapter.version)
@@ -72,8 +74,10 @@ def generation_job(
     chat: OfflineChat = NO_CHAT,
     **fields: Any,
 ) -> Job:
-    """Prepare a job that continues a conversation, or the prompt among ``fields``, under the
-    grammar of its tool calls. Raises ValueError, ParameterError or ContextLengthError."""
+    """Prepare a job that continues a conversation, or the prompt among ``fields``.
+
+    Its grammar is that of its tool calls. Raises ValueError, ParameterError or ContextLengthError.
+    """
     grammar = chat.grammar(served.tool_format, sampling.grammar)
     job = Job(
         request_id=request_id,
@@ -88,7 +92,7 @@ def generation_job(
 
 @dataclass
 class OfflineCompletion:
-    """One completion of a request. Times are monotonic seconds."""
+    """Completion of a request. Times are monotonic seconds."""
 
     stream: TextStream
     token_ids: list[int] = field(default_factory=list)
@@ -105,7 +109,7 @@ class OfflineCompletion:
         return self.finish_reason is not None or self.error is not None
 
     def add_output(self, output: EngineOutput, now_s: float, limit: int | None) -> None:
-        """Add the tokens of a step, at most ``limit`` of them and none behind a stop string."""
+        """Add the tokens of a step, at most ``limit`` of them and none after a stop string."""
         for at, token_id in enumerate(output.token_ids[:limit]):
             text, stopped = self.stream.push(token_id)
             self.text.append(text)
@@ -126,9 +130,11 @@ class OfflineCompletion:
 
 
 class Generated:
-    """The answer to a request as it grows: ``SamplingParams.n`` choices, or an ``embedding``.
-    ``cancelled``: the request was cancelled before all choices had ended. ``OfflineBatch`` cancels
-    it in the engine."""
+    """Answer to a request as it grows: ``SamplingParams.n`` choices, or an ``embedding``.
+
+    ``cancelled`` is True if the request was cancelled before all choices had ended.
+    ``OfflineBatch`` cancels it in the engine.
+    """
 
     def __init__(self, request: OfflineRequest, tokenizer: Tokenizer, added_s: float) -> None:
         job = request.job
@@ -155,16 +161,16 @@ class Generated:
 
     @property
     def ended_in_engine(self) -> bool:
-        """Whether the engine has ended all choices."""
+        """True if the engine has ended all choices."""
         return self._num_in_engine == 0
 
     @property
     def error(self) -> tuple[str, str] | None:
-        """The error of the first choice that failed."""
+        """Error of the first choice that failed."""
         return next((choice.error for choice in self.choices if choice.error is not None), None)
 
     def add_output(self, output: EngineOutput, now_s: float) -> bool:
-        """Add what a step made for one of the choices. Returns whether the request has ended."""
+        """Add a step's output for one of the choices. Return whether the request has ended."""
         if self.ended:
             return False
         if output.started:
@@ -190,10 +196,10 @@ class Generated:
         return self.ended
 
     def cancel(self) -> None:
-        """Note that the caller wants no more tokens."""
+        """Mark the request as cancelled: the caller wants no more tokens."""
         self.cancelled = True
 
     def _num_tokens_left(self) -> int | None:
-        """How many tokens may come until the request is cancelled; None: any number."""
+        """Return the number of tokens until the request is cancelled; None: no limit."""
         limit = self.request.cancel_after_tokens
         return None if limit is None else max(0, limit - self.num_tokens)

@@ -1,4 +1,4 @@
-"""From the arguments of ``LLM`` to prepared requests, or to errors that name an argument."""
+"""Conversion of ``LLM`` arguments to prepared requests, or to errors that name an argument."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millrace.schemas.pooling import EmbeddingPooling, Pooling
 from millrace.schemas.sampling import SamplingOptions
 
 Prompt = str | Sequence[int]
-"""A text, or token ids."""
+"""Text, or token ids."""
 Prompts = Prompt | Sequence[Prompt]
 Conversation = Sequence[Mapping[str, Any]]
 """Messages with ``role`` and ``content``, as in OpenAI's API."""
@@ -34,20 +34,20 @@ Sampling = SamplingOptions | Sequence[SamplingOptions] | None
 AdapterNames = str | Sequence[str | None] | None
 _ValueT = TypeVar("_ValueT")
 
-# More adapters than this share the slots.
+# Maximum adapter slots; more adapters share them.
 _MOST_SLOTS = 20
-# Options of a chat that jobs have, too.
+# Options of a chat that are also fields of a job.
 _JOB_OPTIONS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 class ChatOptions(TypedDict, total=False):
-    """How conversations become prompts.
+    """Options that convert conversations to prompts.
 
-    ``tools`` and ``tool_choice`` are as in OpenAI's API, and so is ``parallel_tool_calls`` (True by
-    default). ``chat_template`` is a Jinja template instead of the model's, and
-    ``chat_template_kwargs`` are further variables of it, such as ``enable_thinking``. Without
-    ``add_generation_prompt`` nothing begins the answer; with ``continue_final_message`` the last
-    message is continued.
+    ``tools``, ``tool_choice`` and ``parallel_tool_calls`` (default True) are as in OpenAI's API.
+    ``chat_template`` is a Jinja template that replaces the model's, and ``chat_template_kwargs``
+    are further variables of it, such as ``enable_thinking``. Without ``add_generation_prompt`` the
+    prompt does not begin the answer; with ``continue_final_message`` the answer continues the last
+    message.
     """
 
     tools: Sequence[dict[str, Any]]
@@ -60,9 +60,11 @@ class ChatOptions(TypedDict, total=False):
 
 
 class OfflineRequests:
-    """Makes the requests of calls, each with an id of its own. A request may name one of the
-    ``adapters``. Methods raise ParameterError or ContextLengthError, with a note of the position in
-    the argument."""
+    """Factory of the requests of calls, each with an id of its own.
+
+    A request may name one of the ``adapters``. Methods raise ParameterError or ContextLengthError,
+    with a note of the position in the argument.
+    """
 
     def __init__(self, served: ServedModel, adapters: Mapping[str, AdapterRef]) -> None:
         self._served = served
@@ -73,7 +75,7 @@ class OfflineRequests:
     def completions(
         self, prompts: Prompts, sampling: Sampling, adapter: AdapterNames
     ) -> list[OfflineRequest]:
-        """Requests that continue texts or token ids."""
+        """Make requests that continue texts or token ids."""
         fields = [prompt_fields(prompt) for prompt in listed_prompts("prompts", prompts)]
         asks = [(NO_CHAT, one) for one in fields]
         return self._generations("prompts", self._served, asks, sampling, adapter)
@@ -85,7 +87,7 @@ class OfflineRequests:
         adapter: AdapterNames,
         options: ChatOptions,
     ) -> list[OfflineRequest]:
-        """Requests that answer conversations."""
+        """Make requests that answer conversations."""
         served = self._served
         template = options.get("chat_template")
         if template is not None:
@@ -111,8 +113,10 @@ class OfflineRequests:
         pooling: Pooling,
         truncate_prompt_tokens: int | None,
     ) -> list[OfflineRequest]:
-        """Requests for embeddings or labels of ``prompts``, which are fields of jobs, from the
-        argument ``name``."""
+        """Make requests for embeddings or labels.
+
+        ``prompts`` are fields of jobs, from the argument ``name``.
+        """
         requests = []
         for i, fields in enumerate(prompts):
             with _at_position(name, i):
@@ -174,16 +178,19 @@ class OfflineRequests:
 def load_served(
     model: str | Path, catalogue: str | Path = "", *, asker: str = "LLM"
 ) -> ServedModel:
-    """Read all but the weights of a folder's, address's, hub id's or catalogue entry's model.
-    ``asker`` is how an error names the caller. Raises ModelNotFoundError, ModelSourceError,
-    CheckpointError or ConfigError."""
+    """Read everything but the weights of a model: a folder, an address, a hub id or a catalogue
+    entry.
+
+    ``asker`` is the name of the caller in errors. Raises ModelNotFoundError, ModelSourceError,
+    CheckpointError or ConfigError.
+    """
     known = load_catalogue(str(catalogue))
-    # A path that does not exist is no hub id.
+    # A path that does not exist must not be taken for a hub id.
     name = str(model.expanduser().absolute()) if isinstance(model, Path) else model
     entry = known.entry_for(name)
     if entry.is_gguf:
         raise CheckpointError(
-            f"{entry.source} is a GGUF file, which llama.cpp computes and {asker} does not: "
+            f"{entry.source} is a GGUF file, which only llama.cpp runs, not {asker}: "
             f"serve it with millrace up --model {entry.source}, or name a checkpoint in "
             "Hugging Face layout here."
         )
@@ -191,7 +198,7 @@ def load_served(
 
 
 def engine_settings(settings: dict[str, Any]) -> EngineConfig:
-    """Read settings of an engine. Raises ConfigError for unknown ones and bad values."""
+    """Read settings of an engine. Raises ConfigError for an unknown setting or an invalid value."""
     unknown = sorted(settings.keys() - EngineConfig.__struct_fields__)
     if unknown:
         raise ConfigError(
@@ -210,14 +217,14 @@ def engine_settings(settings: dict[str, Any]) -> EngineConfig:
 
 
 def with_adapter_slots(config: EngineConfig, num_adapters: int) -> EngineConfig:
-    """Have a slot for each adapter, up to 20, unless the settings say how many."""
+    """Add a slot for each adapter, up to 20, unless the settings have a number."""
     if not num_adapters or config.max_adapters is not None:
         return config
     return msgspec.structs.replace(config, max_adapters=min(num_adapters, _MOST_SLOTS))
 
 
 def listed_prompts(name: str, prompts: Prompts) -> list[Prompt]:
-    """Return several prompts or one as a list. Raises ParameterError for the argument ``name``."""
+    """Return one or several prompts as a list. Raises ParameterError for the argument ``name``."""
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence):
@@ -230,7 +237,7 @@ def listed_prompts(name: str, prompts: Prompts) -> list[Prompt]:
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:
-    """Return the field of a job that a prompt is."""
+    """Return the field of a job for a prompt."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Sequence) and all(isinstance(token, Integral) for token in prompt):
@@ -245,7 +252,7 @@ def _no_prompts(name: str) -> ParameterError:
 
 
 def listed_texts(name: str, texts: str | Sequence[str]) -> list[str]:
-    """Return several texts or one as a list. Raises ParameterError for the argument ``name``."""
+    """Return one or several texts as a list. Raises ParameterError for the argument ``name``."""
     if isinstance(texts, str):
         return [texts]
     many = list(texts) if isinstance(texts, Sequence) else []
@@ -255,7 +262,7 @@ def listed_texts(name: str, texts: str | Sequence[str]) -> list[str]:
 
 
 def _listed_conversations(messages: Conversations) -> list[Conversation]:
-    """Return several conversations or one as a list. Raises ParameterError."""
+    """Return one or several conversations as a list. Raises ParameterError."""
     given: object = messages
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         raise ParameterError(
@@ -269,8 +276,11 @@ def _listed_conversations(messages: Conversations) -> list[Conversation]:
 def _one_each(
     name: str, given: _ValueT | Sequence[_ValueT | None] | None, kind: type[_ValueT], count: int
 ) -> list[_ValueT | None]:
-    """Return a value for each of ``count`` prompts, of one for all or a list with one for each.
-    Raises ParameterError for the argument ``name``."""
+    """Return a value for each of ``count`` prompts.
+
+    ``given`` is one value for all, or a list with one for each. Raises ParameterError for the
+    argument ``name``.
+    """
     if given is None or isinstance(given, kind):
         return [given] * count
     many = list(given) if isinstance(given, Sequence) else []
@@ -282,8 +292,10 @@ def _one_each(
 
 
 def _checked_sampling(sampling: SamplingOptions) -> SamplingOptions:
-    """Check the types of all fields, which a constructor does not; a stop string may be alone, and
-    lists take the place of tuples. Raises ParameterError."""
+    """Check the types of all fields, which a constructor does not.
+
+    A single stop string and lists are accepted, too. Raises ParameterError.
+    """
     fields = {name: getattr(sampling, name) for name in SamplingOptions.__struct_fields__}
     if isinstance(fields["stop"], str):
         fields["stop"] = (fields["stop"],)
@@ -296,7 +308,7 @@ def _checked_sampling(sampling: SamplingOptions) -> SamplingOptions:
 
 
 def embedding_pooling(name: EmbeddingPooling) -> Pooling:
-    """Raises ParameterError for a pooling that makes no embedding."""
+    """Return the pooling of a name. Raises ParameterError for a name that makes no embedding."""
     if name not in get_args(EmbeddingPooling):
         names = " or ".join(get_args(EmbeddingPooling))
         raise ParameterError("pooling", f"pooling must be {names}, got {name!r:.80}")
@@ -305,7 +317,7 @@ def embedding_pooling(name: EmbeddingPooling) -> Pooling:
 
 @contextmanager
 def _at_position(name: str, position: int) -> Iterator[None]:
-    """Have an error say at which position of the argument ``name`` it is."""
+    """Add the position in the argument ``name`` to an error."""
     try:
         yield
     except MillraceError as error:

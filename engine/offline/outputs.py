@@ -1,4 +1,4 @@
-"""What ``LLM`` returns."""
+"""Outputs that ``LLM`` returns."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from millrace.schemas.frames import FinishReason, TokenLogprob
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion of a prompt.
+    """Completion of a prompt.
 
-    ``finish_reason`` is None for a completion that failed: ``error`` is its (code, message) then.
-    ``stop_reason`` is the stop string or the stop token id that ended it. ``logprobs`` has an entry
-    for each token if ``SamplingParams.logprobs`` is set. ``cumulative_logprob`` is that of a beam
-    search. ``tool_calls`` has the calls of a chat with tools, as OpenAI's API writes them.
+    Attributes:
+        finish_reason: None for a completion that failed.
+        stop_reason: The stop string or the stop token id that ended it.
+        logprobs: An entry for each token if ``SamplingParams.logprobs`` is set.
+        cumulative_logprob: Set for a beam search.
+        tool_calls: Calls of a chat with tools, in the format of OpenAI's API.
+        error: (code, message) if the completion failed.
     """
 
     text: str
@@ -33,12 +36,12 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The completions of one prompt: ``SamplingParams.n`` of them. ``text``, ``token_ids`` and
-    other properties are those of the first completion.
+    """Completions of one prompt: ``SamplingParams.n`` of them.
 
+    ``text``, ``token_ids`` and other properties are those of the first completion.
     ``prompt_logprobs`` has an entry for each token of the prompt, None for the first, if
-    ``SamplingParams.prompt_logprobs`` is set. ``num_cached_tokens`` of the prompt were found in
-    the prefix cache.
+    ``SamplingParams.prompt_logprobs`` is set. ``num_cached_tokens`` of the prompt were found in the
+    prefix cache.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -68,10 +71,12 @@ class GenerationOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step added to one completion: ``prompt`` is the prompt's position in the call,
-    ``choice`` the completion's among those of the prompt. The last delta of a completion has its
-    ``finish_reason`` or its ``error`` as (code, message). The texts of the deltas of a completion,
-    joined, are its text."""
+    """New tokens of one completion in a step.
+
+    ``prompt`` is the prompt's position in the call, ``choice`` the completion's among those of the
+    prompt. The last delta of a completion has its ``finish_reason``, or its ``error`` as (code,
+    message). The texts of the deltas of a completion, joined, are its text.
+    """
 
     prompt: int
     choice: int
@@ -83,14 +88,14 @@ class GenerationDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The embedding of one text: [hidden_size] numbers."""
+    """Embedding of one text: [hidden_size] numbers."""
 
     embedding: tuple[float, ...]
     num_prompt_tokens: int
 
 
 class ClassificationOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The label of one text with the highest probability, and ``probabilities`` by label."""
+    """Label of one text with the highest probability, and ``probabilities`` by label."""
 
     label: str
     probabilities: dict[str, float]
@@ -98,18 +103,18 @@ class ClassificationOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """How relevant one text is to another, by a cross-encoder, or how like each other their
-    embeddings are, from -1 to 1."""
+    """Relevance of one text to another by a cross-encoder, or the cosine of their embeddings, from
+    -1 to 1."""
 
     score: float
     num_prompt_tokens: int
 
 
 class RequestFailedError(MillraceError, code="request_failed"):
-    """The engine failed ``num_failed`` of the requests of a call; the others have ended well.
+    """Error of a call in which the engine failed ``num_failed`` requests.
 
-    ``reason`` is the (code, message) of the first failure. ``outputs`` are those of a call that
-    generates, failed ones among them, in the order of the prompts.
+    The others have ended well. ``reason`` is the (code, message) of the first failure. ``outputs``
+    are those of a call that generates, failed ones included, in the order of the prompts.
     """
 
     def __init__(self, answers: Sequence[Generated]) -> None:
@@ -128,7 +133,7 @@ class RequestFailedError(MillraceError, code="request_failed"):
 
 
 def generation_output(generated: Generated) -> GenerationOutput:
-    """Return the answer to a request that has ended."""
+    """Convert the answer to a request that has ended."""
     return GenerationOutput(
         prompt_token_ids=generated.request.job.prompt_token_ids or (),
         completions=tuple(_completion(generated, choice) for choice in generated.choices),
@@ -165,7 +170,7 @@ def _stop_reason(choice: OfflineCompletion, stop_token_ids: Sequence[int]) -> st
 
 
 class DeltaReader:
-    """Reads the deltas of one answer as it grows."""
+    """Reader of the deltas of one answer as it grows."""
 
     def __init__(self, prompt: int) -> None:
         self._prompt = prompt
@@ -173,7 +178,7 @@ class DeltaReader:
         self._ended: set[int] = set()
 
     def read(self, generated: Generated) -> Iterator[GenerationDelta]:
-        """Return what was added to each completion since the last call."""
+        """Yield the new tokens of each completion since the last call."""
         for index, choice in enumerate(generated.choices):
             num_tokens, num_texts = self._num_read.get(index, (0, 0))
             grown = len(choice.token_ids) > num_tokens
@@ -194,6 +199,6 @@ class DeltaReader:
 
 
 def unit_vector(values: Sequence[float]) -> tuple[float, ...]:
-    """Scale a vector to length 1. A vector of zeros has no direction; it stays one of zeros."""
+    """Scale a vector to length 1. A vector of zeros stays one of zeros."""
     length = math.sqrt(math.fsum(value * value for value in values)) or 1.0
     return tuple(value / length for value in values)

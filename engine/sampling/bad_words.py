@@ -13,9 +13,9 @@ _CACHED_LISTS = 128
 
 
 class BadWords:
-    """Token sequences of which the last token is forbidden once the others were just generated.
+    """Token sequences whose last token is forbidden once the tokens before it were just generated.
 
-    ``always``: the last tokens of sequences of one. Immutable, so that requests share it.
+    ``always`` are the tokens of sequences of one. Immutable, so that requests share it.
     """
 
     __slots__ = ("_by_last", "always")
@@ -28,8 +28,11 @@ class BadWords:
                 self._by_last.setdefault(tokens[-2], []).append((tokens[:-1], tokens[-1]))
 
     def completing(self, token_ids: Rows[int], num_output_tokens: int) -> list[int]:
-        """The tokens that would complete a sequence of several, all of it in the completion, which
-        is the last ``num_output_tokens`` of ``token_ids``."""
+        """Return the tokens that would complete a sequence of several tokens.
+
+        All of that sequence must be in the completion, the last ``num_output_tokens`` of
+        ``token_ids``.
+        """
         if not num_output_tokens:
             return []
         return [
@@ -42,18 +45,18 @@ class BadWords:
 def bad_words_reader(
     tokenizer: Callable[[], Tokenizer | None], vocab_size: int
 ) -> Callable[[tuple[str, ...]], BadWords]:
-    """From texts to token sequences: as a word begins a text, and as it stands after a space.
+    """Return a function that converts bad words to token sequences. It caches recent lists.
 
-    What it returns raises ParameterError if the model has no tokenizer, or none that has tokens
-    for a text.
-    Recent lists are remembered.
+    Each word has two spellings: at the beginning of a text, and after a space. The function raises
+    ParameterError if the model has no tokenizer, or no tokens for a word.
     """
 
     def read(texts: tuple[str, ...]) -> BadWords:
         encoder = tokenizer()
         if encoder is None:
             raise ParameterError(
-                "bad_words", "bad_words cannot be taken: this checkpoint has no tokenizer.json."
+                "bad_words",
+                "bad_words need a tokenizer, and this checkpoint has no tokenizer.json.",
             )
         sequences: dict[tuple[int, ...], None] = {}
         for text in texts:

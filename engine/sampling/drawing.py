@@ -1,9 +1,10 @@
-"""One draw for each row.
+"""Random draw of one token for each row, by races of exponential variates.
 
-A race for the group, then one within it: the largest weight / exponential variate wins, each with
-a chance proportional to its weight. Rounding noise changes the outcome only when two entries
-nearly tie. Inverting the distribution function would take one random number, but there noise moves
-every boundary behind it, and a batch of another size did change a token of the demo model.
+A race draws the group, and another race the token within it: the largest weight / exponential
+variate wins, so each entry wins with a probability proportional to its weight. Rounding noise
+changes the outcome only when two entries nearly tie. Inverting the distribution function would take
+one random number, but rounding noise would move every boundary after it; with it, a batch of
+another size changed a token of the demo model.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ from millrace.engine.sampling.top_k_top_p import (
 )
 from millrace.schemas.sampling import SamplingParams
 
-# No group weighs more than this many times its likeliest token, rounding included.
+# Maximum weight of a group relative to its likeliest token, rounding included.
 _MOST_OF_PEAK = GROUP_TOKENS * (1 + 1e-4)
 
 
 class Draws(NamedTuple):
-    """The rows of a batch that are drawn, not taken greedily: their indices, temperatures and
-    keys of random streams, each [num_drawn], and what narrows them."""
+    """Rows of a batch that are drawn at random, not greedily.
+
+    Attributes:
+        rows: Their indices, [num_drawn].
+        temperatures: [num_drawn].
+        keys: Keys of their random streams, [num_drawn].
+        limits: Filters of their tokens; None if there are none.
+    """
 
     rows: torch.Tensor
     temperatures: torch.Tensor
@@ -49,7 +56,7 @@ def draws_of(
     vocab_size: int,
     device: torch.device,
 ) -> Draws:
-    """``params`` and ``keys`` are those of the ``rows``."""
+    """Make the draws of ``rows``, which have these ``params`` and ``keys``."""
     return Draws(
         rows=torch.tensor(rows, dtype=torch.int64, device=device),
         temperatures=torch.tensor(
@@ -61,11 +68,12 @@ def draws_of(
 
 
 def draw(logits: GroupedLogits, draws: Draws, token_indices: torch.Tensor) -> torch.Tensor:
-    """A token for each row of ``draws``: int64 [num_drawn]. ``token_indices`` (int64) say which
-    number of each row's stream it is. ``logits`` must have a token left in each of these rows.
+    """Draw a token for each row of ``draws``: int64 [num_drawn].
 
-    The exact weight of a group is computed only if the group may win: its likeliest token bounds
-    it, and the group with the largest bound is what the others have to beat.
+    ``token_indices`` (int64) are the positions in each row's random stream. In ``logits``, each of
+    these rows must have an allowed token. The exact weight of a group is computed only if the group
+    may win. Its likeliest token bounds the weight, and the group with the largest bound sets the
+    score to beat.
     """
     num_drawn = len(draws.rows)
     everywhere = num_drawn == len(logits.best)
@@ -74,7 +82,7 @@ def draw(logits: GroupedLogits, draws: Draws, token_indices: torch.Tensor) -> to
         best, tops = best.index_select(0, draws.rows), tops.index_select(0, draws.rows)
     scales = draws.temperatures
     rows = ScaledRows(draws.rows, best, scales)
-    # Never divides a finite difference into an overflow: the largest exponent is 0.
+    # A finite difference never overflows when divided, since the largest exponent is 0.
     peaks = tops.sub(best[:, None]).div_(scales[:, None])
     bounds = None
     if draws.limits is not None:
@@ -99,7 +107,7 @@ def draw(logits: GroupedLogits, draws: Draws, token_indices: torch.Tensor) -> to
 def _weights(
     logits: GroupedLogits, rows: ScaledRows, groups: torch.Tensor, bounds: Bounds | None
 ) -> torch.Tensor:
-    """Weights of the tokens of one group of each of the ``rows``: [num_rows, GROUP_TOKENS]."""
+    """Compute the weights of the tokens of one group of each row: [num_rows, GROUP_TOKENS]."""
     scaled = logits.select(rows.rows, groups)
     scaled -= rows.best[:, None]
     scaled /= rows.scales[:, None]
@@ -112,7 +120,7 @@ def _weights(
 
 
 def _largest_weights(peaks: torch.Tensor, bounds: Bounds | None) -> torch.Tensor:
-    """What no token of a group weighs more than: [num_drawn, num_groups]."""
+    """Compute the largest weight that a token of each group may have: [num_drawn, num_groups]."""
     if bounds is None:
         return peaks.exp()
     capped = peaks if bounds.high is None else torch.minimum(peaks, bounds.high[:, None])

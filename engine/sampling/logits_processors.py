@@ -1,7 +1,7 @@
-"""What a request changes about its logits before a token is chosen.
+"""Logits processors: changes to a request's logits before a token is chosen.
 
-All of it concerns single tokens, few beside the vocabulary, so it is done where these are: the
-edits of all rows of a batch are gathered into flat indices, and applied together.
+They change single tokens, few compared to the vocabulary. The edits of all rows of a batch are
+therefore collected as flat indices and applied together.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _Amounts = npt.NDArray[np.float32]
 
 
 class Penalties:
-    """The tokens that a sequence has, and what each of them is penalised by.
+    """Tokens of a sequence, and the penalties of each.
 
-    ``repetition`` is of the tokens of prompt and completion; presence and frequency, already added
-    up in the amounts, of those of the completion. It grows with the sequence, one entry a token.
+    ``repetition`` applies to the tokens of prompt and completion. Presence and frequency penalties,
+    added up in ``amounts``, apply to those of the completion. There is one entry for each distinct
+    token.
     """
 
     __slots__ = ("_amounts", "_counts", "_ids", "_num_taken", "_places", "_sampling", "repetition")
@@ -42,8 +43,10 @@ class Penalties:
         self._num_taken = len(prompt)
 
     def take(self, token_ids: list[int]) -> None:
-        """Count the tokens that came since the last call; ``token_ids`` are those of the prompt,
-        then all of the completion."""
+        """Count the tokens since the last call.
+
+        ``token_ids`` are all tokens of prompt and completion.
+        """
         for token in token_ids[self._num_taken :]:
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._counts):
@@ -69,7 +72,7 @@ class Penalties:
 
 
 class RowLogitsProcessor:
-    """The edits of one sequence. It follows the sequence's tokens by itself."""
+    """Logits processor of one sequence. It reads the sequence's new tokens by itself."""
 
     def __init__(self, sequence: Sequence, bad_words: BadWords | None, vocab_size: int) -> None:
         sampling = sequence.request.sampling
@@ -90,7 +93,7 @@ class RowLogitsProcessor:
         self._stops: _Ids = np.array(stops, dtype=np.int64)
 
     def add_to(self, batch: LogitsProcessorBatch, row: int, sequence: Sequence) -> None:
-        """Add what holds for the sequence's next token to those of its batch."""
+        """Add the edits for the sequence's next token to those of its batch."""
         if self._penalties is not None:
             self._penalties.take(sequence.token_ids)
             batch.penalise(row, self._penalties)
@@ -127,8 +130,11 @@ def needs_logits_processor(sampling: SamplingParams) -> bool:
 
 
 class LogitsProcessorBatch:
-    """The edits of a batch's rows, each ``stride`` logits long: penalties first, then biases, then
-    what is forbidden. ``rows`` are those that have any."""
+    """Edits of a batch's rows, each ``stride`` logits long.
+
+    Penalties are applied first, then biases, then forbidden tokens. ``rows`` are the rows with
+    edits.
+    """
 
     def __init__(self, stride: int) -> None:
         self._stride = stride

@@ -1,4 +1,4 @@
-"""Log-probabilities as the model itself has them, whatever is then done to its logits."""
+"""Log-probabilities of the model itself, before its logits are changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from millrace.schemas.frames import TokenLogprob
 
 
 class LogprobTable(NamedTuple):
-    """For some rows: the log of the normaliser, [num_rows], and the likeliest tokens in falling
-    order, as lists of ids and log-probabilities."""
+    """Log-probabilities of some rows.
+
+    ``log_normalisers`` [num_rows] are the logs of the normalisers. The likeliest tokens are in
+    falling order, as lists of ids and log-probabilities.
+    """
 
     log_normalisers: torch.Tensor
     top_ids: list[list[int]]
@@ -29,8 +32,14 @@ class LogprobTable(NamedTuple):
         counts: Rows[int],
         ranks: Rows[int] | None = None,
     ) -> list[TokenLogprob]:
-        """What is reported of one token a row, of which ``token_logits`` [num_rows] are the
-        logits, with ``counts`` alternatives, and with its rank where these were counted."""
+        """Make the reported entry of one token per row.
+
+        Args:
+            token_logits: The tokens' logits, [num_rows].
+            token_ids: The tokens.
+            counts: Number of alternatives to report for each.
+            ranks: Rank of each token; None if not counted.
+        """
         own = (token_logits.double() - self.log_normalisers).tolist()
         return [
             TokenLogprob(
@@ -46,7 +55,7 @@ class LogprobTable(NamedTuple):
 def tabulate(
     logits: GroupedLogits, rows: torch.Tensor, num_top: int, vocab_size: int
 ) -> LogprobTable:
-    """The table of ``rows`` (int64) with the ``num_top`` likeliest tokens of each."""
+    """Make the table of ``rows`` (int64) with the ``num_top`` likeliest tokens of each."""
     best = logits.best.index_select(0, rows)
     scaled = ScaledRows(rows, best, torch.ones_like(best))
     normalisers = logits.masses(scaled).log_().add_(best)
@@ -69,12 +78,18 @@ def tabulate(
 def candidates(
     logits: torch.Tensor, temperature: float, count: int, excluded: Rows[int] = ()
 ) -> list[list[Candidate]] | None:
-    """The ``count`` likeliest next tokens of each row of ``logits`` [num_rows, vocab_size] that are
-    not ``excluded``, the likeliest first, by their log-probabilities at ``temperature`` (0: as at
-    1), in which the excluded ones count; None if a row has a NaN or infinity, or nothing else than
-    -inf.
+    """Return the ``count`` likeliest next tokens of each row, without the ``excluded`` ones.
 
-    The same for a row whoever else is in the batch.
+    Batch-invariant: a row's result does not depend on the other rows.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        temperature: Temperature of the log-probabilities; 0 counts as 1.
+        count: Number of candidates for each row, the likeliest first.
+        excluded: Tokens that are left out. Their probability still counts in the normaliser.
+
+    Returns:
+        The candidates of each row; None if a row has NaN or infinity, or only -inf.
     """
     with torch.inference_mode():
         rows = logits.float()
@@ -106,8 +121,10 @@ def table_of(rows: torch.Tensor, count: int) -> LogprobTable:
 
 
 def _places_of_largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Where the ``count`` largest of each row of float32 are, the first of equals first: ``topk``
-    takes any of them, by what else is in the batch."""
+    """Return the indices of the ``count`` largest of each float32 row, the first of equals first.
+
+    ``topk`` picks among equals depending on the rest of the batch.
+    """
     bits = values.contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     last = values.shape[1] - 1 - torch.arange(values.shape[1], device=values.device)

@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's own tokens, as the steps compute them."""
+"""Log-probabilities of a prompt's own tokens, computed step by step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from millrace.engine.step.batch import ScoredRows
 from millrace.engine.step.sequence import Sequence
 from millrace.schemas.frames import TokenLogprob
 
-# Logits of no more rows than this exist at a time: enough for the product with the head to run at
-# full speed, far fewer than a long prompt has.
+# Maximum rows whose logits exist at a time: enough for the product with the head to run at full
+# speed, far fewer than a long prompt has.
 _HEAD_ROWS = 128
-# Their log-probabilities are taken of as many rows as have about this many logits.
+# Log-probabilities are computed for as many rows at a time as have about this many logits.
 _TABLE_LOGITS = 1 << 20
 
 
 class ScoredChunk(NamedTuple):
-    """What a step adds to a sequence's prompt: the entries of its next tokens."""
+    """Log-probabilities that a step adds to a sequence's prompt, those of its next tokens."""
 
     sequence: Sequence
     entries: list[TokenLogprob]
@@ -33,8 +33,13 @@ def score_rows(
     hidden: torch.Tensor,
     logits_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> list[ScoredChunk]:
-    """Score the prompt tokens that follow each range's rows of ``hidden`` [num_tokens,
-    hidden_size]; ``logits_of`` makes [num_rows, vocab_size] of some of them."""
+    """Score the prompt tokens that follow each range's rows.
+
+    Args:
+        ranges: The scored rows of each sequence.
+        hidden: Hidden states [num_tokens, hidden_size].
+        logits_of: Computes [num_rows, vocab_size] of some rows of ``hidden``.
+    """
     targets: list[int] = []
     counts: list[int] = []
     rows: list[int] = []
@@ -60,7 +65,7 @@ def score_rows(
 
 
 def add_scores(chunk: ScoredChunk) -> bool:
-    """Take a chunk into its sequence; whether all of it is a number."""
+    """Add a chunk to its sequence; return whether it has no NaN."""
     assert chunk.sequence.prompt_logprobs is not None
     chunk.sequence.prompt_logprobs += chunk.entries
     return not any(isnan(entry.logprob) for entry in chunk.entries)

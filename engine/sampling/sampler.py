@@ -1,4 +1,4 @@
-"""The next token of every sequence of a batch, vectorised."""
+"""Sampler of the next token of every sequence of a batch, vectorised."""
 
 from __future__ import annotations
 
@@ -31,30 +31,29 @@ from millrace.schemas.sampling import SamplingParams
 _BITS_PER_BYTE = 8
 _log = logging.getLogger(__name__)
 
-# The first of the largest logits of each row; -1 where that is not finite.
+# Finds the first of the largest logits of each row; -1 where that is not finite.
 Likeliest = Callable[[torch.Tensor], list[int]]
 
-# As many rows are taken at a time as have about this many logits: they stay in the CPU's cache
-# from one pass over them to the next.
+# Rows are processed in chunks of about this many logits, which stay in the CPU's cache from one
+# pass to the next.
 _CHUNK_LOGITS = 1 << 20
 
 
 class NoTokenAllowedError(MillraceError, code="no_token_allowed", http_status=400):
-    """Everything is forbidden that could come next."""
+    """Error of a sequence whose parameters forbid every next token."""
 
     def __init__(self, token_index: int) -> None:
         super().__init__(
-            f"Nothing may come as token {token_index} of the completion: bad_words, min_tokens, "
-            f"logit_bias, allowed_token_ids and the grammar together forbid every token. Ask for "
-            f"less of them."
+            f"No token is allowed as token {token_index} of the completion: bad_words, min_tokens, "
+            f"logit_bias, allowed_token_ids and the grammar together forbid all. Relax one of them."
         )
         self.token_index = token_index
 
 
 class TokenMasks:
-    """Applies packed masks: a word is 32 tokens, the lowest bit the first of them, 1 is allowed.
+    """Applies packed masks: a word is 32 tokens, the lowest bit the first of them; 1 means allowed.
 
-    Each byte of a mask looks up what it adds to eight logits: 0 or -inf.
+    Each byte of a mask is looked up in a table of what it adds to eight logits: 0 or -inf.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,8 +62,14 @@ class TokenMasks:
         self._added = torch.zeros(bits.shape, device=device).masked_fill_(bits == 0, -inf)
 
     def apply_(self, logits: torch.Tensor, rows: list[int], masks: torch.Tensor) -> None:
-        """Forbid tokens in the ``rows`` of ``logits`` [num_rows, num_tokens] in place. ``masks``:
-        int32 [num_rows, num_words], that of a row in the same row; tokens past it are forbidden."""
+        """Forbid tokens in the ``rows`` of ``logits`` in place.
+
+        Args:
+            logits: [num_rows, num_tokens].
+            rows: The rows with a mask.
+            masks: int32 [num_rows, num_words], the mask of a row in the same row. Tokens past the
+                mask are forbidden.
+        """
         words = masks[torch.tensor(rows)].contiguous().to(logits.device)
         chosen = words.view(torch.uint8).view(len(rows), -1).int()
         num_tokens = logits.shape[1]
@@ -76,16 +81,18 @@ class TokenMasks:
 
 
 class Sampled(NamedTuple):
-    """``outcomes[i]`` is the token of row i, or why it has none; ``logprobs[i]`` is None unless
-    asked for."""
+    """Result of sampling: ``outcomes[i]`` is the token of row i, or its error.
+
+    ``logprobs[i]`` is None unless asked for.
+    """
 
     outcomes: list[int | MillraceError]
     logprobs: list[TokenLogprob | None]
 
 
 class SamplingState(NamedTuple):
-    """What the sampler keeps for a sequence: its parameters, the key of its random stream, and
-    its edits of the logits, None without."""
+    """State of the sampler for a sequence: parameters, the key of its random stream, and its logits
+    processor, None without one."""
 
     sampling: SamplingParams
     key: int
@@ -93,10 +100,15 @@ class SamplingState(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """What the rows of a chunk of a batch ask for; the same as long as the same sequences are in
-    it. ``logprob_rows`` and their ``logprob_counts``, ``processed_rows`` and ``masked_rows`` are
-    those that ask for it. ``draws`` is None if all rows are greedy. ``only_likeliest``: no row
-    asks for more than its likeliest token."""
+    """Layout of a chunk of a batch. It is reused while the chunk has the same sequences.
+
+    Attributes:
+        draws: None if all rows are greedy.
+        logprob_rows, logprob_counts: Rows that report log-probabilities, and how many.
+        processed_rows: Rows with a logits processor.
+        masked_rows: Rows with a grammar.
+        only_likeliest: True if each row needs only its likeliest token.
+    """
 
     states: list[SamplingState]
     drawn_rows: list[int]
@@ -109,14 +121,12 @@ class _Layout(NamedTuple):
 
 
 class Sampler:
-    """Chooses tokens by temperature, top-k, top-p, min-p and typical sampling, in that order, from
-    logits that were processed before: by repetition, then presence and frequency penalties, then
-    biases, then by what is forbidden.
+    """Sampler that applies temperature, top-k, top-p, min-p and typical sampling, in this order.
 
-    A row's token depends on its logits, its sequence's parameters and tokens, and its place in
-    the sequence's random stream alone. ``tokenizer`` is called when bad words have to be
-    tokenised; ``likeliest``, if the device has it, chooses for rows that ask for nothing else. What
-    it keeps for a sequence hangs on ``sequence.sampling_state``, from ``add`` until it ends.
+    The logits are processed before: repetition penalty, then presence and frequency penalties, then
+    biases, then forbidden tokens. A row's token depends only on its logits, its sequence's
+    parameters and tokens, and its position in the sequence's random stream. The state of a sequence
+    is in ``sequence.sampling_state``, from ``add`` until the sequence ends.
     """
 
     def __init__(
@@ -138,8 +148,10 @@ class Sampler:
         self._layouts: list[_Layout] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Prepare for a sequence, with the tokens that it has. Raises ParameterError for
-        parameters that this model cannot honour."""
+        """Prepare a sequence with its present tokens.
+
+        Raises ParameterError for parameters that this model cannot apply.
+        """
         sampling = sequence.request.sampling
         for name in ("logit_bias", "allowed_token_ids"):
             for token in getattr(sampling, name):
@@ -157,8 +169,11 @@ class Sampler:
     def sample_ahead(
         self, sequences: Rows[Sequence], logits: torch.Tensor, ahead: Rows[int]
     ) -> Sampled:
-        """As ``sample``, of sequences whose logits nothing edits, which may be there several times:
-        the token that comes behind so many after the next one."""
+        """Sample tokens after proposed ones, for sequences without logits processors and grammars.
+
+        As ``sample``, but a sequence may occur several times: ``ahead`` is the number of tokens
+        between its next token and the sampled one.
+        """
         sampled = Sampled([], [])
         with torch.inference_mode():
             for start in range(0, len(sequences), self._chunk_rows):
@@ -172,12 +187,13 @@ class Sampler:
     def sample(
         self, sequences: Rows[Sequence], logits: torch.Tensor, masks: torch.Tensor | None = None
     ) -> Sampled:
-        """Choose the next token of each sequence from its row of ``logits`` [num_sequences,
-        vocab_size], which stay as they are.
+        """Choose the next token of each sequence. An error of a row is that row's outcome only.
 
-        ``masks`` (int32 [num_sequences, num_words], a bit a token, the lowest first) are heeded
-        for sequences with a grammar. What goes wrong with a row, whatever it is, is its outcome
-        alone.
+        Args:
+            sequences: The sequences.
+            logits: Their rows, [num_sequences, vocab_size]; not changed.
+            masks: int32 [num_sequences, num_words], one bit per token, the lowest first. Used for
+                sequences with a grammar.
         """
         sampled = Sampled([], [])
         with torch.inference_mode():
@@ -185,7 +201,7 @@ class Sampler:
                 rows = slice(start, start + self._chunk_rows)
                 own = None if masks is None else masks[rows]
                 self._sample_safely(sequences[rows], logits[rows], own, index, sampled)
-            # Layouts of chunks that are gone must not keep the state of what was in them.
+            # Drop layouts of chunks that no longer exist, which hold the state of their sequences.
             del self._layouts[-(-len(sequences) // self._chunk_rows) :]
         return sampled
 
@@ -197,11 +213,11 @@ class Sampler:
         index: int,
         sampled: Sampled,
     ) -> None:
-        """Sample a chunk; if that fails, halve it until those at fault stand alone."""
+        """Sample a chunk; if that fails, halve it until each failing sequence is alone."""
         try:
             layout = self._layout(sequences, index)
             outcomes, logprobs = self._sample_rows(sequences, logits, masks, layout)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+        except Exception as error:  # noqa: BLE001 (any error ends one sequence only)
             if len(sequences) > 1:
                 middle = len(sequences) // 2
                 for half in (slice(middle), slice(middle, None)):
@@ -265,7 +281,7 @@ class Sampler:
         return tokens
 
     def _copy(self, raw: torch.Tensor) -> torch.Tensor:
-        """``raw`` in float32 groups, in scratch that is valid until the next copy."""
+        """Copy ``raw`` to float32 groups, in scratch memory that is valid until the next copy."""
         if len(raw) > len(self._scratch):
             self._scratch = torch.full((len(raw), self._stride), -inf, device=self._device)
         rows = self._scratch[: len(raw)]
@@ -273,7 +289,8 @@ class Sampler:
         return rows.view(len(raw), self._num_groups, GROUP_TOKENS)
 
     def _layout(self, sequences: Rows[Sequence], index: int) -> _Layout:
-        """What the rows of chunk ``index`` ask for, from the last step if they are the same."""
+        """Return the layout of chunk ``index``, that of the last step if the sequences are the
+        same."""
         states: list[SamplingState] = [sequence.sampling_state for sequence in sequences]
         if index < len(self._layouts):
             known = self._layouts[index].states
@@ -320,7 +337,7 @@ class Sampler:
         layout: _Layout,
         masks: torch.Tensor | None,
     ) -> GroupedLogits:
-        """The logits, processed in place, and what is now their largest."""
+        """Process the logits in place, and find their largest."""
         batch = LogitsProcessorBatch(self._stride)
         for row in layout.processed_rows:
             processor = layout.states[row].logits_processor
@@ -347,7 +364,7 @@ def _not_finite(values: torch.Tensor) -> list[int]:
 
 
 def _neutralise(logits: GroupedLogits, row: int) -> None:
-    """Make a row that has no token harmless to what is computed for all rows: its token is 0."""
+    """Neutralise a row without a token, so that it does not disturb other rows: its token is 0."""
     logits.members[row] = -inf
     logits.tops[row] = -inf
     logits.members[row, 0, 0] = logits.tops[row, 0] = logits.best[row] = 0.0

@@ -1,8 +1,8 @@
 """Top-k, top-p, min-p and typical sampling, as bounds on a row's logits.
 
-All bounds are on ``(logit - largest logit) / temperature``, here called scaled logits: they are at
-most 0, and ``exp`` of one is a token's weight, relative to the likeliest. Of tokens that are
-equally likely at a bound, all are kept.
+All bounds are on scaled logits, ``(logit - largest logit) / temperature``. They are at most 0, and
+``exp`` of one is a token's weight relative to the likeliest. All tokens that are equally likely at
+a bound are kept.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from millrace.engine.sampling.groups import GROUP_TOKENS, GroupedLogits, ScaledR
 from millrace.schemas.sampling import SamplingParams
 
 _LOWEST = torch.finfo(torch.float32).min
-# Rows with about as many groups of candidates are padded and sorted together: the widths are this
-# many groups and its multiples by the growth.
+# Rows with similar numbers of candidate groups are padded and sorted together. The widths are this
+# many groups, multiplied by the growth again and again.
 _LEAST_WIDTH = 4
 _WIDTH_GROWTH = 4
-# Bounds are looked for among so many of the likeliest tokens first.
+# Number of the likeliest tokens among which bounds are searched first.
 _FEW_TOKENS = 64
 _MANY_TOKENS = 256
-# A bound that comes from a sum is given this much slack, far above what rounding does to it.
+# Slack of a bound that is derived from a sum, far above its rounding error.
 _SLACK = 1e-3
 
 
 def ascending(values: torch.Tensor) -> torch.Tensor:
-    """Each row in rising order; NaNs are not expected."""
+    """Sort each row in rising order. NaN is not expected."""
     if values.device.type != "cpu":
         return values.sort(dim=-1).values
     return torch.from_numpy(np.sort(values.numpy(), axis=-1))
 
 
 def smallest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` smallest of each row, or as many as it has, in rising order."""
+    """Return the ``count`` smallest of each row, or as many as it has, in rising order."""
     count = min(count, values.shape[1])
     if values.device.type != "cpu":
         return values.topk(count, dim=-1, largest=False).values
@@ -47,18 +47,24 @@ def smallest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def ascending_order(values: torch.Tensor) -> torch.Tensor:
-    """The indices (int64) that put each row in rising order. Rows that fall first and then rise
-    are merely merged on a CPU."""
+    """Return the indices (int64) that sort each row in rising order.
+
+    On a CPU, rows that first fall and then rise are only merged.
+    """
     if values.device.type != "cpu":
         return values.argsort(dim=-1)
     return torch.from_numpy(np.argsort(values.numpy(), axis=-1, kind="stable"))
 
 
 class Limits(NamedTuple):
-    """What narrows the rows that are drawn.
+    """Filters of the drawn rows.
 
-    ``log_min_p``: [num_drawn], -inf where it is off. ``sorted_rows`` (indices of drawn rows) need
-    more than that, ``by_order`` says what. ``everywhere``: they are all rows that are drawn.
+    Attributes:
+        log_min_p: [num_drawn], -inf where it is off.
+        sorted_rows: Indices of the drawn rows with other filters than min-p.
+        everywhere: True if ``sorted_rows`` are all drawn rows.
+        by_order: The filters of ``sorted_rows``.
+        any_typical: True if a row has typical sampling.
     """
 
     log_min_p: torch.Tensor
@@ -69,10 +75,16 @@ class Limits(NamedTuple):
 
 
 class _OrderLimits(NamedTuple):
-    """What takes the tokens of some rows in order, each [num_rows]: ``top_k`` (the vocabulary's
-    size where it is off), ``top_p``, ``typical_p`` (float64, 1 where off) and ``log_min_p``.
-    ``summed`` are the indices of those whose whole mass is wanted, top-p without top-k, and
-    ``only_typical`` of those with neither. ``few``: all have a top-k that keeps few tokens."""
+    """Filters that need the tokens of some rows in order, each [num_rows].
+
+    Attributes:
+        top_k: The vocabulary's size where it is off.
+        top_p, typical_p: float64, 1 where off.
+        log_min_p: -inf where it is off.
+        summed: Indices of the rows that need the whole mass: top-p without top-k.
+        only_typical: Indices of the rows with neither top-k nor top-p.
+        few: True if all rows have a top-k that keeps few tokens.
+    """
 
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -85,7 +97,7 @@ class _OrderLimits(NamedTuple):
     few: bool
 
     def take(self, index: torch.Tensor) -> _OrderLimits:
-        """Those of the rows ``index``, without what is said of some rows by their indices."""
+        """Select the rows ``index``. ``summed`` and ``only_typical`` become empty."""
         return self._replace(
             top_k=self.top_k.index_select(0, index),
             top_p=self.top_p.index_select(0, index),
@@ -97,7 +109,7 @@ class _OrderLimits(NamedTuple):
 
 
 def limits_of(params: Rows[SamplingParams], vocab_size: int, device: torch.device) -> Limits | None:
-    """What narrows rows with ``params``; None if nothing does."""
+    """Make the filters of rows with ``params``; None if there are none."""
     rows: list[int] = []
     summed: list[int] = []
     only_typical: list[int] = []
@@ -136,8 +148,10 @@ def limits_of(params: Rows[SamplingParams], vocab_size: int, device: torch.devic
 
 
 class Bounds(NamedTuple):
-    """The scaled logits that a row keeps: ``low`` to ``high``, each [num_rows]; ``high`` is None
-    when no row has one."""
+    """Range of scaled logits that a row keeps, ``low`` to ``high``, each [num_rows].
+
+    ``high`` is None if no row has one.
+    """
 
     low: torch.Tensor
     high: torch.Tensor | None
@@ -152,8 +166,10 @@ class Bounds(NamedTuple):
 def filter_top_k_top_p(
     logits: GroupedLogits, drawn: ScaledRows, peaks: torch.Tensor, limits: Limits
 ) -> Bounds:
-    """Bounds of the rows ``drawn`` of ``logits``; ``peaks`` [num_drawn, num_groups] are the
-    largest scaled logits of their groups."""
+    """Compute the bounds of the rows ``drawn`` of ``logits``.
+
+    ``peaks`` [num_drawn, num_groups] are the largest scaled logits of their groups.
+    """
     low = limits.log_min_p
     high = torch.full_like(low, inf) if limits.any_typical else None
     rows = limits.sorted_rows
@@ -171,9 +187,9 @@ def filter_top_k_top_p(
 def _by_order(
     logits: GroupedLogits, rows: ScaledRows, peaks: torch.Tensor, limits: _OrderLimits
 ) -> Bounds:
-    """Bounds of rows of which the tokens are taken in order; all arguments are of these rows.
+    """Compute the bounds of rows that need their tokens in order. All arguments are of these rows.
 
-    They are looked for among the likeliest tokens first; nearly always they are there.
+    The bounds are searched among the likeliest tokens first, where they nearly always are.
     """
     width = _FEW_TOKENS if limits.few else _MANY_TOKENS
     gaps, masses = _nearest(logits, rows, peaks, limits, width)
@@ -210,12 +226,15 @@ def _nearest(
     limits: _OrderLimits,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``width`` smallest gaps (negated scaled logits) of each row, in rising order, and the
-    mass (float64) that top-p is a share of, NaN where it is that of what top-k leaves."""
+    """Return the ``width`` smallest gaps of each row in rising order, and the mass for top-p.
+
+    A gap is a negated scaled logit. The mass is float64, and NaN where top-p applies to the tokens
+    that top-k keeps.
+    """
     masses = torch.full_like(limits.top_p, torch.nan)
     summed = limits.summed
     if logits.num_groups >= 2 * width:
-        # The likeliest tokens are in the groups with the largest peaks.
+        # The groups with the largest peaks have the likeliest tokens.
         if len(summed):
             masses.index_copy_(0, summed, logits.masses(rows.take(summed)))
         values = logits.scaled(rows, peaks.topk(width).indices)
@@ -228,7 +247,7 @@ def _nearest(
 
 
 def _has_all(gaps: torch.Tensor, masses: torch.Tensor, limits: _OrderLimits) -> torch.Tensor:
-    """Whether the tokens of ``gaps`` are all that may stay of each row."""
+    """Return whether ``gaps`` has all tokens that each row may keep."""
     last = gaps[:, -1]
     kth = gaps.gather(1, (limits.top_k[:, None] - 1).clamp_(max=gaps.shape[1] - 1))[:, 0]
     enough = (kth < last).logical_or_(last == inf)
@@ -245,7 +264,7 @@ def _among_all(
     masses: torch.Tensor,
     limits: _OrderLimits,
 ) -> Bounds:
-    """Bounds of rows that keep many tokens: all that may stay are sorted."""
+    """Compute the bounds of rows that keep many tokens, by sorting all candidates."""
     floors = _floors(logits, peaks, masses, limits)
     low = torch.empty_like(floors)
     high = torch.full_like(low, inf) if limits.any_typical else None
@@ -266,14 +285,14 @@ def _among_all(
 def _floors(
     logits: GroupedLogits, peaks: torch.Tensor, masses: torch.Tensor, limits: _OrderLimits
 ) -> torch.Tensor:
-    """Scaled logits below which certainly no token of a row stays."""
+    """Compute scaled logits below which a row certainly keeps no token."""
     floors = torch.full_like(limits.log_min_p, _LOWEST)
     if limits.any_top_k:
-        # The k largest are in the k groups with the largest peaks.
+        # The groups with the k largest peaks have the k largest logits.
         kth = (limits.top_k - 1).clamp_(max=logits.num_groups - 1)
         floors = -ascending(-peaks).gather(1, kth[:, None])[:, 0]
         floors = floors.masked_fill_(limits.top_k > logits.num_groups, _LOWEST).clamp_(min=_LOWEST)
-    # What weighs less than this makes up less than 1 - top_p even if it were all tokens.
+    # Tokens of a smaller weight sum to less than 1 - top_p, even if all tokens had it.
     spare = (1 - limits.top_p) * masses / (logits.num_groups * GROUP_TOKENS)
     nucleus = (spare.log_() - _SLACK).float().clamp_(min=_LOWEST)
     return torch.where(masses.isnan(), floors, nucleus)
@@ -282,10 +301,12 @@ def _floors(
 def _by_width(
     chosen: torch.Tensor,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """The columns that are ``chosen`` [num_rows, num_columns], rows with about as many together.
+    """Yield the ``chosen`` [num_rows, num_columns] columns, for rows with similar numbers of them
+    together.
 
-    Yields the rows, their columns [num, width] padded with 0, and which of these are no padding,
-    None if all are.
+    Yields:
+        The rows, their columns [num, width] padded with 0, and a mask of columns that are not
+            padding, None if all are.
     """
     device = chosen.device
     counts = chosen.sum(-1)
@@ -313,10 +334,10 @@ def _by_width(
 def _in_order(
     gaps: torch.Tensor, counts: torch.Tensor, masses: torch.Tensor, limits: _OrderLimits
 ) -> Bounds:
-    """Top-k, top-p, min-p, typical, one after the other, each on what the one before it left.
+    """Apply top-k, top-p, min-p and typical sampling in turn, each to the tokens that remain.
 
-    ``gaps`` are negated scaled logits in rising order, with all that may stay among the first
-    ``counts`` [num_rows, 1].
+    ``gaps`` are negated scaled logits in rising order. The first ``counts`` [num_rows, 1] include
+    all tokens that may stay.
     """
     last = (counts - 1).clamp_(min=0)
     weights = gaps.neg().exp_()
@@ -341,9 +362,11 @@ def _in_order(
 def _typical(
     gaps: torch.Tensor, low: torch.Tensor, typical_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023): of the
-    tokens that are not below ``low``, those whose surprise is nearest to the entropy, as many as
-    have ``typical_p`` of the mass. They are neighbours in ``gaps``."""
+    """Apply locally typical sampling (Meister et al., "Locally Typical Sampling", TACL 2023).
+
+    Of the tokens not below ``low``, keep the ones with the surprise nearest to the entropy, until
+    they have ``typical_p`` of the mass. They are neighbours in ``gaps``.
+    """
     weights = gaps.double().neg_().exp_().masked_fill_(gaps > -low[:, None], 0.0)
     shares = weights / weights.sum(-1, keepdim=True)
     entropy = -torch.xlogy(shares, shares).sum(-1, keepdim=True)
@@ -360,16 +383,20 @@ def _typical(
 def _typical_of_nearest(
     logits: GroupedLogits, rows: ScaledRows, gaps: torch.Tensor, limits: _OrderLimits
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Typical sampling after at most min-p, of the tokens of ``gaps``, the likeliest of each row;
-    and whether no other token may be nearer to the entropy than those that stay.
+    """Apply typical sampling, after min-p at most, to the likeliest tokens of each row, ``gaps``.
 
     The entropy is that of the whole row.
+
+    Returns:
+        Low and high bounds, and whether no other token may be nearer to the entropy than the kept
+            ones.
     """
     values = logits.scaled(rows)
     weights = values.exp().masked_fill_(values < limits.log_min_p[:, None, None], 0.0)
     mass = weights.sum(-1).sum(-1, dtype=torch.float64)
     mean = weights.mul_(values.clamp_(min=_LOWEST)).sum(-1).sum(-1, dtype=torch.float64) / mass
-    # The surprise of a token is its gap + log(mass), and the entropy their mean, log(mass) - mean.
+    # The surprise of a token is its gap + log(mass). The entropy is the mean surprise, log(mass) -
+    # mean.
     entropy = -mean[:, None]
     distances = (gaps - entropy).abs_()
     distances.masked_fill_(gaps > -limits.log_min_p[:, None], inf)

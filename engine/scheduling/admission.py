@@ -1,4 +1,4 @@
-"""Which requests the engine takes, and why it refuses the others."""
+"""Admission checks of requests, and the errors of refused ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from millrace.schemas.pooling import Pooling
 
 
 def check_kind(request: EngineRequest, *, has_head: bool, has_labels: bool) -> None:
-    """Raise ParameterError for tokens or labels of a checkpoint that has no head for them, and for
-    an embedding or labels with what only tokens can have."""
+    """Raise ParameterError for a request that the checkpoint's heads cannot serve.
+
+    Tokens need a language-model head and labels need a classification head. Parameters that only
+    completions have raise it for an embedding or labels, too.
+    """
     if request.pooling is None:
         if not has_head:
             kind = "labels" if has_labels else "embeddings"
@@ -34,23 +37,25 @@ def check_kind(request: EngineRequest, *, has_head: bool, has_labels: bool) -> N
         ("output_token_ids", bool(request.output_token_ids)),
     ):
         if given:
-            raise ParameterError(name, f"A request for an embedding takes no {name}.")
+            raise ParameterError(
+                name, f"A request for an embedding or labels takes no {name}; leave it out."
+            )
 
 
 def check_adapter(request: EngineRequest, *, max_adapters: int) -> None:
-    """Raise AdapterError for an adapter where none can be loaded."""
+    """Raise AdapterError for a request with an adapter if the engine has no adapter slots."""
     if request.adapter is not None and not max_adapters:
         raise AdapterError(
-            f"This worker takes no adapters, and so not {request.adapter.name}; "
-            "engine.max_adapters says how many, on a GPU none unless it is set."
+            f"This worker has no slot for adapter {request.adapter.name}; set engine.max_adapters "
+            "(default 0 on a GPU)."
         )
 
 
 def longest_total_tokens(
     request: EngineRequest, *, vocab_size: int, context_window_tokens: int, capacity_tokens: int
 ) -> int:
-    """The longest that each choice of the request may become, prompt included; for an embedding
-    the prompt alone.
+    """Return the maximum length of each choice of the request, prompt included; for an embedding
+    the prompt's length.
 
     Choices need not be in the KV cache together, so a request fits if one of them does. Raises
     ParameterError, ContextLengthError or KVCapacityError.
@@ -62,7 +67,9 @@ def longest_total_tokens(
     if request.output_token_ids:
         _check_token_ids(request.output_token_ids, vocab_size)
         if request.sampling.n > 1:
-            raise ParameterError("n", "Only a request for one completion can be resumed.")
+            raise ParameterError(
+                "n", "Only a request for one completion can be resumed; n must be 1."
+            )
     max_tokens = 0 if request.pooling is not None else request.sampling.max_tokens
     if num_prompt_tokens + (1 if max_tokens is None else max_tokens) > context_window_tokens:
         raise ContextLengthError(num_prompt_tokens, max_tokens, context_window_tokens)
@@ -84,7 +91,7 @@ def _check_token_ids(token_ids: tuple[int, ...], vocab_size: int) -> None:
 
 
 def finished_before(request: EngineRequest, max_total_tokens: int) -> FinishReason | None:
-    """Why a resumed request has nothing left to generate, if so."""
+    """Return why a resumed request is already complete; None if it is not."""
     if not request.output_token_ids:
         return None
     last = request.output_token_ids[-1]

@@ -1,4 +1,4 @@
-"""What a step takes, learnt while steps run."""
+"""Cost model of a step's duration, fitted while steps run, and the speed of recent steps."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ from typing import NamedTuple
 
 from millrace.engine.step.sequence import Sequence
 
-# Weight that an observation loses with each later one: about 300 steps are remembered. What a
-# coefficient is stays as it was while nothing is observed that would tell.
+# Weight that an observation keeps with each later one: about 300 steps are remembered. A
+# coefficient does not change while no observation depends on it.
 _DECAY = 1 - 1 / 300
 _MIN_OBSERVATIONS = 16
 # The speed is that of about 64 steps of a kind.
 _SPEED_DECAY = 1 - 1 / 64
-# The first steps allocate and compile, and say nothing about the next.
+# The first steps allocate and compile, so they do not predict later ones.
 _NUM_IGNORED = 2
-# A step that takes more than this many times what was predicted counts as this many times.
+# Maximum ratio of observed to predicted time; longer steps count as this ratio.
 _MAX_SURPRISE = 2.0
 _SWEEPS = 3
-# Sizes at which a feature is about 1, so that one step size fits all coefficients.
+# Scales at which a feature is about 1, so that one step size fits all coefficients.
 _SCALES = (1.0, 256.0, 16.0, 16_384.0, 65_536.0)
 
 
 class StepWork(NamedTuple):
-    """What a step computes: tokens of chunks, rows of sequences that decode (one each, and one for
-    each token that is proposed), tokens that these attend to, and pairs of a chunk's token and one
-    that it attends to."""
+    """Work of a step.
+
+    Attributes:
+        prefill_tokens: Tokens of chunks.
+        decodes: Rows of decoding sequences: one each, and one for each proposed token.
+        context_tokens: Tokens that these rows attend to.
+        prefill_pairs: Pairs of a chunk's token and a token that it attends to.
+    """
 
     prefill_tokens: int = 0
     decodes: int = 0
@@ -35,7 +40,7 @@ class StepWork(NamedTuple):
 
     @classmethod
     def of(cls, plan: Iterable[tuple[Sequence, int]]) -> StepWork:
-        """The work of a plan that has not been computed yet."""
+        """Return the work of a plan that has not been computed yet."""
         prefill_tokens = decodes = context_tokens = prefill_pairs = 0
         for sequence, num_tokens in plan:
             context = sequence.num_computed_tokens
@@ -51,17 +56,17 @@ class StepWork(NamedTuple):
 
 
 def chunk_pairs(num_tokens: int, num_context_tokens: int) -> int:
-    """Pairs of a chunk of ``num_tokens`` behind ``num_context_tokens``."""
+    """Count the pairs of a chunk of ``num_tokens`` after ``num_context_tokens``."""
     return num_tokens * num_context_tokens + num_tokens * (num_tokens + 1) // 2
 
 
 class CostModel:
     """Seconds of a step: a + b * prefill tokens + c * decodes + d * context tokens + e * pairs.
 
-    Least squares of the relative error over the recent steps, kept as normal equations that fade,
-    with coefficients that are never negative, found by coordinate descent from where they were:
-    about 30 us an observation. Slow steps that something else on the machine made slow are
-    clipped.
+    The fit minimizes the squares of the relative error over the recent steps. It keeps normal
+    equations that fade, and finds coefficients that are never negative by coordinate descent from
+    the previous ones, in about 30 us per observation. Outliers, which other load on the machine
+    causes, are clipped.
     """
 
     def __init__(self) -> None:
@@ -73,11 +78,11 @@ class CostModel:
 
     @property
     def is_warm(self) -> bool:
-        """Whether it has seen enough to be believed."""
+        """True if it has enough observations to predict."""
         return self._num_seen >= _NUM_IGNORED + _MIN_OBSERVATIONS
 
     def observe(self, work: StepWork, step_s: float) -> None:
-        """A step of ``work`` took ``step_s``."""
+        """Add an observation: a step of ``work`` took ``step_s``."""
         self._num_seen += 1
         if self._num_seen <= _NUM_IGNORED or step_s <= 0:
             return
@@ -106,17 +111,20 @@ class CostModel:
         return sum(a * b for a, b in zip(features, self._coefficients, strict=True))
 
     def step_s(self, work: StepWork) -> float:
-        """What a step of ``work`` will take; 0 before anything was observed."""
+        """Predict the seconds of a step of ``work``; 0 before the first observation."""
         return self._predict(_features(work))
 
     def prefill_s(self, num_tokens: int, num_context_tokens: int = 0) -> float:
-        """What computing a prompt's tokens adds to steps that run anyway."""
+        """Predict the seconds that a prompt's tokens add to steps that run anyway."""
         pairs = chunk_pairs(num_tokens, num_context_tokens)
         return self.step_s(StepWork(num_tokens, 0, 0, pairs)) - self.step_s(StepWork())
 
     def largest_chunk(self, bound_s: float, beside: StepWork, num_context_tokens: int) -> int:
-        """The most tokens behind ``num_context_tokens`` that a step may compute beside other work
-        without being predicted to take longer than ``bound_s``; 0 if there is no time left."""
+        """Return the most tokens after ``num_context_tokens`` that fit a step of at most
+        ``bound_s``.
+
+        The step also computes the work ``beside``. Returns 0 if there is no time left.
+        """
         left_s = bound_s - self.step_s(beside)
         if left_s <= 0:
             return 0
@@ -124,7 +132,7 @@ class CostModel:
         per_token_s = self._coefficients[1] / _SCALES[1] + per_pair_s * (num_context_tokens + 0.5)
         if per_token_s <= 0:
             return 1 << 30
-        # per_pair_s / 2 * n^2 + per_token_s * n = left_s, in the form that does not cancel.
+        # Solve per_pair_s / 2 * n^2 + per_token_s * n = left_s, in the form without cancellation.
         root = math.sqrt(per_token_s * per_token_s + 2 * per_pair_s * left_s)
         return int(2 * left_s / (per_token_s + root))
 
@@ -140,11 +148,11 @@ def _features(work: StepWork) -> tuple[float, ...]:
 
 
 class StepSpeed:
-    """Prefilled tokens per second, and the time that a token of a sequence takes that decodes: a
-    step's, or a part of one that makes several. O(1) a step.
+    """Recent speed: prefilled tokens per second, and milliseconds per token of a decoding sequence.
 
-    A step that does both is divided: its prefill is what it took beyond the decoding alone, as
-    ``costs`` predicts that, or by tokens as long as nothing can be predicted.
+    A step that makes several tokens of a sequence counts as several. O(1) per step. The time of a
+    step that does both is divided. Its prefill time is the time beyond the decoding alone, as
+    ``costs`` predicts it; before ``costs`` can predict, the time is divided by tokens.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -156,7 +164,8 @@ class StepSpeed:
         self._decode_s = 0.0
 
     def observe(self, work: StepWork, step_s: float, num_tokens: float = 1.0) -> None:
-        """A step of ``work`` took ``step_s`` and made ``num_tokens`` of each that decodes."""
+        """Add an observation: a step of ``work`` took ``step_s`` and made ``num_tokens`` tokens of
+        each decoding sequence."""
         self._num_seen += 1
         if self._num_seen <= _NUM_IGNORED or step_s <= 0:
             return
@@ -175,17 +184,17 @@ class StepSpeed:
             return 0.0
         if not self._costs.is_warm:
             return step_s * work.decodes / (work.decodes + work.prefill_tokens)
-        # In proportion, since what slows a step down slows all of it.
+        # In proportion, since a slow machine slows all of the step.
         predicted_s = self._costs.step_s(work)
         alone_s = self._costs.step_s(StepWork(0, work.decodes, work.context_tokens))
         return step_s * alone_s / predicted_s if predicted_s > 0 else step_s
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """0 before anything was measured."""
+        """Prefilled tokens per second; 0 before the first measurement."""
         return self._prefill_tokens / self._prefill_s if self._prefill_s > 0 else 0.0
 
     @property
     def decode_step_ms(self) -> float:
-        """0 before anything was measured."""
+        """Milliseconds per token of a decoding sequence; 0 before the first measurement."""
         return self._decode_s * 1e3 / self._num_decodes if self._num_decodes > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What the next step computes: ``{sequence: number of tokens}`` under a token budget."""
+"""Planner of the next step: ``{sequence: number of tokens}`` under a token budget."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from millrace.engine.scheduling.waiting import WaitingQueue
 from millrace.engine.step.adapter_pool import AdapterPool
 from millrace.engine.step.sequence import Sequence, SequenceState
 
-# Blocks that admissions leave free for those who already run: without it every newcomer preempts
-# somebody a few steps later.
+# Watermark: share of blocks that admissions leave free for running sequences. Without it every
+# newcomer causes a preemption a few steps later.
 ADMISSION_WATERMARK = 0.05
-# A sequence that was preempted so often is next admitted only when all blocks that it can ever
-# need are there, and is not preempted again.
+# After this many preemptions a sequence is admitted only when all blocks that it can ever need are
+# free, and it is not preempted again.
 MAX_PREEMPTIONS = 4
-# How far an admission looks past newcomers that wait for a prefix somebody else is computing.
+# Maximum newcomers that an admission skips because another sequence is computing their prefix.
 _MAX_HELD = 16
 
 
 class Planner:
-    """Owns the waiting and running sequences and decides which get blocks and which lose them.
+    """Planner that owns the waiting and running sequences, and assigns and takes blocks.
 
-    One rule for every kind of work: a sequence is behind by some tokens, and gets as many of them
-    as the budget allows. Those that are behind by one token (they decode) come first, then
+    One rule covers every kind of work: a sequence has some tokens to compute, and gets as many of
+    them as the budget allows. Sequences with one token to compute (decodes) come first, then
     prefills that are under way, then newcomers, each by rank.
 
-    A rank is fixed for life: the time of arrival, moved back by ``ageing_s`` for each level of
-    priority, so that a waiting sequence gains a level in that time, and none starves. When blocks
-    run out, running sequences of lower rank give theirs up and wait to be computed again; if there
-    is none, the sequence keeps what it has and waits. A newcomer of higher priority and rank takes
-    slot and blocks from those below it. Nobody is preempted more than ``MAX_PREEMPTIONS`` times:
-    after that it gets its blocks for good. So the highest rank, or one that has all its blocks,
-    always proceeds, and every sequence ends.
+    A rank never changes: it is the time of arrival, moved back by ``ageing_s`` for each level of
+    priority. A waiting sequence gains one level in that time, so none starves. When blocks run out,
+    running sequences of lower rank are preempted and wait to be computed again; if there is none,
+    the sequence keeps what it has and waits. A newcomer of higher priority and rank takes slot and
+    blocks from lower ones. After ``MAX_PREEMPTIONS`` preemptions a sequence gets its blocks for
+    good. So the highest rank, or a sequence that has all its blocks, always proceeds, and every
+    sequence ends.
 
-    Background work, of a priority below 0, ranks behind all other work however long it waits. It
-    gets what the others leave of a step, and a newcomer that is none of it begins with the next
-    step if it fits beside the others. Some of it gets its blocks for good too: see
-    ``non_preemptible``.
+    Background work has a priority below 0 and ranks below all other work, however long it waits. It
+    gets the rest of a step's budget. A newcomer with a higher priority begins with the next step if
+    it fits beside the other sequences of that kind. Some background work keeps its blocks for good,
+    too: see ``non_preemptible``.
 
-    With several ``num_stages`` of a pipeline a step has that part of the sequences that decode;
-    those of the step before it are awaited meanwhile.
+    With several ``num_stages`` of a pipeline, a step has only that fraction of the decoding
+    sequences; those of the step before are awaited meanwhile.
 
-    ``config.itl_bound_s`` bounds the chunks beside decoding sequences, so that the step, as
-    ``costs`` predicts it, is no longer; but one block's worth of prefill always proceeds.
+    ``config.itl_bound_s`` bounds the chunks beside decoding sequences, so that the step is no
+    longer, as ``costs`` predicts it; one block of prefill always proceeds.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Planner:
 
     @property
     def num_unready(self) -> int:
-        """Those of the waiting that were not ready at the last plan."""
+        """Number of waiting sequences that were not ready at the last plan."""
         return self._waiting.num_unready
 
     @property
@@ -98,7 +98,7 @@ class Planner:
         return len(self._waiting) + len(self.running)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence; it must fit the pool when it is alone in it."""
+        """Queue a sequence. Its maximum length must fit the pool."""
         assert self._pool.blocks_for(sequence.max_total_tokens) <= self._pool.num_blocks
         sequence.rank = rank_of(sequence, self._ageing_s)
         self._adapters.prepare(sequence)
@@ -107,8 +107,10 @@ class Planner:
             self.outstanding_tokens += live.outstanding_tokens
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let ``child`` go on from what ``parent`` has computed, at once if the parent runs and a
-        slot is free, else later from the cache."""
+        """Let ``child`` continue from what ``parent`` has computed.
+
+        It runs at once if the parent runs and a slot is free; otherwise later, from the cache.
+        """
         if child.fork_group is not None:  # choices that waited for the prompt were counted by add
             self.outstanding_tokens += child.outstanding_tokens
         child.rank = rank_of(child, self._ageing_s)
@@ -120,7 +122,7 @@ class Planner:
             self._waiting.add(child)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, in whatever state it is; its blocks are free at once."""
+        """Remove a sequence in any state. Its blocks are free at once."""
         if sequence.state is SequenceState.FINISHED:
             return
         self.outstanding_tokens -= sequence.outstanding_tokens
@@ -134,8 +136,8 @@ class Planner:
         self._adapters.forget(sequence)
 
     def advance(self, plan: Iterable[ScheduledSequence]) -> None:
-        """What was planned has been computed, or will have been before anything that is planned
-        from now on."""
+        """Count the planned tokens as computed: they will be before anything that is planned from
+        now on."""
         total = 0
         for sequence, num_tokens in plan:
             sequence.num_computed_tokens += num_tokens
@@ -143,17 +145,19 @@ class Planner:
         self.outstanding_tokens -= total
 
     def retract(self, plan: Iterable[ScheduledSequence]) -> None:
-        """What was planned last is not computed after all; those that left the batch since have
-        nothing to take back."""
+        """Take back the last plan, which is not computed after all.
+
+        Sequences that left the batch since then do not change.
+        """
         for sequence, num_tokens in plan:
             if sequence.state is SequenceState.RUNNING:
                 sequence.num_computed_tokens -= num_tokens
                 self.outstanding_tokens += num_tokens
 
     def plan(self) -> list[ScheduledSequence]:
-        """The next step's work, decodes first, with all blocks allocated; [] if there is none.
+        """Plan the next step: decodes first, with all blocks allocated.
 
-        A sequence whose last token is only to be read gets no work.
+        Return [] if there is no work. A sequence whose last token only has to be read gets no work.
         """
         self._now_s = self._monotonic()
         self._waiting.collect_ready()
@@ -183,12 +187,14 @@ class Planner:
         return list(map(ScheduledSequence._make, schedule.counts.items()))
 
     def _displace_held(self, schedule: Schedule) -> None:
-        """Preempt forks that are held, the lowest rank first, until something can be computed. So
-        every fork group gets on of which one sequence at a time fits the pool."""
+        """Preempt held forks, the lowest rank first, until something can be computed.
+
+        So a fork group proceeds even if only one of its sequences at a time fits the pool.
+        """
         held = [sequence for sequence in self.running if sequence.is_held]
         while held and not schedule.counts:
             fork = held.pop()
-            if fork.state is SequenceState.RUNNING:  # none before it has preempted it
+            if fork.state is SequenceState.RUNNING:  # an earlier fork may have preempted it
                 self._preempt(fork, schedule)
             schedule.short_of_blocks = False
             self._continue_prefills([s for s in self.running if not s.is_held], schedule)
@@ -207,10 +213,12 @@ class Planner:
             self._schedule(sequence, min(behind, schedule.budget), schedule)
 
     def _schedule(self, sequence: Sequence, num_tokens: int, schedule: Schedule) -> None:
-        """Plan a running sequence if there is room, if need be by preempting lower ranks; but
-        where others give up their blocks as soon as they are read, it waits for those."""
+        """Plan a running sequence if there are blocks, or if preempting lower ranks frees them.
+
+        If sequences are ending, it waits for their blocks and preempts none.
+        """
         if sequence.state is not SequenceState.RUNNING:
-            return  # preempted for one that was planned before it
+            return  # preempted for a sequence that was planned before it
         while not self.tables.allocate_slots(sequence, num_tokens):
             schedule.short_of_blocks = True
             victim = None if schedule.ending else self._lowest_below(sequence)
@@ -229,14 +237,16 @@ class Planner:
         return None
 
     def _kept_from(self, sequence: Sequence) -> set[Sequence]:
-        """Whom it may not preempt, whatever the ranks."""
+        """Return the sequences that it may not preempt, of any rank."""
         if is_background(sequence):
             return {other for other in self.running if other.guaranteed}
         return non_preemptible(self.running, self.max_num_sequences, self._pool.num_blocks)
 
     def _bound_chunks(self, schedule: Schedule, prefilling: list[Sequence]) -> None:
-        """Cut the budget to what keeps the predicted step under the bound, for the sake of those
-        who decode, unless all of them are background work."""
+        """Cut the budget so that the predicted step stays under the bound.
+
+        Does nothing if only background work decodes.
+        """
         if self._itl_bound_s is None or not self._costs.is_warm:
             return
         if is_background(next(iter(schedule.counts))):
@@ -261,10 +271,10 @@ class Planner:
             if (self._is_full or schedule.short_of_blocks) and not self._may_displace(
                 sequence, schedule
             ):
-                held.append(sequence)  # nobody gives way to it, so do not even look
+                held.append(sequence)  # no sequence can give way, so skip the look-up
                 break
             if not self._adapters.admits(sequence):
-                self._waiting.add(sequence)  # among those that are not ready
+                self._waiting.add(sequence)  # it waits until it is ready
                 continue
             hit = self.tables.match(sequence)
             if hit.awaited:
@@ -285,8 +295,10 @@ class Planner:
             self._waiting.add(sequence)
 
     def _may_displace(self, sequence: Sequence, schedule: Schedule) -> bool:
-        """Whether there may be somebody who gives way to a newcomer. What those who run are short
-        of, only background work gives to others."""
+        """Return whether a running sequence may give way to a newcomer.
+
+        If running sequences lack blocks, only background work gives way, to other work.
+        """
         if not self.running or self.running[-1].rank < sequence.rank:
             return False
         return not schedule.short_of_blocks or (
@@ -298,7 +310,7 @@ class Planner:
         return len(self.running) >= self.max_num_sequences
 
     def _add_to_batch(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """Put a newcomer that fits into the batch."""
+        """Add a newcomer that fits to the batch."""
         self.tables.attach_prefix(sequence, hit)
         guaranteed = sequence.num_preemptions >= MAX_PREEMPTIONS
         self.tables.reserve(sequence, self._wanted_blocks(sequence), guaranteed=guaranteed)
@@ -306,9 +318,12 @@ class Planner:
         self.running.enter(sequence)
 
     def _wanted_blocks(self, sequence: Sequence) -> int:
-        """Blocks that are spoken for at admission: for all tokens at hand, not only for the first
-        chunk, since half an admitted prompt is work that the next preemption throws away; for all
-        that can come once it may not be preempted any more."""
+        """Return the number of blocks to reserve at admission.
+
+        They hold all present tokens, not only the first chunk, since a half-computed prompt would
+        be lost with the next preemption. Once the sequence may not be preempted, they hold its
+        maximum length.
+        """
         if sequence.num_preemptions < MAX_PREEMPTIONS:
             return self._pool.blocks_for(sequence.num_tokens)
         # Choices share the last block of the prompt until they write to it.
@@ -317,7 +332,8 @@ class Planner:
     def _fits(
         self, sequence: Sequence, hit: PrefixHit, num_slots: int = 0, num_blocks: int = 0
     ) -> bool:
-        """Whether a newcomer can be admitted if so many more slots and blocks come free."""
+        """Return whether a newcomer can be admitted once ``num_slots`` and ``num_blocks`` more are
+        free."""
         if not self.running.has_slot(sequence, num_slots, self.max_num_sequences):
             return False
         needed = self._wanted_blocks(sequence) - hit.num_here + hit.num_idle
@@ -329,8 +345,12 @@ class Planner:
     def _victims_for(
         self, sequence: Sequence, hit: PrefixHit, schedule: Schedule
     ) -> list[Sequence]:
-        """Whom to preempt, the lowest rank first, so that a newcomer of higher priority fits; []
-        if that does not help, or if it will fit anyway when those who are ending have left."""
+        """Return the sequences to preempt, the lowest rank first, for a newcomer of higher
+        priority.
+
+        Returns [] if that does not make room, or if the newcomer will fit once the ending sequences
+        have left.
+        """
         kept = frozenset(block for block in hit.blocks if block is not None)
         if schedule.ending:
             num_blocks = sum(self.tables.num_exclusive_blocks(s, kept) for s in schedule.ending)
@@ -358,14 +378,14 @@ class Planner:
         self.outstanding_tokens += sequence.num_computed_tokens
         self.running.leave(sequence)
         self.tables.preempt(sequence, self._now_s, self.recompute_s)
-        # A guaranteed fork is displaced only while it is held, however often.
+        # A guaranteed fork is preempted only while it is held, any number of times.
         if not sequence.is_held or sequence.num_preemptions < MAX_PREEMPTIONS:
             sequence.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.add(sequence)
 
     def recompute_s(self, num_tokens: int) -> float:
-        """What so many tokens of a prompt take; 0: nobody knows."""
+        """Predict the seconds to compute ``num_tokens`` of a prompt; 0 if that is not known yet."""
         return self._costs.prefill_s(num_tokens) if self._costs.is_warm else 0.0
 
     def check_integrity(self) -> None:

@@ -1,5 +1,4 @@
-"""Ranks; the sequences in the batch, by rank; and background work, which makes way for all other
-work, and how much of it need not."""
+"""Ranks, the sequences in the batch by rank, and background work, which gives way to other work."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from typing import NamedTuple
 from millrace.engine.step.adapter_pool import AdapterPool
 from millrace.engine.step.sequence import Rank, Sequence, SequenceState
 
-# Of slots and blocks, so that arrivals find the rest at once: what all of it may have that is not
-# preempted, and what a single one may.
+# Shares of slots and blocks, so that arrivals find the rest free: for all background work that is
+# not preempted, and for a single sequence of it.
 _SHARE_OF_ALL = 1 / 4
 _SHARE_OF_ONE = 1 / 2
 _rank = attrgetter("rank")
 
 
 class RunningSequences(list[Sequence]):
-    """The highest rank first. Their adapters stay in memory."""
+    """Running sequences, the highest rank first. Their adapters stay in memory."""
 
     def __init__(self, adapters: AdapterPool) -> None:
         super().__init__()
@@ -33,19 +32,19 @@ class RunningSequences(list[Sequence]):
         insort(self, sequence, key=_rank)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take one out; the caller says what becomes of it."""
+        """Take a sequence out of the batch. The caller changes its state."""
         index = bisect_left(self, sequence.rank, key=_rank)
         assert self[index] is sequence
         del self[index]
         self._adapters.leave(sequence)
 
     def has_slot(self, newcomer: Sequence, num_leaving: int, num_slots: int) -> bool:
-        """Whether there is a slot for ``newcomer`` once ``num_leaving`` of the running ones have
-        left: one that no sequence of a running fork group needs; and if it is the first of its
-        group, slots for the others too, unless it runs alone.
+        """Return whether there is a slot for ``newcomer`` once ``num_leaving`` running sequences
+        have left.
 
-        Otherwise sequences of several groups would fill the batch, each waiting for others that do
-        not fit.
+        Slots that a running fork group needs are not free. The first sequence of a fork group needs
+        slots for the whole group, unless it runs alone. Otherwise sequences of several groups would
+        fill the batch, each waiting for others that do not fit.
         """
         num_taken = len(self) - num_leaving
         if num_taken <= 0:
@@ -53,7 +52,7 @@ class RunningSequences(list[Sequence]):
         num_running = Counter(s.fork_group for s in self if s.fork_group is not None)
         own = newcomer.fork_group
         if own in num_running:
-            del num_running[own]  # one of the slots that its group needs is its own
+            del num_running[own]  # its group's need includes this slot
         elif own is not None:
             num_taken += own.num_slots - 1
         num_taken += sum(group.num_slots - num for group, num in num_running.items())
@@ -61,8 +60,14 @@ class RunningSequences(list[Sequence]):
 
 
 class RunningWork(NamedTuple):
-    """Of the sequences in the batch those that are behind by one token, by more, those of which
-    only the last token is to be read, and how many are awaited; none of them if it is held."""
+    """Sequences in the batch by the work that they have; held ones are left out.
+
+    Attributes:
+        decoding: Sequences with one token to compute.
+        prefilling: Sequences with several tokens to compute.
+        ending: Sequences whose last token only has to be read.
+        num_awaited: Number of awaited sequences.
+    """
 
     decoding: list[Sequence]
     prefilling: list[Sequence]
@@ -71,7 +76,7 @@ class RunningWork(NamedTuple):
 
 
 def work_of(running: Iterable[Sequence]) -> RunningWork:
-    """What there is to compute of them, in their order."""
+    """Group running sequences by their work, in their order."""
     decoding: list[Sequence] = []
     prefilling: list[Sequence] = []
     ending: list[Sequence] = []
@@ -93,8 +98,11 @@ def work_of(running: Iterable[Sequence]) -> RunningWork:
 
 
 def rank_of(sequence: Sequence, ageing_s: float | None) -> Rank:
-    """The rank that it has for life: its priority, or its time of arrival moved back by
-    ``ageing_s`` for each level of priority if that is given."""
+    """Compute the rank of a sequence, which never changes.
+
+    It is the priority, or with ``ageing_s`` the time of arrival, moved back by ``ageing_s`` seconds
+    for each level of priority.
+    """
     priority = sequence.request.priority
     if ageing_s is not None:
         return (int(priority < 0), sequence.added_s - priority * ageing_s, sequence.arrival)
@@ -102,17 +110,17 @@ def rank_of(sequence: Sequence, ageing_s: float | None) -> Rank:
 
 
 def is_background(sequence: Sequence) -> bool:
-    """Whether it makes way: its priority is below 0. Its rank is behind all others' then."""
+    """Return whether a sequence is background work: its priority is below 0, and it ranks last."""
     return sequence.rank[0] > 0
 
 
 def non_preemptible(running: Iterable[Sequence], num_slots: int, num_blocks: int) -> set[Sequence]:
-    """The running sequences, given by rank, that may not be preempted.
+    """Return the running sequences that may not be preempted. ``running`` is sorted by rank.
 
-    They are the guaranteed ones: all that are no background work, and of that as many as together
-    have no more than a share of ``num_slots`` and ``num_blocks``, or one that has a larger share
-    alone. So background work that was preempted often gets on too, one after the other, and is
-    never in the way of all.
+    They are guaranteed sequences: all that are not background work, and background work up to a
+    quarter of ``num_slots`` and ``num_blocks`` together, or a single sequence up to half of them.
+    So background work that was preempted often proceeds one by one, and never blocks all other
+    work.
     """
     kept: set[Sequence] = set()
     slots = blocks = 0

@@ -1,4 +1,4 @@
-"""What a step computes: its items, and the schedule while it is made."""
+"""Schedule of a step: its items, and the budget while it is made."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from millrace.engine.step.sequence import Sequence
 
 
 class ScheduledSequence(NamedTuple):
-    """Compute the next ``num_tokens`` tokens of ``sequence``, and behind them those that are
-    ``proposed`` for it; its blocks are there."""
+    """Item of a plan: compute the next ``num_tokens`` tokens of ``sequence``, and then its
+    ``proposed`` tokens.
+
+    Its blocks are allocated.
+    """
 
     sequence: Sequence
     num_tokens: int
 
 
 class Schedule:
-    """The tokens that each sequence computes, and the token budget that is left.
+    """Number of tokens that each sequence computes, and the rest of the token budget.
 
-    ``ending`` sequences of the batch only have their last token to be read: they leave before the
-    next plan. ``short_of_blocks``: somebody who runs did not get all that it needs.
+    ``ending`` sequences only have their last token to be read, and leave before the next plan.
+    ``short_of_blocks`` is True if a running sequence did not get all blocks that it needs.
     """
 
     __slots__ = ("budget", "counts", "ending", "short_of_blocks")

@@ -1,4 +1,4 @@
-"""The sequences that are not in the batch yet, by rank."""
+"""Queue of the sequences that are not in the batch yet, by rank."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from collections.abc import Iterator
 
 from millrace.engine.step.sequence import Rank, Sequence, SequenceState
 
-# Entries of sequences that were removed are dropped together once they are this many and most.
+# Heap entries of removed sequences are dropped together once there are this many, and more than
+# live ones.
 _MAX_DEAD_ENTRIES = 64
 
 
 class WaitingQueue:
-    """A heap by rank, and beside it those that are not ready, in order of arrival: they wait for
-    their grammar, or for a token of theirs to be read.
+    """Heap of ready sequences by rank, and a list of sequences that are not ready, in order of
+    arrival.
 
-    A sequence in here is WAITING; O(log n) each, removal O(1) amortised.
+    A sequence is not ready while it waits for its grammar, its adapter or its blocks, or for one of
+    its tokens to be read. All sequences in the queue are WAITING. O(log n) per operation; removal
+    is O(1) amortised.
     """
 
     def __init__(self) -> None:
@@ -32,7 +35,7 @@ class WaitingQueue:
 
     @property
     def num_unready(self) -> int:
-        """Those that were not ready when they were last looked at."""
+        """Number of sequences that were not ready when they were last checked."""
         return len(self._unready)
 
     def add(self, sequence: Sequence) -> None:
@@ -55,7 +58,7 @@ class WaitingQueue:
             heapq.heapify(self._heap)
 
     def pop(self) -> Sequence | None:
-        """Take out the highest rank of those that are ready."""
+        """Remove and return the ready sequence of the highest rank; None if there is none."""
         while self._heap:
             sequence = heapq.heappop(self._heap)[1]
             if sequence in self._queued:
@@ -64,22 +67,26 @@ class WaitingQueue:
         return None
 
     def first(self) -> Sequence | None:
-        """The highest rank of those that are ready; it stays."""
+        """Return the ready sequence of the highest rank without removing it; None if there is
+        none."""
         while self._heap and self._heap[0][1] not in self._queued:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def collect_ready(self) -> None:
-        """Queue those that have become ready; another thread may say so at any time."""
+        """Queue the sequences that have become ready.
+
+        Another thread may make them ready at any time.
+        """
         if self._unready:
             unready, self._unready = self._unready, {}
             for sequence in unready:
                 self.add(sequence)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless heap and sets agree, and nobody in here holds blocks."""
+        """Raise AssertionError unless heap and sets agree, and no waiting sequence holds blocks."""
         entries = [sequence for _, sequence in self._heap if sequence in self._queued]
-        assert len(entries) == len(set(entries)) == len(self._queued), "the heap lost somebody"
+        assert len(entries) == len(set(entries)) == len(self._queued), "the heap lost a sequence"
         assert self._queued.isdisjoint(self._unready)
         for sequence in self:
             assert sequence.state is SequenceState.WAITING

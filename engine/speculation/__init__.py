@@ -1,2 +1,5 @@
-"""Tokens that are proposed before they are drawn: what proposes them, how many, and what becomes of
-them. A proposed token is computed beside others; what is drawn is the same with it and without."""
+"""Speculation: proposing tokens before they are drawn, from n-grams, grammars, drafts and heads.
+
+A proposed token is computed beside others. The drawn tokens are the same with and without
+proposals.
+"""

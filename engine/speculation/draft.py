@@ -1,4 +1,4 @@
-"""A second, smaller model that says what the first may say next."""
+"""Draft: a second, smaller model that proposes tokens for the target model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from millrace.engine.step.sequence import Sequence
 
 
 class Followed:
-    """``copy`` is with the target's tokens and blocks, of which the draft has keys and values of
-    its own for the first ``copy.num_computed_tokens``.
+    """Draft's copy of a target's sequence.
 
-    It has nothing of the tokens before ``start``; the first of its keys and values is at the
-    beginning of the block ``first_block`` of the target's. If it ``keeps_own``, it keeps what it
-    computed of tokens that it said itself and that came.
+    ``copy`` has the target's tokens and blocks. The draft has keys and values of its own for the
+    first ``copy.num_computed_tokens``. It has none for the tokens before ``start``; its first ones
+    are at the beginning of the target's block ``first_block``. With ``keeps_own``, it keeps the
+    keys and values of its own proposals that were accepted.
     """
 
     __slots__ = (
@@ -60,14 +60,14 @@ class Followed:
         self._num_preemptions = sequence.num_preemptions
 
     def follow(self, sequence: Sequence, block_size: int) -> None:
-        """Go on from the tokens and blocks that the target has now."""
+        """Update the copy to the target's present tokens and blocks."""
         copy, tokens = self.copy, sequence.token_ids
         valid = copy.num_computed_tokens
         if self._num_preemptions != sequence.num_preemptions:
             self._num_preemptions, valid = sequence.num_preemptions, self._start
         num_blocks = max(0, _num_equal(self._blocks, sequence.block_table) - self._first_block)
         valid = min(valid, self._start + num_blocks * block_size)
-        # Of what it said itself, that much came.
+        # Count the draft's own proposals that were accepted.
         begin, end = self._num_followed, min(len(copy.token_ids), len(tokens))
         while self._keeps_own and begin < end and copy.token_ids[begin] == tokens[begin]:
             begin += 1
@@ -79,29 +79,29 @@ class Followed:
 
 
 def _num_equal(some: list[int], others: list[int]) -> int:
-    """How many of the first are the same."""
+    """Return the length of the common prefix."""
     for index, (one, other) in enumerate(zip(some, others, strict=False)):
         if one != other:
             return index
     return min(len(some), len(others))
 
 
-# Of a long prompt the draft computes so many tokens a step before it says anything.
+# Tokens of long prompts that the draft computes per step before it proposes any.
 _CATCH_UP_TOKENS = 256
-# What a draft's step takes beside the target's, before one was measured.
+# Duration of a draft's step as a share of the target's, before the first measurement.
 _ASSUMED_SHARE = 0.3
-# After so many steps in which it did not pay, what its steps take is measured anew, and from then
-# on each time after twice as many.
+# After this many steps without drafting, the cost of a draft's step is measured again; then after
+# twice as many each time.
 _FIRST_PATIENCE, _MOST_PATIENCE = 64, 4096
 
 
 class Draft:
-    """Runs a second checkpoint of the same vocabulary on sequences that decode.
+    """Draft model: a second checkpoint of the same vocabulary that runs on decoding sequences.
 
-    Its keys and values are in a cache of as many blocks as the target's, by the same block tables,
-    so nobody allocates or frees anything for it. It draws with the target's parameters and from the
-    same random stream, without penalties and grammars: where both models think alike, they also
-    draw alike, at any temperature. Whatever it says, or fails to say, changes no token.
+    Its cache has as many blocks as the target's and uses the same block tables, so it allocates and
+    frees nothing. It draws with the target's parameters and from the same random stream, without
+    penalties and grammars: where both models agree, they draw the same tokens, at any temperature.
+    Its proposals and its failures change no token.
     """
 
     def __init__(
@@ -122,9 +122,11 @@ class Draft:
         self._num_used = self._num_unused = 0
 
     def note_unused(self) -> None:
-        """Nobody was drafted for in a step in which somebody might have been. If it goes on so,
-        what is known of its steps is forgotten: the machine may have been busy when they were
-        measured, and they are not measured while nobody drafts."""
+        """Note a step that could have drafted and did not.
+
+        After many such steps the measured cost is forgotten, since it may come from a busy machine
+        and is not measured while there is no drafting.
+        """
         self._num_unused += 1
         if self._num_unused >= self._patience:
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
@@ -138,20 +140,20 @@ class Draft:
             self._patience = _FIRST_PATIENCE
 
     def step_s(self, num_rows: int, num_context_tokens: int) -> float:
-        """What it takes to draft one more token of each of so many sequences."""
+        """Predict the seconds to draft one more token for each of ``num_rows`` sequences."""
         work = StepWork(0, num_rows, num_context_tokens)
         if self._costs.is_warm:
             return self._costs.step_s(work)
         return _ASSUMED_SHARE * (self._target_costs.step_s(work) or 1.0)
 
     def draft(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
-        """Up to so many tokens for each of the sequences, whose slots are allocated."""
+        """Draft up to the given number of tokens for each sequence. Their slots are allocated."""
         self._note_used()
         drafted = [self._followed(sequence) for sequence, _ in wanted]
-        said: list[list[int]] = [[] for _ in wanted]
+        proposals: list[list[int]] = [[] for _ in wanted]
         alive = self._caught_up([one.copy for one in drafted])
-        is_timed = True  # one step of each time tells enough, and to note it takes time
-        while alive := [i for i in alive if len(said[i]) < wanted[i][1]]:
+        is_timed = True  # timing takes time, so only the first step is timed
+        while alive := [i for i in alive if len(proposals[i]) < wanted[i][1]]:
             copies = [drafted[i].copy for i in alive]
             tokens = self._next_tokens(copies, is_timed=is_timed)
             is_timed = False
@@ -159,10 +161,10 @@ class Draft:
             for i, copy, token in zip(alive, copies, tokens, strict=True):
                 if token is not None:
                     copy.token_ids.append(token)
-                    said[i].append(token)
+                    proposals[i].append(token)
                     going.append(i)
             alive = going
-        return said
+        return proposals
 
     def _followed(self, sequence: Sequence) -> Followed:
         drafted: Followed | None = sequence.suggestions.drafted
@@ -172,7 +174,8 @@ class Draft:
         return drafted
 
     def _caught_up(self, copies: list[Sequence]) -> list[int]:
-        """Those that are near the end of what there is; others get nearer."""
+        """Return the sequences whose draft is near the end; compute a part of the others'
+        tokens."""
         budget = _CATCH_UP_TOKENS
         near: list[int] = []
         plan: list[ScheduledSequence] = []
@@ -191,7 +194,7 @@ class Draft:
         return near
 
     def _next_tokens(self, copies: list[Sequence], *, is_timed: bool) -> list[int | None]:
-        """The next token of each; None where none can be drawn."""
+        """Return the next token of each sequence; None if none can be drawn."""
         plan = [ScheduledSequence(copy, copy.num_uncomputed_tokens) for copy in copies]
         begin_s = self._monotonic()
         step = self._runner.launch(plan)

@@ -1,37 +1,39 @@
-"""Finds where the end of a sequence was met before, and so what may come next."""
+"""Lookup of earlier occurrences of a sequence's last tokens, to propose what followed them."""
 
 from __future__ import annotations
 
 from array import array
 from typing import NamedTuple
 
-# Ends of these lengths are looked for, the longest first.
+# Lengths of the n-grams that are looked up, the longest first.
 _LENGTHS = (5, 2)
-# So many tokens of a long prompt are indexed at a time, in about a millisecond.
+# Tokens of a long prompt that are indexed at a time, in about a millisecond.
 _MOST_INDEXED = 1024
-# Between a prediction and the prompt: no token, so that nothing is found across it.
+# Separator of prediction and prompt. It equals no token, so no match crosses it.
 _GAP = -1
 _MAX_MATCH = 16
 _NOWHERE = -1
-# Of longer texts the tables forget some: they take a megabyte then.
+# Maximum size of a table, about a megabyte. In longer texts old entries are overwritten.
 _MOST_BITS = 17
 
 
 class Suggestion(NamedTuple):
-    """Tokens that may come next; the ``match`` tokens before them were the same there. A match of
-    0: the one that was followed has just ended, and perhaps goes on behind the next token."""
+    """Tokens that may come next, and the number of tokens before them that matched.
+
+    A match of 0 means that the followed text has just diverged and may match again after the next
+    token.
+    """
 
     token_ids: list[int]
     match: int
 
 
 class Lookup:
-    """Suggests what followed the same tokens before, in the prompt, in the answer so far, or in a
-    prediction of it, which is taken to begin with the first token. O(1) a token.
+    """N-gram lookup in the prompt, the answer so far, and a prediction of the answer.
 
-    Ends of two and of five tokens are kept by where they were met last, in tables by their hashes
-    where a newer one takes the place of an older. Where a match goes on it is followed; where it
-    breaks, another is looked for.
+    The prediction is assumed to start with the first token. O(1) per token. The last positions of
+    n-grams of two and of five tokens are in hash tables, where newer entries replace older ones. A
+    match is followed while it continues; when it breaks, another is looked up.
     """
 
     __slots__ = ("_at", "_index", "_mask", "_match", "_num_indexed", "_num_tokens", "_tokens")
@@ -43,8 +45,14 @@ class Lookup:
         num_output: int,
         max_total_tokens: int,
     ) -> None:
-        """``token_ids``: prompt and answer so far, of which the last ``num_output`` are answer;
-        they become ``max_total_tokens`` at most."""
+        """Create a lookup.
+
+        Args:
+            token_ids: Prompt and answer so far.
+            prediction: Expected answer; may be empty.
+            num_output: Number of tokens of ``token_ids`` that are answer.
+            max_total_tokens: Maximum length of ``token_ids``.
+        """
         self._tokens = [*prediction, _GAP] if prediction else []
         size = 1 << min((max_total_tokens + len(prediction)).bit_length(), _MOST_BITS)
         self._mask = size - 1
@@ -61,7 +69,7 @@ class Lookup:
         self.extend(token_ids)
 
     def extend(self, token_ids: list[int]) -> None:
-        """Take the tokens that came since the last call; ``token_ids`` are all there are."""
+        """Add the tokens since the last call. ``token_ids`` are all tokens."""
         tokens = self._tokens
         for token in token_ids[self._num_tokens :]:
             tokens.append(token)
@@ -79,7 +87,7 @@ class Lookup:
             self._find()
 
     def suggest(self, most: int) -> Suggestion:
-        """Up to ``most`` tokens, none if nothing was found."""
+        """Return up to ``most`` tokens; none if there is no match."""
         tokens, at = self._tokens, self._at
         if at is None:
             return Suggestion([], 0)
@@ -87,14 +95,13 @@ class Lookup:
         if _GAP in found:
             del found[found.index(_GAP) :]
         elif found:
-            # What is followed may be the end itself, which then goes round.
+            # If the followed text reaches the end of the sequence, the matched period repeats.
             while len(found) < most and at + len(found) >= len(tokens):
                 found.append(found[len(found) - (len(tokens) - at)])
         return Suggestion(found, self._match)
 
     def _index_more(self) -> None:
-        """Note where ends of known lengths are, but for the very last: what follows it is not
-        known."""
+        """Index the n-grams, except the last, whose next token is not known."""
         tokens, mask = self._tokens, self._mask
         end = min(len(tokens), self._num_indexed + _MOST_INDEXED)
         for length, table in zip(_LENGTHS, self._index, strict=True):
@@ -103,7 +110,7 @@ class Lookup:
         self._num_indexed = max(self._num_indexed, end)
 
     def _find(self) -> None:
-        """Follow the last place where the last tokens were met, the longer end first."""
+        """Follow the latest occurrence of the last tokens, the longer n-gram first."""
         tokens = self._tokens
         for length, table in zip(_LENGTHS, self._index, strict=True):
             last = tokens[-length:]

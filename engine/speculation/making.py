@@ -1,4 +1,4 @@
-"""What proposes tokens on an engine, as its settings say."""
+"""Construction of an engine's speculator from its settings."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from millrace.schemas.errors import ConfigError
 
 
 class HeadDraft(Draft):
-    """A draft that computes each token beside the hidden states that its target had for the token
-    before, or behind the last that the target computed beside its own.
+    """EAGLE-3 draft, which computes each token from the target's hidden states of the token before.
 
-    Of tokens that the target did not compute, as they were in the prefix cache, or that wait too
-    long, there are no such states: the head begins behind them, with positions of its own. So it
-    does where its blocks were taken away, as by a preemption.
+    After the last token that the target computed, it uses its own hidden states. The target has no
+    hidden states for tokens from the prefix cache, or for tokens that waited too long. Then the
+    head starts after them, with positions of its own. It also starts again when its blocks were
+    freed, as by a preemption.
     """
 
     def draft(self, wanted: Rows[tuple[Sequence, int]]) -> list[list[int]]:
         able = [index for index, (sequence, _) in enumerate(wanted) if _has_features(sequence)]
-        said: list[list[int]] = [[] for _ in wanted]
+        proposals: list[list[int]] = [[] for _ in wanted]
         for index, token_ids in zip(
             able, super().draft([wanted[index] for index in able]), strict=True
         ):
-            said[index] = token_ids
-        return said
+            proposals[index] = token_ids
+        return proposals
 
     def _followed(self, sequence: Sequence) -> Followed:
         features: Features = sequence.features
@@ -52,7 +52,8 @@ class HeadDraft(Draft):
 
 
 def _has_features(sequence: Sequence) -> bool:
-    """Whether there are those of the last token but one, which every draft begins with."""
+    """Return whether there are features of the last token but one, with which every draft
+    begins."""
     features: Features | None = sequence.features
     last = len(sequence.token_ids) - 2
     return features is not None and features.begin <= last < features.end
@@ -65,17 +66,19 @@ def make_speculator(
     target: Runner,
     draft: DraftRunner | None,
 ) -> Speculator | None:
-    """None where nothing is proposed. Raises ConfigError where that was asked for and would change
-    what is drawn."""
+    """Make the speculator; None if no tokens are proposed.
+
+    Raises ConfigError if speculation was asked for and would change the drawn tokens.
+    """
     if config.speculation is None:
         return None
     if not target.is_row_exact:
         if not config.speculation.is_asked:
             return None
         raise ConfigError(
-            "engine.speculation: several tokens of a sequence are computed in one step, bit for "
-            "bit as one by one, by the compiled kernels of a CPU in bfloat16 and by those of a GPU "
-            "with engine.deterministic, without experts only; leave it out or set it to off."
+            "engine.speculation: a step with several tokens of a sequence has the same bits as "
+            "single tokens only with the compiled kernels of a CPU in bfloat16, or on a GPU with "
+            "engine.deterministic, and without experts; leave it out or set it to off."
         )
     drafts: Draft | None = None
     if draft is not None:

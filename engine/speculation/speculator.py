@@ -1,4 +1,4 @@
-"""Proposes tokens for those who decode in a step, as many as pay."""
+"""Speculator: proposes as many tokens for decoding sequences as save time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from millrace.engine.speculation.draft import Draft
 from millrace.engine.speculation.suggestions import Acceptance, Suggestions
 from millrace.engine.step.sequence import Sequence
 
-# What a row adds to a step of one, as a share of it, before steps have told.
+# Assumed time of another row as a share of a step of one row, before the first measurement.
 _ASSUMED_SHARE = 0.06
-# A proposed token has to be worth so many times what it costs: what is predicted is not exact.
+# Minimum ratio of a proposed token's predicted value to its cost, since predictions are inexact.
 _MARGIN = 1.1
-# To look at a sequence takes so long, and where nothing pays, this share of a step at most.
+# Seconds to look at a sequence, and the maximum share of a step for looking where proposing does
+# not pay.
 _LOOK_S, _LOOK_SHARE = 10e-6, 0.005
 
-# More of a draft's tokens in a step are never worth its own steps.
+# Maximum drafted tokens of a sequence per step; more are never worth the draft's steps.
 MOST_DRAFTED = 8
 
 _log = logging.getLogger(__name__)
 
 
 class _Rates(NamedTuple):
-    """What the decoding part of a step takes, what a row adds to it, and how many tokens it makes,
-    with what is proposed already."""
+    """Prediction for the decoding part of a step: its seconds, the seconds of another row, and the
+    tokens that it makes, with present proposals."""
 
     step_s: float
     row_s: float
@@ -35,17 +36,19 @@ class _Rates(NamedTuple):
 
 
 class Speculator:
-    """Proposes tokens for sequences that decode: they are computed in the same step, one row each,
-    and are kept as far as the tokens drawn are the same.
+    """Speculator that proposes tokens for decoding sequences.
 
-    A row adds some time to the step, and a token with the chance that all proposed tokens up to it
-    come. It is worth its time if it makes tokens faster than the step does without it, which is
-    ``tokens / seconds`` of the part of the step that decodes, as ``costs`` predicts it: far from it
-    where many rows share the reading of the weights, so that at high load nothing is proposed. The
-    rows come out of what a step's budget leaves, and their blocks of those that nobody needs; with
-    an ``itl_bound_s`` no step becomes longer than that for them. Where a device draws
-    tokens by itself, the host does behind proposed ones: a step has at most ``max_drawn_rows`` rows
-    then that tokens are drawn from.
+    Proposed tokens are computed in the same step, one row each, and accepted as long as the drawn
+    tokens are the same. A row adds time to the step, and adds a token with the probability that all
+    proposed tokens up to it are accepted. It is proposed if it makes tokens faster than the step
+    does without it: the rate is ``tokens / seconds`` of the decoding part, as ``costs`` predicts
+    it. Where many rows already share the reading of the weights, another row pays less, so at high
+    load nothing is proposed.
+
+    The rows use the rest of a step's budget, and free blocks that no sequence needs. With
+    ``itl_bound_s``, proposals make no step longer than that. If a device draws tokens itself, the
+    host draws those after proposed ones; then a step has at most ``max_drawn_rows`` rows to draw
+    from.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Speculator:
         self._acceptance = Acceptance()
 
     def propose(self, plan: list[ScheduledSequence]) -> None:
-        """Set what is ``proposed`` for the sequences of a plan; the slots are allocated."""
+        """Set the ``proposed`` tokens of the sequences of a plan; allocate their slots."""
         decoding = [sequence for sequence, num_tokens in plan if num_tokens == 1]
         if not decoding:
             return
@@ -78,7 +81,7 @@ class Speculator:
         others: list[Sequence] = []
         for sequence in decoding:
             if row_s * _MARGIN * num_tokens >= step_s or budget <= 0:
-                break  # not even for a token that is sure to come
+                break  # even a certain token would not pay
             chances = self._chances(sequence)
             num_taken = 0
             for chance in (chances or [])[: min(budget, _room(sequence))]:
@@ -100,7 +103,7 @@ class Speculator:
     def _propose_drafts(
         self, sequences: list[Sequence], rates: _Rates, budget: int
     ) -> list[Sequence]:
-        """Have a draft say what comes next, as far as that pays; those for which it does not."""
+        """Propose tokens of a draft where they pay. Return the sequences where they do not."""
         counts = self._draft_counts(sequences, rates, budget)
         wanted = [
             (sequence, self._tables.allocate_ahead(sequence, count))
@@ -109,11 +112,11 @@ class Speculator:
         ]
         if self._draft is not None and wanted:
             try:
-                said = self._draft.draft(wanted)
-            except Exception:  # noqa: BLE001 (whatever it is, the sequences go on without)
+                proposals = self._draft.draft(wanted)
+            except Exception:  # noqa: BLE001 (the sequences go on without proposals)
                 _log.exception("the draft failed")
-                said = [[] for _ in wanted]
-            for (sequence, _), token_ids in zip(wanted, said, strict=True):
+                proposals = [[] for _ in wanted]
+            for (sequence, _), token_ids in zip(wanted, proposals, strict=True):
                 if sequence.matcher is not None:
                     del token_ids[sequence.matcher.num_fitting(token_ids) :]
                 self._tables.free_ahead(sequence, 1 + len(token_ids))
@@ -127,8 +130,11 @@ class Speculator:
         return left
 
     def _draft_counts(self, sequences: list[Sequence], rates: _Rates, budget: int) -> list[int]:
-        """How many tokens to draft for each: a step of the draft makes one more for all those for
-        whom it may come."""
+        """Return the number of tokens to draft for each sequence.
+
+        One step of the draft makes one more token for each sequence that is still likely to accept
+        it.
+        """
         counts = [0] * len(sequences)
         if self._draft is None:
             return counts
@@ -154,12 +160,14 @@ class Speculator:
         return counts
 
     def _suits(self, sequence: Sequence) -> bool:
-        """Whether host and device say the same of it, where the host draws in place of a device:
-        its log-probabilities may be others in the last digit."""
+        """Return whether the host may draw for the sequence in place of a device.
+
+        Not with log-probabilities, whose last digits may differ between host and device.
+        """
         return self._max_drawn_rows is None or sequence.request.sampling.logprobs is None
 
     def _budget(self, plan: list[ScheduledSequence], row_s: float) -> int:
-        """How many rows more a step may have."""
+        """Return how many rows may be added to a step."""
         budget = self._max_batch_tokens - sum([num_tokens for _, num_tokens in plan])
         if self._max_drawn_rows is not None:
             budget = min(budget, self._max_drawn_rows - len(plan))
@@ -169,7 +177,7 @@ class Speculator:
         return min(budget, max(0, int(left_s / row_s)))
 
     def _times(self, decoding: list[Sequence]) -> tuple[float, float]:
-        """What the part of a step takes that decodes, and what another row adds to it."""
+        """Predict the seconds of the decoding part of a step, and of another row."""
         num_rows = len(decoding)
         if not self._costs.is_warm:
             return 1.0 + _ASSUMED_SHARE * (num_rows - 1), _ASSUMED_SHARE
@@ -179,8 +187,10 @@ class Speculator:
         return step_s, self._costs.step_s(more) - step_s
 
     def _chances(self, sequence: Sequence) -> list[float] | None:
-        """That each of the tokens suggested for a sequence comes, with all before it; None if it is
-        not looked at."""
+        """Return the probability that each suggested token is accepted, with all before it.
+
+        Returns None if the sequence is not looked at in this step.
+        """
         suggestions: Suggestions | None = sequence.suggestions
         if suggestions is None:
             if not _may_speculate(sequence) or not self._suits(sequence):
@@ -190,15 +200,17 @@ class Speculator:
             return None
         try:
             suggestions.renew(sequence)
-        except Exception:  # noqa: BLE001 (whatever it is, the sequence goes on without)
-            _log.exception("no tokens could be suggested for a sequence")
+        except Exception:  # noqa: BLE001 (the sequence goes on without proposals)
+            _log.exception("suggesting tokens for a sequence failed")
             suggestions.give_up()
         return suggestions.chances()
 
 
 def _may_speculate(sequence: Sequence) -> bool:
-    """Whether it draws its tokens one by one, and has drawn one already: the first brings more
-    with it than a token."""
+    """Return whether a sequence draws tokens one by one, and has drawn one in this engine.
+
+    The first token has other outputs with it.
+    """
     request = sequence.request
     return (
         sequence.started
@@ -211,34 +223,36 @@ def _may_speculate(sequence: Sequence) -> bool:
 
 
 def _room(sequence: Sequence) -> int:
-    """How many tokens may come besides the next."""
+    """Return how many tokens may follow the next one."""
     return sequence.max_total_tokens - sequence.num_tokens - 1
 
 
-# So many times in a row nothing is proposed before steps overlap again, and for so many steps.
+# After this many steps in a row without proposals, steps overlap again, for this many steps.
 _PATIENCE, _REST = 4, 8
 
 
 class Pace:
-    """Tokens are proposed behind tokens that are known, so before a step that may have proposals
-    the one before it is read, and the device waits for the host meanwhile.
+    """Pace of steps that may have proposals.
 
-    That goes on as long as something is proposed. Once it was not ``_PATIENCE`` times in a row,
-    ``_REST`` steps overlap for each one that is looked at.
+    Tokens can only be proposed after known tokens. So the step before must be read first, and the
+    device waits for the host. This continues while tokens are proposed. After ``_PATIENCE`` steps
+    in a row without proposals, ``_REST`` steps overlap for each step that looks for proposals.
     """
 
     def __init__(self) -> None:
-        self._num_vain = 0
+        self._num_without_proposals = 0
         self._num_overlapped = 0
 
     def note(self, *, proposed: bool) -> None:
-        """Proposals were looked for, and some made or none."""
-        self._num_vain = 0 if proposed else self._num_vain + 1
+        """Note whether a step that looked for proposals made any."""
+        self._num_without_proposals = 0 if proposed else self._num_without_proposals + 1
 
     def waits(self) -> bool:
-        """Whether to read the step that was launched before the next one; to be called once for
-        each that could overlap."""
-        if self._num_vain < _PATIENCE:
+        """Return whether to read the launched step before the next launch.
+
+        Call it once for each step that could overlap.
+        """
+        if self._num_without_proposals < _PATIENCE:
             return True
         self._num_overlapped += 1
         if self._num_overlapped <= _REST:

@@ -1,4 +1,4 @@
-"""What may come next in one sequence, and with what chance."""
+"""Suggestions of next tokens for one sequence, with their probabilities."""
 
 from __future__ import annotations
 
@@ -8,29 +8,32 @@ from typing import Any
 from millrace.engine.speculation.lookup import Lookup
 from millrace.engine.step.sequence import Sequence
 
-# Suggestions are told apart by how many tokens matched before them, from these on; the last classes
-# are tokens that a grammar forces and those of a draft.
+# Lower bounds of the classes of suggestions, by the number of tokens that matched before them. The
+# last two classes are tokens that a grammar forces, and tokens of a draft.
 _MATCHES = (0, 1, 3, 6, 12)
 FORCED = len(_MATCHES)
 DRAFTED = FORCED + 1
-# What is assumed of each class before anything was seen, as if of so many tokens.
+# Assumed acceptance rate of each class, and its weight in tokens.
 _PRIORS = (0.3, 0.3, 0.5, 0.7, 0.85, 0.8, 0.7)
 _PRIOR_WEIGHT = 8.0
-# What a sequence has seen itself loses half of its weight in 8 tokens, what all have in 90.
+# A sequence's own observations lose half of their weight in 8 tokens, those of all sequences in 90.
 _OWN_DECAY, _DECAY = 0.917, 0.9923
-# Others' tokens count as so many of a sequence's own, at most.
+# Weight of the acceptance rate of all sequences, in tokens of a sequence's own.
 _OTHERS_WEIGHT = 3.0
-# What is forgotten with each step in which nobody could see whether a token would have come.
+# Share of the observations that is forgotten with each step that could not observe the class.
 _FORGOTTEN = 0.01
 
 
 def match_class(match: int) -> int:
-    """The class of a token behind so many that matched."""
+    """Return the class of a token after ``match`` matching tokens."""
     return bisect_right(_MATCHES, match) - 1
 
 
 class Acceptance:
-    """Shares of suggested tokens that came, by class; ``others`` are what is known besides."""
+    """Acceptance rates of suggested tokens by class, as EWMAs.
+
+    ``others`` has those of all sequences.
+    """
 
     __slots__ = ("_came", "_decay", "_others", "_weights")
 
@@ -42,21 +45,22 @@ class Acceptance:
         self._came = [weight * prior for prior in _PRIORS]
 
     def note(self, kind: int, *, came: bool) -> None:
-        """A suggested token of a class came or did not."""
+        """Note whether a suggested token of a class was accepted."""
         self._weights[kind] = self._weights[kind] * self._decay + 1.0
         self._came[kind] = self._came[kind] * self._decay + came
         if self._others is not None:
             self._others.note(kind, came=came)
 
     def forget(self, kind: int) -> None:
-        """Come nearer to what is assumed, so that what did not pay is tried again."""
+        """Move the rate towards the assumed one, so that a class that did not pay is tried
+        again."""
         assumed = self._weights[kind] * _PRIORS[kind]
         self._came[kind] += _FORGOTTEN * (assumed - self._came[kind])
         if self._others is not None:
             self._others.forget(kind)
 
     def chance(self, kind: int) -> float:
-        """That the next token of a class comes."""
+        """Return the probability that the next token of a class is accepted."""
         if self._others is None:
             return self._came[kind] / self._weights[kind]
         others = self._others.chance(kind)
@@ -64,17 +68,15 @@ class Acceptance:
         return came / (self._weights[kind] + _OTHERS_WEIGHT)
 
 
-# More are never worth their rows: the chance that all come has fallen too far.
+# Maximum suggested tokens; the probability that more are accepted never pays for their rows.
 MOST_AHEAD = 32
 
 
 class Suggestions:
-    """Of a sequence that decodes. First come the tokens that its grammar forces; else what a lookup
-    finds.
+    """Suggestions for a decoding sequence: tokens that its grammar forces, else those of a lookup.
 
-    ``drafted`` is what a draft keeps of it. Each suggestion is held against the tokens that come,
-    whether or not these were computed ahead: so it costs no step to learn that a text cannot be
-    guessed, or that it can again.
+    ``drafted`` is the state of a draft. Each suggestion is compared with the actual tokens, even if
+    it was not computed ahead. So the acceptance rate is learned without extra rows.
     """
 
     __slots__ = (
@@ -105,15 +107,14 @@ class Suggestions:
         self._has_given_up = False
 
     def rests(self) -> bool:
-        """Whether it is not to be renewed in this step; to be called once a step."""
+        """Return whether to skip the sequence in this step. Call it once a step."""
         if self._rests_left > 0:
             self._rests_left -= 1
             return True
         return self._has_given_up
 
     def rest(self, most: int) -> None:
-        """Nothing of it was worth to be proposed: it rests for twice as many steps as the last
-        time, ``most`` at most."""
+        """Skip the sequence for twice as many steps as the last time, at most ``most``."""
         self._num_rests = self._rests_left = min(2 * self._num_rests + 1, most)
 
     def give_up(self) -> None:
@@ -122,7 +123,7 @@ class Suggestions:
         self.token_ids, self._kinds = [], []
 
     def renew(self, sequence: Sequence) -> None:
-        """Suggest what may come next, as of now."""
+        """Suggest the next tokens."""
         self._learn(sequence.token_ids)
         self._lookup.extend(sequence.token_ids)
         matcher = sequence.matcher
@@ -138,19 +139,19 @@ class Suggestions:
         self._place = len(sequence.token_ids)
 
     def draft_chance(self) -> float:
-        """That a token of a draft comes."""
+        """Return the probability that a token of a draft is accepted."""
         return self._acceptance.chance(DRAFTED)
 
     def draft(self, token_ids: list[int]) -> None:
-        """Suggest what a draft said in place of what was found."""
+        """Replace the suggestions by those of a draft."""
         self.token_ids, self._kinds = token_ids, [DRAFTED] * len(token_ids)
 
     def do_not_draft(self) -> None:
-        """Nobody sees in this step whether a draft's token would have come."""
+        """Note that this step cannot observe whether a draft's token is accepted."""
         self._acceptance.forget(DRAFTED)
 
     def chances(self) -> list[float]:
-        """That each of the suggested tokens comes, and all before it."""
+        """Return the probability that each suggested token is accepted, with all before it."""
         chances: list[float] = []
         by_class: dict[int, float] = {}
         chance = 1.0
@@ -163,7 +164,7 @@ class Suggestions:
         return chances
 
     def _learn(self, token_ids: list[int]) -> None:
-        """Hold the last suggestion against what has come since."""
+        """Compare the last suggestions with the tokens since then."""
         came = token_ids[self._place : self._place + len(self.token_ids)]
         for kind, token, suggested in zip(self._kinds, came, self.token_ids, strict=False):
             self._acceptance.note(kind, came=token == suggested)

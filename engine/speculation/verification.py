@@ -1,4 +1,5 @@
-"""Draws the tokens of a step, and goes on for as long as they are those that were proposed."""
+"""Verification of proposed tokens: draws the tokens of a step while they equal the proposed
+ones."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 class Verified(NamedTuple):
-    """How many tokens were proposed for a step, and how many of them were drawn."""
+    """Numbers of proposed and of accepted tokens of a step."""
 
     num_proposed: int = 0
     num_accepted: int = 0
 
 
 class _Span(NamedTuple):
-    """A sequence with proposed tokens: the first of its rows of logits, and behind how many of them
-    a token may be drawn."""
+    """Sequence with proposed tokens: the first of its rows of logits, and the number of proposed
+    tokens after which a token may be drawn."""
 
     sequence: Sequence
     row: int
@@ -37,20 +38,21 @@ class _Span(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing edits its rows by the tokens that come before them."""
+        """True if its rows have no grammar or logits processor, which depend on the tokens
+        before."""
         sequence = self.sequence
         return sequence.matcher is None and sequence.sampling_state.logits_processor is None
 
 
 class Verification:
-    """Samples the sequences of a step. Where a token is drawn that was proposed, the row behind it
-    was computed with the right token, so the next is drawn from that one at once.
+    """Sampling of a step's sequences, with verification of proposed tokens.
 
-    Each draw is made by the same sampler, with the random numbers of its place, and with grammar
-    and penalties as they are when the sequence has the tokens before it: so it is the one that
-    would have been made without proposals, as long as a row's logits are the same in all company.
-    Where there is neither grammar nor penalty all rows are drawn from at once. What was proposed
-    and not drawn was computed for nothing; the blocks behind it are given back here.
+    If the drawn token equals the proposed one, the next row was computed from the right token, and
+    the next token is drawn from it at once. Each draw uses the same sampler, with the random
+    numbers of its position, and with grammar and penalties in the state after the tokens before it.
+    So it equals the draw without proposals, as long as a row's logits are batch-invariant.
+    Sequences without grammar and penalties draw from all their rows at once. Blocks of rejected
+    tokens are freed here.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Verification:
         self._grammars = grammars
 
     def apply(self, step: InFlightStep, outputs: list[EngineOutput]) -> Verified:
-        """Draw all that can be drawn from a step's logits."""
+        """Draw all tokens that can be drawn from a step's logits."""
         sequences, logits = step.by_host, step.logits
         num_first = len(sequences)
         spans = _spans(sequences, logits) if len(logits) > num_first else []
@@ -93,8 +95,10 @@ class Verification:
         return Verified(len(logits) - num_first, num_accepted)
 
     def _choose_ahead(self, spans: list[_Span], logits: torch.Tensor) -> dict[int, Sampled]:
-        """What all rows of spans say, by their first rows; nothing if that cannot be found out, and
-        then it is drawn row by row."""
+        """Draw from all rows of spans at once; return the results by the spans' first rows.
+
+        Returns {} if that fails; the tokens are then drawn row by row.
+        """
         if not spans:
             return {}
         places = [(span, ahead) for span in spans for ahead in range(span.num_usable)]
@@ -103,33 +107,35 @@ class Verification:
             return {}
         sequences, ahead = [span.sequence for span, _ in places], [ahead for _, ahead in places]
         try:
-            said = self._output_processor.sampler.sample_ahead(sequences, own, ahead)
-        except Exception:  # noqa: BLE001 (whatever it is, tokens are drawn one by one then)
-            _log.exception("proposed tokens could not be drawn at once")
+            sampled = self._output_processor.sampler.sample_ahead(sequences, own, ahead)
+        except Exception:  # noqa: BLE001 (tokens are then drawn one by one)
+            _log.exception("drawing proposed tokens at once failed")
             return {}
         chosen: dict[int, Sampled] = {}
         begin = 0
         for span in spans:
             end = begin + span.num_usable
-            chosen[span.row] = Sampled(said.outcomes[begin:end], said.logprobs[begin:end])
+            chosen[span.row] = Sampled(sampled.outcomes[begin:end], sampled.logprobs[begin:end])
             begin = end
         return chosen
 
-    def _accept(self, span: _Span, said: Sampled, outputs: list[EngineOutput], ahead: int) -> None:
+    def _accept(
+        self, span: _Span, sampled: Sampled, outputs: list[EngineOutput], ahead: int
+    ) -> None:
         place = slice(ahead - 1, ahead)
-        one = Sampled(said.outcomes[place], said.logprobs[place])
+        one = Sampled(sampled.outcomes[place], sampled.logprobs[place])
         self._output_processor.accept([span.sequence], one, outputs, ahead)
 
     def drop(self, plan: Iterable[ScheduledSequence]) -> None:
-        """Propose nothing for a plan that is not computed yet."""
+        """Drop the proposed tokens of a plan that is not computed yet."""
         for sequence, _ in plan:
             if sequence.proposed:
                 sequence.proposed = []
                 self._planner.tables.free_ahead(sequence, 1)
 
     def _is_accepted(self, span: _Span, ahead: int) -> bool:
-        """Whether the token drawn last is the proposed one number ``ahead``, and one can be drawn
-        behind it."""
+        """Return whether the last drawn token is the proposed one number ``ahead``, and another can
+        be drawn after it."""
         sequence = span.sequence
         if ahead >= span.num_usable or sequence.state is not SequenceState.RUNNING:
             return False
@@ -139,7 +145,10 @@ class Verification:
 
 
 def _spans(sequences: list[Sequence], logits: torch.Tensor) -> list[_Span]:
-    """The sequences with proposed tokens, whose rows of logits are behind those of all."""
+    """Return the sequences with proposed tokens.
+
+    Their rows of logits come after the sequences' own rows.
+    """
     first = len(sequences)
     finite = _finite(logits[first:])
     spans: list[_Span] = []
@@ -150,8 +159,8 @@ def _spans(sequences: list[Sequence], logits: torch.Tensor) -> list[_Span]:
             continue
         own = finite[row - first : row - first + count]
         if not all(own):
-            # Nobody may ever look at these rows, and their keys and values are in its blocks. If it
-            # comes to this token, it computes it again and fails then.
+            # These rows may never be drawn from, but their keys and values are in the sequence's
+            # blocks. If the sequence reaches this token, it computes it again and fails then.
             sequence.contents_finite = False
             count = own.index(False)
         spans.append(_Span(sequence, row, count))
@@ -160,21 +169,21 @@ def _spans(sequences: list[Sequence], logits: torch.Tensor) -> list[_Span]:
 
 
 def _finite(logits: torch.Tensor) -> list[bool]:
-    """Which rows are finite; none if that cannot be found out."""
+    """Return for each row whether it is finite; all False if that fails."""
     try:
         with torch.inference_mode():
             finite: list[bool] = torch.isfinite(logits.amax(-1)).tolist()
-    except Exception:  # noqa: BLE001 (whatever it is, tokens are drawn one a step then)
-        _log.exception("proposed tokens could not be looked at")
+    except Exception:  # noqa: BLE001 (tokens are then drawn one a step)
+        _log.exception("checking the logits of proposed tokens failed")
         return [False] * len(logits)
     return finite
 
 
 def _select(logits: torch.Tensor, rows: list[int]) -> torch.Tensor | None:
-    """Some rows; None if there is no memory for them, and then the tokens are drawn later."""
+    """Select rows; None if there is no memory for them. The tokens are then drawn later."""
     try:
         with torch.inference_mode():
             return logits.index_select(0, torch.tensor(rows, device=logits.device))
-    except Exception:  # noqa: BLE001 (whatever it is, tokens are drawn one a step then)
-        _log.exception("proposed tokens could not be drawn")
+    except Exception:  # noqa: BLE001 (tokens are then drawn one a step)
+        _log.exception("selecting the logits of proposed tokens failed")
         return None

@@ -1,1 +1,1 @@
-"""The step loop: sequences become a batch, the batch is computed, and tokens come out."""
+"""Step loop: build a batch from sequences, compute it, and return tokens."""

@@ -1,4 +1,4 @@
-"""The adapters in memory, as many as there are slots; the least recently used goes first."""
+"""Pool of LoRA adapters in memory, one per slot, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from millrace.engine.step.sequence import Rank, Sequence, SequenceState
 from millrace.engine.threads.tasks import TaskThreads
 from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 
-# What one fetches from afar does not hold up the others.
+# Several threads, so that a slow download does not delay other loads.
 _NUM_THREADS = 4
-# Steps of those that run go before a load.
+# Loading threads have a lower priority than steps.
 _NICENESS = 10
-# Of the mean load time, what the latest one counts.
+# Weight of the latest load time in the EWMA of load times.
 _LATEST_SHARE = 0.3
 
-# Reads an adapter's files and makes of them what the runner multiplies with, in the slot of this
-# number, whose former contents no step reads any more that is launched from now on. Called on a
-# thread of its own. Raises AdapterError.
+# Reads an adapter's files and prepares its weights for the runner in the slot of this number. Steps
+# that are launched from then on do not read the slot's former contents. Called on a thread of its
+# own. Raises AdapterError.
 LoadAdapter = Callable[[AdapterRef, int], Any]
 
 
 @dataclass(slots=True)
 class _Slot:
-    """``weights`` is None while they are loaded; ``waiting`` are sequences that wait for that."""
+    """Slot of one adapter.
+
+    ``weights`` is None while they load; ``waiting`` are the sequences that wait for the load.
+    """
 
     number: int
     adapter: AdapterRef
@@ -45,14 +48,15 @@ class _Loaded(NamedTuple):
 
 
 class AdapterPool:
-    """Loads adapters when sequences ask for them, on threads, while others go on. Not thread-safe
-    but for what those threads hand over.
+    """Pool that loads adapters on background threads while other sequences run.
 
-    A sequence that cannot begin yet is not ``ready``, and becomes so. An adapter that a sequence in
-    the batch has stays where it is. Where all slots are used so, the least used is no longer given
-    to sequences of a lower rank than the first that waits for a slot: so nobody waits for ever. An
-    adapter is known by its version. A load that fails ends the sequences that wait for it; who
-    comes later tries again.
+    A sequence whose adapter is not loaded is not ``ready`` until it is. An adapter that a sequence
+    in the batch uses is not evicted. If all slots are in use and a sequence waits for a slot, the
+    loaded adapter with the fewest running sequences admits no sequence of a lower rank than the
+    first that waits. This prevents starvation. An adapter is identified by its version. A failed
+    load ends the sequences that wait for it; later sequences try again.
+
+    Not thread-safe, except for the results that loading threads hand over.
     """
 
     def __init__(
@@ -63,7 +67,10 @@ class AdapterPool:
         monotonic: Callable[[], float] = time.perf_counter,
         threads: TaskThreads | None = None,
     ) -> None:
-        """``on_loaded`` is called on a loading thread when there is something to ``settle``."""
+        """Create the pool.
+
+        A loading thread calls ``on_loaded`` when ``settle`` has something to do.
+        """
         self.num_slots = num_slots
         self.load_s = 0.0
         self.num_loads = 0
@@ -72,16 +79,16 @@ class AdapterPool:
         self._on_loaded = on_loaded
         self._monotonic = monotonic
         self._threads = threads or TaskThreads("adapter-load", _NUM_THREADS, niceness=_NICENESS)
-        # By version, the least recently used first.
+        # Slots by adapter version, the least recently used first.
         self._slots: collections.OrderedDict[str, _Slot] = collections.OrderedDict()
         self._free = list(range(num_slots))
         self._loaded: collections.deque[_Loaded] = collections.deque()
         self._queued: dict[Sequence, None] = {}
-        # Those of each version that were prepared for and not forgotten.
+        # Sequences by adapter version, from ``prepare`` to ``forget``.
         self._live: dict[str, set[Sequence]] = {}
 
     def loaded(self) -> tuple[LoadedAdapter, ...]:
-        """Those that are there, the most recently used last."""
+        """Return the loaded adapters, the most recently used last."""
         return tuple(
             LoadedAdapter(slot.adapter.name, slot.adapter.version, slot.num_running)
             for slot in self._slots.values()
@@ -89,7 +96,8 @@ class AdapterPool:
         )
 
     def prepare(self, sequence: Sequence) -> None:
-        """Begin to load what a newcomer will need, unless what others need has to go for that."""
+        """Start to load a new sequence's adapter, unless that evicts an adapter that others
+        need."""
         adapter = sequence.request.adapter
         if adapter is None:
             return
@@ -98,7 +106,7 @@ class AdapterPool:
             self._begin(adapter, {})
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence is over; it is in the batch no more."""
+        """Forget a sequence that has ended and left the batch."""
         version = _version(sequence)
         live = self._live.get(version)
         if live is not None:
@@ -107,12 +115,16 @@ class AdapterPool:
                 del self._live[version]
 
     def admits(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence can begin; else it is not ``ready`` until it can."""
+        """Return whether a waiting sequence can begin. If not, it is not ``ready`` until it can."""
         adapter = sequence.request.adapter
         if adapter is None:
             return True
         slot = self._slots.get(adapter.version)
-        if slot is not None and slot.weights is not None and not self._gives_way(slot, sequence):
+        if (
+            slot is not None
+            and slot.weights is not None
+            and not self._is_reserved_for_higher_rank(slot, sequence)
+        ):
             return True
         sequence.ready = False
         if slot is not None and slot.weights is None:
@@ -123,7 +135,7 @@ class AdapterPool:
         return False
 
     def enter(self, sequence: Sequence) -> None:
-        """A sequence, which ``admits`` let in, is in the batch: its adapter stays."""
+        """Pin the adapter of a sequence that enters the batch after ``admits`` allowed it."""
         adapter = sequence.request.adapter
         if adapter is not None:
             slot = self._slots[adapter.version]
@@ -133,15 +145,18 @@ class AdapterPool:
             self._slots.move_to_end(adapter.version)
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence is not in the batch any more."""
+        """Unpin the adapter of a sequence that leaves the batch."""
         adapter = sequence.request.adapter
         if adapter is not None:
             sequence.adapter_weights = None
             self._slots[adapter.version].num_running -= 1
 
     def settle(self) -> list[tuple[Sequence, Exception]]:
-        """Take in what was loaded since, and load what has room now. Returns sequences that cannot
-        have their adapter, and why."""
+        """Take over finished loads, and start loads for which there is a slot now.
+
+        Returns:
+            Sequences whose adapter could not be loaded, each with the error.
+        """
         failed: list[tuple[Sequence, Exception]] = []
         while self._loaded:
             slot, weights, error, load_s = self._loaded.popleft()
@@ -159,8 +174,8 @@ class AdapterPool:
             self._begin_queued()
         return failed
 
-    def _gives_way(self, slot: _Slot, sequence: Sequence) -> bool:
-        """Whether a slot is kept from a sequence for one of a higher rank that waits for a slot."""
+    def _is_reserved_for_higher_rank(self, slot: _Slot, sequence: Sequence) -> bool:
+        """Return whether the slot is reserved for a waiting sequence of a higher rank."""
         first = self._first_queued()
         if first is None or first.rank > sequence.rank:
             return False
@@ -174,7 +189,8 @@ class AdapterPool:
         return min(self._queued, key=lambda one: one.rank, default=None)
 
     def _begin_queued(self) -> None:
-        """Load for those that wait for a slot, the highest rank first, as long as there is one."""
+        """Start loads for sequences that wait for a slot, the highest rank first, while slots
+        last."""
         while (first := self._first_queued()) is not None:
             adapter = first.request.adapter
             assert adapter is not None
@@ -193,8 +209,12 @@ class AdapterPool:
     def _begin(
         self, adapter: AdapterRef, waiting: dict[Sequence, None], rank: Rank | None = None
     ) -> bool:
-        """Load an adapter, in place of another if there is no free slot; False if none can go: one
-        that the batch has, or one that is asked for by a sequence of a higher rank, or of any."""
+        """Load an adapter into a free slot, or into the slot of an evicted adapter.
+
+        Returns False if no adapter can be evicted: each is loading, is used by the batch, or is
+        needed by a waiting sequence of this ``rank`` or a higher one (without ``rank``: of any
+        rank).
+        """
         if len(self._slots) >= self.num_slots:
             victim = self._victim(rank)
             if victim is None:
@@ -209,7 +229,7 @@ class AdapterPool:
         self._free.append(self._slots.pop(version).number)
 
     def _victim(self, rank: Rank | None) -> str | None:
-        """The version that goes first."""
+        """Return the version to evict; None if there is none."""
         asked_for: list[str] = []
         for version, slot in self._slots.items():
             if slot.weights is None or slot.num_running:
@@ -226,7 +246,7 @@ class AdapterPool:
         weights, error = None, None
         try:
             weights = self._load(slot.adapter, slot.number)
-        except Exception as caught:  # noqa: BLE001 (whatever it is, it ends those that wait only)
+        except Exception as caught:  # noqa: BLE001 (it ends the waiting sequences only)
             error = caught
         self._loaded.append(_Loaded(slot, weights, error, self._monotonic() - begin_s))
         self._on_loaded()

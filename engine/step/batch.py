@@ -1,4 +1,4 @@
-"""The flat batch: every token that a step computes, one row each, whatever it belongs to."""
+"""Flat batch of a step: one row for each token to compute."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ _proposed = attrgetter("proposed")
 
 
 class QueryRange(NamedTuple):
-    """Rows ``start`` … ``start + num_tokens - 1`` of the batch are consecutive tokens of one
-    sequence; ``num_context_tokens`` of it are in the KV cache already, in ``block_table``."""
+    """Rows ``start`` … ``start + num_tokens - 1`` of the batch: consecutive tokens of one sequence.
+
+    The sequence's first ``num_context_tokens`` tokens are in the KV cache already, in
+    ``block_table``.
+    """
 
     start: int
     num_tokens: int
@@ -29,7 +32,7 @@ class QueryRange(NamedTuple):
 
 
 class PooledRows(NamedTuple):
-    """Rows ``start`` … ``end - 1`` of the batch go into the sequence's embedding."""
+    """Rows ``start`` … ``end - 1`` of the batch, which are pooled into the sequence's embedding."""
 
     sequence: Sequence
     start: int
@@ -37,8 +40,8 @@ class PooledRows(NamedTuple):
 
 
 class ScoredRows(NamedTuple):
-    """Rows ``start`` … ``end - 1`` of the batch predict the tokens of the sequence's prompt from
-    its token ``first_target`` on."""
+    """Rows ``start`` … ``end - 1`` of the batch, which predict tokens of the sequence's prompt, the
+    first of them its token ``first_target``."""
 
     sequence: Sequence
     start: int
@@ -47,14 +50,21 @@ class ScoredRows(NamedTuple):
 
 
 class FlatBatch(NamedTuple):
-    """One step's input.
+    """Input of one step.
 
-    ``token_ids`` and ``positions``: int64 [num_tokens]. The first ``num_single`` of the ranges
-    have one token each, by rising context length; a sequence with proposed tokens has several of
-    them. ``sampled_rows`` (int64, on the device) are the rows whose logits are wanted: one of each
-    of ``sampled``, then those of their proposed tokens, both in that order. Sequences that are
-    ``pooled`` are not sampled. ``scored`` are those whose prompt's log-probabilities are wanted.
-    ``adapters`` is None if no row has one. ``sequences`` are those of the ``ranges``.
+    Attributes:
+        token_ids: int64 [num_tokens].
+        positions: int64 [num_tokens].
+        ranges: Rows of each sequence; a sequence with proposed tokens has several ranges.
+        num_single: The number of ranges of one token each. They come first, by rising context
+            length.
+        sampled_rows: Rows whose logits are computed, int64, on the device: one row of each of
+            ``sampled``, then the rows of their proposed tokens, both in that order.
+        sampled: Sequences whose next token is chosen. Pooled sequences are not among them.
+        pooled: Rows that go into embeddings.
+        scored: Rows that give the log-probabilities of prompts.
+        adapters: None if no row has an adapter.
+        sequences: The sequence of each of ``ranges``.
     """
 
     token_ids: torch.Tensor
@@ -70,8 +80,11 @@ class FlatBatch(NamedTuple):
 
 
 class BatchLayout(NamedTuple):
-    """The rows of a step on the host; what is not said here is as in ``FlatBatch``. ``sequences``
-    are those of the ``ranges``. ``proposed_rows`` are the last of ``FlatBatch.sampled_rows``."""
+    """Rows of a step on the host, with the fields of ``FlatBatch``.
+
+    ``sequences`` are those of the ``ranges``. ``proposed_rows`` are the last rows of
+    ``FlatBatch.sampled_rows``.
+    """
 
     token_ids: list[int]
     positions: list[int]
@@ -86,8 +99,10 @@ class BatchLayout(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """``num_tokens`` known tokens of a sequence from ``begin`` on, computed one a row, and behind
-    them those that are proposed for it."""
+    """Known tokens of a sequence, computed one per row, followed by its proposed tokens.
+
+    ``num_tokens`` known tokens begin at ``begin``.
+    """
 
     sequence: Sequence
     begin: int
@@ -95,12 +110,12 @@ class _Span(NamedTuple):
 
 
 def lay_out(plan: Rows[ScheduledSequence], *, exact: bool = False) -> BatchLayout:
-    """Lay out a plan. Rows of single tokens come first, so that attention takes them together.
+    """Lay out a plan. Rows of single tokens come first, so that attention computes them together.
 
-    Several tokens of a sequence are a chunk, which attends in another way than single tokens, with
-    other bits. ``exact``: a completion's tokens are always single ones, a prompt's never, so that
-    the bits of a token do not depend on how its sequence came there: token by token, or in one step
-    after a preemption, a failover or a proposal.
+    A chunk of several tokens uses another attention path than single tokens, with other bits in its
+    results. With ``exact``, a completion's tokens are always single rows and a prompt's tokens
+    never are. Then the bits of a token do not depend on how it was computed: token by token, or in
+    one step after a preemption, a failover or a proposal.
     """
     single = [item.sequence for item in plan if item.num_tokens == 1]
     chunks = [item for item in plan if item.num_tokens > 1]
@@ -129,8 +144,8 @@ def _is_in_prompt(sequence: Sequence) -> bool:
 def _by_part(
     plan: Rows[ScheduledSequence],
 ) -> tuple[list[Sequence], list[ScheduledSequence], list[_Span]]:
-    """A plan's single tokens of completions, its chunks of prompts, and its other tokens of
-    completions."""
+    """Split a plan into single tokens of completions, chunks of prompts, and spans of several
+    tokens of completions."""
     single: list[Sequence] = []
     chunks: list[ScheduledSequence] = []
     spans: list[_Span] = []
@@ -150,7 +165,7 @@ def _by_part(
 def build_batch(
     plan: Rows[ScheduledSequence], device: torch.device, *, exact: bool = False
 ) -> FlatBatch:
-    """A plan's flat batch; ``exact``: see ``lay_out``."""
+    """Build the flat batch of a plan. See ``lay_out`` for ``exact``."""
     layout = lay_out(plan, exact=exact)
     return FlatBatch(
         token_ids=torch.tensor(layout.token_ids, device=device),
@@ -185,8 +200,10 @@ def _row_adapters(layout: BatchLayout) -> RowAdapters | None:
 
 
 def _add_single_rows(sequences: list[Sequence], layout: BatchLayout) -> None:
-    """Add one row each, the first of a layout. Most are decodes, so this is kept lean: less than
-    1 us each."""
+    """Add one row for each sequence, the first rows of a layout.
+
+    Most rows are decodes, so this takes less than 1 us a row.
+    """
     positions = list(map(_num_computed_tokens, sequences))
     layout.positions.extend(positions)
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
@@ -202,7 +219,7 @@ def _add_single_rows(sequences: list[Sequence], layout: BatchLayout) -> None:
 
 
 def _add_spans(spans: list[_Span], layout: BatchLayout) -> None:
-    """The same for several tokens of a sequence, each of which is a row like any other."""
+    """Add the rows of spans: each token is a row of its own."""
     places = [
         (span.begin + ahead, index, ahead)
         for index, span in enumerate(spans)
@@ -220,7 +237,7 @@ def _add_spans(spans: list[_Span], layout: BatchLayout) -> None:
             proposed.setdefault(sequence, []).append(row)
             continue
         layout.token_ids.append(sequence.token_ids[position])
-        if position < sequence.num_prompt_tokens:  # where a prompt's tokens are single ones, too
+        if position < sequence.num_prompt_tokens:  # a prompt's tokens can be single rows, too
             _add_wanted_rows(sequence, 1, layout)
         elif position + 1 == len(sequence.token_ids):
             layout.sampled.append(sequence)
@@ -239,7 +256,7 @@ def _add_chunk(sequence: Sequence, num_tokens: int, layout: BatchLayout) -> None
 
 
 def _add_wanted_rows(sequence: Sequence, num_tokens: int, layout: BatchLayout) -> None:
-    """Note what is wanted of the sequence's ``num_tokens`` rows, which are the last ones."""
+    """Add the sampled, scored or pooled rows among the sequence's last ``num_tokens`` rows."""
     end_row = len(layout.token_ids)
     if sequence.prompt_logprobs is not None:
         layout.scored.extend(_scored_rows(sequence, num_tokens, end_row))
@@ -251,7 +268,8 @@ def _add_wanted_rows(sequence: Sequence, num_tokens: int, layout: BatchLayout) -
 
 
 def _pooled_rows(sequence: Sequence, num_tokens: int, end_row: int) -> list[PooledRows]:
-    """Those of the sequence's ``num_tokens`` rows before ``end_row`` that its pooling takes."""
+    """Return the rows that the sequence's pooling uses, of its ``num_tokens`` rows before
+    ``end_row``."""
     if sequence.request.pooling is Pooling.MEAN:
         return [PooledRows(sequence, end_row - num_tokens, end_row)]
     if sequence.num_computed_tokens + num_tokens < sequence.num_tokens:
@@ -260,8 +278,8 @@ def _pooled_rows(sequence: Sequence, num_tokens: int, end_row: int) -> list[Pool
 
 
 def _scored_rows(sequence: Sequence, num_tokens: int, end_row: int) -> list[ScoredRows]:
-    """Those of the sequence's ``num_tokens`` rows before ``end_row`` that predict a token of its
-    prompt which has no log-probability yet."""
+    """Return the rows that predict prompt tokens without a log-probability yet, of the sequence's
+    ``num_tokens`` rows before ``end_row``."""
     assert sequence.prompt_logprobs is not None
     begin = sequence.num_computed_tokens
     first = max(begin + 1, len(sequence.prompt_logprobs))

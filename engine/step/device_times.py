@@ -1,4 +1,4 @@
-"""Says what each request has taken of the device, once and for all when it is over."""
+"""Report of the device time of each request, once, when its last step has been read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from millrace.engine.types import DeviceTime, EngineOutput
 
 
 class StepDeviceTimes:
-    """The last word for sequences that ended or were cancelled while a step that they had a part in
-    was in flight comes when that is over."""
+    """Device times of ended and cancelled sequences.
+
+    If a sequence ends or is cancelled while a step that computes it is in flight, its final device
+    time follows after that step.
+    """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -23,17 +26,20 @@ class StepDeviceTimes:
         self._unknown: list[DeviceTime] = []
 
     def note_cancelled(self, cancelled: list[Sequence]) -> None:
-        """The sequences of one request, some of them or all; a fork group has one word for
-        all."""
+        """Add cancelled sequences of one request, some or all.
+
+        A fork group has one device time for all of its sequences.
+        """
         is_group = bool(cancelled) and cancelled[0].fork_group is not None
         self._owing += cancelled[:1] if is_group else cancelled
 
     def note_unknown(self, request_id: str) -> None:
-        """A request was cancelled that was not here."""
+        """Add the cancellation of a request that this engine does not have."""
         self._unknown.append(DeviceTime(request_id, 0, 0.0, over=True))
 
     def pop(self, live: Iterable[Sequence]) -> list[DeviceTime]:
-        """The last words that can be said now, and what those who live have used so far."""
+        """Return the final device times that are known now, and the times so far of ``live``
+        sequences."""
         times, self._unknown = self._unknown, []
         if self._owing:
             owing, self._owing = self._owing, []

@@ -1,4 +1,4 @@
-"""How a step's time is shared: the work of each sequence, and the meter that charges sequences."""
+"""Work of a step by sequence, by the roofline model, and the meter that charges device time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import NamedTuple
 from millrace.engine.step.sequence import Sequence
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 
-# How many floating-point operations a device does while it reads one byte of its memory: what
-# NVIDIA states of an H200 is 989 TFLOP/s in bfloat16 and 4.8 TB/s; the CPU's figure is what a core
-# measured in float32, 0.32 TFLOP/s and 31 GB/s.
+# Floating-point operations that a device computes while it reads one byte of memory. cuda: NVIDIA
+# states 989 TFLOP/s in bfloat16 and 4.8 TB/s for an H200. cpu: one core measured 0.32 TFLOP/s in
+# float32 and 31 GB/s.
 FLOP_PER_BYTE = {"cuda": 206.0, "cpu": 10.0}
-# As wide checkpoints have them.
+# Bytes of a weight in a checkpoint that is not quantized.
 _WEIGHT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _adapter_weights = attrgetter("adapter_weights")
 _proposed = attrgetter("proposed")
 
 
 class Chunk(NamedTuple):
-    """What a step computes of one sequence: tokens behind those in the cache, and the logits of so
-    many of them."""
+    """Tokens that a step computes of one sequence, those already in the cache, and the number of
+    tokens whose logits it computes."""
 
     num_tokens: int
     num_context_tokens: int
@@ -31,27 +31,28 @@ class Chunk(NamedTuple):
 
 
 class DeviceWork:
-    """Work in FLOP, as the roofline model has it: a byte that has to be read counts as the
-    operations that the device could have done meanwhile.
+    """Work in FLOP by the roofline model: reading a byte counts as the operations that the device
+    could have computed in that time.
 
-    For a sequence that computes ``n`` tokens behind ``c`` in the cache, of which ``r`` have their
-    logits computed, in a step of N tokens and R rows of logits::
+    A sequence that computes ``n`` tokens after ``c`` cached ones, and the logits of ``r`` of them,
+    in a step of N tokens and R rows of logits, costs::
 
         max(2 P, b P F / N) n  +  max(2 V, b V F / R) r  +  4 L H D pairs  +  B F read
 
-    P are the parameters that a token goes through, without the vocabulary, and in a mixture only
-    the experts that are chosen for it; V are the head's. Each is 2 FLOP a token, and b bytes to
-    read, once for all tokens of the step (of a mixture, as many experts as these can choose); F is
-    the FLOP that the device does while it reads one byte. So a small step, which takes as long as
-    its reading, is shared by tokens, and a large one by what there is to compute.
+    P are the parameters that each token is multiplied by, without the vocabulary; of a mixture of
+    experts only the chosen experts. V are the parameters of the head. Each parameter costs 2 FLOP a
+    token, and b bytes that are read once for all tokens of the step (of a mixture, for as many
+    experts as these tokens can choose). F is the FLOP that the device computes while it reads one
+    byte. A small step, which is bound by reading, is therefore shared by tokens, and a large one by
+    FLOP.
 
-    In each of L layers, with H heads of D numbers, a token takes 4 H D FLOP for each of the tokens
-    that it attends to, itself included: QK^T and AV, 2 each; ``pairs`` are all of these, in a layer
-    without a window n c + n (n + 1) / 2. ``read`` are the tokens whose keys and values are read,
-    c + n, once for all of the n; each has B bytes.
+    In each of L layers, with H heads of D numbers, a token costs 4 H D FLOP for each token that it
+    attends to, itself included: 2 each for QK^T and AV. ``pairs`` counts these pairs; in a layer
+    without a window they are n c + n (n + 1) / 2. ``read`` counts the tokens whose keys and values
+    are read, c + n, once for all of the n; each has B bytes.
 
-    A sequence with an adapter of A weights, of which m tokens of the step have it, takes
-    max(2 A, b A F / m) n more, with the bytes b of the dtype.
+    A sequence with an adapter of A weights, which m tokens of the step use, costs max(2 A, b A F /
+    m) n more, with the bytes b of the dtype.
 
     Sources: the counts are those of Kaplan et al., "Scaling Laws for Neural Language Models"
     (2020), section 2.1; the roofline is that of Williams et al. (2009).
@@ -65,8 +66,15 @@ class DeviceWork:
         flop_per_byte: float,
         weight_bytes: float | None = None,
     ) -> None:
-        """``kv_token_bytes``: of keys and values of one token in one layer; ``weight_bytes``: of a
-        parameter, fewer where it is quantized, None for those of the checkpoint's dtype."""
+        """Create the roofline model of a checkpoint.
+
+        Args:
+            config: The model's dimensions.
+            kv_token_bytes: Bytes of the keys and values of one token in one layer.
+            flop_per_byte: FLOP that the device computes while it reads one byte.
+            weight_bytes: Bytes of a parameter, fewer if it is quantized. None: those of the
+                checkpoint's dtype.
+        """
         self._experts = config.experts
         self._token_parameters = num_token_parameters(config)
         self._head_parameters = config.vocab_size * config.hidden_size if config.has_head else 0
@@ -82,7 +90,7 @@ class DeviceWork:
         self._context_flop = config.num_hidden_layers * (self._pair_flop + self._read_flop)
 
     def of_chunks(self, chunks: list[Chunk]) -> list[float]:
-        """The work of each of the chunks of a step."""
+        """Return the work of each chunk of a step."""
         num_rows = sum([chunk.num_rows for chunk in chunks])
         token_flop, row_flop = self._rates(sum([chunk.num_tokens for chunk in chunks]), num_rows)
         return [
@@ -91,8 +99,8 @@ class DeviceWork:
         ]
 
     def of_decodes(self, sequences: list[Sequence]) -> list[float]:
-        """That of sequences that compute one token each, and its logits, in a step of their own;
-        with what is proposed for them."""
+        """Return the work of sequences that decode in a step of their own: one token, its logits,
+        and the proposed tokens of each."""
         if any(map(_proposed, sequences)):
             return self.of([(one, 1) for one in sequences])
         if not self._is_plain:
@@ -105,7 +113,7 @@ class DeviceWork:
         return work
 
     def of(self, plan: Iterable[tuple[Sequence, int]]) -> list[float]:
-        """That of the items of a plan that has not been computed yet."""
+        """Return the work of each item of a plan that has not been computed yet."""
         chunks: list[Chunk] = []
         rows: list[tuple[Sequence, int]] = []
         for sequence, num_tokens in plan:
@@ -118,7 +126,7 @@ class DeviceWork:
         return work
 
     def _add_adapters(self, work: list[float], items: list[tuple[Sequence, int]]) -> None:
-        """Add what the items' adapters take."""
+        """Add the work of the items' adapters."""
         num_tokens: Counter[int] = Counter()
         for sequence, count in items:
             if sequence.adapter_weights is not None:
@@ -130,7 +138,8 @@ class DeviceWork:
                 work[place] += count * weights.num_weights * max(2.0, reading)
 
     def _rates(self, num_tokens: int, num_rows: int) -> tuple[float, float]:
-        """What each token of a step, and each row of logits, costs in products with weights."""
+        """Return the FLOP of the products with weights, for each token of a step and for each row
+        of logits."""
         num_read = self._token_parameters
         if self._experts is not None:
             experts = self._experts
@@ -155,8 +164,8 @@ class DeviceWork:
 
 
 def num_token_parameters(config: ModelConfig) -> int:
-    """The weights that each token is multiplied by in a decoder, head, norms and biases left
-    out."""
+    """Return the number of weights that a decoder multiplies each token by, without head, norms and
+    biases."""
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
     attention = heads * config.head_dim * config.hidden_size
     mlp = 3 * config.hidden_size * config.intermediate_size
@@ -171,7 +180,7 @@ def num_token_parameters(config: ModelConfig) -> int:
 
 
 def _num_rows(sequence: Sequence, num_tokens: int) -> int:
-    """Of how many tokens the logits are wanted."""
+    """Return the number of tokens whose logits are computed."""
     if sequence.prompt_logprobs is not None:
         return num_tokens
     is_last = sequence.num_computed_tokens + num_tokens == len(sequence.token_ids)
@@ -179,7 +188,7 @@ def _num_rows(sequence: Sequence, num_tokens: int) -> int:
 
 
 def _pairs(num_tokens: int, num_context_tokens: int, window: int | None) -> int:
-    """How many tokens those of a chunk attend to in a layer, all together."""
+    """Return the number of (token, attended token) pairs of a chunk in one layer."""
     num_all = num_tokens
     if window is not None:
         num_all = min(max(window - num_context_tokens, 0), num_tokens)
@@ -188,10 +197,10 @@ def _pairs(num_tokens: int, num_context_tokens: int, window: int | None) -> int:
 
 
 class DeviceMeter:
-    """Shares the time that passes among the sequences that it passes for, by their weights.
+    """Meter that shares the device's time among the sequences of each step, by their weights.
 
-    ``busy_s`` is all of it, ``charged_s`` what sequences were charged: the same, but for time of
-    which nobody had a part.
+    ``busy_s`` is all of that time. ``charged_s`` is the part that was charged to sequences; they
+    differ by time in which no sequence had a weight above 0.
     """
 
     def __init__(self) -> None:
@@ -200,14 +209,16 @@ class DeviceMeter:
         self._since_s = 0.0
 
     def start(self, now_s: float) -> None:
-        """The device was idle until now."""
+        """Start a busy interval: the device was idle until now."""
         self._since_s = now_s
 
     def charge(
         self, plan: Iterable[tuple[Sequence, int]], weights: Rows[float], now_s: float
     ) -> None:
-        """Until now, the device was busy with ``plan`` since it was charged for last, or since it
-        was idle. A weight of 0 is nobody's who can be charged."""
+        """Charge the time since the last charge, or since ``start``, to the sequences of ``plan``.
+
+        Items with weight 0 are not charged.
+        """
         passed_s = now_s - self._since_s
         self._since_s = now_s
         self.busy_s += passed_s

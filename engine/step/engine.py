@@ -1,4 +1,4 @@
-"""The step loop: add requests, plan, run the model, sample, return the tokens."""
+"""Step loop: add requests, plan, run the model, sample, return the tokens."""
 
 from __future__ import annotations
 
@@ -64,18 +64,20 @@ from millrace.schemas.transfer import TransferEndpoint
 
 _log = logging.getLogger(__name__)
 
-# How long commands wait, at most, while a step waits for sequences to become ready.
+# Maximum delay of commands while a step waits for sequences to become ready.
 _UNREADY_WAIT_S = 0.005
-# How often idle blocks are looked at between requests.
+# Interval at which idle blocks are checked between requests.
 _REST_S = 0.5
 
 
 class Engine:
-    """Continues many requests at once. Not thread-safe: one caller adds, cancels and steps.
+    """Engine that continues many requests at once.
 
-    Every request that is added ends in exactly one output that is ``finished``, unless it is
-    cancelled. What goes wrong with one request ends that request only. A request's tokens depend
-    on its own prompt, parameters and seed, not on who else is in the batch.
+    Every added request ends in exactly one output that is ``finished``, unless it is cancelled. An
+    error of one request ends that request only. A request's tokens depend on its own prompt,
+    parameters and seed, and not on the other requests in the batch.
+
+    Not thread-safe: one caller adds, cancels and steps.
     """
 
     def __init__(
@@ -167,8 +169,11 @@ class Engine:
 
     @classmethod
     def load(cls, path: Path, config: EngineConfig, *, among_others: bool = False) -> Engine:
-        """An engine for the checkpoint folder ``path``; ``among_others``: those of other workers
-        may have blocks for it, or want its. Raises CheckpointError or ConfigError."""
+        """Load an engine for the checkpoint folder ``path``.
+
+        With ``among_others``, engines of other workers may exchange KV blocks with this one. Raises
+        CheckpointError or ConfigError.
+        """
         resolved = resolve(path, config, among_others=among_others)
         runner = load_runner(path, resolved)
         draft = load_draft(path, runner, resolved)
@@ -178,17 +183,18 @@ class Engine:
         return engine
 
     def keep_on_disk(self, file: BlockFile) -> None:
-        """Keep blocks of idle conversations in a file, and find those that are in it."""
+        """Use a file as disk cache: store blocks of idle conversations in it, and find the blocks
+        that it has."""
         self._tiers.keep_on_disk(file)
 
     @property
     def transfer_endpoint(self) -> TransferEndpoint | None:
-        """Where blocks are served to other workers' engines, if they are."""
+        """Endpoint from which other workers' engines pull blocks; None if blocks are not shared."""
         return self._tiers.endpoint
 
     @property
     def wake_fd(self) -> int:
-        """Can be read once there may be something to ``rest`` for."""
+        """File descriptor that becomes readable when there may be work for ``rest``."""
         return self._bell.fd
 
     @property
@@ -197,28 +203,28 @@ class Engine:
 
     @property
     def max_tokens_per_request(self) -> int:
-        """The longest prompt + completion that context window and KV cache can ever hold."""
+        """Longest prompt + completion that the context window and the KV cache can hold."""
         return min(self.context_window_tokens, self._pool.capacity_tokens)
 
     @property
     def weight_bytes(self) -> int:
-        """What a step reads of weights, at most: those of layers and head."""
+        """Maximum bytes of weights that a step reads: those of layers and head."""
         return self._runner.weight_size.num_bytes
 
     @property
     def device_uuid(self) -> str:
-        """The CUDA device's, by which its driver knows it too; empty without one."""
+        """UUID of the CUDA device, as its driver reports it; empty without one."""
         return device_uuid_of(self._runner)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may have outputs, or would finish the one in flight."""
+        """True if a step may have outputs, or would finish the step in flight."""
         return bool(len(self._live) or self._outputs or self._executor.has_pending_step)
 
     def add(self, request: EngineRequest) -> None:
-        """Add a request; one that cannot be served is answered with an error at the next step.
+        """Add a request. If it is invalid, the next step returns its error.
 
-        A request with the id of a live one takes its place.
+        A request with the id of a live request replaces it.
         """
         self._drop_request(request.request_id)
         try:
@@ -257,9 +263,9 @@ class Engine:
         try:
             for sequence in group:
                 self._sampler.add(sequence)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one request only)
+        except Exception as error:  # noqa: BLE001 (any error ends one request only)
             if not isinstance(error, MillraceError):
-                _log.exception("a request could not be prepared for sampling")
+                _log.exception("preparing a request for sampling failed")
             self._outputs.append(refusal(request, as_millrace_error(error)))
             return
         self._num_arrived += request.sampling.n
@@ -272,15 +278,16 @@ class Engine:
         self._live.add(group)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request in any state; its blocks are free when this returns.
+        """Drop a request in any state. Its blocks are free when this returns.
 
-        ``pop_device_times`` reports its device time then, 0 if it was not here.
+        ``pop_device_times`` then reports its device time, 0 if this engine does not have the
+        request.
         """
         if not self._drop_request(request_id):
             self._device_times.note_unknown(request_id)
 
     def _drop_request(self, request_id: str) -> bool:
-        """Whether any of its sequences was live."""
+        """Drop a request; return whether any of its sequences was live."""
         cancelled = self._live.cancel(request_id)
         self._device_times.note_cancelled(cancelled)
         if self._outputs:
@@ -288,24 +295,30 @@ class Engine:
         return bool(cancelled)
 
     def pop_device_times(self, *, live: bool = False) -> list[DeviceTime]:
-        """Device times of the sequences that were cancelled since the last call or ended while
-        their step was in flight; one whose step still is, is kept for later. With ``live`` also
-        what the others have used so far."""
+        """Return the device times of sequences that were cancelled since the last call, or ended
+        while their step was in flight.
+
+        If the step of a sequence is still in flight, a later call returns its time. With ``live``,
+        also return the times so far of live sequences.
+        """
         return self._device_times.pop(self._live.charged() if live else ())
 
     def step(self) -> list[EngineOutput]:
-        """Compute one batch; returns its outputs, and answers to requests refused since the last.
+        """Compute one batch.
 
-        Where runner and settings let steps overlap, the batch is only launched and the outputs of
-        the one before are returned; with nothing to compute, the step in flight is waited for. If
-        all sequences there are wait to be ready, this waits a moment for one, so that a caller may
-        step as long as there is work.
+        If runner and settings allow steps to overlap, this launches the batch and returns the
+        outputs of the step before; with nothing to compute, it waits for the step in flight. If no
+        sequence is ready, it waits up to 5 ms for one, so that a caller may step as long as there
+        is work.
+
+        Returns:
+            The outputs of a step, and the errors of requests that were refused since the last call.
         """
         outputs, self._outputs = self._outputs, []
         self._bell.clear()
         self._finish_settled(outputs)
         plan = self._planner.plan()
-        self._prefills = bool(plan) and plan[-1].num_tokens > 1  # those that decode come first
+        self._prefills = bool(plan) and plan[-1].num_tokens > 1  # decodes come first in a plan
         fresh = [sequence for sequence, _ in plan if not sequence.started]
         if fresh:
             begin_s = self._monotonic()
@@ -328,8 +341,11 @@ class Engine:
         return outputs
 
     def _finish_settled(self, outputs: list[EngineOutput]) -> None:
-        """End sequences whose adapter or grammar failed, or was complete from the start; have those
-        go on whose blocks have been read."""
+        """Settle sequences that waited for blocks, an adapter or a grammar.
+
+        End a sequence if its adapter or grammar failed, or if its grammar was complete from the
+        start. Resume a sequence if its blocks have been read.
+        """
         for sequence in self._tiers.settle():
             if sequence.request.warms:
                 self._tiers.arrivals.keep_for_another(sequence)
@@ -339,7 +355,7 @@ class Engine:
                 self._grammars.submit([sequence, *sequence.forks])
         for sequence, failure in self._adapters.settle():
             if not isinstance(failure, MillraceError):
-                _log.error("an adapter could not be loaded", exc_info=failure)
+                _log.error("loading an adapter failed", exc_info=failure)
             self._live.fail(sequence, as_millrace_error(failure), outputs)
         for sequence, error in self._grammars.pop_settled():
             if error is not None:
@@ -349,8 +365,12 @@ class Engine:
                 self._live.finish(sequence, outputs)
 
     def rest(self) -> float | None:
-        """Move blocks while there is nothing to do. After how many seconds there may be more to
-        move; None: not before the next step, or until ``wake_fd`` can be read."""
+        """Move idle blocks while there is nothing to compute.
+
+        Returns:
+            Seconds until there may be more to move. None: not before the next step, or before
+                ``wake_fd`` is readable.
+        """
         self._bell.clear()
         self._runner.check()
         self._tiers.settle()
@@ -365,7 +385,7 @@ class Engine:
         self._runner.close()
 
     def wake(self) -> None:
-        """End a step's wait for sequences to become ready; for any thread."""
+        """End a step's wait for sequences to become ready. Any thread may call it."""
         self._bell.ring()
 
     def stats(self) -> EngineStats:
@@ -383,11 +403,11 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache but for the blocks of live requests and an object store."""
+        """Empty the prefix cache, except for blocks of live requests and an object store."""
         self._tiers.forget_idle()
 
     def pop_prefix_changes(self) -> PrefixChanges | None:
-        """Changes of the prefix cache since the last call; None if there are none."""
+        """Return the prefix cache's changes since the last call; None if there are none."""
         return self._tables.cached.pop_changes()
 
     def check_integrity(self) -> None:
@@ -398,8 +418,11 @@ class Engine:
 
 
 def checkpoint_tokenizer(path: Path) -> Callable[[], Tokenizer | None]:
-    """Loads the tokenizer of a checkpoint folder when first called, from any thread; None if the
-    folder has none. What it returns raises CheckpointError if there is one that cannot be read."""
+    """Return a function that loads the tokenizer of a checkpoint folder when it is first called.
+
+    Any thread may call that function. It returns None if the folder has no tokenizer, and raises
+    CheckpointError if it cannot be read.
+    """
 
     @cache
     def load() -> Tokenizer | None:

@@ -1,4 +1,4 @@
-"""Launches plans on the runner and processes their results."""
+"""Executor of plans: launches them on the runner and processes their results."""
 
 from __future__ import annotations
 
@@ -26,10 +26,15 @@ _proposed = attrgetter("proposed")
 
 
 class _PendingStep(NamedTuple):
-    """A plan whose step is in flight. The tokens that the device chooses for ``step.by_device``
-    replace the placeholders at ``places`` of their sequences. ``chunks`` are computed tokens
-    without logits; ``weights`` are the shares of the items of the plan in the time of the step;
-    ``awaited`` wait for it."""
+    """Plan whose step is in flight.
+
+    Attributes:
+        weights: The share of each item of the plan in the step's time.
+        places: Indices of the placeholders in the sequences of ``step.by_device``, which the tokens
+            that the device chooses replace.
+        chunks: Computed tokens without logits.
+        awaited: Sequences that are not planned again before this step is read.
+    """
 
     plan: list[ScheduledSequence]
     work: StepWork
@@ -42,15 +47,16 @@ class _PendingStep(NamedTuple):
 
 
 class Executor:
-    """Executes plans. An error of one sequence ends that sequence only.
+    """Executor of plans. An error of one sequence ends that sequence only.
 
-    With several stages the next step, of other sequences, is launched before a step is read.
-    With ``overlap`` a step is read after the next one has been launched, unless the host has to
-    choose tokens of it or its tokens are wanted for proposals; so at most one step is in flight
-    between two calls.
+    With several stages, the next step, of other sequences, is launched before a step is read. With
+    ``overlap``, a step is read after the next one has been launched, unless the host has to choose
+    tokens of it or its tokens are needed for proposals. At most one step is in flight between two
+    calls.
 
-    The duration of a call is charged to the sequences of the step in flight, and of two steps to
-    those of the earlier one: so all the time that the device is busy is charged to requests.
+    The duration of a call is charged to the sequences of the step in flight; if there are two
+    steps, to the sequences of the earlier one. So all time that the device is busy is charged to
+    requests.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class Executor:
 
     @property
     def has_pending_step(self) -> bool:
-        """Whether a step is in flight whose outputs have not been returned."""
+        """True if a step is in flight whose outputs have not been returned."""
         return self._unread is not None
 
     def execute(
@@ -95,11 +101,11 @@ class Executor:
         outputs: list[EngineOutput],
         speculator: Speculator | None = None,
     ) -> None:
-        """Launch a plan, with what a speculator proposes for it if no step is in flight, then
-        process the step before it, and this one too unless it may be read later. [] only processes
-        the step in flight.
+        """Launch a plan, and process the step before it.
 
-        When the model fails on a plan, the plan is bisected down to the sequences at fault.
+        The launched step is processed, too, unless it may be read later. An empty plan only
+        processes the step in flight. ``speculator`` proposes tokens for the plan if no step is in
+        flight. When the model fails on a plan, the plan is bisected down to the failing sequences.
         """
         begin_s = self._monotonic()
         before, self._unread = self._unread, None
@@ -134,7 +140,7 @@ class Executor:
             self.meter.charge(plan, self._device_work.of(plan), self._processed_s)
 
     def _may_overlap(self, pending: _PendingStep, speculator: Speculator | None) -> bool:
-        """Whether a step may be read after the launch of the next one."""
+        """Return whether a step may be read after the launch of the next one."""
         if self._runner.num_stages > 1:
             return True
         if not self._overlap or pending.step.needs_host:
@@ -145,15 +151,18 @@ class Executor:
         self.meter.charge(pending.plan, pending.weights, self._monotonic())
 
     def is_in_flight(self, sequence: Sequence) -> bool:
-        """Whether the step in flight computes tokens of it, or of its fork group."""
+        """Return whether the step in flight computes tokens of the sequence or of its fork
+        group."""
         if self._unread is None:
             return False
         in_flight = set(map(_sequence, self._unread.plan))
         return not in_flight.isdisjoint(charged_together(sequence))
 
     def exempt_ended(self, ended: Collection[Sequence]) -> bool:
-        """Charge the step in flight to the sequences that have not ended; False if there are
-        none."""
+        """Charge the step in flight only to sequences that have not ended.
+
+        Returns False, and changes no weights, if all of its sequences have ended.
+        """
         pending = self._unread
         if pending is None:
             return True
@@ -167,7 +176,7 @@ class Executor:
         return True
 
     def _launch(self, plan: list[ScheduledSequence], begin_s: float) -> _PendingStep | Exception:
-        """Give a plan to the runner; returns the error if that fails."""
+        """Launch a plan on the runner; return the error if that fails."""
         work = StepWork.of(plan)
         if work.prefill_tokens:
             weights = self._device_work.of(plan)
@@ -176,7 +185,7 @@ class Executor:
         try:
             self._grammars.start_masks(plan)
             step = self._runner.launch(plan)
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+        except Exception as error:  # noqa: BLE001 (any error ends one sequence only)
             return error
         self._planner.advance(plan)
         chunks = _chunks(plan) if work.prefill_tokens else []
@@ -195,8 +204,9 @@ class Executor:
     ) -> bool:
         """Read a step and apply its results to the sequences.
 
-        False if that failed and the plan was run again in parts. Then the step launched ``behind``
-        it is undone, since it may depend on tokens that are lost; its sequences are planned again.
+        Returns False if reading failed and the plan was run again in parts. Then the step launched
+        ``behind`` it is undone, since it may depend on lost tokens; its sequences are planned
+        again.
         """
         step, output_processor = pending.step, self._output_processor
         for sequence in pending.awaited:
@@ -233,7 +243,7 @@ class Executor:
         return True
 
     def _undo(self, pending: _PendingStep) -> None:
-        """Restore the sequences to their state before the launch; the latest step first."""
+        """Restore the sequences to their state before the launch. Undo the latest step first."""
         for sequence in pending.awaited:
             sequence.is_awaited = False
         self._planner.retract(pending.plan)
@@ -244,7 +254,7 @@ class Executor:
     def _bisect(
         self, plan: list[ScheduledSequence], error: Exception, outputs: list[EngineOutput]
     ) -> None:
-        """Find the sequences that a plan fails on; no step is in flight."""
+        """Find the sequences that a plan fails on. No step may be in flight."""
         self._verification.drop(plan)
         if len(plan) > 1:
             middle = len(plan) // 2
@@ -254,7 +264,7 @@ class Executor:
             self._output_processor.live.fail(plan[0].sequence, error, outputs)
 
     def _run(self, plan: list[ScheduledSequence], outputs: list[EngineOutput]) -> None:
-        """Launch and process what is left of a plan; no step is in flight."""
+        """Launch and process the running sequences of a plan. No step may be in flight."""
         left = [item for item in plan if item.sequence.state is SequenceState.RUNNING]
         if not left:
             return
@@ -267,15 +277,20 @@ class Executor:
             self._charge(pending)
 
     def check_integrity(self, live: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless those of the ``live`` sequences have a placeholder, and only
-        one at their end, whose token is unread, and forks that are held."""
+        """Raise AssertionError unless placeholders match the step in flight.
+
+        A sequence has a placeholder, at its end only, if its token is unread or if it is a held
+        fork.
+        """
         unread: set[Sequence] = set()
         if self._unread is not None:
             for sequence, place in zip(
                 self._unread.step.by_device, self._unread.places, strict=True
             ):
                 if sequence.state is not SequenceState.FINISHED:
-                    assert sequence.state is SequenceState.RUNNING, "it left before it was read"
+                    assert sequence.state is SequenceState.RUNNING, (
+                        "a sequence left before its token was read"
+                    )
                     assert (
                         sequence.token_ids.index(UNREAD_TOKEN) == place == sequence.num_tokens - 1
                     )
@@ -283,21 +298,23 @@ class Executor:
         for sequence in live:
             has_any = UNREAD_TOKEN in sequence.token_ids
             assert has_any == (sequence in unread or sequence.is_held), (
-                "a placeholder is without its step"
+                "a placeholder has no step in flight"
             )
 
 
 def _read(step: InFlightStep) -> ChosenTokens | Exception:
-    """The tokens that the device chose; the error if reading them fails."""
+    """Return the tokens that the device chose; the error if reading them fails."""
     try:
         return step.read()
-    except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+    except Exception as error:  # noqa: BLE001 (any error ends one sequence only)
         return error
 
 
 def _chunks(plan: list[ScheduledSequence]) -> list[Chunk]:
-    """The items of a computed plan that have no logits for all of their tokens: all but
-    decodes."""
+    """Return the chunks of a computed plan: all items but decodes.
+
+    Not all of their tokens have logits.
+    """
     chunks: list[Chunk] = []
     for sequence, num_tokens in plan:
         end = sequence.num_computed_tokens

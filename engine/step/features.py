@@ -1,4 +1,4 @@
-"""Hidden states of a model's own layers, kept for a head that drafts from them."""
+"""Hidden states of a model's own layers, kept as input of an EAGLE-3 head."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from millrace.engine.step.batch import FlatBatch
 
-# Of a sequence so many tokens wait for a head, at most: as many as heads are trained to look at.
+# Maximum tokens of a sequence that wait for a head: the context length that heads are trained with.
 MOST_WAITING_TOKENS = 2048
 
 
 class Features:
-    """Those of a sequence's consecutive tokens ``begin`` … ``end - 1``: a row each."""
+    """Hidden states of a sequence's consecutive tokens ``begin`` … ``end - 1``, one row each."""
 
     __slots__ = ("_pieces", "begin", "end")
 
@@ -22,8 +22,12 @@ class Features:
         self._pieces: list[torch.Tensor] = []
 
     def add(self, begin: int, rows: torch.Tensor) -> None:
-        """Keep the ``rows`` of the tokens from ``begin`` on, in place of what was known from there
-        on. Tokens before a gap are forgotten, and the first ones where too many wait."""
+        """Add the ``rows`` of the tokens from ``begin`` on, and replace rows that were known from
+        there on.
+
+        If there is a gap, all tokens before it are dropped. If too many tokens wait, the first are
+        dropped.
+        """
         if not self.begin <= begin <= self.end:
             self.begin = self.end = begin
             self._pieces = []
@@ -38,8 +42,8 @@ class Features:
         self.drop_before(self.end - MOST_WAITING_TOKENS)
 
     def rows(self, begin: int, end: int) -> torch.Tensor:
-        """Those of the tokens ``begin`` … ``end - 1``, all of which are known."""
-        assert self.begin <= begin < end <= self.end, "these features are not there"
+        """Return the rows of the tokens ``begin`` … ``end - 1``, all of which must be known."""
+        assert self.begin <= begin < end <= self.end, "these rows are not known"
         picked: list[torch.Tensor] = []
         at = self.begin
         for piece in self._pieces:
@@ -49,7 +53,7 @@ class Features:
         return picked[0] if len(picked) == 1 else torch.cat(picked)
 
     def drop_before(self, begin: int) -> None:
-        """Forget the tokens before ``begin``."""
+        """Drop the rows of the tokens before ``begin``."""
         num_gone = 0
         while self.begin < min(begin, self.end):
             first = self._pieces[num_gone]
@@ -62,16 +66,18 @@ class Features:
         del self._pieces[:num_gone]
 
     def copy(self) -> Features:
-        """The same, to go another way from here."""
+        """Copy the features for a fork of the sequence."""
         other = Features()
         other.begin, other.end, other._pieces = self.begin, self.end, list(self._pieces)
         return other
 
 
 class HeadInputs(NamedTuple):
-    """What a head computes the tokens of a sequence from. Its first token is ``start``, with the
-    features of the token before it, out of ``features``; tokens behind those that are known have
-    the head's ``own`` output for the token before, [hidden_size]."""
+    """Input of a head for the tokens of a sequence.
+
+    The first token is ``start``; its row of ``features`` is that of the token before it. For tokens
+    after the known ones, ``own`` is the head's output for the token before, [hidden_size].
+    """
 
     features: Features
     start: int
@@ -79,9 +85,9 @@ class HeadInputs(NamedTuple):
 
 
 def give_features(batch: FlatBatch, features: torch.Tensor) -> None:
-    """Hand each sequence that draws tokens its rows of a batch's ``features``."""
+    """Add to each sequence that draws tokens its rows of a batch's ``features``."""
     rows = list(zip(batch.sequences, batch.ranges, strict=True))
-    # Chunks of a prompt go before what was made behind it.
+    # Add chunks of a prompt before the tokens that follow it.
     for sequence, (start, num_tokens, begin, _) in (
         rows[batch.num_single :] + rows[: batch.num_single]
     ):

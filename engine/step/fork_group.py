@@ -1,4 +1,4 @@
-"""Sequences of one request that a client of the engine leads."""
+"""Fork group: sequences of one request that a client of the engine leads."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from millrace.engine.types import EngineRequest
 
 
 class Candidate(NamedTuple):
-    """A token that may come next, and its natural-log probability."""
+    """Token that may come next, and its natural-log probability."""
 
     token: int
     logprob: float
 
 
 class ForkGroup:
-    """The sequences of one request that a client of the engine leads: behind each token it says
-    which of them go on, with which tokens, and which end.
+    """Fork group: sequences of one request that a client of the engine leads.
 
-    The group begins with one sequence, the prompt's, and never has more than ``width``. A sequence
-    that was computed is held, with its ``num_candidates`` likeliest next tokens that are not
-    ``excluded``, until the candidates of all are known: then the group ``is_complete``, and its
+    After each token the client chooses which sequences continue, with which tokens, and which end.
+    The group begins with one sequence, the prompt's, and never has more than ``width``. A computed
+    sequence is held with its ``num_candidates`` likeliest next tokens, without the ``excluded``
+    ones, until the candidates of all sequences are known. Then the group ``is_complete``, and its
     client calls ``LiveRequests.go_on`` or ``finish_group``. The planner may preempt each sequence
-    by itself. ``device_s`` is what all sequences that there ever were took of the device, and
-    ``num_preemptions`` how often they were preempted. ``client_state`` is the client's own.
+    by itself.
+
+    ``device_s`` and ``num_preemptions`` are totals of all sequences that the group ever had.
+    ``client_state`` belongs to the client.
     """
 
     def __init__(
@@ -54,12 +56,12 @@ class ForkGroup:
 
     @property
     def num_slots(self) -> int:
-        """How many sequences there are, or will be once the prompt is computed."""
+        """Number of sequences now, or after the prompt is computed."""
         return len(self.members) if self.has_advanced else self.width
 
     @property
     def is_complete(self) -> bool:
-        """Whether the candidates of all sequences are known."""
+        """True if the candidates of all sequences are known."""
         return len(self.candidates) == len(self.members)
 
     @property
@@ -71,18 +73,18 @@ class ForkGroup:
         return self._left_preemptions + sum(s.num_preemptions for s in self.members)
 
     def hold(self, sequence: Sequence, candidates: Rows[Candidate]) -> None:
-        """Hold a sequence that was computed, and that may go on with ``candidates``."""
+        """Hold a computed sequence until its client chooses among ``candidates``."""
         self.candidates[sequence] = candidates
         sequence.token_ids.append(UNREAD_TOKEN)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take out a sequence that ends, and remember what it took."""
+        """Remove a sequence that ends, and add its device time and preemptions to the group's."""
         self.members.remove(sequence)
         self._left_device_s += sequence.device_s
         self._left_preemptions += sequence.num_preemptions
 
     def child_of(self, parent: Sequence, token: int) -> Sequence:
-        """Add a sequence that goes on from ``parent`` with ``token``; it has no blocks yet."""
+        """Add a sequence that continues ``parent`` with ``token``. It has no blocks yet."""
         taken = {sequence.choice for sequence in self.members}
         choice = next(number for number in range(self.width) if number not in taken)
         child = Sequence(
@@ -100,8 +102,8 @@ class ForkGroup:
         return child
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the sequences have one length, and those with candidates are
-        held."""
+        """Raise AssertionError unless the sequences have one length, and sequences with candidates
+        are held."""
         members = set(self.members)
         assert len(members) == len(self.members) <= self.width
         assert members.issuperset(self.candidates)
@@ -114,5 +116,6 @@ class ForkGroup:
 
 
 def charged_together(sequence: Sequence) -> Rows[Sequence]:
-    """All sequences of its fork group, which are charged as one; or itself alone."""
+    """Return all sequences of its fork group, which are charged as one; without a group, itself
+    alone."""
     return (sequence,) if sequence.fork_group is None else sequence.fork_group.members

@@ -1,4 +1,4 @@
-"""The requests that are in the engine, and how they end."""
+"""Requests that are in the engine, and how they end."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ _log = logging.getLogger(__name__)
 
 
 class LiveRequests:
-    """The unfinished sequences of each request. A sequence that ends is removed from planner and
-    sampler too; only ``pop_ended`` and ``cancel`` still return it."""
+    """Unfinished sequences of each request.
+
+    A sequence that ends is removed from planner and sampler, too; only ``pop_ended`` and ``cancel``
+    still return it.
+    """
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -40,26 +43,34 @@ class LiveRequests:
             yield from group
 
     def add(self, group: list[Sequence]) -> None:
-        """Add the sequences of a request; the planner gets the first of them."""
+        """Add the sequences of a request. The planner gets the first of them."""
         self._groups[group[0].request_id] = list(group)
         self._planner.add(group[0])
 
     def charged(self) -> Iterator[Sequence]:
-        """Those whose device times are reported: the first of a fork group stands for all of it."""
+        """Yield the sequences whose device times are reported.
+
+        The first of a fork group stands for all of it.
+        """
         for group in self._groups.values():
             yield from group if group[0].fork_group is None else group[:1]
 
     def hold(self, sequence: Sequence, candidates: Rows[Candidate]) -> None:
-        """Hold a computed sequence of a fork group; ``pop_complete_groups`` returns the group once
-        all of its sequences are held."""
+        """Hold a computed sequence of a fork group.
+
+        ``pop_complete_groups`` returns the group once all of its sequences are held.
+        """
         group: ForkGroup = sequence.fork_group
         group.hold(sequence, candidates)
         if group.is_complete:
             self.complete_groups.append(group)
 
     def pop_complete_groups(self) -> list[ForkGroup]:
-        """Take the fork groups whose client has to say how they go on. Their full blocks are put
-        into the prefix cache, since all that was computed for them is finite."""
+        """Return the fork groups whose client has to choose how they continue.
+
+        Their full blocks are put into the prefix cache, since all that was computed for them is
+        finite.
+        """
         complete, self.complete_groups = self.complete_groups, []
         for group in complete:
             for sequence in group.members:
@@ -73,11 +84,16 @@ class LiveRequests:
         excluded: Rows[int],
         outputs: list[EngineOutput],
     ) -> None:
-        """Have a complete group go on: each of ``ways`` is the number of a member and its next
-        token. A member that has several forks, one that has none ends. The token behind that is
-        none of ``excluded``.
+        """Continue a complete group.
 
-        Forks share their blocks, and the first to write copies the last one.
+        Forks share their blocks; the first one to write copies the last block (copy-on-write).
+
+        Args:
+            group: The group, all of whose sequences are held.
+            ways: The number of a member and its next token, for each continuation. A member
+                with several is forked; a member without one ends.
+            excluded: Tokens that may not follow that next token.
+            outputs: The outputs of this step.
         """
         if not group.has_advanced:
             if not group.first.started:
@@ -107,21 +123,24 @@ class LiveRequests:
     def finish_group(
         self, group: ForkGroup, last: list[EngineOutput], outputs: list[EngineOutput]
     ) -> None:
-        """End a fork group with its ``last`` outputs, one a choice; the first says what it took."""
+        """End a fork group with its ``last`` outputs, one per choice.
+
+        The first reports its device time.
+        """
         self._ended.append((len(outputs), group.first))
         outputs += with_beginning(group, last)
         for sequence in self.cancel(group.request.request_id):
             assert sequence.fork_group is group
 
     def cancel(self, request_id: str) -> list[Sequence]:
-        """Remove a request in any state; returns its sequences."""
+        """Remove a request in any state, and return its sequences."""
         group = self._groups.pop(request_id, [])
         for sequence in group:
             self._release(sequence)
         return group
 
     def finish(self, sequence: Sequence, outputs: list[EngineOutput]) -> None:
-        """The sequence ends; its last output is the last of ``outputs``, those of this step."""
+        """End a sequence. Its last output is the last of ``outputs``, the outputs of this step."""
         self._ended.append((len(outputs) - 1, sequence))
         group = self._groups[sequence.request_id]
         group.remove(sequence)
@@ -130,13 +149,15 @@ class LiveRequests:
         self._release(sequence)
 
     def fail(self, sequence: Sequence, error: Exception, outputs: list[EngineOutput]) -> None:
-        """End a sequence, and those that wait for its prompt, with an error; a fork group ends as a
-        whole."""
+        """End a sequence, and the sequences that wait for its prompt, with an error.
+
+        A fork group ends as a whole.
+        """
         if not isinstance(error, MillraceError):
             _log.error("the engine failed on one sequence", exc_info=error)
         error = as_millrace_error(error)
         group: ForkGroup | None = sequence.fork_group
-        # Nobody has looked at what was computed last, of this sequence or its group.
+        # The latest results of this sequence and its group have not been checked.
         for one in charged_together(sequence):
             one.contents_finite = False
         if group is not None:
@@ -147,7 +168,7 @@ class LiveRequests:
             self.finish(ended, outputs)
 
     def pop_ended(self) -> list[tuple[int, Sequence]]:
-        """Sequences that ended in this step, each with the index of its last output."""
+        """Return the sequences that ended in this step, each with the index of its last output."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -156,7 +177,7 @@ class LiveRequests:
         sequence.sampling_state = None
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless groups and planner agree about live sequences."""
+        """Raise AssertionError unless groups and planner have the same live sequences."""
         self._planner.check_integrity()
         live = list(self)
         forming = {fork for sequence in live for fork in sequence.forks}

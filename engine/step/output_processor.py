@@ -1,4 +1,4 @@
-"""Applies the results of a step to its sequences and appends their outputs."""
+"""Processing of a step's results: applies them to sequences and appends outputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _fork_group = attrgetter("fork_group")
 
 
 class Chunk(NamedTuple):
-    """A step computed the tokens from ``begin`` to ``end`` of a sequence."""
+    """Tokens from ``begin`` to ``end`` of a sequence, computed by a step."""
 
     sequence: Sequence
     begin: int
@@ -43,8 +43,7 @@ class Chunk(NamedTuple):
 
 
 class OutputProcessor:
-    """Applies results to the sequences that are still live. An error of one sequence ends that
-    sequence only."""
+    """Processor of results for live sequences. An error of one sequence ends that sequence only."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class OutputProcessor:
     def fail_where_not_finite(
         self, plan: list[ScheduledSequence], finite: list[bool], outputs: list[EngineOutput]
     ) -> None:
-        """End the sequences for which NaN or infinity was computed."""
+        """End the sequences whose computed numbers include NaN or infinity."""
         for (sequence, _), is_finite in zip(plan, finite, strict=True):
             if not is_finite and sequence.state is not SequenceState.FINISHED:
                 self._fail_not_finite(sequence, outputs)
@@ -78,8 +77,10 @@ class OutputProcessor:
                 self._tables.cache_full_blocks(sequence, end)
 
     def cache_finite_chunks(self, chunks: list[Chunk], outputs: list[EngineOutput]) -> None:
-        """Cache the chunks that are finite and fail the others; when the check itself fails,
-        bisect the chunks."""
+        """Cache the finite chunks and fail the others.
+
+        If the check itself fails, bisect the chunks.
+        """
         size = self._block_size
         here = [chunk for chunk in chunks if chunk.sequence.state is SequenceState.RUNNING]
         tables = [s.block_table[begin // size : -(-end // size)] for s, begin, end in here]
@@ -87,7 +88,7 @@ class OutputProcessor:
             return
         try:
             finite = iter(self._cache.finite_blocks([block for table in tables for block in table]))
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+        except Exception as error:  # noqa: BLE001 (any error ends one sequence only)
             if len(here) == 1:
                 self.live.fail(here[0].sequence, error, outputs)
                 return
@@ -116,7 +117,7 @@ class OutputProcessor:
                 continue
             try:
                 embedding = add_chunk(chunk)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+            except Exception as error:  # noqa: BLE001 (any error ends one sequence only)
                 self.live.fail(sequence, error, outputs)
                 continue
             if embedding is None:
@@ -134,7 +135,7 @@ class OutputProcessor:
                 continue
             try:
                 finite = add_scores(chunk)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+            except Exception as error:  # noqa: BLE001 (any error ends one sequence only)
                 self.live.fail(chunk.sequence, error, outputs)
                 continue
             if not finite:
@@ -147,8 +148,10 @@ class OutputProcessor:
         chosen: ChosenTokens,
         outputs: list[EngineOutput],
     ) -> None:
-        """Put the tokens that the device chose in their places; those of finished sequences are
-        dropped. A preempted sequence gets its token too."""
+        """Put the tokens that the device chose in their places.
+
+        Tokens of finished sequences are dropped. A preempted sequence gets its token, too.
+        """
         finished = SequenceState.FINISHED
         for sequence, place, token, logprob in zip(
             sequences, places, chosen.tokens, chosen.logprobs, strict=True
@@ -168,8 +171,10 @@ class OutputProcessor:
         outputs: list[EngineOutput],
         ahead: int = 0,
     ) -> None:
-        """Sample the next token of each sequence, and the first one of each choice that forks. The
-        ``logits`` are those behind the first ``ahead`` tokens that were proposed for them."""
+        """Sample the next token of each sequence, and the first token of each choice that forks.
+
+        ``logits`` are those after the first ``ahead`` proposed tokens.
+        """
         if any(map(_fork_group, computed)):
             self._hold_forks(computed, logits, outputs)
         index = [
@@ -199,7 +204,7 @@ class OutputProcessor:
     def accept(
         self, sequences: list[Sequence], sampled: Sampled, outputs: list[EngineOutput], ahead: int
     ) -> None:
-        """Give each sequence the token that was chosen for it, ``ahead`` behind the next."""
+        """Append its sampled token to each sequence, after ``ahead`` accepted proposed tokens."""
         for sequence, outcome, logprob in zip(
             sequences, sampled.outcomes, sampled.logprobs, strict=True
         ):
@@ -224,7 +229,7 @@ class OutputProcessor:
             temperature, count = group.request.sampling.temperature, group.num_candidates
             try:
                 found = candidates(logits[own], temperature, count, group.excluded)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one group only)
+            except Exception as error:  # noqa: BLE001 (any error ends one group only)
                 self.live.fail(first, error, outputs)
                 continue
             if found is None:
@@ -234,7 +239,8 @@ class OutputProcessor:
                 self.live.hold(sequence, ways)
 
     def _fork(self, parent: Sequence) -> list[Sequence]:
-        """Fork the choices that waited for the parent's prompt; returns them behind the parent."""
+        """Fork the choices that waited for the parent's prompt; return the parent and then the
+        forks."""
         forks, parent.forks = parent.forks, []
         for child in forks:
             child.queued_s = parent.queued_s
@@ -257,7 +263,7 @@ class OutputProcessor:
         if sequence.matcher is not None:
             try:
                 complete = self._grammars.accept(sequence, token)
-            except Exception as error:  # noqa: BLE001 (whatever it is, it ends one sequence only)
+            except Exception as error:  # noqa: BLE001 (any error ends one sequence only)
                 self.live.fail(sequence, error, outputs)
                 return
         place = len(sequence.token_ids)
@@ -275,9 +281,11 @@ class OutputProcessor:
         complete: bool = False,
         ahead: int = 0,
     ) -> None:
-        """Output ``token``, the sequence's token number ``place``; all tokens before it are
-        computed, ``ahead`` of them since they were proposed. End the sequence if this is its last
-        token."""
+        """Output ``token``, the sequence's token number ``place``.
+
+        All tokens before it are computed, ``ahead`` of them as proposed tokens. End the sequence if
+        this is its last token.
+        """
         if place % self._block_size == 0 and sequence.state is SequenceState.RUNNING:
             self._tables.cache_full_blocks(sequence, place)
         finish_reason = None

@@ -1,4 +1,4 @@
-"""What the engine says about a sequence, made from where the sequence stands."""
+"""Outputs of the engine, made from the state of a sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def token_output(
     num_proposed: int = 0,
     num_accepted: int = 0,
 ) -> EngineOutput:
-    """A sampled token; the first one also says that the sequence has started."""
+    """Return the output of a sampled token.
+
+    The first one also reports that the sequence has started.
+    """
     more: dict[str, Any] = {} if sequence.started else beginning(sequence)
     if sequence.prompt_logprobs is not None:
         more["prompt_logprobs"] = tuple(sequence.prompt_logprobs)
@@ -43,19 +46,19 @@ def token_output(
 
 
 def embedding_output(sequence: Sequence, embedding: tuple[float, ...]) -> EngineOutput:
-    """The embedding of the whole prompt, which ends the sequence."""
+    """Return the last output of a sequence with pooling: the embedding of the whole prompt."""
     return _last_output(sequence, embedding=embedding, finish_reason=FinishReason.STOP)
 
 
 def started_output(sequence: Sequence) -> EngineOutput:
-    """The sequence is in the batch, but has no token yet."""
+    """Return the output of a sequence that entered the batch and has no token yet."""
     return EngineOutput(
         request_id=sequence.request_id, choice=sequence.choice, **beginning(sequence)
     )
 
 
 def beginning(sequence: Sequence) -> dict[str, Any]:
-    """What the first output of a sequence says besides."""
+    """Return the fields that only the first output of a sequence has."""
     return {
         "started": True,
         "queued_s": sequence.queued_s,
@@ -66,7 +69,10 @@ def beginning(sequence: Sequence) -> dict[str, Any]:
 
 
 def error_output(sequence: Sequence, error: MillraceError) -> EngineOutput:
-    """The sequence ends with ``error``. One that never was in the batch has not started."""
+    """Return the last output of a sequence that ends with ``error``.
+
+    A sequence that never was in the batch has not started.
+    """
     return _last_output(sequence, error=(error.code, error.message))
 
 
@@ -82,7 +88,7 @@ def _last_output(sequence: Sequence, **result: Any) -> EngineOutput:
 
 
 def group_failure(group: ForkGroup, error: MillraceError) -> list[EngineOutput]:
-    """The fork group ends with ``error``, which every choice is told."""
+    """Return an error output for every choice of a fork group."""
     return [
         EngineOutput(
             request_id=group.request.request_id, choice=choice, error=(error.code, error.message)
@@ -92,44 +98,50 @@ def group_failure(group: ForkGroup, error: MillraceError) -> list[EngineOutput]:
 
 
 def with_beginning(group: ForkGroup, outputs: list[EngineOutput]) -> list[EngineOutput]:
-    """Complete the last outputs of a fork group. They are its first ones, too, but for that of
-    choice 0 if it has said that the group started; one that never was in the batch has not."""
+    """Add the fields of a first output to the last outputs of a fork group.
+
+    These outputs are its first ones, too, except that of choice 0 if it has reported the start. A
+    group that never was in the batch has not started.
+    """
     first = group.first
     if first.started or first.state is SequenceState.RUNNING:
-        told = 1 if first.started else 0
-        begun = [msgspec.structs.replace(output, **beginning(first)) for output in outputs[told:]]
-        outputs = outputs[:told] + begun
+        num_sent = 1 if first.started else 0
+        first_outputs = [
+            msgspec.structs.replace(output, **beginning(first)) for output in outputs[num_sent:]
+        ]
+        outputs = outputs[:num_sent] + first_outputs
         outputs[0] = msgspec.structs.replace(outputs[0], num_preemptions=group.num_preemptions)
     return outputs
 
 
 def finished_output(request: EngineRequest, finish_reason: FinishReason) -> EngineOutput:
-    """The tokens delivered before were all that a resumed request asks for."""
+    """Return the output of a resumed request whose delivered tokens already complete it."""
     return EngineOutput(request_id=request.request_id, finish_reason=finish_reason, started=True)
 
 
 def refusal(request: EngineRequest, error: MillraceError) -> EngineOutput:
-    """The request is not taken."""
+    """Return the output of a refused request."""
     return EngineOutput(request_id=request.request_id, error=(error.code, error.message))
 
 
 def device_time(sequence: Sequence, *, over: bool = False) -> DeviceTime:
-    """What the sequence has taken of the device so far."""
+    """Return the device time of a sequence so far."""
     choice = sequence.choice if sequence.fork_group is None else 0
     return DeviceTime(sequence.request_id, choice, device_us(sequence), over)
 
 
 def device_us(sequence: Sequence) -> float:
-    """Of a fork what its whole group took."""
+    """Return the device time in microseconds; for a fork, that of its whole group."""
     taken = sequence if sequence.fork_group is None else sequence.fork_group
     return float(taken.device_s) * _US_PER_S
 
 
 def as_millrace_error(error: Exception) -> MillraceError:
-    """The error itself if a caller may see it; otherwise one that names only its type."""
+    """Return the error itself if clients may see it; else a general error that names only its
+    type."""
     if isinstance(error, MillraceError):
         return error
     return MillraceError(
-        f"The model could not be run on this sequence ({type(error).__name__}); the worker's log "
-        f"has the details."
+        f"The model failed on this sequence ({type(error).__name__}); the worker's log has the "
+        f"details."
     )

@@ -1,5 +1,4 @@
-"""Embeddings and labels: a sequence's hidden states taken together, chunk by chunk as they are
-computed."""
+"""Pooling of a sequence's hidden states into an embedding or labels, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -15,15 +14,18 @@ from millrace.schemas.pooling import Pooling
 
 
 class ChunkPlace(NamedTuple):
-    """Of a chunk among those of an embedding."""
+    """Position of a chunk among the chunks of an embedding."""
 
     is_first: bool
     is_last: bool
 
 
 class PooledChunk(NamedTuple):
-    """What a step adds to a sequence's embedding: ``total``, float32 [hidden_size], the sum of its
-    rows' hidden states, or [num_labels] of the last one."""
+    """Contribution of a step to a sequence's embedding.
+
+    ``total`` is the sum of its rows' hidden states, float32 [hidden_size], or the [num_labels] of
+    the last row.
+    """
 
     sequence: Sequence
     total: torch.Tensor
@@ -31,7 +33,10 @@ class PooledChunk(NamedTuple):
 
 
 def places_of(ranges: Rows[PooledRows]) -> list[ChunkPlace]:
-    """Where the rows of a step that was not counted yet belong."""
+    """Return the place of each range of rows.
+
+    Call it before the step's tokens count as computed.
+    """
     return list(map(_place_of, ranges))
 
 
@@ -41,9 +46,14 @@ def pool_rows(
     labels: Callable[[torch.Tensor], torch.Tensor],
     places: Rows[ChunkPlace] | None = None,
 ) -> list[PooledChunk]:
-    """Sum the ranges' rows of ``states`` [num_tokens, hidden_size], which are normed; ``labels``
-    makes [num_rows, num_labels] of such rows, for those that are classified. ``places`` are theirs
-    if the step was counted since."""
+    """Sum the ranges' rows of ``states``.
+
+    Args:
+        ranges: The rows of each sequence.
+        states: Normed hidden states [num_tokens, hidden_size].
+        labels: Computes [num_rows, num_labels] of such rows, for sequences that are classified.
+        places: The places of the ranges, if the step's tokens count as computed already.
+    """
     if places is None:
         places = places_of(ranges)
     return [
@@ -71,8 +81,10 @@ def _total(
 
 
 def add_chunk(chunk: PooledChunk) -> tuple[float, ...] | None:
-    """Take a chunk into its sequence; the embedding if that was the last one. A chunk that is first
-    starts over, as after a preemption."""
+    """Add a chunk to its sequence; return the embedding if the chunk was the last.
+
+    A first chunk starts over, as after a preemption.
+    """
     sequence = chunk.sequence
     total = chunk.total if chunk.place.is_first else sequence.pooling_state + chunk.total
     if not chunk.place.is_last:

@@ -1,4 +1,4 @@
-"""What computes plans, and what it hands to the executor: a step that is under way."""
+"""Protocol of runners, which compute plans, and the in-flight step that they return."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from millrace.schemas.models.adapters import AdapterRef
 
 __all__ = ["NOT_FINITE", "UNREAD_TOKEN", "ChosenTokens", "InFlightStep"]
 
-# Instead of a token: the logits that it should have been chosen from are not finite.
+# Takes the place of a token whose logits are not finite.
 NOT_FINITE = -1
 
 
 class ChosenTokens(NamedTuple):
-    """What the device chose: a token of each sequence, or NOT_FINITE, and its log-probabilities,
-    None unless asked for. ``finite``: of each item of the plan, whether all that was computed is a
-    number; None leaves it to the reader to look at the cache, which tells the truth only as long
-    as no later step was launched."""
+    """Tokens that the device chose.
+
+    Attributes:
+        tokens: A token of each sequence, or NOT_FINITE.
+        logprobs: Log-probabilities of each token; None unless asked for.
+        finite: For each item of the plan, whether all computed numbers are finite. None: the reader
+            has to check the cache, which is valid only until a later step is launched.
+    """
 
     tokens: list[int]
     logprobs: list[TokenLogprob | None]
@@ -39,24 +43,24 @@ class ChosenTokens(NamedTuple):
 
 
 def nothing_chosen() -> ChosenTokens:
-    """Read a step whose tokens are all the host's to choose."""
+    """Return the result of a step whose tokens are all chosen by the host."""
     return ChosenTokens([], [], None)
 
 
 class InFlightStep(NamedTuple):
-    """A step whose work has been given to the device and may not be done.
+    """Step that was given to the device and may not be complete.
 
-    The next tokens of ``by_device`` are chosen there. They are UNREAD_TOKEN in their sequences
-    until ``read``, which waits for them, is called, at most once. Those of ``by_host`` are the
-    host's to choose, from ``logits`` [num_rows, vocab_size], valid until the next launch: a row of
-    each in the same order, then one for each token that was proposed for them. ``pooled`` is what
-    the step adds to embeddings, ``scored`` what it adds to the log-probabilities of prompts.
+    The device chooses the next tokens of ``by_device``. They are UNREAD_TOKEN in their sequences
+    until ``read``, which waits for them and may be called once. The host chooses the next tokens of
+    ``by_host`` from ``logits`` [num_rows, vocab_size], which are valid until the next launch: one
+    row of each sequence in the same order, then one row for each proposed token. ``pooled`` is
+    added to embeddings, ``scored`` to the log-probabilities of prompts.
 
-    At most one unread step goes before a launch, and the unread tokens of the plan are those that
-    it chose. When a launch or a read fails, everything in flight is read or dropped before the
-    next launch, whose plan then has no unread tokens. A sequence that ends or is preempted gives
-    up its blocks at once, though the step that was launched meanwhile may still write to them;
-    what is done to blocks later has to come after that on the device.
+    At most one unread step precedes a launch, and it chose the unread tokens of the plan. When a
+    launch or a read fails, everything in flight is read or dropped before the next launch, whose
+    plan then has no unread tokens. A sequence that ends or is preempted gives up its
+    blocks at once, though the step that was launched meanwhile may still write to them. Later
+    operations on these blocks must follow that step on the device.
     """
 
     by_device: list[Sequence]
@@ -68,15 +72,15 @@ class InFlightStep(NamedTuple):
 
     @property
     def needs_host(self) -> bool:
-        """Whether what comes of it is wanted before the next step is planned."""
+        """True if the step's results are needed before the next step is planned."""
         return bool(self.by_host or self.pooled or self.scored)
 
 
 class DraftRunner(Protocol):
-    """Computes the tokens of plans: of a draft, or of a model that is drafted for.
+    """Runner that computes plans, of a draft model or of the model that it drafts for.
 
-    ``host_device`` has the logits that the host chooses from; ``likeliest`` finds the largest of
-    them there faster than torch, if anything does.
+    ``host_device`` has the logits that the host chooses from. ``likeliest`` finds the largest of
+    them faster than torch; None if nothing does.
     """
 
     config: ModelConfig
@@ -87,20 +91,25 @@ class DraftRunner(Protocol):
     def host_device(self) -> torch.device: ...
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """Have a plan's tokens computed, and the next ones chosen as far as the device can do that.
+        """Compute a plan's tokens, and choose the next ones as far as the device can.
 
-        Launching a plan again gives the same: it only writes the cache where it wrote before.
+        Launching a plan again gives the same result: it only rewrites the same cache entries.
         """
         ...
 
 
 class Runner(DraftRunner, Protocol):
-    """Owns the weights and the KV cache's memory. The planner decides which block a sequence has.
+    """Runner that owns the weights and the KV cache's memory. The planner assigns blocks to
+    sequences.
 
-    ``overlaps``: the device chooses tokens that are read later, so the next step may be launched
-    before they are read; its steps have ``max_drawn_rows`` to draw from, None: as many as tokens.
-    ``num_stages``: of a pipeline, each of which computes another step at a time.
-    ``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it.
+    Attributes:
+        overlaps: True if the device chooses tokens that are read later, so that the next step may
+            be launched before they are read.
+        max_drawn_rows: Rows of an overlapping step to draw tokens from. None: as many as its
+            tokens.
+        num_stages: Stages of a pipeline, each of which computes another step at a time.
+        is_row_exact: True if a row of logits has the same bits beside any other rows
+            (batch-invariant).
     """
 
     overlaps: bool
@@ -110,16 +119,19 @@ class Runner(DraftRunner, Protocol):
 
     @property
     def weight_size(self) -> WeightSize:
-        """Count the weights that a step multiplies with."""
+        """Return the number and bytes of the weights that a step multiplies with."""
         ...
 
     def figures(self) -> RunnerFigures:
-        """Count what happened in its steps; nothing by default."""
+        """Return counters of its steps; empty by default."""
         return RunnerFigures()
 
     def watch(self, wake: Callable[[], None]) -> None:  # noqa: ARG002 (a default)
-        """Call ``wake``, on any thread, when the device has failed between steps, so that ``check``
-        is asked. By default only a step finds out that the device has failed."""
+        """Call ``wake``, on any thread, when the device has failed between steps; the engine then
+        calls ``check``.
+
+        By default only a step notices that the device has failed.
+        """
         return
 
     def check(self) -> None:
@@ -131,6 +143,9 @@ class Runner(DraftRunner, Protocol):
         return
 
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
-        """Read an adapter of at most such a rank into a slot of this number, which no step that is
-        launched meanwhile reads; for any thread. Raises AdapterError, ModelSourceError."""
+        """Read an adapter of at most ``max_rank`` into the slot of this number.
+
+        Any thread may call it. Steps that are launched meanwhile do not read the slot. Raises
+        AdapterError or ModelSourceError.
+        """
         ...

@@ -1,4 +1,4 @@
-"""Which runner an engine has."""
+"""Selection and loading of an engine's runner and of its draft."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millrace.schemas.errors import ConfigError
 
 
 def load_runner(path: Path, engine: ResolvedEngineConfig) -> Runner:
-    """Load a checkpoint for a device that is told what to do, or for the CPU.
+    """Load a checkpoint for a group of ranks, a device with its own kernels, or the CPU.
 
     Raises CheckpointError or ConfigError.
     """
@@ -36,9 +36,12 @@ def load_runner(path: Path, engine: ResolvedEngineConfig) -> Runner:
 
 
 def load_draft(path: Path, target: Runner, engine: ResolvedEngineConfig) -> DraftRunner | None:
-    """The draft or the head of the settings, for ``target`` of the checkpoint folder ``path``, in
-    as many blocks as that has; None if there is none, or if the rows of ``target`` are not exact.
-    Raises CheckpointError or ConfigError."""
+    """Load the draft or the head of the settings for ``target``, the runner of the checkpoint
+    folder ``path``.
+
+    A draft has as many blocks as ``target``. Returns None if the settings name neither, or if the
+    rows of ``target`` are not exact (batch-invariant). Raises CheckpointError or ConfigError.
+    """
     wanted = engine.speculation
     if wanted is None or not target.is_row_exact:
         return None
@@ -59,7 +62,10 @@ def load_draft(path: Path, target: Runner, engine: ResolvedEngineConfig) -> Draf
 
 
 def _whole_embedding(path: Path, target: ModelRunner, engine: ResolvedEngineConfig) -> torch.Tensor:
-    """That of a target's checkpoint, of which each rank of a group has a part."""
+    """Return the whole embedding of a target's checkpoint.
+
+    Each rank of a group has only a part of it.
+    """
     if engine.tensor_parallel == 1:
         return target.embedding
     own = target.embedding
@@ -68,24 +74,24 @@ def _whole_embedding(path: Path, target: ModelRunner, engine: ResolvedEngineConf
 
 
 def _check_draft(target: Runner, draft: Runner) -> None:
-    """Raise ConfigError for a draft that cannot speak for a target."""
+    """Raise ConfigError for a draft that does not fit its target."""
     if draft.config.vocab_size != target.config.vocab_size:
         raise ConfigError(
             f"engine.speculation: the draft has {draft.config.vocab_size} tokens and the model "
-            f"{target.config.vocab_size}: a draft needs the same vocabulary."
+            f"{target.config.vocab_size}; choose a draft with the same vocabulary."
         )
     if draft.config.context_window_tokens < target.config.context_window_tokens:
         raise ConfigError(
             f"engine.speculation: the draft's context window of "
             f"{draft.config.context_window_tokens} tokens is shorter than the model's, "
-            f"{target.config.context_window_tokens}."
+            f"{target.config.context_window_tokens}; choose another draft."
         )
     if not draft.config.has_head or draft.host_device != torch.device("cpu"):
-        raise ConfigError("engine.speculation: a draft is a language model on the same CPU.")
+        raise ConfigError("engine.speculation: a draft must be a language model on the CPU.")
 
 
 def device_work_of(runner: Runner) -> DeviceWork:
-    """What the runner's steps are shared by."""
+    """Return the roofline model by which the runner's steps are charged to sequences."""
     cache = runner.cache
     num_weights, num_bytes = runner.weight_size
     return DeviceWork(
@@ -98,7 +104,7 @@ def device_work_of(runner: Runner) -> DeviceWork:
 
 
 def device_uuid_of(runner: Runner) -> str:
-    """That of the CUDA device on which it computes; empty on a CPU."""
+    """Return the UUID of the runner's CUDA device; empty on a CPU."""
     device = runner.cache.data.device
     if device.type != "cuda":
         return ""

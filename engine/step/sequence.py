@@ -1,4 +1,4 @@
-"""One choice of a request on its way through the engine."""
+"""Sequence: one choice of a request, and its progress through the engine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from millrace.engine.types import EngineRequest
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.pooling import Pooling
 
-# (level, virtual time of arrival in seconds, number of arrival); the smallest is the highest rank.
+# (level, virtual arrival time in seconds, arrival number). The smallest tuple has the highest rank.
 Rank = tuple[int, float, int]
 
-# In ``Sequence.token_ids``: this one was chosen on the device, and it is not read yet.
+# Placeholder in ``Sequence.token_ids`` of a token that the device has chosen and that is not read
+# yet.
 UNREAD_TOKEN = -1
 
 
 class SequenceState(Enum):
-    """FORMING is a choice whose prompt another choice computes; WAITING holds no blocks; RUNNING
-    is in the batch; FINISHED is gone from the engine."""
+    """State of a sequence.
+
+    FORMING: another choice computes its prompt. WAITING: it holds no blocks. RUNNING: it is in the
+    batch. FINISHED: it has left the engine.
+    """
 
     FORMING = "forming"
     WAITING = "waiting"
@@ -41,42 +45,48 @@ _NEXT_STATES: dict[SequenceState, frozenset[SequenceState]] = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """Tokens of one choice of a request, and how far the model is with them.
+    """Sequence: the tokens of one choice of a request, and how far the model has computed them.
 
-    ``token_ids`` are the prompt, then all output tokens, delivered before or sampled here. The
-    keys and values of the first ``num_computed_tokens`` of them are in ``block_table``; the
-    others are still to be run through the model, and running the last of them samples the next.
-    So a sequence with one token to compute decodes; with more it prefills. The last tokens may be
-    UNREAD_TOKEN: one while the next step is planned and launched, two until the step before it has
-    been read then. Invariants:
-    ``0 <= num_computed_tokens < len(token_ids) <= max_total_tokens`` while it lives, and
-    ``num_computed_tokens`` fits the block table. ``contents_finite`` is False for one that
-    failed, so that nobody knows what is in its blocks. ``key`` is that of the sequence's random
-    stream. ``queued_s`` is how long it waited before its first step, counted from ``added_s`` on
-    the engine's clock; ``num_cached_tokens`` is how many tokens it found in the KV cache then,
-    ``num_pulled_tokens`` how many of those had been pulled from another worker for it, in blocks
-    of ``pulled_keys``, the last of which came ``pulled_s`` after ``added_s``; ``disk_keys`` and
-    ``object_keys`` are of blocks that came from disk or an object store for it. ``device_s`` is its
-    share of the time that the device was busy, up to the last step that has been read.
+    ``token_ids`` are the prompt, then all output tokens, delivered before or sampled here. The keys
+    and values of the first ``num_computed_tokens`` are in ``block_table``. The others are still to
+    be computed, and computing the last one samples the next. A sequence with one token to compute
+    decodes; with more it prefills. The last tokens may be UNREAD_TOKEN: one while the next step is
+    planned and launched, and two from then until the step before it has been read.
 
-    ``forks`` are the choices that go on from where this one has computed the prompt; it is empty
-    from then on. ``block_table``, ``block_keys``, ``num_cached_blocks``, ``pinned_keys``,
-    ``tail_shared``, ``num_reserved_blocks`` and ``guaranteed`` are those of ``BlockTables``, which
-    allocates the blocks and frees them on preemption and at the end.
+    Invariants, while it lives: ``0 <= num_computed_tokens < len(token_ids) <= max_total_tokens``,
+    and ``num_computed_tokens`` fits the block table.
 
-    ``fork_group`` is the group that a client leads and it belongs to, None for a sequence that is
-    drawn.
-    ``adapter_weights`` are those of its adapter while it is in the batch.
-    ``proposed`` are tokens that the step at hand computes behind the last known one, in case they
-    turn out to be the next; ``suggestions`` is what makes them.
-    ``features`` are hidden states for a head that drafts, None unless there is one.
-    ``sampling_state`` is what the sampler keeps for it between steps, ``matcher`` the grammar's,
-    ``pooling_state`` the sum of the hidden states behind an embedding, ``prompt_logprobs`` those
-    of the prompt's first tokens until they are handed over; each is None for a sequence without.
-    While ``is_awaited`` all its tokens are computed or will be by a step that is under way, which
-    says the next one, that is unread at its end or not there yet: there is nothing to plan for it,
-    and it is not preempted.
-    It is not admitted before it is ``ready``, which another thread may say.
+    Attributes:
+        key: Key of the sequence's random stream.
+        added_s: Time on the engine's clock when the request was added.
+        queued_s: Seconds from ``added_s`` to its first step.
+        num_cached_tokens: Tokens that it found in the KV cache before its first step.
+        num_pulled_tokens: Tokens of these that were pulled from another worker for it.
+        pulled_keys: Keys of the pulled blocks.
+        pulled_s: Seconds from ``added_s`` to the arrival of the last pulled block.
+        disk_keys: Keys of blocks that were read from disk for it.
+        object_keys: Keys of blocks that were read from an object store for it.
+        device_s: Its share of the device's busy time, up to the last step that was read.
+        contents_finite: False if the sequence failed, so that its blocks' contents are unknown.
+        forks: Choices that continue from here once the prompt is computed; empty from then on.
+        fork_group: The group that a client leads, to which it belongs. None if tokens are drawn.
+        block_table, block_keys, num_cached_blocks, pinned_keys, tail_shared, num_reserved_blocks,
+            guaranteed: State of ``BlockTables``, which allocates the blocks and frees them on
+            preemption and at the end.
+        adapter_weights: Weights of its adapter while it is in the batch.
+        proposed: Tokens that the current step computes after the last known one, as candidates for
+            the next tokens.
+        suggestions: The source of proposed tokens.
+        features: Hidden states for a head that drafts; None without one.
+        sampling_state: State of the sampler between steps. None for a sequence without.
+        matcher: State of the grammar. None for a sequence without.
+        pooling_state: Sum of the hidden states of an embedding. None for a sequence without.
+        prompt_logprobs: Log-probabilities of the prompt's first tokens until they are output. None
+            for a sequence without.
+        is_awaited: True while all its tokens are computed or will be by a step in flight, which
+            returns the next token. That token is unread at its end or not there yet. There is
+            nothing to plan for the sequence, and it is not preempted.
+        ready: False while it may not be admitted. Another thread may set it.
     """
 
     request: EngineRequest
@@ -129,7 +139,8 @@ class Sequence:
         self.rank = (-request.priority, 0.0, self.arrival)
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        # The log-probabilities and the mean of a prompt are only there where it is computed.
+        # Prefix hits would skip the computation that prompt log-probabilities and mean pooling
+        # need.
         self.takes_prefix_hits = (
             sampling.prompt_logprobs is None and request.pooling is not Pooling.MEAN
         )
@@ -140,8 +151,10 @@ class Sequence:
             self.stop_token_ids |= frozenset(request.eos_token_ids)
 
     def enter(self, state: SequenceState) -> None:
-        """The one transition of states. A newcomer that was looked at and not admitted waits on;
-        a preempted one waits again."""
+        """Change the state.
+
+        A new sequence that was not admitted stays waiting; a preempted one waits again.
+        """
         assert state in _NEXT_STATES[self.state], f"{self.state.name} to {state.name}"
         self.state = state
 
@@ -163,12 +176,12 @@ class Sequence:
 
     @property
     def is_held(self) -> bool:
-        """Whether it waits for the others of its fork group."""
+        """True if it waits for the others of its fork group."""
         return self.fork_group is not None and self.token_ids[-1] == UNREAD_TOKEN
 
     @property
     def num_read_output_tokens(self) -> int:
-        """Output tokens that are known; the others at the end are unread."""
+        """Number of output tokens without the unread ones at the end."""
         num_tokens = len(self.token_ids)
         while self.token_ids[num_tokens - 1] == UNREAD_TOKEN:
             num_tokens -= 1
@@ -180,5 +193,6 @@ class Sequence:
 
     @property
     def outstanding_tokens(self) -> int:
-        """Tokens still to compute if nothing stops it before its bound."""
+        """Tokens still to compute up to ``max_total_tokens``, if nothing stops the sequence
+        earlier."""
         return self.max_total_tokens - self.num_computed_tokens

@@ -1,4 +1,4 @@
-"""The sequences of one request."""
+"""Sequences of one request, and fork groups, which a client of the engine leads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from millrace.schemas.sampling import MAX_SEED
 
 
 def draw_seed() -> int:
-    """A seed for a request that brings none."""
+    """Draw a seed for a request without one."""
     return secrets.randbelow(MAX_SEED + 1)
 
 
 def choice_key(seed: int, choice: int) -> int:
-    """The key of a choice's random stream; that of choice 0 is the seed's own."""
+    """Return the key of a choice's random stream. The key of choice 0 is that of the seed alone."""
     key = stream_key(seed)
     return key if choice == 0 else stream_key(key + choice)
 
@@ -30,10 +30,10 @@ def make_sequence_group(
     added_s: float,
     num_sequences: int | None = None,
 ) -> list[Sequence]:
-    """Make the sequences that a request begins with, one for each completion by default; the first
-    computes the prompt for all of them.
+    """Make the sequences of a new request, by default one for each completion.
 
-    They take the ``sampling.n`` numbers of arrival from ``arrival`` on.
+    The first computes the prompt for all of them. They have the ``sampling.n`` arrival numbers
+    from ``arrival`` on.
     """
     choices = [
         Sequence(

@@ -1,4 +1,5 @@
-"""Makes every choice that the user's settings leave open, once, before an engine is loaded."""
+"""Resolution of an engine's settings: every open choice is made once, before an engine is
+loaded."""
 
 from __future__ import annotations
 
@@ -39,25 +40,24 @@ _log = logging.getLogger(__name__)
 
 
 class _Bounds(NamedTuple):
-    """What a kind of device has where the settings leave it open. ``kv_cache_bytes`` None: what is
-    left of its memory."""
+    """Defaults of a kind of device. ``kv_cache_bytes`` None: the rest of its memory."""
 
     num_sequences: int
     num_tokens: int
     kv_cache_bytes: int | None
 
 
-# Two cores compute 384 rows at the best rate, each of 512 takes a fifth longer.
+# On two cores, 384 rows have the best rate; each of 512 rows takes a fifth longer.
 _CPU = _Bounds(64, 384, 1 << 30)
-# A GPU's weights are read once a step for however many sequences, and a few thousand rows keep
-# its matrix units busy.
+# A GPU reads its weights once a step for any number of sequences, and a few thousand rows keep its
+# matrix units busy.
 _CUDA = _Bounds(256, 4096, None)
 _CPU_ADAPTERS = 20
 
 
 _OPEN = get_type_hints(EngineConfig)
-# The user's settings of the same type are taken as they are, but for these, in which 0 or "auto"
-# leaves a choice open.
+# Settings of the same type in both structs are copied, except for those in which 0 or "auto" leaves
+# a choice open.
 _SETTLED = {
     name for name, kind in get_type_hints(ResolvedEngineConfig).items() if _OPEN.get(name) == kind
 } - {"device", "max_num_sequences", "max_batch_tokens"}
@@ -78,9 +78,17 @@ class _Arithmetic(NamedTuple):
 def resolve(
     path: Path, config: EngineConfig, *, among_others: bool = False
 ) -> ResolvedEngineConfig:
-    """The settings for an engine of the checkpoint folder ``path``. ``among_others``: engines of
-    other workers may have blocks for it, or want its. Raises CheckpointError, and ConfigError for a
-    setting that is out of range or does not go with the others."""
+    """Resolve the settings for an engine of the checkpoint folder ``path``.
+
+    Args:
+        path: The checkpoint folder.
+        config: The user's settings.
+        among_others: Engines of other workers may exchange KV blocks with this one.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        ConfigError: A setting is out of range or does not fit the others.
+    """
     check_config(config)
     check_remote_stages(config)
     device = choose_device(config.device)
@@ -118,7 +126,10 @@ def resolve(
 
 
 def choose_device(name: str) -> torch.device:
-    """The device by name; for "auto" a GPU if there is one. Raises ConfigError."""
+    """Return the device by name; for "auto" a GPU if there is one, else the CPU.
+
+    Raises ConfigError.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -131,9 +142,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def _arithmetic(model: ModelConfig, config: EngineConfig, device: torch.device) -> _Arithmetic:
-    """What computes the model, and in which type. Only the compiled kernels' own products are used
-    where weights are rounded or rows have to be exact, and where a small model need not be widened
-    for them to be. Raises ConfigError."""
+    """Choose the kernels and the type of the computation.
+
+    The compiled kernels' own products are used where weights are quantized or rows have to be
+    exact, and where a small model then does not have to be widened to be exact. Raises ConfigError.
+    """
     wants_triton = config.kernels == "auto" and device.type == "cuda"
     for kernels in DEVICE_KERNELS:
         if config.kernels == kernels or (wants_triton and kernels == "triton"):
@@ -151,22 +164,27 @@ def _arithmetic(model: ModelConfig, config: EngineConfig, device: torch.device) 
 
 
 def _is_exact_in_bfloat16(model: ModelConfig) -> bool:
-    """Whether a checkpoint of bfloat16 is one whose tokens do not change with the company by the
-    kernels' own products, as they do not in float32."""
+    """Return whether the compiled kernels' own products are batch-invariant for a checkpoint.
+
+    They are for bfloat16 with a head, without quantization and experts. It then does not have to
+    be widened to float32, in which it would be batch-invariant, too.
+    """
     is_wide = model.dtype == "bfloat16" and model.quantization is None
     return is_wide and model.has_head and model.experts is None
 
 
 def _has_native(choice: str, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the compiled kernels are wanted and can be had. Raises ConfigError for "native" where
-    there are none."""
+    """Return whether the compiled kernels are wanted and available.
+
+    Raises ConfigError for "native" if they are not available.
+    """
     why = f"they do not compute {model.architecture} of this shape in {dtype} on {device}."
     if choice != "torch" and suits(model, dtype, device):
         try:
             CpuKernels(cpu_library(), dtype)
         except (KernelBuildError, OSError) as error:
             why = str(error)
-            _log.warning("the engine computes with torch alone, more slowly: %s", why)
+            _log.warning("no compiled kernels; torch computes the model, more slowly: %s", why)
         else:
             return True
     if choice == "native":
@@ -194,8 +212,10 @@ def _is_asked(speculation: str | bool | None) -> bool:
 def _speculation(
     path: Path, config: EngineConfig, *, has_device_kernels: bool
 ) -> Speculation | None:
-    """What proposes tokens: on a device that chooses tokens by itself only what was asked for.
-    Raises ConfigError for what cannot."""
+    """Resolve the source of proposed tokens. Device kernels propose none unless asked to.
+
+    Raises ConfigError for a source that this engine cannot have.
+    """
     if config.speculation in ("off", False):
         return None
     draft, eagle3 = draft_of(config.speculation), eagle3_of(config.speculation)
@@ -203,14 +223,14 @@ def _speculation(
     if config.pipeline_parallel > 1:
         if is_asked:
             raise ConfigError(
-                "engine.speculation: a step of a pipeline begins before the tokens of the one "
-                "before it are known, so there is nothing to propose from; leave it out."
+                "engine.speculation: a pipeline starts a step before the tokens of the last one "
+                "are known, so no tokens can be proposed; leave it out."
             )
         return None
     if has_device_kernels:
         if draft is not None or eagle3 is not None:
             raise ConfigError(
-                "engine.speculation: drafts and heads compute on a CPU, beside a model that does; "
+                "engine.speculation: drafts and heads compute on a CPU, for models on a CPU; "
                 "choose ngram on a GPU."
             )
         if not is_asked:
@@ -222,8 +242,10 @@ def _speculation(
 
 
 def _collectives(config: EngineConfig, resolved: ResolvedEngineConfig) -> Collectives | None:
-    """What ranks exchange numbers by. Raises ConfigError where they need memory in common, or are
-    asked to have it, and cannot."""
+    """Choose how ranks exchange numbers.
+
+    Raises ConfigError if shared memory is needed or asked for and not available.
+    """
     if resolved.num_ranks == 1:
         return None
     if config.collectives not in _COLLECTIVES:
@@ -243,28 +265,30 @@ def _collectives(config: EngineConfig, resolved: ResolvedEngineConfig) -> Collec
     except KernelBuildError as error:
         if config.collectives == "shared_memory" or num_linked:
             raise ConfigError(
-                f"Ranks have no memory in common without the compiled kernels: {error.message}"
+                f"Ranks share no memory without the compiled kernels: {error.message}"
             ) from error
-        _log.warning("the ranks exchange numbers by Gloo, more slowly: %s", error.message)
+        _log.warning("ranks exchange numbers by Gloo, more slowly: %s", error.message)
         return "gloo"
     return "shared_memory"
 
 
 def _check_whole_blocks(config: ResolvedEngineConfig) -> None:
-    """Raise ConfigError where whole blocks are to be kept and there are only parts."""
+    """Raise ConfigError if settings need whole blocks and each rank has only parts."""
     for name in ("disk_cache_path", "object_cache_url"):
         if getattr(config, name) is not None and config.has_parted_blocks:
             raise ConfigError(
-                f"engine.{name} keeps whole blocks, of which each rank of this group has a part in "
-                "memory of its own; leave it out."
+                f"engine.{name} keeps whole blocks, but each rank of this group has only a part of "
+                "each block; leave it out."
             )
 
 
 def _transfer(
     path: Path, config: EngineConfig, resolved: ResolvedEngineConfig, *, among_others: bool
 ) -> bool:
-    """Whether blocks are exchanged with other engines; where the user leaves it open only
-    ``among_others``. Raises ConfigError where that is asked for and cannot be."""
+    """Return whether blocks are exchanged with other engines; by default only ``among_others``.
+
+    Raises ConfigError if the settings ask for it and it is not possible.
+    """
     reason = _why_no_transfer(path, resolved)
     for name in ("transfer", "transfer_address", "transfer_any_ranks"):
         if reason and getattr(config, name):
@@ -274,10 +298,13 @@ def _transfer(
     if config.transfer is False:
         for name in ("transfer_any_ranks", "transfer_address"):
             if getattr(config, name):
-                raise ConfigError(f"engine.{name} is for blocks that engine.transfer refuses.")
+                raise ConfigError(
+                    f"engine.{name} needs engine.transfer, which is off; leave one of them out."
+                )
         if config.transfer_transport != "plain":
             raise ConfigError(
-                "engine.transfer_transport is for blocks that engine.transfer refuses."
+                "engine.transfer_transport needs engine.transfer, which is off; leave one of them "
+                "out."
             )
     if config.transfer_transport == "nixl":
         check_nixl()
@@ -288,17 +315,17 @@ def _transfer(
 def _why_no_transfer(path: Path, config: ResolvedEngineConfig) -> str:
     if not (config.prefix_cache and config.host_cache_bytes):
         return (
-            "blocks that are exchanged need engine.prefix_cache, to be found, and "
-            "engine.host_cache_bytes, into which they come"
+            "exchanging blocks needs engine.prefix_cache, to find them, and "
+            "engine.host_cache_bytes, to receive them"
         )
     if config.has_parted_blocks:
         return (
-            "whole blocks are exchanged, of which each rank of this group has a part in memory of "
-            "its own"
+            "only whole blocks can be exchanged, but each rank of this group has only a part of "
+            "each block"
         )
     if config.has_random_weights or not weights_fingerprint(path):
         return (
-            "blocks are exchanged between workers of the same weights, and random ones cannot be "
-            "told from others"
+            "blocks are exchanged between workers with the same weights, and random weights have "
+            "no fingerprint to compare"
         )
     return ""

@@ -1,4 +1,4 @@
-"""What an engine tells of itself, read from its parts."""
+"""Statistics of an engine, collected from its parts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,20 @@ def engine_stats(
     prefills: bool,
     max_tokens_per_request: int,
 ) -> EngineStats:
-    """How everything stands now, after ``num_steps``; ``prefills``: the last of them computed
-    prompts. ``live`` are all sequences that are not over, ``peers`` what is exchanged with other
-    workers, ``objects`` with an object store, and ``runner`` what was counted where steps are
-    computed."""
+    """Collect the gauges and counters of an engine.
+
+    Args:
+        planner: Its planner, with the block tables.
+        executor: Its executor.
+        adapters: Its adapter pool.
+        live: All unfinished sequences.
+        peers: Figures of the exchange with other workers.
+        objects: Figures of the exchange with an object store.
+        runner: Counters of the runner's steps.
+        num_steps: Steps so far.
+        prefills: Whether the last step computed prompts.
+        max_tokens_per_request: Longest prompt + completion.
+    """
     tables, pool, speed = planner.tables, planner.tables.pool, executor.speed
     host = tables.host
     assert host is not None
@@ -95,6 +105,6 @@ def engine_stats(
 
 
 def _prompt_tokens(live: Iterable[Sequence]) -> int:
-    """Tokens to prefill; who has one left decodes."""
+    """Count the tokens to prefill. A sequence with one token left decodes."""
     behind = [len(one.token_ids) - one.num_computed_tokens for one in live]
     return sum([num_tokens for num_tokens in behind if num_tokens > 1])

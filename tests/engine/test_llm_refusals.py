@@ -60,7 +60,11 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
         ({"catalogue": "/no/models.yaml"}, ConfigError, "models.yaml cannot be read"),
         ({"adapters": {"sql": "/no/where"}}, AdapterError, "cannot be found"),
         ({"adapters": {"a/b": "/no/where"}}, ParameterError, "An adapter's name"),
-        ({"config": EngineConfig(), "dtype": "auto"}, ConfigError, "config has all settings"),
+        (
+            {"config": EngineConfig(), "dtype": "auto"},
+            ConfigError,
+            "config has all settings; leave dtype out",
+        ),
         ({"quantization": "int8", "config": EngineConfig()}, ConfigError, "leave quantization out"),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else None,
@@ -161,7 +165,7 @@ def test_a_model_makes_what_it_has_a_head_for(tmp_path: Path) -> None:
         for call, word in (
             (lambda: llm.generate("a"), "makes labels of texts only, no completions"),
             (lambda: llm.embed("a"), "makes labels of texts only, no embeddings"),
-            (lambda: llm.score("a", "b"), "tells 3 labels of a text"),
+            (lambda: llm.score("a", "b"), "into 3 labels and cannot score pairs"),
         ):
             with pytest.raises(ParameterError, match=word):
                 call()

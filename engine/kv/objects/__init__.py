@@ -1,3 +1,5 @@
-"""Blocks of the KV cache in an object store that all workers of a kind share: written behind host
-memory, read into it as a tier of ``Arrivals``. ``opening`` makes the store's side of it,
-``object_cache`` the engine's."""
+"""KV cache blocks in an object store that all workers of a kind share.
+
+Blocks are written from host memory, and read into it as a tier of ``BlockArrivals``.
+``block_objects`` has the store's side, ``object_cache`` the engine's.
+"""

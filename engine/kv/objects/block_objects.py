@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
     from obstore.store import ObjectStore
 
-# A request to a store takes tens of milliseconds whatever it is for, which some MiB are worth; with
-# more blocks in an object more is computed where prefixes part in the middle of one.
+# Size of an object. A request to a store takes tens of milliseconds, which pays for some MiB. With
+# larger objects, more is computed again where prefixes diverge within an object.
 _OBJECT_BYTES = 4 << 20
 _MAX_BLOCKS = 16
 _MAGIC = b"mrob0001"
-# Before each block: magic, and a checksum of its key and its contents.
+# Header of each block: magic, and a checksum of its key and its contents.
 _HEADER = struct.Struct("<8sQ")
 _NAME_BYTES = 16
 _LONGEST_REASON = 300
 _CLOUD = re.compile(r"(s3|gs|az)://[^\s/?#@:]+(/[^\s?#]*)?")
 _FOLDER = re.compile(r"file:///[^\s?#]+")
-# Nobody waits longer for blocks.
+# Maximum time that a sequence waits for blocks.
 _LONGEST_READ_S = 2.0
-# Stores now and then refuse a request that they take a moment later.
+# Stores sometimes refuse a request that they accept a moment later.
 _MAX_RETRIES = 1
 
 
 class ObjectStoreError(Exception):
-    """A store does not do what it was asked for."""
+    """Failure of a request to a store."""
 
 
 class NoObjectError(Exception):
-    """There is no object of such a name."""
+    """Error of a read of an object that does not exist."""
 
 
 class ObjectPlace(NamedTuple):
-    """Memory for the block that has such a ``number`` in its object."""
+    """Memory for block ``number`` of an object."""
 
     number: int
     key: bytes
@@ -56,16 +56,16 @@ class ObjectPlace(NamedTuple):
 
 
 class BlockObjects:
-    """Runs of ``num_blocks`` consecutive blocks, those from a multiple of it on, in an object each.
+    """Object store in which each object has a run of ``num_blocks`` consecutive blocks.
 
-    An object is named by a hash of ``identity``, which names all that the bytes of blocks depend
-    on, and of the key of the run's last block. That key stands for all tokens up to there, so a
-    name has one contents whoever writes it, and a prefix that parts from another in the middle of a
-    run has an object of another name. Each block has a checksum of its own: any part of an object
-    can be read by itself.
+    A run begins at a multiple of ``num_blocks``. An object's name is a hash of ``identity``, which
+    names everything that the bytes of blocks depend on, and of the key of the run's last block.
+    That key identifies all tokens up to there. So all writers of a name write the same contents,
+    and prefixes that diverge within a run have objects of different names. Each block has its own
+    checksum, so any part of an object can be read alone.
 
-    All methods are for any thread. ``reads`` and ``writes`` are the same store, asked with the
-    patience that each is worth.
+    Any thread may call any method. ``reads`` and ``writes`` are the same store, with different
+    timeouts.
     """
 
     def __init__(
@@ -86,16 +86,19 @@ class BlockObjects:
 
     @property
     def object_bytes(self) -> int:
-        """The size of an object."""
+        """Size of an object in bytes."""
         return self.num_blocks * self._slot_bytes
 
     def name_of(self, last_key: bytes) -> str:
-        """The name of the run that ends with a block of such a key. It tells nothing of the key."""
+        """Return the name of the run that ends with a block of this key.
+
+        It does not reveal the key.
+        """
         name = blake2b(last_key, key=self._kind, digest_size=_NAME_BYTES).hexdigest()
         return f"{self._kind.hex()[: 2 * _NAME_BYTES]}/{name[:2]}/{name[2:]}"
 
     def has(self, last_key: bytes) -> bool:
-        """Whether there is an object of the right size. Raises ObjectStoreError."""
+        """Return whether there is an object of the right size. Raises ObjectStoreError."""
         import obstore
 
         try:
@@ -104,11 +107,11 @@ class BlockObjects:
             _check_bucket(error)
             return False
         except BaseException as error:  # a panic of the library is no Exception
-            raise _told(error) from error
+            raise _store_error(error) from error
         return int(found["size"]) == self.object_bytes
 
     def write(self, keys: Sequence[bytes], blocks: Sequence[Sequence[memoryview]]) -> None:
-        """Put a run there, whole or not at all. Raises ObjectStoreError."""
+        """Write a run, completely or not at all. Raises ObjectStoreError."""
         import obstore
 
         contents = bytearray(self.object_bytes)
@@ -123,11 +126,16 @@ class BlockObjects:
         try:
             obstore.put(self._writes, self.name_of(keys[-1]), contents, use_multipart=False)
         except BaseException as error:  # a panic of the library is no Exception
-            raise _told(error) from error
+            raise _store_error(error) from error
 
     def read(self, last_key: bytes, places: Sequence[ObjectPlace]) -> int:
-        """Fill the places, in order of their number; how many of the first are what was written.
-        Raises NoObjectError and ObjectStoreError."""
+        """Read the blocks of ``places``, which are in order of their number.
+
+        Returns:
+            The number of leading blocks that are intact.
+
+        Raises NoObjectError or ObjectStoreError.
+        """
         import obstore
 
         first = places[0].number
@@ -139,7 +147,7 @@ class BlockObjects:
             _check_bucket(error)
             raise NoObjectError from error
         except BaseException as error:  # a panic of the library is no Exception
-            raise _told(error) from error
+            raise _store_error(error) from error
         for num_good, place in enumerate(places):
             at = (place.number - first) * self._slot_bytes
             if not self._filled(place, contents[at : at + self._slot_bytes]):
@@ -162,22 +170,24 @@ def _checksum(key: bytes, pieces: Sequence[memoryview]) -> int:
 
 
 def _check_bucket(error: FileNotFoundError) -> None:
-    """An object that is missing is no failure, but its bucket is. Raises ObjectStoreError."""
+    """Raise ObjectStoreError if the bucket is missing. A missing object is not a failure."""
     if "NoSuchBucket" in str(error):
         raise ObjectStoreError("there is no such bucket") from error
 
 
-def _told(error: BaseException) -> ObjectStoreError:
-    """The library's error as ours."""
+def _store_error(error: BaseException) -> ObjectStoreError:
+    """Convert the library's error."""
     return ObjectStoreError(str(error).partition("\n")[0][:_LONGEST_REASON])
 
 
 def block_objects(
     path: Path, config: ResolvedEngineConfig, cache: KVCache, *, is_row_exact: bool
 ) -> BlockObjects:
-    """The objects of ``config`` for an engine of the checkpoint folder ``path``; ``is_row_exact``
-    as for ``block_identity``. Nothing is asked of the store. Raises ConfigError if there can be
-    none."""
+    """Open the object store of ``config`` for an engine of the checkpoint folder ``path``.
+
+    ``is_row_exact`` is as for ``block_identity``. No request is sent to the store. Raises
+    ConfigError if the settings do not allow one.
+    """
     identity = kept_identity("object_cache_url", path, config, cache, is_row_exact=is_row_exact)
     num_layers, _, layer_bytes = cache.blocks.shape
     url, timeout_s = config.object_cache_url, config.object_cache_timeout_s
@@ -191,7 +201,7 @@ def block_objects(
 
 
 def open_store(url: str, timeout_s: float) -> ObjectStore:
-    """The store, with credentials and endpoint of the environment."""
+    """Open a store, with credentials and endpoint from the environment. Raises ConfigError."""
     from obstore.store import from_url
 
     exempt_loopback()
@@ -218,5 +228,5 @@ def open_store(url: str, timeout_s: float) -> ObjectStore:
 
 
 def _without_secrets(url: str) -> str:
-    """What can be shown of an address that somebody may have put a password into."""
+    """Return an address without passwords that it may contain."""
     return redact_urls(url).partition("?")[0]

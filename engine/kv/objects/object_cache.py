@@ -1,4 +1,4 @@
-"""Blocks in an object store that all workers of a kind share."""
+"""Object cache of an engine: blocks in an object store that all workers of a kind share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from millrace.engine.kv.objects.object_writer import ObjectWriter
 from millrace.engine.kv.objects.store_view import StoreView
 from millrace.engine.threads.tasks import TaskThreads
 
-# Steps go before writing; reads are waited for.
+# Writing has a lower priority than steps. Reading does not, since sequences wait for it.
 _WRITE_NICENESS = 10
-# Of the requests at a time, as many are for writing.
+# One thread for writing for this many for reading.
 _WRITING_SHARE = 4
 
 
 class ObjectFigures(NamedTuple):
-    """What went to an object store and came back, in blocks and their bytes; how often something
-    was not there, how many requests failed or brought something else than was written, how many
-    blocks were not written for that or for want of time; and whether the store is left alone
-    now."""
+    """Figures of the exchange with an object store.
+
+    Attributes:
+        num_absent: Reads of objects that the store did not have.
+        num_failures: Requests that failed or returned other contents.
+        num_dropped_blocks: Blocks not written, after a failure or for lack of time.
+        is_left_alone: True while the store is not used after a failure.
+    """
 
     num_written_blocks: int = 0
     num_written_bytes: int = 0
@@ -37,8 +41,10 @@ class ObjectFigures(NamedTuple):
 
 
 class ObjectCache:
-    """What reads from a store as a ``tier`` of arrivals, and what writes to it. For the thread that
-    steps; ``wake`` is called on any when there is something to ``settle``."""
+    """Object cache: a ``tier`` of arrivals that reads from a store, and a ``writer``.
+
+    For the step's thread. ``wake`` is called on any thread when there is something to ``settle``.
+    """
 
     def __init__(
         self,
@@ -75,7 +81,7 @@ class ObjectCache:
         tables.host.pinned_elsewhere.append(self.writer.pinned_keys)
 
     def figures(self) -> ObjectFigures:
-        """How it stands."""
+        """Return counters and state."""
         tier, writer, size = self.tier, self.writer, self._block_bytes
         return ObjectFigures(
             writer.num_written_blocks,

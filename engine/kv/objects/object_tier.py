@@ -1,4 +1,4 @@
-"""An object store as a tier that blocks can be brought from."""
+"""Object store as a tier from which blocks are fetched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Ended(enum.Enum):
-    """What became of the reading of an object."""
+    """Outcome of reading an object."""
 
     READ = "read"
     ABSENT = "absent"
@@ -37,15 +37,17 @@ class _Ended(enum.Enum):
 
 
 class _Object(NamedTuple):
-    """What is wanted of an object."""
+    """Object to read, and the memory for its blocks."""
 
     last_key: bytes
     places: list[ObjectPlace]
 
 
 class _Reading:
-    """The objects of a part, which several threads read at once. The first that does not come ends
-    it: what is behind that is of no use."""
+    """Reading of the objects of a part, by several threads at once.
+
+    The first object that does not arrive ends it, since later blocks cannot be used without it.
+    """
 
     def __init__(self, part: TierPart, objects: list[_Object]) -> None:
         self.part = part
@@ -64,7 +66,7 @@ class _Reading:
         return number < self._end
 
     def note(self, number: int, ended: _Ended, num_good: int) -> bool:
-        """Whether it was the last one."""
+        """Record the outcome of an object. Return whether it was the last one."""
         with self._lock:
             self.ended[number], self.num_good[number] = ended, num_good
             if ended is not _Ended.READ:
@@ -75,11 +77,11 @@ class _Reading:
 
 
 class ObjectTier:
-    """Reads blocks of long prompts from an object store; see ``Tier``.
+    """Tier that reads blocks of long prompts from an object store. See ``CacheTier``.
 
-    What is there is not known beforehand: others write to it all the time. So it is looked for when
-    a prompt comes that is long enough, by reading it, unless it was not there a moment ago; who
-    asks for it waits for an answer, while others go on.
+    The contents of the store are not known, since other workers write to it all the time. For each
+    prompt that is long enough, the tier tries to read, unless the object was absent a moment ago.
+    The sequence waits for the result, while others run.
     """
 
     source: Source = "object"
@@ -107,10 +109,10 @@ class ObjectTier:
         self.num_absent = 0
         self.num_failures = 0
 
-    # --- what Arrivals asks ---
+    # --- interface of CacheTier ---
 
     def has(self, sequence: Sequence, _key: bytes, index: int, /) -> bool:
-        """See ``Tier``. That it may be there is as much as is known."""
+        """Return whether the store may have the block. See ``CacheTier``."""
         if sequence.num_tokens < self._min_tokens or self._circuit.is_open:
             return False
         end = (index // self._objects.num_blocks + 1) * self._objects.num_blocks
@@ -118,8 +120,11 @@ class ObjectTier:
         return end <= len(keys) and not self._known.is_absent(keys[end - 1])
 
     def _keys_of(self, sequence: Sequence) -> list[bytes]:
-        """Those of all its full blocks: an object is named by its last one, which may be that of
-        the prompt, too, though it is not looked for."""
+        """Return the keys of all full blocks of a sequence.
+
+        An object is named by its last block. That may be the last block of the prompt, which is not
+        itself looked up.
+        """
         num_blocks = sequence.num_tokens // self._size
         keys = sequence.block_keys
         if len(keys) < num_blocks:
@@ -133,11 +138,11 @@ class ObjectTier:
         return keys
 
     def brings_s(self, _sequence: Sequence, num_blocks: int, /) -> float:
-        """See ``Tier``."""
+        """Predict the seconds of a read. See ``CacheTier``."""
         return self._speed.brings_s(num_blocks * self._objects.block_bytes)
 
     def begin(self, part: TierPart, on_done: Callable[[TierPart], None]) -> None:
-        """See ``Tier``."""
+        """Start to read a part. See ``CacheTier``."""
         reading = self._readings[part] = _Reading(part, self._objects_of(part))
         for number in range(len(reading.objects)):
             self._threads.submit(partial(self._read, reading, number, on_done))
@@ -159,7 +164,7 @@ class ObjectTier:
             for run, blocks in groupby(wanted, key=lambda one: one[0] // num_blocks)
         ]
 
-    # --- on threads ---
+    # --- reading threads ---
 
     def _read(self, reading: _Reading, number: int, on_done: Callable[[TierPart], None]) -> None:
         one = reading.objects[number]
@@ -182,10 +187,10 @@ class ObjectTier:
             if reading.note(number, ended, num_good):
                 on_done(reading.part)
 
-    # --- what came of it ---
+    # --- results ---
 
     def finish(self, part: TierPart, _now_s: float) -> None:
-        """See ``Tier``."""
+        """Record the result of a read. See ``CacheTier``."""
         reading = self._readings.pop(part)
         part.num_good = self._num_leading(reading)
         for one, ended in zip(reading.objects, reading.ended, strict=True):
@@ -202,7 +207,7 @@ class ObjectTier:
 
     @staticmethod
     def _num_leading(reading: _Reading) -> int:
-        """Blocks that are good before the first that is not."""
+        """Count the good blocks before the first bad one."""
         num_leading = 0
         for one, num_good in zip(reading.objects, reading.num_good, strict=True):
             num_leading += num_good
@@ -222,9 +227,9 @@ class ObjectTier:
             case _Ended.DAMAGED:
                 self.num_failures += 1
                 self._known.note_damaged(last_key)
-                _log.warning("an object of the KV cache is not what was written, and is computed")
+                _log.warning("an object of the KV cache is damaged; its tokens are computed")
             case _Ended.FAILED:
                 self.num_failures += 1
                 self._circuit.note_failure(why)
             case _Ended.NOT_READ:
-                """Nothing is known of it."""
+                """There is nothing to note."""

@@ -1,4 +1,4 @@
-"""Writes blocks to an object store behind the requests that computed them."""
+"""Writer of blocks to an object store, after the requests that computed them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from millrace.engine.kv.objects.block_objects import ObjectStoreError
 from millrace.engine.kv.objects.store_view import StoreView
 from millrace.engine.threads.tasks import TaskThreads
 
-# What waits to be written holds its host memory; of that it takes so much, or half of it.
+# Limit of blocks that wait to be written, which hold host memory. It is also at most half of that
+# memory.
 _MAX_UNWRITTEN_BYTES = 128 << 20
-# Of prefixes that are to be written once they were unused for a while: 30 MB of keys.
+# Maximum keys of prefixes that are due later, 30 MB of keys.
 _MAX_NOTED_KEYS = 1 << 19
 
 
 class _Prefix:
-    """A prefix that is due to be written, from the block ``next`` on."""
+    """Prefix to write at ``due_s``, from the block ``next`` on."""
 
     __slots__ = ("due_s", "keys", "next")
 
@@ -32,8 +33,13 @@ class _Prefix:
 
 
 class _Written(NamedTuple):
-    """``answer_s``: what looking for it took, if that was done. It ``was_there`` already, or was
-    put there, or neither for the reason ``why``; an empty one is that nobody tried."""
+    """Result of writing a run.
+
+    Attributes:
+        answer_s: Seconds of the request that checked for the object; None without one.
+        was_there: True if the object existed.
+        why: Error of the request; empty if there was no attempt. None if the run is in the store.
+    """
 
     keys: list[bytes]
     answer_s: float | None = None
@@ -42,12 +48,13 @@ class _Written(NamedTuple):
 
 
 class ObjectWriter:
-    """Writes the long prefixes of sequences that ended ``delay_s`` ago, as far as their blocks are
-    here still; what only the device has is copied into host memory first, a few blocks a call.
+    """Writer of the long prefixes of sequences that ended ``delay_s`` ago.
 
-    Writing is on threads of its own, all else for one caller: ``note`` when a sequence gives its
-    table back, and ``settle`` now and then. ``on_done`` is called on those threads when there is
-    something to settle. Where more is to be written than can be, the newest is dropped.
+    It writes the blocks that are still here. Blocks that only the device has are copied into host
+    memory first, a few per call. Writing is on threads of its own; all other calls are for one
+    thread: ``note`` when a sequence releases its table, and ``settle`` regularly. ``on_done`` is
+    called on those threads when there is something to settle. If more prefixes are due than can be
+    written, the newest are dropped.
     """
 
     def __init__(
@@ -81,7 +88,7 @@ class ObjectWriter:
         self._noted_ends: set[bytes] = set()
         self._num_noted_keys = 0
         self._unsettled: list[list[bytes]] = []
-        self._writing: dict[bytes, list[bytes]] = {}  # by their last key, those unsettled included
+        self._writing: dict[bytes, list[bytes]] = {}  # by last key, unsettled ones included
         self._written: deque[_Written] = deque()
         self.num_written_blocks = 0
         self.num_dropped_blocks = 0
@@ -89,11 +96,11 @@ class ObjectWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something is written, or is to be."""
+        """True while blocks are being written or wait for it."""
         return bool(self._writing or self._noted)
 
     def note(self, keys: Sequence[bytes], now_s: float) -> None:
-        """A sequence ended whose blocks with these keys are in the prefix cache."""
+        """Note the end of a sequence whose blocks with these keys are in the prefix cache."""
         num_blocks = self._objects.num_blocks
         end = len(keys) // num_blocks * num_blocks
         if len(keys) < self._min_blocks:
@@ -109,7 +116,7 @@ class ObjectWriter:
         self._noted.append(_Prefix(list(keys[:end]), now_s + self._delay_s))
 
     def settle(self) -> None:
-        """Take in what was written since, and begin to write what is due."""
+        """Take over finished writes, and start to write what is due."""
         while self._written:
             self._note_written(self._written.popleft())
         if self._noted and not self._circuit.is_open:
@@ -131,7 +138,7 @@ class ObjectWriter:
                 if num_left < 0:
                     return
                 if not self._hold(keys, missing):
-                    keys = []  # of what is behind it nobody would have use
+                    keys = []  # later blocks cannot be used without this run
             prefix.next += len(keys)
             if not keys:
                 self._noted.popleft()
@@ -139,13 +146,16 @@ class ObjectWriter:
                 self._num_noted_keys -= len(prefix.keys)
 
     def _hold(self, keys: list[bytes], missing: list[bytes]) -> bool:
-        """Have a run in host memory until it is written; whether all of it is to be had."""
+        """Pin a run in host memory until it is written.
+
+        Return whether all its blocks are available.
+        """
         found = [self._tables.cached.block_of(key) for key in missing]
         blocks = [block for block in found if block is not None]
         if len(blocks) < len(missing):
             return False
         here = [key for key in keys if key in self._host]
-        self._host.pin(here)  # before the others make room
+        self._host.pin(here)  # so that the new copies do not evict these
         if missing and self._host.store(missing, blocks) < len(missing):
             self._host.unpin(here)
             return False
@@ -155,7 +165,7 @@ class ObjectWriter:
         return True
 
     def _write(self, keys: list[bytes], pieces: list[list[memoryview]]) -> None:
-        """On a thread."""
+        """Write a run, on one of the writer's threads."""
         written = _Written(keys, why="")
         try:
             if not self._circuit.is_open:
@@ -167,7 +177,7 @@ class ObjectWriter:
             self._on_done()
 
     def _put(self, keys: list[bytes], pieces: list[list[memoryview]]) -> _Written:
-        """Raises ObjectStoreError."""
+        """Write a run unless the store has it. Raises ObjectStoreError."""
         answer_s = None
         if not self._known.is_damaged(keys[-1]):
             begin_s = time.perf_counter()
@@ -196,6 +206,6 @@ class ObjectWriter:
             self._circuit.note_failure(written.why)
 
     def pinned_keys(self) -> Iterator[bytes]:
-        """Those whose copies in host memory are written."""
+        """Iterate over the keys whose copies in host memory are being written."""
         for keys in self._writing.values():
             yield from keys

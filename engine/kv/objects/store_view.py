@@ -1,4 +1,4 @@
-"""An object store as one engine knows it."""
+"""State of an object store as one engine has observed it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from millrace.engine.kv.objects.block_objects import BlockObjects
 
 _log = logging.getLogger(__name__)
 
-# After a failure, and twice as long after each that follows it.
+# Pause after a failure. It doubles with each failure that follows, up to a minute.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _MAX_KNOWN = 1 << 16
-# Others may have written it by then.
+# Time after which another worker may have written an absent object.
 _ABSENT_S = 10.0
-# What a store is taken to be like before something was measured, and what a later measurement
-# counts.
+# Latency, bandwidth and hit rate assumed before the first measurement, and weight of the latest
+# measurement in the EWMAs.
 _ASSUMED_WAIT_S, _ASSUMED_BYTES_PER_S, _ASSUMED_FOUND = 0.03, 1e9, 0.5
 _NEWEST_WEIGHT = 0.2
-# Where next to nothing was found lately, long prompts are still worth a look.
+# Lower bound of the hit rate, so that long prompts still look in the store.
 _LEAST_FOUND = 0.1
 
 
 class Circuit:
-    """Whether a store is to be asked: not for a while after it failed. What was under way meanwhile
-    fails for the same reason, and makes the pause no longer. Notes are for one thread;
-    ``is_open`` is for any."""
+    """Circuit breaker of a store: it is not used for a while after a failure.
+
+    Requests that were in flight then fail for the same reason, and do not prolong the pause. Notes
+    are for one thread; ``is_open`` is for any.
+    """
 
     def __init__(self, monotonic: Callable[[], float]) -> None:
         self._monotonic = monotonic
@@ -35,14 +37,14 @@ class Circuit:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is left alone now."""
+        """True while the store is not used."""
         return self._monotonic() < self._until_s
 
     def note_failure(self, why: str) -> None:
         if self.is_open:
             return
         _log.warning(
-            "the object store of the KV cache is left alone for %g s: %s", self._pause_s, why
+            "the KV cache's object store failed; no requests for %g s: %s", self._pause_s, why
         )
         self._until_s = self._monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
@@ -53,7 +55,7 @@ class Circuit:
 
 
 class KnownObjects:
-    """Runs, by the key of their last block, that were there, and that were not a moment ago."""
+    """Runs that the store had, or did not have a moment ago, by the key of their last block."""
 
     def __init__(self, monotonic: Callable[[], float], max_known: int = _MAX_KNOWN) -> None:
         self._monotonic = monotonic
@@ -63,16 +65,16 @@ class KnownObjects:
         self._damaged: set[bytes] = set()
 
     def is_present(self, last_key: bytes) -> bool:
-        """Whether it was there when it was last used here."""
+        """Return whether the store had the run when it was last used here."""
         return last_key in self._present
 
     def is_absent(self, last_key: bytes) -> bool:
-        """Whether looking again is too early."""
+        """Return whether it is too early to look again."""
         until_s = self._absent.get(last_key)
         return until_s is not None and self._monotonic() < until_s
 
     def is_damaged(self, last_key: bytes) -> bool:
-        """Whether what is there is to be overwritten."""
+        """Return whether the object is damaged and has to be overwritten."""
         return last_key in self._damaged
 
     def note_present(self, last_key: bytes) -> None:
@@ -91,15 +93,14 @@ class KnownObjects:
             self._absent.popitem(last=False)
 
     def note_damaged(self, last_key: bytes) -> None:
-        """It is not what was written: absent until it is written anew."""
+        """Note that an object has other contents: it counts as absent until it is written again."""
         self.note_absent(last_key)
         if len(self._damaged) < self._max_known:
             self._damaged.add(last_key)
 
 
 class StoreSpeed:
-    """How long a store takes to answer, how fast blocks come then, and which share of the looks
-    found some."""
+    """Speed of a store as EWMAs: its latency, its bandwidth, and the hit rate of reads."""
 
     def __init__(self) -> None:
         self.wait_s = _ASSUMED_WAIT_S
@@ -108,12 +109,15 @@ class StoreSpeed:
         self._found = _ASSUMED_FOUND
 
     def brings_s(self, num_bytes: int) -> float:
-        """What so many bytes are predicted to take. That a look may be in vain counts as waiting
-        once more for each that is, so that looking pays where this is less than computing."""
+        """Predict the seconds to read ``num_bytes``.
+
+        The latency is divided by the hit rate, to count reads that find nothing. So looking pays
+        where this is less than computing.
+        """
         return self.wait_s / max(self._found, _LEAST_FOUND) + num_bytes / self.bytes_per_s
 
     def note_answer(self, wait_s: float) -> None:
-        """A request that brought nothing took so long."""
+        """Note the latency of a request that returned no blocks."""
         self.wait_s += _NEWEST_WEIGHT * (wait_s - self.wait_s)
 
     def note_bytes(self, num_bytes: int, read_s: float) -> None:
@@ -127,8 +131,8 @@ class StoreSpeed:
 
 
 class StoreView:
-    """The objects of an engine's blocks, those of prefixes of at least ``min_tokens``: which were
-    there lately, how fast they come, and whether the store is to be asked now."""
+    """View of a store's objects for prefixes of at least ``min_tokens``: known objects, circuit
+    breaker and speed."""
 
     def __init__(
         self, objects: BlockObjects, min_tokens: int, monotonic: Callable[[], float]

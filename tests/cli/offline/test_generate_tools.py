@@ -132,7 +132,7 @@ def test_bad_conversations_are_named(
         ("nowhere.gguf", "The file nowhere.gguf does not exist"),
         ("models/nowhere.gguf", "The file models/nowhere.gguf does not exist"),
         ("weights.bin", "weights.bin is a file; a model is a folder"),
-        ("tiny.gguf", "llama.cpp computes and this command does not: serve it with millrace up"),
+        ("tiny.gguf", "only llama.cpp runs, not this command: serve it with millrace up"),
     ],
 )
 @pytest.mark.parametrize("command", ["generate", "embed"])

@@ -402,5 +402,5 @@ def test_an_embedding_has_no_grammar(engine: Engine, tokenizer: Tokenizer) -> No
     embedding = msgspec.structs.replace(ask("a", regex("a")), pooling=Pooling.LAST)
     assert run(engine, tokenizer, embedding).error("a") == (
         ParameterError.code,
-        "A request for an embedding takes no grammar.",
+        "A request for an embedding or labels takes no grammar; leave it out.",
     )

@@ -302,7 +302,7 @@ def _runs(pid: int) -> bool:
                 "dtype": "bfloat16",
                 "kernels": "native",
             },
-            "there is nothing to propose from",
+            "so no tokens can be proposed",
         ),
         ({"pipeline_parallel": 2, "collectives": "gloo"}, "linked by shared memory"),
         ({"kv_cache_dtype": "fp8"}, "for the kernels of a GPU"),

@@ -114,7 +114,7 @@ def test_a_draft_with_another_vocabulary_is_refused(checkpoint: Path, tmp_path: 
         head_dim=32,
         max_position_embeddings=2048,
     )
-    with pytest.raises(ConfigError, match="needs the same vocabulary"):
+    with pytest.raises(ConfigError, match="a draft with the same vocabulary"):
         load(checkpoint, f"draft={tmp_path / 'small'}")
 
 

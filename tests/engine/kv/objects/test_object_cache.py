@@ -263,7 +263,7 @@ def test_it_needs_what_it_is_below(llama: tuple[Path, Any], config: dict[str, An
 
 
 def test_random_weights_are_not_kept(llama: tuple[Path, Any]) -> None:
-    with pytest.raises(ConfigError, match="weights that can be told from others"):
+    with pytest.raises(ConfigError, match="needs weights with a fingerprint"):
         _load(llama[0], "file:///tmp/x", load_format="dummy")
 
 
