@@ -64,8 +64,8 @@ def test_weights_are_quantized_when_they_are_loaded(
     ("options", "told"),
     [
         (("--gpu-memory-fraction", "1.5"), "gpu_memory_fraction must be above 0"),
-        (("--kv-cache-dtype", "fp8"), "for the kernels of a GPU"),
-        (("--deterministic",), "for the kernels of a GPU"),
+        (("--kv-cache-dtype", "fp8"), "need the kernels of a GPU"),
+        (("--deterministic",), "need the kernels of a GPU"),
         (("--speculation", "ngram", "--dtype", "float32"), "by the compiled kernels of a CPU"),
         (("--speculation", "ngram", "--kernels", "reference"), "by the compiled kernels of a CPU"),
         (("--load-format", "guess"), "choose auto, dummy"),
