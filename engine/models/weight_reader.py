@@ -153,8 +153,8 @@ class WeightReader:
         if not self._said_wide:
             self._said_wide = True
             _log.warning(
-                "%s: the inputs of %s and other modules are quantized in a reordered layout, of which "
-                "a rank's slice is kept in %s. A checkpoint without activation order takes less memory",
+                "%s: the inputs of %s and other modules are reordered, so a rank's slice of them is "
+                "kept in %s. A checkpoint without activation order takes less memory",
                 self.path,
                 module,
                 self._dtype,
@@ -340,8 +340,8 @@ class WeightReader:
         self._left -= unused
         if unused or quantization.has_cache_scales:
             _log.warning(
-                "%s: %d scales are ignored: the KV cache's format is engine.kv_cache_dtype, and scales "
-                "of inputs are computed at run time",
+                "%s: %d scales are ignored: engine.kv_cache_dtype sets the KV cache's format, and "
+                "scales of inputs are computed at run time",
                 self.path,
                 len(unused),
             )
