@@ -153,8 +153,8 @@ class WeightReader:
         if not self._said_wide:
             self._said_wide = True
             _log.warning(
-                "%s: the inputs of %s and other modules are reordered, so a rank's slice of them is "
-                "kept in %s. A checkpoint without activation order takes less memory",
+                "%s: the inputs of %s and other modules are reordered, so a rank's slice of them "
+                "is kept in %s. A checkpoint without activation order takes less memory",
                 self.path,
                 module,
                 self._dtype,
