@@ -31,7 +31,7 @@ def round_rows_kernel(
     STATIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Round a row with one scale: the largest magnitude over MOST, or ``static_scale`` if STATIC."""
+    """Round a row with one scale: the largest magnitude over MOST, or if STATIC a constant."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     source = rows + row * row_stride
