@@ -47,7 +47,7 @@ _TABLE = "gpu.txt"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if everything was measured and right, 1 if something failed; a goal may be missed."""
+    """Return 0 if everything was measured and correct, else 1; goals may be missed."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
     try:
@@ -107,7 +107,7 @@ def _run(
         if path:
             report.save(path)
         if report.environment is None:
-            return  # there is no such device: the row of the first section says why
+            return  # no such device: the first section's row has the reason
 
 
 def _machine(report: Report) -> str:
