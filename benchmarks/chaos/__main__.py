@@ -7,10 +7,10 @@ engine, of both workers, of the scheduler, alone or with a worker, of a gateway 
 at another), of nats-server, of Redis; SIGTERM of a worker, which drains; a part that stands still
 for five seconds; a second worker of a name. ``millrace up`` starts again what died. Further rounds
 kill a worker under what is hard to move: answers held to a JSON Schema, forced tool calls, three
-choices, log-probabilities, penalties; or either worker under long prompts, or one that drains while
-its streams' blocks are on their way. With ``--workers prefill:1,decode:1`` the first computes long
-prompts, and the second goes on with them. In the last round the disk is full for a while, which
-takes root: new requests have to be refused by name, and accepted within 10 s of room.
+choices, log-probabilities, penalties; or either worker under long prompts, or a worker that drains
+while its streams' blocks are being pulled. With ``--workers prefill:1,decode:1`` the first computes
+long prompts, and the second goes on with them. In the last round, which needs root, the disk is
+full for a while: new requests must be refused by name, and accepted within 10 s of room.
 
 Of each round it checks that no answer is lost, that no token index is missing or repeated, that
 each request has one record in ClickHouse, and that each answer is that of the undisturbed run,

@@ -129,8 +129,10 @@ class Streams:
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _is_whole(self, event: Event, struck: Struck, event_s: float) -> None:
-        """Wait until all parts serve, as far as both gateways can tell; until ``_FORGET_S`` after
-        the event they may believe in a worker that is gone."""
+        """Wait until all parts serve, as far as both gateways know.
+
+        Waits at least ``_FORGET_S`` after the event: until then gateways may count a lost worker.
+        """
         await asyncio.sleep(max(0.0, event_s + _FORGET_S - time.monotonic()))
         seen: set[str] = set()
 
@@ -235,8 +237,10 @@ def _job_ids(request_id: str, num_choices: int) -> list[str]:
 
 
 def is_other(answer: Answer, expected: Answer) -> bool:
-    """Whether an answer differs from the one that was to come: what a choice has, a token that was
-    told with its probability, or that probability."""
+    """Return whether an answer differs from the expected one.
+
+    Compares the content of choices, the reported tokens and their log-probabilities.
+    """
     if (answer.text, answer.finish_reason) != (expected.text, expected.finish_reason):
         return True
     if not (isinstance(answer, PartsAnswer) and isinstance(expected, PartsAnswer)):

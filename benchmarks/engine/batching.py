@@ -4,8 +4,8 @@
 
 The baselines live here alone. Static batching runs a batch until its longest answer ends, the
 others padded along; the gain over it should be near the longest of a batch over the mean length.
-A contiguous cache reserves the longest answer for each sequence that it admits, as nobody knows
-how long it will be. Chunked prefill is measured by the gaps in running streams while a long prompt
+A contiguous cache reserves the longest answer for each sequence that it admits, because the length
+is unknown. Chunked prefill is measured by the gaps in running streams while a long prompt
 enters, whole and in chunks.
 """
 

@@ -4,10 +4,9 @@
 
 Each start is a process of its own that computes a decode step of one stream in two layers of a
 100M Llama, as the engine does beside other processes (threads that sleep while they wait), first
-at rest, then while ``--beside`` processes of the lowest priority want whatever is left of the
-cores. Printed are the milliseconds of each and how many took twice as long as the quickest. The
-ceiling beside them is one thread alone, which has nobody to wait for: two that are slower share a
-core.
+at rest, then while ``--beside`` processes of the lowest priority use the idle cores. It prints the
+milliseconds of each start, and how many took twice as long as the fastest. The ceiling beside them
+is one thread alone, which waits for no other: two threads that are slower share a core.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def run(
     runs: int = 3,
     only: Literal["loads", "kill"] | None = None,
 ) -> Told:
-    """Measure ``model``, or one that is made for the run; report the medians of ``runs``."""
+    """Measure ``model``, or a new checkpoint; report the medians of ``runs``."""
     result = Result(engine=EngineKind(engine), cpu=cpu_name())
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_llama(Path(folder) / "llama-100m", _SHAPE)

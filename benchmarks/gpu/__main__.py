@@ -17,8 +17,8 @@ Sections, in their order (--only takes the beginning of a name, the ceilings are
   adapters        twenty LoRA adapters of rank 16 in one batch beside the base alone, at 1 to 256
                   streams, and steps while adapters are loaded; name it to give it time enough
   speculation     answers of which most was predicted, with proposals and without; deterministic
-  tiles           only if it is named: tiles of the kernels, or of those that --kernels has parts of
-                  the names of, beside the tiles that their tables choose
+  tiles           only if it is named: tiles of the kernels beside the tiles that their tables
+                  choose; --kernels selects kernels by parts of their names
 
 Each has a share of --minutes, and what it measured is written as it comes, so that a run that is
 cut leaves what it has. --smoke runs all of it with tiny models on the CPU, kernels in Triton's

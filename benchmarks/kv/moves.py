@@ -7,8 +7,8 @@
           drained: the longest time for which each stands still, less what the longest gap of one
           was undisturbed, p50 and p99; with blocks that move, and without (engine.transfer: false)
   roles   six prompts of so many tokens enter one after the other beside 8 streams, which make a
-          quarter as many tokens: one worker for prompts and one that decodes, against two that do
-          both: the streams' gaps p99, the prompts' TTFT p50
+          quarter as many tokens: a prefill worker and a decode worker, against two workers of both
+          roles: the streams' gaps p99, the prompts' TTFT p50
 
 A Llama of 100M parameters with random weights; the workers share the cores of one machine, which
 those of a cluster do not. The goals: 60 and 150 ms; 0.4 and 1.2 times.

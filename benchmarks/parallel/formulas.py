@@ -207,8 +207,8 @@ def step_of(group: Group, batch: int, context: int, device: Device = H200) -> St
 def head_gather(group: Group, batch: int, context: int, device: Device = H200) -> HeadGather:
     """Return the cost of a gather of all logits, and of candidates.
 
-    ``NUM_CANDIDATES`` of each row and rank have a number of 2 bytes and a logit of 4 bytes... as
-    computed below.
+    Of each row and rank, ``NUM_CANDIDATES`` candidates have a number and a logit each, as 2 and 4
+    bytes, in place of all logits.
     """
     logits_s = _all_gather_s(group, batch * group.model.vocab_size, device)
     numbers = batch * group.num_ranks * NUM_CANDIDATES * 3

@@ -2,10 +2,9 @@
 
 On real servers with one scheduler process and eight simulated workers. Conversations share one of
 a few system prompts and grow by each turn; between turns somebody reads. The same conversations run
-on a fresh system with each policy, at a load that leaves room and at one that does not. Nobody can
-find more in a cache than what conversations repeat, which is printed beside what was found; no
-policy can make more tokens than engines whose prompts cost nothing, which is printed as the
-ceiling.
+on a fresh system with each policy, at a load within capacity and at a load above it. The ceiling of
+the hit rate is the share that conversations repeat, which is printed beside the rate. The ceiling
+of the token rate is that of engines whose prompts cost nothing.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 A worker with its engine in a process of its own, on a real nats-server. While ``--streams``
 requests decode, one of them is cancelled at a random moment, from another connection, as a gateway
-does; it is over when the engine reports that it is not there any more and its blocks can be
-allocated. Another takes its place. An engine hears of a cancel between two steps, so the time is
-at most what is left of a step, and the way there. The goal: no more than one step + 5 ms.
+does. The measurement ends when the engine reports that the request is gone and its blocks are free.
+Another request takes its place. An engine receives a cancel between two steps, so the time is at
+most the rest of a step plus the transport. The goal: no more than one step + 5 ms.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ a tenant, for which the server makes a consumer, is timed for itself. Beside the
 the same run, what JetStream alone needs from publish to a pulling consumer at that rate, and how
 fast one consumer pulls and acknowledges, by bare nats-py.
 
-Dispatches per second of one core are those that the scheduler would make if it never waited for
-the others, who need the machine's cores as well: dispatches over its processor time.
+Dispatches per second of one core are dispatches over the scheduler's CPU time: its rate if it never
+waited for the other processes, which share the machine's cores.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """``neighbours``, ``replicas`` and ``backlog``: effect of one tenant's load on others.
 
-On real servers with a scheduler process and simulated workers. First a few quiet tenants alone,
-who ask, read the answer and ask again; then they beside three that ask for more than there is, one
-of them ten times as much as another, and one in requests four times as large. What counts is the
-work that each of the backlogged was given: a token of a prompt is 1, one that was made is 2. The
-gap between any two of them, over any part of the time, has the bound of VTC (Sheng et al.,
+It uses real servers with a scheduler process and simulated workers. First a few quiet tenants run
+alone: they ask, read the answer and ask again. Then they run beside three backlogged tenants, of
+which one asks for ten times as much as another, and one sends requests four times as large. The
+service of each backlogged tenant is measured: a token of a prompt counts 1, a generated token 2.
+The gap between any two of them, over any part of the time, has the bound of VTC (Sheng et al.,
 "Fairness in Serving Large Language Models", OSDI 2024): twice the weight of what can run at a time.
 Equal shares are what a perfect scheduler gives.
 
@@ -13,8 +13,8 @@ one tenant use one door and ask for four times as much as the other's, who use b
 is killed (``kill -9``) meanwhile and comes back. A system whose counters of service are each
 process's own ends at shares like the load's; equal ones are what one scheduler gives.
 
-At last one tenant's backlog of many jobs, and what the first job of each of several others waits
-for behind it, beside what it waits for with nobody there.
+At last one tenant has a backlog of many jobs, and the wait of the first job of each of several
+other tenants behind it is compared with the wait on an idle system.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """``prediction``: the predicted first token compared with the actual one.
 
 The real scheduler in virtual time, as ``millrace simulate`` has it, with simulated workers: the
-figures do not depend on the machine. Each load is one that makes requests wait. As a gateway does,
-every request notes what the scheduler last said of the first token of its tenant when it is sent;
-what counts is by which factor that is wrong, up or down, of the requests that were predicted to
-wait, or waited, a second or more. Nobody knows how long an answer will be, so nothing can be
-predicted exactly: lengths are drawn evenly from a half to one and a half of a mean.
+figures do not depend on the machine. Each load makes requests wait. Like a gateway, every request
+records the scheduler's latest prediction of its tenant's first token when it is sent. The figure is
+the factor, up or down, by which that is wrong, for requests that were predicted to wait, or waited,
+at least a second. The lengths of answers are unknown, so no prediction is exact: they are drawn
+evenly from a half to one and a half of a mean.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Libraries of the gateway without the gateway: the ceiling of any relay built on them.
 
 A process receives the same envelopes with nats-py, decodes them with msgspec, and writes the text
-of each stream to its client through uvicorn, by a bare ASGI handler that joins what is there and
-sends it. There is no parsing of requests, no queue, no state of a stream but its text.
+of each stream to its client through uvicorn, by a bare ASGI handler that joins waiting texts and
+sends them. There is no parsing of requests, no queue, and no state of a stream except its text.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from millrace.bench.clients.http_client import (
 )
 from millrace.bench.settings import ServerTarget, target_of
 
-# Routes below the base URL's path.
+# Routes below the path of the base URL.
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
 
