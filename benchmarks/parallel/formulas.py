@@ -130,8 +130,8 @@ class Largest(msgspec.Struct, frozen=True, kw_only=True):
 class HeadGather(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of gathering a batch's logits.
 
-    Compared with gathering only candidates, for requests that allow no other tokens; with the share
-    of the step.
+    ``candidates_us`` gathers only the candidates, which suffices for requests that allow no other
+    tokens. ``saved_share`` is the difference as a share of the step.
     """
 
     group: str
