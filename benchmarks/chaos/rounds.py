@@ -88,8 +88,9 @@ class Streams:
             self.usual_gaps_s = tuple(sorted(gaps))
 
     async def run(self, event: Event) -> Round:
-        """Run a load with an event in the middle. Raises AssertionError if a part does not
-        recover.
+        """Run a load with an event in the middle.
+
+        Raises AssertionError if a part does not recover.
         """
         if event.load not in self._undisturbed:
             await self.run_undisturbed(event.load)

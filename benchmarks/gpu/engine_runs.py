@@ -121,8 +121,9 @@ class EngineRun:
         return ids
 
     def step(self) -> list[EngineOutput]:
-        """Run one step. Raises RuntimeError if a request failed, after all others were
-        cancelled.
+        """Run one step.
+
+        Raises RuntimeError if a request failed, after all others were cancelled.
         """
         outputs = self.engine.step()
         for output in outputs:

@@ -133,8 +133,9 @@ class Pipeline:
         return SentStep(number, len(hidden), len(wanted), wants_states)
 
     def tell(self, command: PartCommand) -> None:
-        """Send a command to the ranks of other hosts, in order with the steps. Raises
-        RankLostError.
+        """Send a command to the ranks of other hosts, in order with the steps.
+
+        Raises RankLostError.
         """
         self._write(encode_command(command))
 

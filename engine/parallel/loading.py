@@ -102,8 +102,9 @@ class CpuGroup:
     def __init__(
         self, path: Path, config: ModelConfig, engine: ResolvedEngineConfig, folder: str
     ) -> None:
-        """Create the memory. Raises ConfigError for settings that a group of CPUs does not
-        support.
+        """Create the memory.
+
+        Raises ConfigError for settings that a group of CPUs does not support.
         """
         check_group(config, engine)
         check_engine(engine)

@@ -97,8 +97,9 @@ class ShardWriter:
         self.num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add ``tensor``, which is on the CPU. Raises OSError or SafetensorError on a failed
-        write.
+        """Add ``tensor``, which is on the CPU.
+
+        Raises OSError or SafetensorError on a failed write.
         """
         if self._waiting and self._waiting_bytes + tensor.nbytes > self._shard_bytes:
             self._write()

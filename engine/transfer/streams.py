@@ -49,8 +49,9 @@ class Stream:
         return bool(poll.poll(within_ms))
 
     def receive(self, size: int, *, may_end: bool = False) -> bytes:
-        """Return ``size`` bytes. With ``may_end``, raises PeerGoneError if the end comes before
-        any.
+        """Return ``size`` bytes.
+
+        With ``may_end``, raises PeerGoneError if the end comes before any.
         """
         data = bytearray(size)
         self._fill([memoryview(data)], may_end=may_end)
