@@ -57,8 +57,8 @@ def write_llama(path: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0) -> Pa
     """Write a bfloat16 Llama with its tokenizer to the folder ``path``; a seed determines it.
 
     Every token that greedy decoding can generate is two printable characters: rows of the head for
-    special tokens and single bytes are zero. So each system has text to send for each token, and
-    no answer ends early.
+    special tokens and single bytes are zero. So each system has text to send for each token, and no
+    answer ends early.
     """
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")

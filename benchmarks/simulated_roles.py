@@ -126,8 +126,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     They cover the requests of the window, except ``itl_ms_p99``, the moves, the switches and the
     utilisation by initial role, which cover the whole run. ``goodput`` is the share within the
-    limits,
-    ``goodput_per_s`` that share of the offered rate.
+    limits, ``goodput_per_s`` that share of the offered rate.
     """
 
     load: str
@@ -198,10 +197,9 @@ def _simulation_of(mean_context: int) -> SimulationConfig:
     """Return the step times of one H200 for a mean context of a prompt's tokens.
 
     A step reads the weights and the KV cache. Prompts are bound by products: 2 FLOP per parameter
-    and
-    token, and 4 per layer, number and attended token. The time that a sequence adds is interpolated
-    from a step of one sequence, bound by reads, to a step of all slots, bound by products if these
-    take longer.
+    and token, and 4 per layer, number and attended token. The time that a sequence adds is
+    interpolated from a step of one sequence, bound by reads, to a step of all slots, bound by
+    products if these take longer.
     """
     bytes_per_s, flop_per_s = _BYTES_PER_S * _BANDWIDTH_SHARE, _FP8_FLOP_PER_S * _FLOP_SHARE
     num_read = _PARAMETERS - _EMBEDDING

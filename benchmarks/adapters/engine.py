@@ -68,8 +68,7 @@ _COLD_RANK, _NUM_COLD, _NUM_BESIDE = 64, 8, 8
 
 
 class ColdFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """First tokens of requests whose adapter is in a local S3 server only, beside streams that
-    decode.
+    """First tokens of requests whose adapter is in a local S3 server, beside streams that decode.
 
     ``ttft`` is with the adapter loaded and not loaded. The other figures are the 99th percentile of
     the streams' time between tokens, without such requests and with them. All in ms.

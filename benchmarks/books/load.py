@@ -41,8 +41,7 @@ class Told(msgspec.Struct):
 
     ``usage`` holds prompt, cached and completion tokens of answered requests. Other requests were
     accepted, then left or cancelled. ``num_lost`` requests broke off before the client had their
-    ids:
-    they may have been accepted.
+    ids: they may have been accepted.
     """
 
     usage: dict[str, tuple[int, int, int]] = {}
@@ -65,9 +64,7 @@ class Told(msgspec.Struct):
 
 
 class BooksClient:
-    """Client of one tenant that repeats a request under its Idempotency-Key until it is
-    answered.
-    """
+    """Client of one tenant that repeats a request under its Idempotency-Key until answered."""
 
     def __init__(self, system: System, tenant: Tenant, told: Told) -> None:
         self._system = system

@@ -119,8 +119,7 @@ def _play(plan: Plan, folder: Path) -> tuple[Streams, list[Round]]:
 def _start(folder: Path, workers: str) -> System:
     settings = folder / "settings.yaml"
     # Either worker has room for all streams. Questions are alike, so the cache would attract most
-    # of
-    # them to one worker.
+    # of them to one worker.
     tree = {
         "worker": {"engine": {"max_num_sequences": _SLOTS}},
         "scheduler": {"placement": "least_loaded"},

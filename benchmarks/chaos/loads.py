@@ -177,9 +177,8 @@ class Load(msgspec.Struct, frozen=True):
     """Load of chaos clients.
 
     ``options`` returns a request's options by number of tokens and client. ``kinds`` are the
-    clients'
-    classes in turn. A request has ``num_choices`` jobs, with a record each. ``question`` has a
-    placeholder for the client's number.
+    clients' classes in turn. A request has ``num_choices`` jobs, with a record each. ``question``
+    has a placeholder for the client's number.
     """
 
     name: str
@@ -189,9 +188,7 @@ class Load(msgspec.Struct, frozen=True):
     question: str = "What is TTFT? {}"
 
     def clients(self, system: System, num_streams: int, num_tokens: int) -> list[TimedClient]:
-        """Return clients with the same questions each time, so that answers must be the same,
-        too.
-        """
+        """Return clients with the same questions each time, so that answers must be the same."""
         return [
             self.kinds[number % len(self.kinds)](
                 system, self.question.format(number), **self.options(num_tokens, number)

@@ -3,10 +3,10 @@
     python -m benchmarks.engine --only batching memory chunking
 
 The baselines live here alone. Static batching runs a batch until its longest answer ends, the
-others padded along; the gain over it should be near the longest of a batch over the mean length.
-A contiguous cache reserves the longest answer for each sequence that it admits, because the length
-is unknown. Chunked prefill is measured by the gaps in running streams while a long prompt
-enters, whole and in chunks.
+others padded along; the gain over it should be near the longest of a batch over the mean length. A
+contiguous cache reserves the longest answer for each sequence that it admits, because the length is
+unknown. Chunked prefill is measured by the gaps in running streams while a long prompt enters,
+whole and in chunks.
 """
 
 from __future__ import annotations

@@ -38,10 +38,9 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
 
     ``weight_bytes`` are read in each decode step, which bounds batch 1 to ``batch_1_tokens_per_s``
     unless caches hold part of them. ``instruction_flops`` is the rate of the vector units' dot
-    products
-    of bfloat16 pairs without memory reads, or 0 without such instructions. ``gemm_flops`` is the
-    rate of torch's product of two matrices. ``gemm_only_ms`` is the time of a decode step's linear
-    maps alone, by batch.
+    products of bfloat16 pairs without memory reads, or 0 without such instructions. ``gemm_flops``
+    is the rate of torch's product of two matrices. ``gemm_only_ms`` is the time of a decode step's
+    linear maps alone, by batch.
     """
 
     num_threads: int

@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine --only threads [--starts 8] [--beside 12] [--json FILE]
 
-Each start is a process of its own that computes a decode step of one stream in two layers of a
-100M Llama, as the engine does beside other processes (threads that sleep while they wait), first
-at rest, then while ``--beside`` processes of the lowest priority use the idle cores. It prints the
+Each start is a process of its own that computes a decode step of one stream in two layers of a 100M
+Llama, as the engine does beside other processes (threads that sleep while they wait), first at
+rest, then while ``--beside`` processes of the lowest priority use the idle cores. It prints the
 milliseconds of each start, and how many took twice as long as the fastest. The ceiling beside them
 is one thread alone, which waits for no other: two threads that are slower share a core.
 """

@@ -71,8 +71,7 @@ class LatencyFigures(msgspec.Struct, frozen=True, kw_only=True):
     """TTFT by both ways, and the gateway's share.
 
     The share is the difference of quantiles, and for each request its way in, its way out, and
-    both.
-    ``gateway_cpu_ms`` is the gateway's CPU time for a request of four tokens.
+    both. ``gateway_cpu_ms`` is the gateway's CPU time for a request of four tokens.
     """
 
     rate_per_s: float

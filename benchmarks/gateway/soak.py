@@ -240,8 +240,7 @@ class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of a soak run.
 
     ``growth`` is the memory's after the warm-up. ``left`` has the gauges, and the files, that did
-    not
-    return to their earlier values, with the excess. ``did`` counts the clients' actions.
+    not return to their earlier values, with the excess. ``did`` counts the clients' actions.
     """
 
     minutes: float
@@ -331,9 +330,7 @@ def _state(gateway: GatewayProcess) -> dict[str, float]:
 
 
 def _settle(gateway: GatewayProcess, before: dict[str, float]) -> tuple[dict[str, float], float]:
-    """Wait until values stop falling towards ``before``; return the excess and the seconds
-    waited.
-    """
+    """Wait until values stop falling; return the excess over ``before`` and the seconds waited."""
     start_s = time.monotonic()
     while True:
         left = {

@@ -46,8 +46,7 @@ def attention_input(
     fp8: bool,
     generator: torch.Generator,
 ) -> AttentionInput:
-    """Return a batch of sequences of ``lengths`` tokens; the last ``num_rows`` of each are the
-    step's.
+    """Return a batch of sequences of ``lengths`` tokens, the last ``num_rows`` of each new.
 
     Sequences with one row must come first. All numbers, and the order of the blocks, are random.
     """

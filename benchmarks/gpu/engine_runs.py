@@ -93,9 +93,7 @@ class EngineRun:
         temperature: float = TEMPERATURE,
         adapters: Sequence[AdapterRef | None] = (None,),
     ) -> list[str]:
-        """Add requests that run to their full length, with ``adapters`` in turns; return their
-        ids.
-        """
+        """Add requests that run to their full length, with ``adapters`` in turns; return ids."""
         ids = []
         for prompt, max_tokens in zip(prompts, num_output_tokens, strict=True):
             request_id = str(self._num_added)

@@ -28,9 +28,7 @@ class Mixture(NamedTuple):
     inner: int
 
     def cost(self, itemsize: int) -> Cost:
-        """Return the cost: each expert's weights once, and the rows; intermediate rows are
-        cached.
-        """
+        """Return the cost: each expert's weights once, and the rows, without cached ones."""
         weights = self.num_experts * 3 * self.hidden * self.inner
         moved = weights + 3 * self.num_rows * self.hidden
         flops = 6 * self.num_rows * self.num_chosen * self.hidden * self.inner

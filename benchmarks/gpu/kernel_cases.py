@@ -126,8 +126,7 @@ class Tiles(NamedTuple):
     """Possible tiles of a kernel.
 
     ``choice`` maps names of functions of ``module``, which choose the tile, to their return values
-    for
-    a given tile.
+    for a given tile.
     """
 
     module: ModuleType
@@ -163,8 +162,7 @@ def measure(
     """Emit a row for the works that ``make`` builds from 0, 1, …; return None if it failed.
 
     ``bound_by`` is "bytes" or "flops". The ``error`` may be up to ``tolerance``. ``rival`` builds
-    the
-    same work for torch, timed beside it. A scope that sweeps times ``tiles`` instead, and skips
+    the same work for torch, timed beside it. A scope that sweeps times ``tiles`` instead, and skips
     kernels without tiles.
     """
     timing = None

@@ -27,8 +27,7 @@ def run(scope: Scope) -> None:
 
 
 def sweep(scope: Scope) -> None:
-    """Time candidate tiles of each kernel, except tiles that do not fit the device or change
-    results.
+    """Time candidate tiles of each kernel that fit the device and keep results.
 
     A table is worth changing if the best tile is faster by more than the spread of its runs.
     """

@@ -67,9 +67,7 @@ def write_config(folder: Path, model: str, *, tiny: bool, **changes: Any) -> Mod
 
 
 def weight_bytes_per_step(config: ModelConfig) -> int:
-    """Return the bytes of all weights except an untied embedding, of which a step reads few
-    rows.
-    """
+    """Return the bytes of all weights except an untied embedding, which a step hardly reads."""
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return _BYTES * (num_parameters(config) - embedding)
 
@@ -92,9 +90,7 @@ def head_flops(config: ModelConfig) -> int:
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> int:
-    """Return the FLOPs of a prefill: linear maps, causal attention, and the head of its last
-    token.
-    """
+    """Return the FLOPs of a prefill: linear maps, causal attention, and the head of one token."""
     pairs = num_tokens * (num_tokens + 1) // 2
     width = config.num_attention_heads * config.head_dim
     attention = 4 * width * config.num_hidden_layers * pairs

@@ -136,9 +136,7 @@ def _heads(scope: Scope, num_rows: int) -> None:
 
 
 def _rotate_store_cost(scope: Scope, layer: Heads, num_tokens: int, *, fp8: bool) -> Cost:
-    """Return the cost: all heads read, queries written back, keys and values written to the
-    cache.
-    """
+    """Return the cost: heads read, queries written back, keys and values written to the cache."""
     num_pairs = 2 * layer.num_kv_heads
     heads_moved = 2 * layer.num_heads + num_pairs
     stored = num_pairs * ((layer.head_dim + 4) if fp8 else layer.head_dim * scope.dtype.itemsize)

@@ -36,9 +36,8 @@ class Scope:
     """Scope of a section.
 
     ``earlier`` are the rows of earlier sections. Rows are handed over when they are made, so that
-    the
-    rows of a section that is killed later are kept. With ``rehearsal``, each kernel runs once to be
-    compiled, and nothing is measured.
+    the rows of a section that is killed later are kept. With ``rehearsal``, each kernel runs once
+    to be compiled, and nothing is measured.
     """
 
     def __init__(
@@ -138,9 +137,7 @@ class Scope:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """Turn an error inside into a failed row and go on, unless the device cannot recover from
-        it.
-        """
+        """Turn an error inside into a failed row and go on, unless the device is lost."""
         try:
             yield
         except Exception as error:

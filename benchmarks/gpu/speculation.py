@@ -1,6 +1,4 @@
-"""Answers that were mostly predicted, on engines with and without proposals: the same tokens,
-faster.
-"""
+"""Answers that were mostly predicted, on engines with and without proposals."""
 
 from __future__ import annotations
 

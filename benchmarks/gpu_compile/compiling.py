@@ -35,8 +35,7 @@ class Variant(NamedTuple):
     """Compiled variant of a kernel.
 
     ``constants`` are its compile-time constants. ``spilled_bytes`` of a thread are in memory
-    instead of
-    registers. ``users`` are the models and steps that run it.
+    instead of registers. ``users`` are the models and steps that run it.
     """
 
     kernel: str
@@ -78,8 +77,7 @@ class Compilation:
     """Variants compiled inside ``instead_of_launching``.
 
     ``variants`` is by hash. ``failures`` has a sentence for each launch that did not compile, or
-    whose
-    grid exceeds a GPU's limits. ``user`` is recorded with each compiled variant.
+    whose grid exceeds a GPU's limits. ``user`` is recorded with each compiled variant.
     """
 
     def __init__(self) -> None:

@@ -77,9 +77,7 @@ def compile_model(
     deterministic: bool,
     steps: Sequence[Step] = STEPS,
 ) -> None:
-    """Compile everything that the engine launches for ``steps`` of a model in one of
-    ``FORMATS``.
-    """
+    """Compile the kernels of ``steps`` of a model in one of ``FORMATS``."""
     compilation.user = f"{name} {formats}" + (" deterministic" if deterministic else "")
     with compilation.instead_of_launching(), torch.inference_mode():
         kernels = choose_kernels("triton", torch.device("cuda"))

@@ -167,8 +167,7 @@ class Stream(msgspec.Struct):
     """Stream as a client read it.
 
     It has the ``text`` up to ``end``, which is ``[DONE]`` or the error. The client waited
-    ``first_s``
-    for the first event; ``silence_s`` is the longest pause after that.
+    ``first_s`` for the first event; ``silence_s`` is the longest pause after that.
     """
 
     host: int

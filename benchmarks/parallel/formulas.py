@@ -72,9 +72,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, including the embedding, of which a step reads one row per
-        token.
-        """
+        """Number of parameters, including the embedding, of which a step reads a row per token."""
         return self.num_layers * self.layer_parameters + 2 * self.head_parameters
 
     @property
@@ -184,8 +182,7 @@ def step_of(group: Group, batch: int, context: int, device: Device = H200) -> St
     """Return the step of a batch whose sequences attend to ``context`` tokens each.
 
     The batch is cut into as many parts as there are stages. A token takes the time of a part
-    through all stages and back, or the time of the slowest stage for all parts, if that is
-    longer.
+    through all stages and back, or the time of the slowest stage for all parts, if that is longer.
     """
     num_parts = min(group.num_stages, batch)
     rows = -(-batch // num_parts)

@@ -29,9 +29,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
 
     def prompts(self, run: int, vocab_size: int) -> list[Prompt]:
-        """Return the prompts of one run; runs share no prompts, so no cache has an earlier
-        one's.
-        """
+        """Return the prompts of one run; no other run shares a prompt that a cache could hold."""
         return shared_prefix_prompts(
             self.num_requests,
             self.num_shared_tokens,
@@ -81,8 +79,7 @@ def measure(
     """Return the medians over ``runs`` runs of a load, after one round of its clients as warm-up.
 
     The warm-up has the prompts of run ``first_run``. ``send`` sends prompts and returns when all
-    are
-    answered. Raises MissingTokensError.
+    are answered. Raises MissingTokensError.
     """
     send(load, load.prompts(first_run, vocab_size)[: load.streams])
     measured = []

@@ -14,9 +14,7 @@ MILLRACE = "millrace"
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Report: ``figures`` by load, then by system; ``failures`` has the reasons of failed
-    systems.
-    """
+    """Report: ``figures`` by load, then system; ``failures`` has failed systems' reasons."""
 
     ceilings: Ceilings
     figures: dict[str, dict[str, Figures]] = {}

@@ -1,6 +1,4 @@
-"""Systems reached over HTTP: their common client, and the start of the systems that a run
-starts.
-"""
+"""Systems reached over HTTP: their common client, and the start of local servers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``affinity``: workers chosen by their caches beside workers chosen by load.
 
-On real servers with one scheduler process and eight simulated workers. Conversations share one of
-a few system prompts and grow by each turn; between turns somebody reads. The same conversations run
+On real servers with one scheduler process and eight simulated workers. Conversations share one of a
+few system prompts and grow by each turn; between turns somebody reads. The same conversations run
 on a fresh system with each policy, at a load within capacity and at a load above it. The ceiling of
 the hit rate is the share that conversations repeat, which is printed beside the rate. The ceiling
 of the token rate is that of engines whose prompts cost nothing.
@@ -66,8 +66,7 @@ class _Result(NamedTuple):
     """Result of the answers that began after the warm-up.
 
     ``repeated`` is the share of the prompts' tokens that some worker has computed before, ``hit``
-    the
-    share that was found in a cache.
+    the share that was found in a cache.
     """
 
     repeated: float

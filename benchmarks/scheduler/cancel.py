@@ -60,9 +60,7 @@ class NoIndex:
 
 
 class Watch:
-    """Listener that gets each report of an engine before its worker; ``steps_ms`` are the last
-    steps.
-    """
+    """Listener that gets each report of an engine before its worker."""
 
     def __init__(self, client: EngineClient) -> None:
         self.stats = client.stats
@@ -131,9 +129,7 @@ class Bench:
         await self.watch.until_running(len(self._live))
 
     async def cancel_one(self) -> tuple[float, float]:
-        """Cancel a request; return the ms until its blocks were free, and the ms of the step in
-        flight.
-        """
+        """Cancel a request; return the ms until its blocks were free, and of the step in flight."""
         step_ms = percentile(self.watch.steps_ms, 0.5)
         await asyncio.sleep(self._random.random() * step_ms / 1e3)
         name = self._live.pop(self._random.randrange(len(self._live)))

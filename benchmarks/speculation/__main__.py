@@ -81,9 +81,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(runs: int = 6, requests: int = 2_000, only: str = "") -> Told:
-    """Print a line for each load with ``only`` in its name, then how many of ``requests``
-    differ.
-    """
+    """Print a line per load with ``only`` in its name, and how many of ``requests`` differ."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {
             Model.COPIER: write_copier(Path(folder) / "copier"),

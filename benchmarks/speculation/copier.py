@@ -31,8 +31,7 @@ def write_copier_head(
     """Write a head for ``write_copier``'s checkpoint ``target``, with a share of its successors.
 
     It does not need the features: its attention carries the token from the embedding to the head,
-    and
-    removes the features.
+    and removes the features.
     """
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(_config(shape), indent=2) + "\n")

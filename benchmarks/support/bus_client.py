@@ -54,8 +54,7 @@ class Service:
     """Service that publishes jobs, with their answers.
 
     Answers come to ``reply``, a name that no other service has. ``charged`` sums, by tenant, the
-    fair
-    share's charge for tokens: 1 for an uncached token of a prompt, ``output_weight`` for a
+    fair share's charge for tokens: 1 for an uncached token of a prompt, ``output_weight`` for a
     generated token.
     """
 

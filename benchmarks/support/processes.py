@@ -143,9 +143,7 @@ def read(processes: Sequence[psutil.Process]) -> dict[int, Reading]:
 
 
 def _voluntary_switches(pid: int) -> int:
-    """Return the switches of all its threads: the process's own file has only the first
-    thread's.
-    """
+    """Return the switches of all threads: the process's file counts the first thread only."""
     num_switches = 0
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         for line in status.read_text().splitlines():

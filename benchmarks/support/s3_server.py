@@ -17,9 +17,7 @@ _NICENESS = 19
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Yield the address of an empty bucket, to which this process and later children have
-    access.
-    """
+    """Yield the address of an empty bucket for this process and its later children."""
     server = S3Server(_NICENESS)
     try:
         os.environ |= s3_environment(server.url)

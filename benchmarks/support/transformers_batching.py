@@ -40,8 +40,7 @@ def answered(
     """Answer prompts with the requested numbers of tokens, ``streams`` at a time.
 
     Returns the times of the requests answered within ``limit_s``. Raises RuntimeError if the
-    manager
-    stops or fails on a request.
+    manager stops or fails on a request.
     """
     waiting, sent_s = iter(requests), dict[str, float]()
     measured: list[RequestTimes] = []

@@ -61,8 +61,7 @@ def system_first_token_s(folder: Path) -> tuple[float, float]:
 def import_times_ms(lines: Iterable[str]) -> tuple[dict[str, float], dict[str, float]]:
     """Parse the output of ``python -X importtime``.
 
-    Returns each top-level package's total own time, and the cumulative time of each of our
-    modules.
+    Returns each top-level package's total own time, and the cumulative time of each of our modules.
     """
     own_ms: dict[str, float] = defaultdict(float)
     cumulative_ms: dict[str, float] = {}

@@ -65,9 +65,7 @@ class AdaptedProducts:
             self._groups.append(_Group(weights.layers, rows))
 
     def qkv(self, layer: int, linear: Linear, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply [num_rows, num_inputs] to [num_rows, num_outputs] by ``linear`` and the
-        adapters.
-        """
+        """Multiply [num_rows, num_inputs] to [num_rows, num_outputs], adapters included."""
         out = linear(rows)
         for group in self._groups:
             _add(group.layers[layer].qkv, group.rows, rows, out)

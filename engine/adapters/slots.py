@@ -48,8 +48,7 @@ class _Shape(NamedTuple):
 
 
 class AdapterSlots:
-    """Memory for ``num_slots`` adapters of ranks up to ``max_rank``, allocated once at a fixed
-    address.
+    """Memory for ``num_slots`` adapters of ranks up to ``max_rank``, at a fixed address.
 
     Steps read ``data`` [num_slots, slot_size] and ``table`` int64 [num_slots, num_layers,
     len(Product), NUM_NUMBERS]. The owner decides when a slot may be written. An adapter fills its
@@ -116,9 +115,7 @@ def packed_slot(layers: Sequence[LayerSlices]) -> PackedSlot:
 
 
 def _packed(slices: Sequence[LowRank | None], place: int) -> tuple[list[int], list[torch.Tensor]]:
-    """Return the numbers of a product's matrices from ``place`` on, and its parts: all A, then each
-    B.
-    """
+    """Return the numbers of a product's matrices from ``place`` on, and all A, then each B."""
     numbers = [0] * NUM_NUMBERS
     numbers[0] = place
     present = [(index, one) for index, one in enumerate(slices) if one is not None]

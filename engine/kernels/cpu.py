@@ -77,8 +77,7 @@ class StepAdapters(NamedTuple):
 
     ``addresses`` is int64 [num_adapters], the address of each adapter's layers (see
     ``engine.adapters.packed``). ``of_rows`` is int32 [num_tokens], each row's adapter, or -1 for
-    none.
-    ``most_ranks`` is the largest number of ranks of an adapter in a product.
+    none. ``most_ranks`` is the largest number of ranks of an adapter in a product.
     """
 
     addresses: torch.Tensor
@@ -108,8 +107,7 @@ class CpuProducts:
         """Multiply ``rows`` [num_rows, num_inputs] with a weight, into ``out``.
 
         ``out`` is [num_rows, num_outputs], or half as wide with SwiGLU. The product is
-        batch-invariant: a
-        row's result has the same bits for any other rows.
+        batch-invariant: a row's result has the same bits for any other rows.
         """
         self._multiply(
             rows.data_ptr(),
@@ -177,8 +175,7 @@ class CpuKernels(CpuProducts):
         cache: PagedCache,
         slots: torch.Tensor,
     ) -> None:
-        """Normalise (with ``norms``) and rotate query and key heads in place, and store keys and
-        values.
+        """Normalise (with ``norms``) and rotate heads in place, and store keys and values.
 
         Args:
             heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim].
@@ -313,8 +310,7 @@ def _feature_arguments(features: StepFeatures) -> tuple[int, int, int]:
 def _functions(library: Path, *names: str) -> ctypes.CDLL:
     """Load the library and declare these functions."""
     # Loaded after torch, so that the library shares torch's OpenMP runtime: two runtimes would
-    # compete
-    # for the cores.
+    # compete for the cores.
     loaded = ctypes.CDLL(str(library))
     for name in names:
         getattr(loaded, name).argtypes = _SIGNATURES[name]

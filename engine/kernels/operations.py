@@ -126,7 +126,6 @@ class Operations(Protocol[BatchT_contra, MetadataT]):
         """Norm and rotate query and key heads, store keys and values, and attend causally.
 
         A layer with a sliding window attends to the last tokens only. ``heads`` is contiguous
-        [num_tokens,
-        num_heads + 2 * num_kv_heads, head_dim], queries first, then keys, then values; it may be
-        overwritten. Returns [num_tokens, num_heads * head_dim].
+        [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries first, then keys, then values;
+        it may be overwritten. Returns [num_tokens, num_heads * head_dim].
         """

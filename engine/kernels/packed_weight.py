@@ -61,8 +61,7 @@ class PackedWeight:
     """Weight [num_outputs, num_inputs] for the products of ``CpuKernels``.
 
     ``group_inputs`` inputs share a scale. Owns ``panels``. ``address`` is the address of a
-    ``Weight``,
-    valid while this object lives.
+    ``Weight``, valid while this object lives.
 
     Raises:
         ValueError: The inputs are no multiple of 8; a product would read past their end.

@@ -66,8 +66,8 @@ class SharedRanks:
     """View of a group by one rank: sums over all ranks, and messages of rank 0 to the others.
 
     A wait for other ranks beyond ``timeout_s``, or any ``abort``, ends the group. Waits and later
-    calls
-    then raise RanksFailedError. Use from one thread at a time; ``abort`` may be called from any.
+    calls then raise RanksFailedError. Use from one thread at a time; ``abort`` may be called from
+    any.
     """
 
     def __init__(
@@ -119,9 +119,7 @@ class SharedRanks:
         self._raise_if(failure)
 
     def gather(self, columns: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
-        """Join all ranks' contiguous ``columns`` [num_rows, widths[rank]] side by side on rank
-        0.
-        """
+        """Join all ranks' contiguous ``columns`` [num_rows, widths[rank]] on rank 0."""
         most = self._shape.buffer_bytes // (max(widths) * columns.element_size())
         pieces = [
             self._gather(columns[begin : begin + most], widths)

@@ -67,8 +67,7 @@ class StageLink:
 
     Messages are numbered from 0 on, and an end finishes a message before it begins the next one. A
     bounded wait beyond ``timeout_s``, or any ``abort``, ends the link. Waits and later calls then
-    raise
-    RanksFailedError. Use from one thread at a time; ``abort`` may be called from any.
+    raise RanksFailedError. Use from one thread at a time; ``abort`` may be called from any.
     """
 
     def __init__(

@@ -57,17 +57,13 @@ class DecoderWeights(NamedTuple):
     """Weights of a decoder.
 
     ``embedding`` is [vocab_size, hidden_size]. ``head`` yields logits, and is None in a checkpoint
-    for
-    embeddings or labels only. ``classifier`` is [num_labels, hidden_size] in float32, or None.
+    for embeddings or labels only. ``classifier`` is [num_labels, hidden_size] in float32, or None.
 
     One of several ranks has the embeddings and logits of its ``vocabulary_range``, and its own
     heads and slices of the other weights. Norms, routers and the classifier are on every rank. A
-    pipeline stage
-    has its layers. Only the first stage has embeddings; others have [0, hidden_size] of the same
-    dtype
-    and device. Only the last stage has ``head`` and ``final_norm``, which is [0] on others. The
-    first
-    and the last stage have ``classifier``.
+    pipeline stage has its layers. Only the first stage has embeddings; others have [0, hidden_size]
+    of the same dtype and device. Only the last stage has ``head`` and ``final_norm``, which is [0]
+    on others. The first and the last stage have ``classifier``.
     """
 
     embedding: torch.Tensor
@@ -92,10 +88,9 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
 
     One of several ranks runs its share, by ``shard_config``, with its own ``weights``. All ranks of
     ``collectives`` run the same batches at the same time and have the same hidden states. A
-    pipeline stage runs its
-    layers: the first stage by ``forward``, later ones by ``forward_hidden`` of the previous stage's
-    output. Only the last stage calls ``normed`` and ``logits``; ``labels`` is called by the first
-    or the last.
+    pipeline stage runs its layers: the first stage by ``forward``, later ones by ``forward_hidden``
+    of the previous stage's output. Only the last stage calls ``normed`` and ``logits``; ``labels``
+    is called by the first or the last.
     """
 
     def __init__(
@@ -120,9 +115,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
 
     @property
     def embedding(self) -> torch.Tensor:
-        """Embedding [vocab_size, hidden_size], a rank's part of it, or [0, hidden_size] on later
-        stages.
-        """
+        """Embedding: [vocab_size, hidden_size], a rank's part, or no rows on later stages."""
         return self._weights.embedding
 
     @property
@@ -241,9 +234,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return self._weights.head(self.normed(hidden))
 
     def labels(self, normed: torch.Tensor) -> torch.Tensor:
-        """Compute labels [num_rows, num_labels] of rows of ``normed``, float32, before
-        activation.
-        """
+        """Compute labels [num_rows, num_labels] of rows of ``normed``, before activation."""
         assert self._weights.classifier is not None, "the checkpoint has no classifier for labels"
         return torch.nn.functional.linear(normed.float(), self._weights.classifier)
 

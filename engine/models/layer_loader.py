@@ -39,8 +39,7 @@ def load_layer(
     number: int = 0,
     num_inputs: int | None = None,
 ) -> LayerWeights:
-    """Load layer ``number``, whose tensors begin with ``prefix``, or the slices of the reader's
-    shard.
+    """Load layer ``number``, with tensors below ``prefix``, or the shard's slices of it.
 
     Its attention has ``num_inputs`` inputs; the default is the hidden size.
     """

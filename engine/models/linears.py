@@ -30,9 +30,8 @@ class Projection(Linear):
     """Linear map of ``weight`` [num_outputs, num_inputs] and ``bias`` [num_outputs].
 
     bfloat16 weights on a CPU are laid out for its matrix units here, once. In the checkpoint's
-    layout
-    every product would convert them again. A product of 100M parameters and one row takes 8.5 ms
-    instead of 12 ms on two cores, and with 32 rows 11 ms instead of 14 ms.
+    layout every product would convert them again. A product of 100M parameters and one row takes
+    8.5 ms instead of 12 ms on two cores, and with 32 rows 11 ms instead of 14 ms.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -85,9 +84,7 @@ class PackedProjection(Linear):
         return self._into(total, rows, Finish.ADD)
 
     def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """Return SwiGLU of the projection; by ``swiglu`` if the kernel does not support the
-        width.
-        """
+        """Return SwiGLU of the projection, by ``swiglu`` for widths that the kernel rejects."""
         num_outputs = self.weight.num_outputs
         if num_outputs % (2 * PANEL_OUTPUTS):  # a panel would hold both gates and ups
             return swiglu(self(rows))
@@ -111,8 +108,7 @@ class DeviceLinear(Linear):
     """Linear map of ``weight`` [num_outputs, num_inputs] and ``bias`` [num_outputs] on a device.
 
     It uses the library's matrix products, or for few rows a kernel that reads the weights faster.
-    With
-    ``fixed`` it is batch-invariant: always a kernel of one order of summation, so that a row's
+    With ``fixed`` it is batch-invariant: always a kernel of one order of summation, so that a row's
     result does not depend on the number of rows.
     """
 

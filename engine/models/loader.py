@@ -58,8 +58,7 @@ def choose_dtype(
     """Return the dtype of computation: ``dtype`` by name, or for "auto" the checkpoint's own.
 
     On a CPU, "auto" widens a small checkpoint to float32, which is exact. But quantized weights,
-    and
-    weights that the kernels pack (``packs``), are multiplied in bfloat16, their own dtype.
+    and weights that the kernels pack (``packs``), are multiplied in bfloat16, their own dtype.
 
     Raises:
         ConfigError: The name is unknown.

@@ -1,7 +1,7 @@
 """Feed-forward part of a layer: a gated MLP or a mixture of experts.
 
-A mixture runs one expert after another if the host can read the routing, as on a CPU. Otherwise
-the experts' weights are stacked.
+A mixture runs one expert after another if the host can read the routing, as on a CPU. Otherwise the
+experts' weights are stacked.
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ class Rope:
     A rotation depends on the position alone, so a token's keys are the same in any chunk, any batch
     and any cache. For dynamic (NTK) scaling, whose frequencies depend on a sequence's length, the
     token at position p is rotated as the last of p + 1 tokens. transformers does the same when it
-    decodes
-    token by token with a cache, and up to the trained window there is no difference. In a longer
-    prompt, transformers rotates every token as if it were the last.
+    decodes token by token with a cache, and up to the trained window there is no difference. In a
+    longer prompt, transformers rotates every token as if it were the last.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -32,8 +31,7 @@ class Rope:
         self._amplitude: float = scaling.get("attention_factor", 1.0)
         self._window = config.max_position_embeddings
         # For the dynamic kind only: growth of the base with the length, and exponents of the base
-        # for
-        # each frequency.
+        # for each frequency.
         is_dynamic = scaling.get("rope_type") == "dynamic"
         self._growth: float | None = scaling["factor"] if is_dynamic else None
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)

@@ -17,9 +17,8 @@ class StackedExperts(NamedTuple):
     """Mixture of stacked experts, of which ``num_chosen`` compute each row.
 
     ``router`` scores the experts. ``gate_up`` is [num_experts, 2 * inner_size, hidden_size],
-    ``down`` is
-    [num_experts, hidden_size, inner_size]. ``kernels`` multiply tensors; other stacks multiply
-    themselves.
+    ``down`` is [num_experts, hidden_size, inner_size]. ``kernels`` multiply tensors; other stacks
+    multiply themselves.
 
     With ``fixed`` it is batch-invariant: a row's result does not depend on other rows. With
     ``is_part`` it has one rank's experts, from ``first_expert`` on; results of experts on other

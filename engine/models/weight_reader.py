@@ -65,10 +65,9 @@ class Makers(NamedTuple):
     """Makers of linear maps and mixtures.
 
     ``product`` makes maps of wide weights, ``quantized`` of quantized ones; ``quantize`` quantizes
-    wide
-    weights first. ``experts`` makes mixtures, with ``stacks`` of their quantized weights, or of
-    widened
-    ones without it. ``collectives`` sums products of which a rank has a part of the inputs.
+    wide weights first. ``experts`` makes mixtures, with ``stacks`` of their quantized weights, or
+    of widened ones without it. ``collectives`` sums products of which a rank has a part of the
+    inputs.
     """
 
     product: MakeLinear
@@ -281,8 +280,7 @@ class WeightReader:
         """Stack the weights of each prefix, with the named outputs one after another.
 
         Returns [len(prefixes), sum of outputs, num_inputs], or ``slices`` of it. Raises
-        CheckpointError
-        for quantized weights that cannot be multiplied together.
+        CheckpointError for quantized weights that cannot be multiplied together.
         """
         if self.makers.stacks is not None and (self._quantization or self.makers.quantize):
             experts = [self._expert(prefix, outputs, num_inputs, slices) for prefix in prefixes]

@@ -73,8 +73,7 @@ class JoinDevices(msgspec.Struct, frozen=True, array_like=True, tag="join_device
     """Request to load a rank's share of the checkpoint at ``path`` onto its own ``device``.
 
     Ranks meet at ``place``. ``link_fd`` is the file of the link, of ``link_shape``, on which the
-    rank
-    receives rank 0's messages as the reader of this number. It is -1 if they come by Gloo.
+    rank receives rank 0's messages as the reader of this number. It is -1 if they come by Gloo.
     """
 
     path: str

@@ -73,8 +73,7 @@ class StepResult(NamedTuple):
     """Result of a step.
 
     ``logits`` [num_wanted, vocab_size] are of the requested rows; ``states`` [num_tokens,
-    hidden_size]
-    are all rows after the final norm, if requested.
+    hidden_size] are all rows after the final norm, if requested.
     """
 
     logits: torch.Tensor
@@ -179,8 +178,7 @@ class GroupParts(NamedTuple):
     """Parts of a group's runner.
 
     ``config`` is the whole model's and ``cache`` holds all ranks' blocks. ``shard`` is rank 0's
-    share,
-    computed by ``decoder`` with the ``ranks`` of its stage.
+    share, computed by ``decoder`` with the ``ranks`` of its stage.
     """
 
     config: ModelConfig
@@ -197,8 +195,7 @@ class GroupRunner(ModelRunner):
     """Rank 0's runner, which computes steps together with the other ranks.
 
     Its KV cache covers all ranks, so that blocks are moved for all of them at once. A rank that
-    ends
-    or hangs ends the group: the next launch raises RankLostError, and the function given to
+    ends or hangs ends the group: the next launch raises RankLostError, and the function given to
     ``watch`` is called.
     """
 
@@ -334,8 +331,7 @@ class RemoteParts:
         """Use ``pipeline`` for commands and ``members`` for answers.
 
         ``block_bytes`` is the size of one block in all of these parts. Waiting for an answer ends
-        after
-        ``timeout_s``.
+        after ``timeout_s``.
         """
         self.block_bytes = block_bytes
         self._pipeline = pipeline

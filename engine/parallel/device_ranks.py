@@ -50,17 +50,14 @@ class StageLinks:
 
     Every rank works in the order in which rank 0 announces the steps. At most two steps are in
     flight: rank 0 launches step t + 1 only after it has read step t - 1, and reads step t after
-    that
-    launch. On each rank a step is: receive its hidden states, compute, begin to send the output. A
-    rank waits until its output was received before it overwrites that memory. A read on rank 0
-    is: receive the results of the step.
+    that launch. On each rank a step is: receive its hidden states, compute, begin to send the
+    output. A rank waits until its output was received before it overwrites that memory. A read on
+    rank 0 is: receive the results of the step.
 
     This order is free of deadlocks although a send ends only once its receiver arrives. Proof:
-    number
-    the work of stage s (of S stages) for step t as (t, s), its send to the next stage as (t, s +
-    1/2),
-    and the results of step t as (t + 1, 1/4), between the compute and the send of step t + 1 on the
-    first stage. Then each rank waits for smaller numbers only:
+    number the work of stage s (of S stages) for step t as (t, s), its send to the next stage as (t,
+    s + 1/2), and the results of step t as (t + 1, 1/4), between the compute and the send of step t
+    + 1 on the first stage. Then each rank waits for smaller numbers only:
 
     - To compute (t, s), a rank waits for its send (t - 1, s + 1/2) and its receive (t, s - 1/2).
     The
@@ -76,10 +73,8 @@ class StageLinks:
     on the other one.
 
     NCCL has one queue for both directions between two ranks of an exchange. The hidden states of
-    step
-    t + 1 and the results of step t would be in a different order on each side, so each channel is
-    an
-    exchange of its own.
+    step t + 1 and the results of step t would be in a different order on each side, so each channel
+    is an exchange of its own.
     """
 
     def __init__(
@@ -144,9 +139,7 @@ class StageLinks:
         _known(self._rows).receive(rows, _LAST)
 
     def _meet(self, nothing: torch.Tensor) -> None:
-        """Exchange a tensor once, because ranks with CUDA devices connect at their first
-        exchange.
-        """
+        """Exchange a tensor once: ranks with CUDA devices connect at their first exchange."""
         self.receive_hidden(nothing)
         self.send_hidden(nothing)
         if self._results is None:
@@ -174,9 +167,8 @@ class DeviceRanks:
     """Collectives of a rank with a device, see ``Collectives``.
 
     The ranks of a stage sum and gather by NCCL on CUDA devices and by Gloo on the CPU, and so do
-    the
-    ``links`` between stages. ``hosts`` joins all ranks of all stages beside the steps, always by
-    Gloo.
+    the ``links`` between stages. ``hosts`` joins all ranks of all stages beside the steps, always
+    by Gloo.
 
     Exchanges run on the device's stream in the order of the calls, and are part of recorded steps.
     Sums are in float32 and rounded once. With up to 4 ranks, or if ``fixed``, they are added in the
@@ -243,8 +235,7 @@ class DeviceRanks:
         rows.copy_(total)
 
     def gather(self, columns: torch.Tensor, num_columns: int) -> torch.Tensor | None:
-        """Join all ranks' contiguous ``columns`` to [num_rows, num_columns], on rank 0 of the
-        stage.
+        """Join all ranks' contiguous ``columns`` to [num_rows, num_columns], on rank 0.
 
         A rank's columns are those of its ``vocabulary_range``.
         """

@@ -224,9 +224,7 @@ class DeviceParts:
     """
 
     def __init__(self, lead: DeviceLead, block_bytes: int) -> None:
-        """Use ``lead`` for commands; ``block_bytes`` is the size of a block in all of these
-        parts.
-        """
+        """Use ``lead`` for commands; ``block_bytes`` is a block's size in all of these parts."""
         self.block_bytes = block_bytes
         self._lead = lead
 

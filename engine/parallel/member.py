@@ -1,5 +1,4 @@
-"""Process of a rank other than 0: ``python -m millrace.engine.parallel.member FD PARENT_PID
-CORES``.
+"""Process of a rank: ``python -m millrace.engine.parallel.member FD PARENT_PID CORES``.
 
 Rank 0 starts it (``Members``). The process ends when its socket is closed, which happens when rank
 0 ends. Unless PARENT_PID is 0, it also ends with the thread of PARENT_PID that started it.

@@ -90,8 +90,7 @@ class MemberProcess(Member):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(rank, ours)
         # A member ends with the thread that starts it if the kernel is asked to (die_with_parent).
-        # Only
-        # the main thread lives as long as the process.
+        # Only the main thread lives as long as the process.
         lives_as_long = threading.current_thread() is threading.main_thread()
         with theirs:
             command = python_command(

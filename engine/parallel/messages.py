@@ -1,8 +1,8 @@
 """Messages of rank 0 to the other ranks, and of a stage of CPUs to the next one.
 
 A message is a header of 64-bit numbers, the kind first, followed by the arrays that the header
-describes. Of a request it holds only the tokens that the step computes. Ranks on CPUs read
-messages by ``decode``. Ranks with a device read rank 0's messages by ``decode_told``.
+describes. Of a request it holds only the tokens that the step computes. Ranks on CPUs read messages
+by ``decode``. Ranks with a device read rank 0's messages by ``decode_told``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class StageStep(NamedTuple):
 
     ``hidden`` [num_tokens, hidden_size] is the input of the next layers. The last stage returns the
     logits of the rows ``wanted`` (int64), and with ``wants_states`` all states after the final
-    norm.
-    ``adapter_ids`` are the numbers of ``batch.adapters``.
+    norm. ``adapter_ids`` are the numbers of ``batch.adapters``.
     """
 
     batch: FlatBatch

@@ -1,6 +1,4 @@
-"""Rank of a group, on a CPU or on its own device: setup common to all, and work of ranks above
-0.
-"""
+"""Rank of a group, on a CPU or on its own device: its setup, and the work of ranks above 0."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ class Ranks(Collectives, Protocol):
     """
 
     def gather(self, columns: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
-        """Join all ranks' contiguous ``columns`` [num_rows, widths[rank]] side by side on rank
-        0.
-        """
+        """Join all ranks' contiguous ``columns`` [num_rows, widths[rank]] on rank 0."""
 
     def post(self, *parts: bytes | memoryview) -> None:
         """Send a message from rank 0 to all other ranks, which have met since the last one."""
@@ -75,9 +73,7 @@ class GlooRanks:
             rows.copy_(wide)
 
     def least(self, numbers: list[int]) -> list[int]:
-        """Return the elementwise minimum of the ranks' numbers, of which all ranks have equally
-        many.
-        """
+        """Return the elementwise minimum of the ranks' lists, which have equal lengths."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         self._exchange.do(lambda group: group.allreduce([tensor], dist.ReduceOp.MIN))
         least: list[int] = tensor.tolist()
@@ -88,9 +84,7 @@ class GlooRanks:
         self._exchange.wait_at_most(timeout_s)
 
     def gather(self, columns: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
-        """Join all ranks' contiguous ``columns`` [num_rows, widths[rank]] side by side on rank
-        0.
-        """
+        """Join all ranks' contiguous ``columns`` [num_rows, widths[rank]] on rank 0."""
         padded = columns.new_zeros(len(columns), max(widths))
         padded[:, : columns.shape[1]] = columns
         options = dist.GatherOptions()

@@ -85,8 +85,7 @@ class RankExchange:
     """Exchange of one rank with the others: by NCCL on CUDA devices, by Gloo on the CPU.
 
     On a CUDA device a wait holds later work of the stream; on the CPU it blocks the caller. A wait
-    on
-    the CPU that exceeds its limit or involves an ended rank raises RanksFailedError. With NCCL,
+    on the CPU that exceeds its limit or involves an ended rank raises RanksFailedError. With NCCL,
     ``abort`` ends the waits for the device. Use from one thread; ``abort`` may be called from any.
     """
 
@@ -168,8 +167,7 @@ def _nccl_group(store: Any, rank: int, size: int) -> Any:
     """Create a process group of CUDA devices.
 
     Torch's own handling of a lost rank ends this process without naming the rank, so it is
-    disabled;
-    ``Patience`` finds lost ranks. Raises RanksFailedError.
+    disabled; ``Patience`` finds lost ranks. Raises RanksFailedError.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options: Any = dist.ProcessGroupNCCL.Options()

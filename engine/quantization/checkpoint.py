@@ -51,8 +51,7 @@ def plus_one(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Add one to every code in ``words``.
 
     GPTQModel stores a zero point of 0 as -1: it subtracts 1 from each code in one subtraction of
-    whole
-    words. One addition also undoes the borrows.
+    whole words. One addition also undoes the borrows.
     """
     return words + sum(1 << place for place in range(0, _WORD_BITS, bits))
 
@@ -88,8 +87,7 @@ def read_quantized(
     """Read the weight [num_outputs, num_inputs] of ``module`` to the CPU.
 
     Raises CheckpointError, with the tensor's name, if a tensor is missing, does not have the shape
-    or
-    dtype of ``scheme``, or holds invalid numbers.
+    or dtype of ``scheme``, or holds invalid numbers.
     """
     read = _Module(tensors, module, scheme, num_outputs, num_inputs)
     if scheme.layout is Layout.PLAIN:

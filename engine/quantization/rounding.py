@@ -59,8 +59,7 @@ def rounded_int4(
     symmetric: bool = True,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """Round ``weight`` [num_outputs, num_inputs] to int4 by groups of an output's inputs; rows stay
-    wide.
+    """Round ``weight`` [num_outputs, num_inputs] to int4 by groups of inputs; rows stay wide.
 
     Each group of ``fitting_group(num_inputs, group_inputs)`` inputs has a scale and, if not
     ``symmetric``, a zero point. Of the scales that clip nothing or a part, it gets the one with the

@@ -18,9 +18,8 @@ def sliced(weight: QuantizedWeight, part: Slice, module: str) -> QuantizedWeight
     Its values equal those of the same part of the whole. A slice of inputs that begins or ends
     within a group has smaller groups with the scale of the original group. With inputs in an order
     of their own, neighbours belong to any group and share no scale: such a slice is wide, in
-    float32. Rows that
-    are rounded by a scale of their own get it from this rank's inputs alone, which rounds a little
-    finer than the whole would.
+    float32. Rows that are rounded by a scale of their own get it from this rank's inputs alone,
+    which rounds a little finer than the whole would.
 
     Raises:
         CheckpointError: Inputs are rounded in groups that the slice does not keep.

@@ -77,10 +77,9 @@ class QuantizedWeight:
     ``codes`` is [num_outputs, num_inputs], int8, or float8_e4m3fn with ``bits`` 8. With 4 ``bits``,
     codes are from -8 to 7. ``scales`` is float32 [num_outputs, num_groups], one for each
     ``group_inputs`` neighbouring codes of an output; the last group may be shorter. ``zeros`` is
-    int16
-    shaped as ``scales``, or None if all are 0, as for floats. ``order`` is int64 [num_inputs], the
-    input that each column of ``codes`` multiplies, or None if columns are in the inputs' order.
-    ``activation_scale`` is the constant of static ``activations``.
+    int16 shaped as ``scales``, or None if all are 0, as for floats. ``order`` is int64
+    [num_inputs], the input that each column of ``codes`` multiplies, or None if columns are in the
+    inputs' order. ``activation_scale`` is the constant of static ``activations``.
     """
 
     codes: torch.Tensor

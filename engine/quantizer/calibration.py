@@ -85,8 +85,7 @@ class _LayerTensors:
 
 
 class CalibratedLayers:
-    """Layers of a checkpoint, quantized in order by their inputs behind the quantized earlier
-    layers.
+    """Layers of a checkpoint, quantized in order by the outputs of quantized earlier layers.
 
     ``prefix`` is common to the names of all tensors. ``texts`` are token ids, cut to
     ``MAX_TEXT_TOKENS``. Holds one hidden state per token, and one layer in float32.

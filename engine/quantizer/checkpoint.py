@@ -76,9 +76,7 @@ def stored_tensors(
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """Pack ``codes`` from -8 to 7, [num_rows, num_columns], to int32 [num_rows, ceil(num_columns /
-    8)].
-    """
+    """Pack codes from -8 to 7, [num_rows, num_columns], to int32 [num_rows, ceil(columns / 8)]."""
     nibbles = F.pad(codes.to(torch.int32) + _OFFSET, (0, -codes.shape[1] % _PER_WORD))
     words = nibbles.reshape(len(codes), -1, _PER_WORD)
     shifts = torch.arange(0, _PER_WORD * _BITS, _BITS, dtype=torch.int32, device=codes.device)

@@ -35,8 +35,7 @@ def gptq_int4(
 
     The rounding error of each input's codes is compensated by the inputs that are not yet rounded.
     ``hessian`` is float32 [num_inputs, num_inputs], the sum of x x^T over inputs x of the weight.
-    If
-    it is all 0, the weight is rounded to nearest.
+    If it is all 0, the weight is rounded to nearest.
     """
     diagonal = hessian.diagonal()
     mean = diagonal.mean()

@@ -43,8 +43,7 @@ def quantization_config(
     """Return the field ``quantization_config``.
 
     ``groups`` maps the names of quantized modules to the number of inputs that share a scale, None
-    for
-    all. ``ignored`` are linear maps that stay wide.
+    for all. ``ignored`` are linear maps that stay wide.
     """
     targets: dict[int | None, list[str]] = {}
     for pattern, size in {_pattern(name): size for name, size in groups.items()}.items():

@@ -29,23 +29,20 @@ def configure_threads(
     """Set the number of compute threads for this process and its children; return it.
 
     Must be called before torch is imported: OpenMP reads its environment once. ``shared`` means
-    that
-    other processes of the system run on the machine; they get one of four cores. A ``num_threads``
-    above
-    0 is used as it is. Otherwise the user's own OMP_* and GOMP_* variables are respected.
+    that other processes of the system run on the machine; they get one of four cores. A
+    ``num_threads`` above 0 is used as it is. Otherwise the user's own OMP_* and GOMP_* variables
+    are respected.
 
     Threads that wait for the next operation sleep on a shared machine; otherwise they spin briefly
     first. OpenMP's default is to spin for milliseconds, which blocks the thread that they wait for
     when another process is busy: with two threads beside one busy process, a step of a 100M model
-    took
-    155 ms instead of 19 ms.
+    took 155 ms instead of 19 ms.
 
     If there is a thread for each core that this process may use, each is bound to one. Otherwise
-    Linux
-    may keep two threads that wait for each other on one core, while another core is idle or runs
-    low-priority work, which Linux counts as busy. Beside such work, half of the starts on 2 cores
-    made steps three times as long. Threads outside the team call ``leave_core``. The ranks of a
-    group on this host share the cores, each with its own.
+    Linux may keep two threads that wait for each other on one core, while another core is idle or
+    runs low-priority work, which Linux counts as busy. Beside such work, half of the starts on 2
+    cores made steps three times as long. Threads outside the team call ``leave_core``. The ranks of
+    a group on this host share the cores, each with its own.
     """
     environ = os.environ if environ is None else environ
     num_stages = config.pipeline_parallel - config.remote_stages

@@ -65,8 +65,7 @@ class PeerConnection(ABC):
     def pull(self, keys: list[bytes], target: PullTarget, timeout_s: float) -> PulledBlocks:
         """Copy the first of these blocks that the peer has.
 
-        Raises PeerError; the target's contents are undefined then, and the connection is
-        unusable.
+        Raises PeerError; the target's contents are undefined then, and the connection is unusable.
         """
         stream = self._stream
         stream.allow(timeout_s)

@@ -1,8 +1,8 @@
 """Reads of other processes' memory by NIXL: UCX over RDMA, TCP or shared memory.
 
 NIXL cannot cancel a read in flight: it may write to its target at any later time. So blocks are
-read into scratch memory and copied from there. The scratch of an abandoned read is reused only
-once that read has ended.
+read into scratch memory and copied from there. The scratch of an abandoned read is reused only once
+that read has ended.
 
 UCX has no thread here, because NIXL's thread would poll without pause while an agent exists. UCX
 makes progress during waits: in ``finish`` on the reading side and in ``progress`` on the side that

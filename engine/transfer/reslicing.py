@@ -33,8 +33,7 @@ class Reslicer:
     ) -> None:
         """Plan the copies; ``layout`` is that of own blocks.
 
-        Raises PeerError if parts are invalid, or if their parts lack layers or heads of own
-        parts.
+        Raises PeerError if parts are invalid, or if their parts lack layers or heads of own parts.
         """
         _check(own)
         _check(theirs)

@@ -76,8 +76,8 @@ _FRAME_TIMEOUT_S = 2.0
 _IDLE_TIMEOUT_S = 300.0
 # Pause after a failed accept, if the system has no room for another connection.
 _ACCEPT_PAUSE_S = 0.1
-# Polling of UCX while a peer reads by NIXL: time at the short interval, the short interval, and
-# the interval afterwards.
+# Polling of UCX while a peer reads by NIXL: time at the short interval, the short interval, and the
+# interval afterwards.
 _BUSY_S, _BUSY_PAUSE_S, _PAUSE_MS = 0.02, 50e-6, 1
 
 

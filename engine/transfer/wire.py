@@ -1,7 +1,7 @@
 """Protocol of peers: fixed frames whose lengths are checked before anything is read.
 
-The connecting side sends a hello, and gets an answer only if it is valid. Then the server
-announces its memory (``WELCOME``, with the files), and the peer sends any number of requests:
+The connecting side sends a hello, and gets an answer only if it is valid. Then the server announces
+its memory (``WELCOME``, with the files), and the peer sends any number of requests:
 
     LEND keys           -> LENT places    the first of these blocks that exist here, and where;
                                           they stay unchanged until
@@ -74,9 +74,7 @@ _BOUNDS = {
 
 
 class Agent(NamedTuple):
-    """Memory that can be read by NIXL: shapes and addresses of regions, and the agent's
-    metadata.
-    """
+    """Memory readable by NIXL: shapes and addresses of regions, and the agent's metadata."""
 
     shapes: list[BlockShape]
     addresses: list[int]

@@ -59,8 +59,7 @@ class TorchAttentionMetadata(NamedTuple):
 
 
 class TorchAttention:
-    """Attention that gathers blocks into contiguous scratch, tile by tile, and calls torch's
-    attention.
+    """Attention that gathers blocks into scratch, tile by tile, and calls torch's attention.
 
     A cache in int8 is always read as stored, including a chunk's own keys and values, so that
     results do not depend on how a prompt is cut.
@@ -310,9 +309,7 @@ class TorchAttention:
         cache.scales[layer].index_put_(at, scales)
 
     def _widened(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
-        """Dequantize blocks of an int8 cache: [num_blocks, block_size, 2, num_kv_heads,
-        head_dim].
-        """
+        """Dequantize int8 blocks to [num_blocks, block_size, 2, num_kv_heads, head_dim]."""
         cache = self._cache
         assert cache.scales is not None, "only an int8 cache is dequantized"
         codes = cache.data[layer].index_select(0, block_ids).float()

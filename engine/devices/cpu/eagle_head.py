@@ -57,8 +57,7 @@ class FusedHead:
         return self._weights.fusion(features)
 
     def forward(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute a batch from ``hidden`` [num_tokens, hidden_size], the features of the tokens
-        before.
+        """Compute a batch from ``hidden`` [num_tokens, hidden_size], the preceding features.
 
         Overwrites ``hidden`` and returns the output for each token.
         """

@@ -88,8 +88,8 @@ class Arithmetic(NamedTuple):
 class LoadedDecoder(NamedTuple):
     """Decoder with its weights.
 
-    ``is_row_exact`` is True if a row of logits has the same bits for any other rows in the
-    batch. For a pipeline stage before the last, it is about rows of hidden states.
+    ``is_row_exact`` is True if a row of logits has the same bits for any other rows in the batch.
+    For a pipeline stage before the last, it is about rows of hidden states.
     """
 
     decoder: AnyDecoder

@@ -23,8 +23,8 @@ from millrace.engine.models.weight_reader import MakeLinear
 from millrace.engine.step.batch import FlatBatch, QueryRange
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 
-# Limits of the sample. Two layers of this width exceed a core's caches and are measured in under
-# a tenth of a second. Wider layers spend their time in products, at the same rates.
+# Limits of the sample. Two layers of this width exceed a core's caches and are measured in under a
+# tenth of a second. Wider layers spend their time in products, at the same rates.
 _NUM_LAYERS = 2
 _MOST_HIDDEN, _MOST_INTERMEDIATE = 1024, 4096
 _MOST_EXPERTS = 8

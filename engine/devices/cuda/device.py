@@ -96,9 +96,7 @@ class Device(Protocol):
         """Return a new tensor of ``values``, which may change once this returns."""
 
     def write(self, target: torch.Tensor, values: Array) -> None:
-        """Write ``values`` to ``target``, of the same size and dtype; they may change once this
-        returns.
-        """
+        """Write ``values`` to ``target``, of equal size and dtype; they may change afterwards."""
 
     def fill(self, target: torch.Tensor, parts: Rows[torch.Tensor]) -> None:
         """Write the host's contiguous ``parts`` to ``target``, one after another, and wait.
@@ -108,8 +106,7 @@ class Device(Protocol):
         """
 
     def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
-        """Start to copy new ``tensors`` to the host beside later work; return a function that
-        waits.
+        """Start to copy new ``tensors`` to the host beside later work; return a waiting function.
 
         No other work may write to the tensors.
         """

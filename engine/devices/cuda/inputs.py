@@ -150,8 +150,7 @@ def finite_items(
     layout: BatchLayout,
     shape: StepShape,
 ) -> list[bool]:
-    """Return for each item of a plan whether all its rows are finite, by the flags of a step's
-    rows.
+    """Return for each item of a plan whether all its rows are finite, by the rows' flags.
 
     Rows of proposed tokens are left out, because the proposals may be rejected.
     """
@@ -168,8 +167,7 @@ class StateRow:
     """Row of a sequence on the device.
 
     ``table`` is the block table whose first ``num_sent`` entries the device has; ``last_sent`` is
-    the
-    last of these. ``suits`` is True if the device's sampler can choose the sequence's tokens.
+    the last of these. ``suits`` is True if the device's sampler can choose the sequence's tokens.
     ``begun`` is True if the sampler has the sequence and all its tokens.
     """
 

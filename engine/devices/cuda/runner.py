@@ -176,9 +176,7 @@ class DeviceRunner(DeviceSteps, Runner):
     def _divide(
         self, layout: BatchLayout, rows: dict[Sequence, StateRow], shape: StepShape
     ) -> TokenChoice:
-        """Assign each sequence's next token to the device or the host; after proposals to the
-        host.
-        """
+        """Assign next tokens to the device or the host, which chooses after proposals."""
         choice = TokenChoice([], [], [], [], [])
         for place, (sequence, row) in enumerate(
             zip(layout.sampled, layout.sampled_rows, strict=True)

@@ -40,8 +40,7 @@ class LogprobBuffers(NamedTuple):
     counts: list[int]
 
     def entries(self, values: torch.Tensor, tokens: Rows[int]) -> list[TokenLogprob | None]:
-        """Return the report for each of ``tokens``, the tokens chosen from *all* rows of the
-        logits.
+        """Return the report for each of ``tokens``, chosen from *all* rows of the logits.
 
         ``values`` are the buffers' values on the host. The report is None for rows that did not ask
         for log-probabilities or have no token.
@@ -61,10 +60,9 @@ class DeviceSampler:
     """Sampler on the device that chooses the same tokens as ``Sampler`` from the same logits.
 
     A running sequence has one of ``num_rows`` rows of state. The last row is for padding; its
-    tokens
-    are greedy and ignored. ``add`` notes a row's new content, ``upload`` copies it to the device,
-    ``sample`` and ``logprobs`` launch kernels and do not wait. All are called from one thread, and
-    their work is done in order on one stream.
+    tokens are greedy and ignored. ``add`` notes a row's new content, ``upload`` copies it to the
+    device, ``sample`` and ``logprobs`` launch kernels and do not wait. All are called from one
+    thread, and their work is done in order on one stream.
 
     Uses 48 bytes a row, and two bytes for each row and token of the vocabulary for penalties.
     ``kernels`` is "triton" or "reference", which is plain torch.
@@ -174,8 +172,7 @@ class DeviceSampler:
         """Launch the log-probabilities of some rows of the model's raw logits.
 
         ``logits`` is [num_rows, vocab_size]. ``tokens``, int64 [num_rows], are the chosen tokens on
-        the
-        device. ``counts`` gives the number of alternatives of each row.
+        the device. ``counts`` gives the number of alternatives of each row.
         """
         num_top = min(max(counts, default=0), self._vocab_size)
         picked = copy(np.array(row_indices, dtype=np.int64))

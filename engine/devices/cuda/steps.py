@@ -96,9 +96,7 @@ _MOST_CHUNKS = 8
 
 
 def ladder(bounds: StepBounds) -> list[StepShape]:
-    """Return the shapes to record, largest first, so that smaller ones reuse the larger ones'
-    memory.
-    """
+    """Return the shapes to record, largest first, so that smaller ones reuse their memory."""
     num_sequences, num_tokens, _ = bounds
     most = min(num_sequences, num_tokens)
     sizes = {most, *(size for size in _FEW if size < most)}
@@ -185,8 +183,7 @@ class StepParts(NamedTuple):
 
 
 class DeviceSteps(ABC):
-    """Owner of a share of the weights, of the KV cache's memory and of the state kept between
-    steps.
+    """Owner of shares of the weights and the KV cache's memory, and of the state between steps.
 
     Steps of recorded shapes are replayed. Steps with adapters have another decoder of the same
     weights and recordings of their own, so that a step without adapters costs no more than in an
@@ -219,8 +216,7 @@ class DeviceSteps(ABC):
     def record(self) -> None:
         """Warm up all kernels and record the steps of common shapes.
 
-        Steps of embeddings are never recorded, because their hidden states are needed
-        afterwards.
+        Steps of embeddings are never recorded, because their hidden states are needed afterwards.
         """
         shapes = ladder(self._bounds)
         watch = Stopwatch(self._device)

@@ -30,18 +30,14 @@ class AdapterProduct(NamedTuple):
 
     ``data`` [num_slots, slot_size] holds matrices in the dtype of computation: A of all slices
     together, [ranks, num_inputs], then B of each slice, [its outputs, its ranks]. Ranks are padded
-    with
-    zeros to multiples of RANK_MULTIPLE.
+    with zeros to multiples of RANK_MULTIPLE.
 
     ``table``, int64 [num_slots, NUM_NUMBERS], may have strided rows. A row locates the matrices in
-    the
-    slot: the first element of A and its ranks; then for each slice the first element of B, its
-    ranks
-    (0 if the adapter has no matrix) and its first rank in A; and an unused number.
+    the slot: the first element of A and its ranks; then for each slice the first element of B, its
+    ranks (0 if the adapter has no matrix) and its first rank in A; and an unused number.
 
     ``widths`` gives the outputs of each slice; all slices after the first have one width.
-    ``max_ranks``
-    is the maximum of ranks of all slices of a slot together.
+    ``max_ranks`` is the maximum of ranks of all slices of a slot together.
     """
 
     data: torch.Tensor
@@ -55,10 +51,9 @@ class AdaptedRows(NamedTuple):
     """Rows of a step that have an adapter, in buffers at fixed addresses.
 
     Rows of one slot are cut into tiles. ``tiles`` is int32 [num_tiles, TILE_NUMBERS]: each tile's
-    slot
-    (-1 for no tile), its first place in ``order``, its number of rows, and an unused number.
-    ``order``
-    is int32 [num_rows], the rows with adapters grouped by slot; entries after these are not read.
+    slot (-1 for no tile), its first place in ``order``, its number of rows, and an unused number.
+    ``order`` is int32 [num_rows], the rows with adapters grouped by slot; entries after these are
+    not read.
     """
 
     tiles: torch.Tensor

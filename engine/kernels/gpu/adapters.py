@@ -15,9 +15,8 @@ class _Tile(NamedTuple):
     """Tile shape of the adapter kernels.
 
     In the first kernel, ``splits`` programs share the inputs of a tile's rows; each takes
-    ``inputs`` and
-    ``ranks`` at a time. In the second, a program takes ``outputs`` and ``expand_ranks`` at a
-    time.
+    ``inputs`` and ``ranks`` at a time. In the second, a program takes ``outputs`` and
+    ``expand_ranks`` at a time.
     """
 
     splits: int
@@ -51,8 +50,7 @@ def add_adapters(
     """Add the adapters' products B A x of ``rows`` to ``out``, in place.
 
     ``out`` [num_rows, num_outputs] holds the product of ``rows`` [num_rows, num_inputs] with a
-    weight.
-    Rows without an adapter stay unchanged. A row must be contiguous; rows may be strided.
+    weight. Rows without an adapter stay unchanged. A row must be contiguous; rows may be strided.
 
     Sums over inputs are in float32 and rounded to the dtype of B once. The added product is rounded
     once, together with its target. With a fixed ``tiling`` a row's result has the same bits for any

@@ -34,9 +34,8 @@ class AttentionWork(NamedTuple):
     """Division of single-row sequences' tiles of keys into shares, by distinct window.
 
     ``tile_starts`` is int32 [num_windows, num_single + 1], the number of tiles of earlier
-    sequences.
-    Share s of n begins with tile s * total // n. ``first_sequences`` is int32 [num_windows, n], the
-    sequence of that tile.
+    sequences. Share s of n begins with tile s * total // n. ``first_sequences`` is int32
+    [num_windows, n], the sequence of that tile.
     """
 
     tile_starts: torch.Tensor
@@ -47,14 +46,11 @@ class PagedAttention:
     """Causal attention of a step's rows over their sequences' blocks, in every layer of a model.
 
     ``num_programs`` is the number of programs of the decode kernel that run at the same time: two
-    per
-    multiprocessor, because tiles are sized so that two fit. The work is cut into equal shares, one
-    per
-    program, so the number is best a multiple of the shape's ``num_kv_heads``.
+    per multiprocessor, because tiles are sized so that two fit. The work is cut into equal shares,
+    one per program, so the number is best a multiple of the shape's ``num_kv_heads``.
 
     ``deterministic`` makes it batch-invariant: a row's result has the same bits for any batch and
-    any
-    cut of its sequence into steps. Single rows of long contexts then take longer.
+    any cut of its sequence into steps. Single rows of long contexts then take longer.
 
     Owns the memory for partial results, so one stream at a time may use it. It never waits for the
     device or reads from it, so a graph can capture all of it.
@@ -128,10 +124,9 @@ class PagedAttention:
         """Write the attention of all sequences' rows to ``out`` [num_tokens, num_heads, head_dim].
 
         Rows of padding become zeros. ``queries`` has the same shape, with a contiguous last
-        dimension.
-        ``cache`` holds this step's keys and values already. Positions that a row does not see have
-        no
-        effect on it, except later rows of its own sequence in this step, which must not be NaN.
+        dimension. ``cache`` holds this step's keys and values already. Positions that a row does
+        not see have no effect on it, except later rows of its own sequence in this step, which must
+        not be NaN.
         """
         window = self.windows[layer]
         num_sequences = len(batch.lengths)

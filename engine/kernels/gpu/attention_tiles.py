@@ -46,8 +46,8 @@ def decode_tile(head_dim: int, group: int, cache_dtype: torch.dtype) -> Attentio
         return AttentionTile(rows, tokens, 16, 2)
     if cache_dtype.itemsize == 1:
         # 8-bit entries are converted from shared memory to shared memory, where the instruction for
-        # 64
-        # rows reads them. For the instruction for 16 rows, each thread would gather single bytes.
+        # 64 rows reads them. For the instruction for 16 rows, each thread would gather single
+        # bytes.
         rows = max(rows, 64)
         return AttentionTile(rows, tokens, 8 if padded(head_dim) > 128 else 4, 4)
     return AttentionTile(rows, tokens, 4, 4 if rows <= 32 else 3)

@@ -20,14 +20,11 @@ def copy_blocks(
     """Copy block ``source_ids[i]`` to block ``target_ids[i]`` in every layer.
 
     ``source`` is [num_layers, N, ...] and ``target`` [num_layers, M, ...]. They may be one tensor,
-    but
-    no block may be both read and written, or written twice. A block is contiguous in a layer;
-    layers
-    and blocks may be strided. Either tensor may be pinned host memory, which the device accesses
-    directly. The ids are
-    int64 [num_pairs] on the device. Returns when the copy is queued on the current stream. Each
-    byte is
-    read once and written once, so between device and host the link is the limit.
+    but no block may be both read and written, or written twice. A block is contiguous in a layer;
+    layers and blocks may be strided. Either tensor may be pinned host memory, which the device
+    accesses directly. The ids are int64 [num_pairs] on the device. Returns when the copy is queued
+    on the current stream. Each byte is read once and written once, so between device and host the
+    link is the limit.
     """
     num_pairs, num_layers = source_ids.shape[0], source.shape[0]
     source, target = source.flatten(2), target.flatten(2)

@@ -41,9 +41,8 @@ def route(
     """Choose the ``num_chosen`` experts with the highest ``scores`` [num_rows, num_experts].
 
     Returns their softmax weights, float32 [num_rows, num_chosen], summing to 1 if ``normalized``,
-    and
-    their numbers, int16. The best expert comes first, of equal ones the first. NaN scores give NaN
-    weights.
+    and their numbers, int16. The best expert comes first, of equal ones the first. NaN scores give
+    NaN weights.
     """
     num_rows, num_experts = scores.shape
     weights = scores.new_empty(num_rows, num_chosen, dtype=torch.float32)
@@ -73,13 +72,11 @@ def products(
     """Multiply ``rows`` with the weights of the experts that they chose.
 
     ``stack`` is [num_experts, num_outputs, num_inputs], contiguous. The first product of a mixture
-    has
-    no ``weights``: it takes rows [num_rows, num_inputs] and returns [num_choices, num_outputs],
-    sorted
-    by expert. The second takes such sorted rows, [num_choices, num_inputs], and returns them times
-    ``weights`` [num_rows, num_chosen] in the order of the choices: [num_rows, num_chosen,
-    num_outputs].
-    With ``fixed`` it is batch-invariant: a row's result does not depend on other rows.
+    has no ``weights``: it takes rows [num_rows, num_inputs] and returns [num_choices, num_outputs],
+    sorted by expert. The second takes such sorted rows, [num_choices, num_inputs], and returns them
+    times ``weights`` [num_rows, num_chosen] in the order of the choices: [num_rows, num_chosen,
+    num_outputs]. With ``fixed`` it is batch-invariant: a row's result does not depend on other
+    rows.
     """
     num_experts, num_outputs, num_inputs = stack.shape
     out = rows.new_empty(*choices.shape_of(weights), num_outputs)

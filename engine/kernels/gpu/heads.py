@@ -25,8 +25,7 @@ def rotate_store(
 
     ``heads`` is [num_tokens, num_queries + 2 * num_kv_heads, head_dim], contiguous within a token.
     ``cosines`` and ``sines`` are float32 [num_tokens, head_dim / 2]. ``slots`` is int64
-    [num_tokens],
-    block * block_size + offset, or -1 to store nothing.
+    [num_tokens], block * block_size + offset, or -1 to store nothing.
 
     In a cache with scales, a head's scale is its largest magnitude over FP8_MAX. A head with an
     element that is not finite is stored as zeros with the scale NaN.

@@ -25,15 +25,13 @@ def linear(
     residual: torch.Tensor | None = None,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """Multiply ``rows`` [num_rows, num_inputs] with ``weight`` [num_outputs, num_inputs]
-    transposed.
+    """Multiply ``rows`` [num_rows, num_inputs] with the transposed ``weight``.
 
-    Adds ``bias`` [num_outputs] and ``residual`` [num_rows, num_outputs] if given; returns
-    [num_rows,
-    num_outputs]. Sums are in float32 and rounded once, in the dtype of ``rows``. Rows and weights
-    may
-    be strided, but each must be contiguous in itself. With ``fixed`` it is batch-invariant: a row's
-    result has the same bits for any other rows, otherwise for equal shapes.
+    ``weight`` is [num_outputs, num_inputs]. Adds ``bias`` [num_outputs] and ``residual`` [num_rows,
+    num_outputs] if given; returns [num_rows, num_outputs]. Sums are in float32 and rounded once, in
+    the dtype of ``rows``. Rows and weights may be strided, but each must be contiguous in itself.
+    With ``fixed`` it is batch-invariant: a row's result has the same bits for any other rows,
+    otherwise for equal shapes.
 
     Up to MAX_SKINNY_ROWS rows read the weights once, and reading them is the limit.
     """
@@ -47,8 +45,7 @@ def linear(
 def gated_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute silu(gate) * up of the product of ``rows`` and ``weight`` [2 * width, num_inputs].
 
-    The gates come first. Returns [num_rows, width], summed in float32 and rounded once, at the
-    end.
+    The gates come first. Returns [num_rows, width], summed in float32 and rounded once, at the end.
     """
     width = weight.shape[0] // 2
     tile = gated_product_tile(rows.shape[0], width, rows.shape[1], rows.itemsize)
@@ -72,9 +69,7 @@ def tiled_linear(
     *,
     gated: bool = False,
 ) -> torch.Tensor:
-    """Compute ``linear`` or ``gated_linear`` with a given tile; a one-row tile is for a single
-    row.
-    """
+    """Compute ``linear`` or ``gated_linear`` with a tile; one-row tiles are for single rows."""
     (num_rows, num_inputs), num_outputs = rows.shape, weight.shape[0] // (1 + gated)
     out = rows.new_empty(num_rows, num_outputs)
     if num_rows == 0:

@@ -33,8 +33,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 def add_rms_norm(
     total: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
-    """Add ``delta`` to ``total`` in place, both [num_rows, width]; return the norm of the rounded
-    sum.
+    """Add ``delta`` to ``total`` in place, both [num_rows, width]; return the sum's norm.
 
     For each element, two are read and two are written, so memory is the limit.
     """

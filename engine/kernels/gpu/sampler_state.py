@@ -36,10 +36,8 @@ class SamplerState(NamedTuple):
     """State of the sampler.
 
     ``params`` is int64 [num_rows, RECORD_WORDS], each row a ``RECORD``. ``counts`` is int16
-    [num_rows,
-    vocab_size], valid in penalised rows: two bytes for each row and token of the vocabulary.
-    Prompts
-    are noted for rows with a repetition penalty only.
+    [num_rows, vocab_size], valid in penalised rows: two bytes for each row and token of the
+    vocabulary. Prompts are noted for rows with a repetition penalty only.
     """
 
     params: torch.Tensor

@@ -22,8 +22,7 @@ class SamplingTiles(NamedTuple):
 
     A program summarises ``summary_groups`` of 64 tokens, in parts of ``part_groups`` if they are
     penalised. Narrowing looks at the ``likeliest_groups`` first, then reads ``pass_groups`` at a
-    time,
-    and bisects at most ``capacity`` tokens.
+    time, and bisects at most ``capacity`` tokens.
     """
 
     summary_groups: int = 64
@@ -101,8 +100,7 @@ def token_logprobs(
     """Compute log-probabilities of the ``picked`` rows of ``logits`` [num_rows, vocab_size].
 
     They are before penalties and at temperature 1. ``picked`` is int64 [num_picked] and ``num_top``
-    is
-    at most ``vocab_size``. The picked rows are read once.
+    is at most ``vocab_size``. The picked rows are read once.
 
     Returns:
         float64 [num_picked, 1 + 2 * num_top]: the log-probability of the row's token in ``tokens``

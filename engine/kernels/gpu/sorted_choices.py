@@ -11,8 +11,7 @@ class SortedChoices(NamedTuple):
     """Choices sorted by expert.
 
     ``order`` is int64 [num_choices], the choices in sorted order, stable within an expert. ``ends``
-    is
-    int32 [num_experts], the end of each expert's choices.
+    is int32 [num_experts], the end of each expert's choices.
     """
 
     order: torch.Tensor
@@ -27,9 +26,7 @@ class SortedChoices(NamedTuple):
 
 
 def sort_by_expert(chosen: torch.Tensor, num_experts: int) -> SortedChoices:
-    """Sort ``chosen``, int16 [num_rows, num_chosen], on its device, without reading it on the
-    host.
-    """
+    """Sort ``chosen``, int16 [num_rows, num_chosen], on its device without a host read."""
     experts, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(num_experts, dtype=chosen.dtype, device=chosen.device)
     return SortedChoices(order, torch.searchsorted(experts, numbers, right=True, out_int32=True))

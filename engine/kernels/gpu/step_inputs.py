@@ -63,8 +63,7 @@ class PackedInputs(NamedTuple):
 
 
 class StepState(NamedTuple):
-    """State kept on the device between steps, one row per running sequence and a last one for
-    padding.
+    """State kept on the device between steps: a row per running sequence, one for padding.
 
     ``last_tokens`` is int64 [num_rows], ``block_tables`` int32 [num_rows, max_blocks].
     """
@@ -77,9 +76,8 @@ class StepInputs(NamedTuple):
     """Inputs unpacked by ``prepare_inputs``.
 
     Tokens: ``token_ids``, ``positions`` and ``slots``, int64 [num_tokens]. Sequences:
-    ``query_starts``
-    int32 [num_sequences + 1], ``lengths`` and ``table_rows`` int32 [num_sequences]. Samples:
-    ``state_rows`` int32 [num_sampled].
+    ``query_starts`` int32 [num_sequences + 1], ``lengths`` and ``table_rows`` int32
+    [num_sequences]. Samples: ``state_rows`` int32 [num_sampled].
     """
 
     token_ids: torch.Tensor

@@ -82,10 +82,8 @@ def product_tile(
 
     One row is multiplied element by element; several use matrix units, which take 16. Up to
     MAX_SKINNY_ROWS, every processor needs tens of KiB of weights in flight, so there are few
-    outputs
-    per program and hundreds of programs. Within that, a tile has as many outputs as possible,
-    because each
-    program reads the rows again, from the cache.
+    outputs per program and hundreds of programs. Within that, a tile has as many outputs as
+    possible, because each program reads the rows again, from the cache.
     """
     wide = 4 // element_bytes
     if num_inputs % 16:

@@ -28,8 +28,7 @@ inline void prefetch_head(const T* from) {
 }
 
 // Computes scores[g][i] of kGroup query heads and the keys of tokens i = 0 ... count - 1.
-// Prefetches
-// keys that are `ahead` elements further.
+// Prefetches keys that are `ahead` elements further.
 template <typename T, typename C, int kGroup, int kVectors>
 void score(const T* queries, const C* keys, int64_t stride, int64_t count, float scale,
            float* scores, int64_t score_stride, int64_t ahead) {
@@ -124,8 +123,7 @@ inline void multiply_by_scales(float* rows, int64_t row_stride, int64_t num_rows
 }
 
 // Attention of one row over tokens first ... last - 1 of the blocks of `table`, for `heads` key
-// heads
-// from `head` on and their query heads. All heads of a block are read before the next block.
+// heads from `head` on and their query heads. All heads of a block are read before the next block.
 template <typename T, typename C, int kVectors>
 void attend(const T* queries, const Cache<C>& cache, const int32_t* table, T* out, int64_t head,
             int64_t heads, int64_t group, int64_t first, int64_t last, float scale,

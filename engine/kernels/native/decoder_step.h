@@ -42,17 +42,14 @@ struct DecoderShape {
 };
 
 // Input of a step, see millrace_rotate_store and millrace_decode_attention. `hidden` [count,
-// hidden]
-// is the input and becomes the result. The first `num_single` rows are sequences of one new token
-// each, by rising length. Then come `num_chunks` sequences of several new tokens; `chunk_ends` has
-// the row after each. `starts` and `lengths` are of all sequences. `adapters` is null if no row has
-// an adapter; otherwise `most_ranks` is the largest number of ranks of a product. `features`
-// [count,
-// num_features, hidden] gets each row's `hidden` before the layers `feature_layers`. `inputs`
-// [count,
-// num_inputs], if not null, are the inputs of the first layer's attention in place of normed rows.
-// With `ranks`, the weights are one rank's, and their additions to `hidden` are summed over all
-// ranks.
+// hidden] is the input and becomes the result. The first `num_single` rows are sequences of one new
+// token each, by rising length. Then come `num_chunks` sequences of several new tokens;
+// `chunk_ends` has the row after each. `starts` and `lengths` are of all sequences. `adapters` is
+// null if no row has an adapter; otherwise `most_ranks` is the largest number of ranks of a
+// product. `features` [count, num_features, hidden] gets each row's `hidden` before the layers
+// `feature_layers`. `inputs` [count, num_inputs], if not null, are the inputs of the first layer's
+// attention in place of normed rows. With `ranks`, the weights are one rank's, and their additions
+// to `hidden` are summed over all ranks.
 struct StepRows {
   BFloat16* hidden;
   const float *cosines, *sines;

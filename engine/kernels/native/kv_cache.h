@@ -14,9 +14,8 @@
 namespace {
 
 // Blocks of `block_size` tokens. A token has all keys, then all values. Entries in int8 have
-// scales,
-// one per token and head in the same order, after the entries of their block. A NaN scale marks a
-// head that is not finite.
+// scales, one per token and head in the same order, after the entries of their block. A NaN scale
+// marks a head that is not finite.
 template <typename C>
 struct Cache {
   static constexpr bool kScaled = std::is_same_v<C, int8_t>;

@@ -1,8 +1,6 @@
 // Attention of several new tokens of a sequence over its paged KV cache, in bfloat16. Keys and
-// values
-// are packed like the weights of a product. The softmax goes through sections of keys with a
-// running
-// maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867; as in FlashAttention).
+// values are packed like the weights of a product. The softmax goes through sections of keys with a
+// running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867; as in FlashAttention).
 
 #pragma once
 

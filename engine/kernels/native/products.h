@@ -36,12 +36,10 @@ constexpr int kTileRows = 4;
 enum class Finish { kWrite, kAdd, kGate };
 
 // Arguments of a product. `rows` [num_rows, num_inputs] are bfloat16, or made by `prepare_row` if
-// the
-// weight needs that, with `scales` [num_rows, num_scales], and for a weight with zeros the `sums`
-// of
-// their groups [num_rows, num_groups]. `out` is [num_rows, num_outputs], or half as wide for kGate,
-// whose panels are the gates, then the ups. `adapted` is null if no row has an adapter. `partial`
-// [num_rows, num_outputs], if not null, gets the unfinished sums in place of `out`.
+// the weight needs that, with `scales` [num_rows, num_scales], and for a weight with zeros the
+// `sums` of their groups [num_rows, num_groups]. `out` is [num_rows, num_outputs], or half as wide
+// for kGate, whose panels are the gates, then the ups. `adapted` is null if no row has an adapter.
+// `partial` [num_rows, num_outputs], if not null, gets the unfinished sums in place of `out`.
 struct Product {
   const void* rows;
   const Weight* weight;

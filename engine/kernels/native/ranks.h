@@ -46,8 +46,7 @@ struct RankHeader {
 // View of a group by one process; Python's `RankView` in `engine.kernels.ranks`. From `buffers` on,
 // each rank has two buffers of `buffer_floats`, for even and odd exchanges: a rank that arrives at
 // an exchange has read the data of the previous one. The rank has written `brought` numbers in
-// total
-// and waited `waited_ns` for the others.
+// total and waited `waited_ns` for the others.
 struct Ranks {
   RankHeader* header;
   float* buffers;
@@ -129,8 +128,7 @@ inline void meet_ranks(Ranks& ranks, int64_t num_brought) {
 }
 
 // Sums elements `begin` ... `end - 1` of all ranks' buffers in the order of the ranks: the same
-// bits
-// on each. With `adds` the sums are added to `total`, otherwise they replace it.
+// bits on each. With `adds` the sums are added to `total`, otherwise they replace it.
 template <typename T>
 inline void sum_ranks(const Ranks& ranks, T* total, int64_t begin, int64_t end, bool adds) {
   for (int64_t at = begin; at < end; at += kLanes) {

@@ -47,8 +47,7 @@ enum class Activation : int32_t { kNone, kInt8, kInt8Static, kFloat8, kFloat8Sta
 
 // Weight of a product. `scales` [num_panels, num_groups, 16] is null for bfloat16. A group's sum
 // becomes scale * (sum - zero * sum of the inputs). `offsets`, of the same shape or null, are scale
-// *
-// zero. For int8 dot they are 128 times the sums of the weights: int32 [num_panels, 16]. `order`
+// * zero. For int8 dot they are 128 times the sums of the weights: int32 [num_panels, 16]. `order`
 // [num_inputs], the input at each place, and `bias` [num_outputs] may be null.
 struct Weight {
   const std::byte* codes;

@@ -21,9 +21,7 @@ from millrace.schemas.errors import MillraceError
 
 
 class StageError(MillraceError, code="stage_failed", retryable=True):
-    """Failure of the connection to a stage of another host: it has ended or sent an invalid
-    frame.
-    """
+    """Failure of a connection to a stage of another host: it ended or sent an invalid frame."""
 
 
 class StageRefusedError(StageError, code="stage_refused", retryable=False):
@@ -47,8 +45,7 @@ class GroupFrameKind(IntEnum):
     ``ASSIGNMENT`` tells a host that has joined what to compute. The host answers ``ACCEPTED``, or
     ``REFUSED`` with a reason. Afterwards ``MESSAGE`` is a part of a message from stage to stage,
     ``CONTROL`` a packet of a rank's socket, ``BEAT`` a heartbeat, and ``END``, with a reason, the
-    last
-    frame.
+    last frame.
     """
 
     ASSIGNMENT = 1
@@ -69,9 +66,7 @@ JOINING: Mapping[GroupFrameKind, int] = {
 
 
 def computing(message_bytes: int) -> Mapping[GroupFrameKind, int]:
-    """Return the kinds while a host computes; ``message_bytes`` is the limit for a message's
-    part.
-    """
+    """Return the kinds while a host computes; ``message_bytes`` limits a message's part."""
     return {
         GroupFrameKind.MESSAGE: message_bytes,
         GroupFrameKind.CONTROL: MAX_PACKET_BYTES,

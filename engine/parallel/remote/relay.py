@@ -57,8 +57,7 @@ class RankEnd(NamedTuple):
 
 
 class Relay:
-    """Relay of three threads: one sends what is written to the source link, if there is one, one
-    receives, and one serves the ranks' sockets and sends heartbeats.
+    """Relay of three threads: a sender from the source link, a receiver, and a watcher of ranks.
 
     Any failure ends the whole relay: ``why`` has the reason, the ranks' sockets are shut, and
     ``ended`` is set. The links are aborted only by ``close``, so that ranks that compute here learn

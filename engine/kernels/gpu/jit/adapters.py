@@ -1,9 +1,8 @@
 """Addition of adapters' products: rows times A, then times B, each row by its own adapter.
 
 A program takes a tile of rows with one adapter, looks up its matrices, and loops over its ranks.
-The
-grid has room for the worst case; programs without a tile, and programs of slices without a matrix,
-end at once.
+The grid has room for the worst case; programs without a tile, and programs of slices without a
+matrix, end at once.
 """
 
 import triton

@@ -14,9 +14,7 @@ def first_tile_of(length, window, BLOCK_TOKENS: tl.constexpr):
 
 @triton.jit
 def tile_counts(lengths, inside, window, BLOCK_TOKENS: tl.constexpr):
-    """Return the number of tiles of each sequence; at least 1, because a program must write
-    zeros.
-    """
+    """Return each sequence's number of tiles, at least 1: a program must write zeros."""
     length = tl.load(lengths, mask=inside, other=0)
     first = first_tile_of(length, window, BLOCK_TOKENS)
     counts = tl.maximum((length + BLOCK_TOKENS - 1) // BLOCK_TOKENS - first, 1)

@@ -123,8 +123,7 @@ def prefill_kernel(
     """Compute the GROUP query heads of key head h for BLOCK_ROWS // GROUP tokens of one sequence.
 
     Program (t, h). Later tiles, which see more keys, begin first. With FIXED, all tiles of keys use
-    the
-    same instructions, so that a row's result depends on the row, its keys and its values only.
+    the same instructions, so that a row's result depends on the row, its keys and its values only.
     Otherwise tiles that every row sees completely are computed without masks.
     """
     TILE_ROWS: tl.constexpr = BLOCK_ROWS // GROUP

@@ -9,8 +9,7 @@ def block_ids_of(table, positions, wanted, BLOCK_SIZE: tl.constexpr):
     """Return the block of each position, or 0 if not wanted.
 
     The ids stay int32, as loaded: if a loop carries a load's own result to its next turn, the
-    compiler
-    starts the load one turn earlier. It does not for a value computed from the load.
+    compiler starts the load one turn earlier. It does not for a value computed from the load.
     """
     return tl.load(table + positions // BLOCK_SIZE, mask=wanted, other=0)
 
@@ -39,9 +38,8 @@ def attend_tile(
     """Compute one turn of the online softmax: new maxima, sums and totals.
 
     ``cache`` holds the head's keys, their strides by block, by token and from keys to values, and
-    with
-    SCALED the same of its scales. A tile of which a row sees nothing leaves the row's three values
-    unchanged, bit by bit.
+    with SCALED the same of its scales. A tile of which a row sees nothing leaves the row's three
+    values unchanged, bit by bit.
     """
     data, block_stride, token_stride, pair_stride = cache[0], cache[1], cache[2], cache[3]
     block_ids = block_ids.to(tl.int64)

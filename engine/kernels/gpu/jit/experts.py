@@ -61,10 +61,8 @@ def rows_of_program(
     """Return (expert, places, is_row, pairs, source) of a program.
 
     ``expert`` is its expert, or NUM_EXPERTS for none. ``places`` are its rows' places in sorted
-    order,
-    and ``is_row`` tells which exist. ``pairs`` are their choices, and ``source`` the rows to
-    multiply.
-    Places after the last repeat an existing row, so that loads need no mask.
+    order, and ``is_row`` tells which exist. ``pairs`` are their choices, and ``source`` the rows to
+    multiply. Places after the last repeat an existing row, so that loads need no mask.
     """
     tile = tl.program_id(0)
     experts = tl.arange(0, BLOCK_EXPERTS)

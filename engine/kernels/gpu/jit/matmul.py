@@ -103,8 +103,7 @@ def product_kernel(
     has_row = row < num_rows
     has_output = output < num_outputs
     # Rows and outputs outside repeat the first and are not stored. Outside rows are zeros instead
-    # if
-    # reading repeated rows would cost as much as reading real ones.
+    # if reading repeated rows would cost as much as reading real ones.
     row_lines = rows + tl.where(has_row, row, 0).to(tl.int64)[:, None] * row_stride
     lines = weight + tl.where(has_output, output, 0).to(tl.int64)[None, :] * weight_stride
     behind = tl.cast(num_outputs, tl.int64) * weight_stride  # from a gate to its up

@@ -4,8 +4,7 @@ As with wide weights, a program takes some outputs and sums them over all inputs
 
 Inputs come in chunks of CHUNK, each within one group of inputs that share a scale. Weights are int8
 or float8_e4m3fn [num_outputs, num_inputs]. PACKED weights are uint8 of half that width: a byte has
-a
-code plus 8 of the first half of a chunk in its low bits, and one of the second half in its high
+a code plus 8 of the first half of a chunk in its low bits, and one of the second half in its high
 bits. ``scales`` and ``zeros`` are [num_groups, num_outputs]; GROUP_INPUTS 0 means one group.
 
 Rows are wide, and weights are then widened, which is exact. Or rows are int8 or float8_e4m3fn with

@@ -28,8 +28,7 @@ _ROUNDING = tl.constexpr(1e-6)
 
 @triton.jit
 def _least_reaching(bits, weights, before, target, low, high):
-    """Return the least value in (low, high] up to which ``before`` plus the weights reach
-    ``target``.
+    """Return the least value in (low, high] up to which weights reach ``target``.
 
     Returns ``high`` if no value does.
     """
@@ -224,8 +223,7 @@ def largest_gap(
     """Return the bits of the largest gap that top-k, then top-p, keep of a row.
 
     ``peaks`` are the least gaps of its ``groups``, ``mass`` (float64) is the weight of all its
-    tokens.
-    ``listing`` (int32 [num_groups]) and ``gathered`` (int32 [CAPACITY]) are overwritten.
+    tokens. ``listing`` (int32 [num_groups]) and ``gathered`` (int32 [CAPACITY]) are overwritten.
     """
     by_count = top_k < vocab_size
     # As many groups as fit, ties included: all groups before the first that does not fit.

@@ -45,8 +45,7 @@ def library_linear(
     """Multiply ``rows``, with a scale each, with ``weight`` transposed, and add ``bias``.
 
     ``bias`` is [num_outputs]; ``scales``, the weight's, is float32 [1, num_outputs]. Returns
-    bfloat16
-    [num_rows, num_outputs].
+    bfloat16 [num_rows, num_outputs].
     """
     return torch._scaled_mm(
         rows.codes,

@@ -19,15 +19,11 @@ class PackedWeight:
     """Weights [num_outputs, num_inputs], each (code - zero) * scale.
 
     ``codes`` is int8 or float8_e4m3fn [num_outputs, num_inputs], or uint8 [num_outputs, num_inputs
-    /
-    2]. In the latter, byte j of each ``chunk`` / 2 bytes has the code of input j of ``chunk``
-    inputs in
-    its low bits and the code of input j + ``chunk`` / 2 in its high bits, both plus 8. ``scales``
-    is a
-    float type [num_groups, num_outputs]; ``zeros`` is int16 of that shape or None. A group has
-    ``group_inputs`` inputs; 0 means a single group. In a stack, all tensors have a leading
-    dimension of
-    experts.
+    / 2]. In the latter, byte j of each ``chunk`` / 2 bytes has the code of input j of ``chunk``
+    inputs in its low bits and the code of input j + ``chunk`` / 2 in its high bits, both plus 8.
+    ``scales`` is a float type [num_groups, num_outputs]; ``zeros`` is int16 of that shape or None.
+    A group has ``group_inputs`` inputs; 0 means a single group. In a stack, all tensors have a
+    leading dimension of experts.
     """
 
     codes: torch.Tensor

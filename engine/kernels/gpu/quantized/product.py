@@ -34,12 +34,10 @@ def quantized_linear(
     """Multiply ``rows`` [num_rows, num_inputs] with ``weight`` transposed, in ``dtype``.
 
     Adds ``bias`` [num_outputs] and ``residual`` [num_rows, num_outputs] if given; returns
-    [num_rows,
-    num_outputs]. Rows are multiplied by the codes exactly. Products of int8 are summed in int32,
-    other
-    products and scaled sums in float32, and rounded once. With ``fixed`` it is batch-invariant: a
-    row's
-    result has the same bits for any other rows, otherwise for equal shapes.
+    [num_rows, num_outputs]. Rows are multiplied by the codes exactly. Products of int8 are summed
+    in int32, other products and scaled sums in float32, and rounded once. With ``fixed`` it is
+    batch-invariant: a row's result has the same bits for any other rows, otherwise for equal
+    shapes.
     """
     wide = rows.codes if isinstance(rows, RoundedRows) else rows
     num_rows, row_bytes = len(wide), wide.itemsize

@@ -41,10 +41,8 @@ def quantized_tile(num_rows: int, num_outputs: int, row_bytes: int) -> Quantized
     """Return the tile for a number of rows; ``row_bytes`` is the size of an element of a row.
 
     Up to 16 rows, reading the weights is the limit, which needs hundreds of programs. With more
-    rows,
-    widening the weights is the limit, so more rows share it. A chunk of codes is a fourth of a
-    chunk of
-    wide weights, so more chunks are in flight if few outputs make few programs.
+    rows, widening the weights is the limit, so more rows share it. A chunk of codes is a fourth of
+    a chunk of wide weights, so more chunks are in flight if few outputs make few programs.
     """
     if row_bytes == 4:
         return QuantizedTile(16, 32, 4, 2)

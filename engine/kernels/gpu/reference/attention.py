@@ -38,9 +38,7 @@ def attend(
 
 
 def _parts(start: int, end: int, length: int, *, fixed: bool) -> list[tuple[int, int, int]]:
-    """Return the parts of a sequence of ``length``: their rows, and the length that the last
-    sees.
-    """
+    """Return parts of a sequence of ``length``: their rows, and what the last row sees."""
     if not length or end <= start:
         return []
     if not fixed:
