@@ -60,7 +60,7 @@ class NoIndex:
 
 
 class Watch:
-    """Listener that gets each report of an engine before its worker."""
+    """Listener for an engine's reports, before its worker; ``steps_ms`` are the last steps."""
 
     def __init__(self, client: EngineClient) -> None:
         self.stats = client.stats

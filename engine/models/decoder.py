@@ -234,7 +234,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return self._weights.head(self.normed(hidden))
 
     def labels(self, normed: torch.Tensor) -> torch.Tensor:
-        """Compute labels [num_rows, num_labels] of rows of ``normed``, before activation."""
+        """Compute labels, float32 [num_rows, num_labels], of ``normed``, before any activation."""
         assert self._weights.classifier is not None, "the checkpoint has no classifier for labels"
         return torch.nn.functional.linear(normed.float(), self._weights.classifier)
 

@@ -33,7 +33,8 @@ _NUM_STREAMS = (1, 8, 32)
 _NUM_PROMPT_TOKENS = 128
 _CONTEXT_TOKENS = 63
 _BLOCK_TOKENS = 16
-# Steps longer than 0.2 s in all are repeated less often: disturbances weigh less in them.
+# Repeats of a batch, and the fewest once they have taken 0.2 s: disturbances weigh less in long
+# steps.
 _REPEATS, _FEWEST_REPEATS = 5, 2
 _ENOUGH_S = 0.2
 _VOCAB_SIZE = 16

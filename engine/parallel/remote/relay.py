@@ -59,6 +59,9 @@ class RankEnd(NamedTuple):
 class Relay:
     """Relay of three threads: a sender from the source link, a receiver, and a watcher of ranks.
 
+    Without a source link there is no sender. The watcher serves the ranks' sockets and sends
+    heartbeats.
+
     Any failure ends the whole relay: ``why`` has the reason, the ranks' sockets are shut, and
     ``ended`` is set. The links are aborted only by ``close``, so that ranks that compute here learn
     the reason first. The last thread closes the ranks' sockets and the connection.

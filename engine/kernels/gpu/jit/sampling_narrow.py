@@ -28,7 +28,7 @@ _ROUNDING = tl.constexpr(1e-6)
 
 @triton.jit
 def _least_reaching(bits, weights, before, target, low, high):
-    """Return the least value in (low, high] up to which weights reach ``target``.
+    """Return the least value in (low, high] up to which ``before`` and weights reach ``target``.
 
     Returns ``high`` if no value does.
     """
