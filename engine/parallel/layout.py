@@ -25,7 +25,7 @@ def shard_of(rank: int, engine: ResolvedEngineConfig) -> Shard:
 
 
 def make_link(join: Join | JoinDevices, number: int = 0, *, index: int) -> StageLink:
-    """Open an end of a link, for its writer or for reader ``index``.
+    """Open an end of a link, for its writer or reader ``index``.
 
     ``number`` selects the link after that stage. For devices it is the link of rank 0's messages.
     """
