@@ -1,4 +1,4 @@
-"""Checkpoints with random weights in Hugging Face layout, the same for everybody who is measured.
+"""Checkpoints with random weights in Hugging Face layout, the same for every measured system.
 
     python -m benchmarks.checkpoints FOLDER
 
@@ -26,7 +26,7 @@ _STD = 0.02
 
 
 class LlamaShape(NamedTuple):
-    """What a Llama is made of; the defaults are the 100M model of the comparisons."""
+    """Shape of a Llama; the defaults are the 100M model of the comparisons."""
 
     hidden_size: int = 768
     num_layers: int = 12
@@ -54,11 +54,11 @@ LLAMA_8B = LlamaShape(
 
 
 def write_llama(path: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0) -> Path:
-    """A bfloat16 Llama with its tokenizer in the folder ``path``; one seed makes one checkpoint.
+    """Write a bfloat16 Llama with its tokenizer to the folder ``path``; a seed determines it.
 
-    Every token that it can generate greedily is two printable characters: rows of the head for
-    special tokens and lone bytes are zero, so that each system has text to send for each token
-    and nobody ends early.
+    Every token that greedy decoding can generate is two printable characters: rows of the head for
+    special tokens and single bytes are zero. So each system has text to send for each token, and no
+    answer ends early.
     """
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n")
@@ -68,7 +68,7 @@ def write_llama(path: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0) -> Pa
 
 
 def config_of(shape: LlamaShape) -> dict[str, Any]:
-    """The config.json of a Llama of this shape."""
+    """Return the config.json of a Llama of this shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -128,7 +128,7 @@ def _weights(shape: LlamaShape, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _write_tokenizer(path: Path, vocab_size: int) -> None:
-    """Byte-level BPE whose merges are pairs of printable characters, as many as there is room."""
+    """Write a byte-level BPE whose merges are pairs of printable characters, as many as fit."""
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = [*_SPECIAL_TOKENS, *symbols]
     characters = [chr(code) for code in _PRINTABLE]

@@ -1,4 +1,4 @@
-"""Where prefill and decode apart pay: fleets of 128 H200 in virtual time, by how they are split.
+"""Gain of separate prefill and decode workers: fleets of 128 H200 in virtual time, by their split.
 
     python -m benchmarks.simulated_roles [--only chat|long] [--rates 600,1200] [--jobs 2] [--save]
     python -m benchmarks.simulated_roles --only long --rates 45 --fleets "32 + 96, switching"
@@ -50,21 +50,21 @@ _NUM_WORKERS = 128
 _SEED = 1
 
 _CHUNK_TOKENS = 4_096
-# 400 Gbit/s, and what Millrace's own TCP reached for such blocks (results/kv_transfer.json).
+# Links of 400 Gbit/s, and of Millrace's TCP rate for such blocks (results/kv_transfer.json).
 _FAST_LINK, _TCP_LINK = 50e9, 1.6e9
-# Of the load before the window, where roles are switched.
+# Least time of load before the window, if roles are switched.
 _WARM_UP_S = 30.0
-# NVIDIA's data sheet of an H200 SXM, dense, and how much of it is taken to be reached.
+# Data sheet of an H200 SXM, dense, and the assumed shares of its rates.
 _BYTES_PER_S, _FP8_FLOP_PER_S, _MEMORY_BYTES = 4.8e12, 1_979e12, 141e9
 _BANDWIDTH_SHARE, _FLOP_SHARE, _MEMORY_SHARE = 0.8, 0.5, 0.9
-# The shape of a Llama 3 70B; a step reads all but the table of embeddings.
+# Shape of a Llama 3 70B; a step reads all but the embedding.
 _PARAMETERS, _EMBEDDING = 70.55e9, 128_256 * 8_192
 _LAYERS, _WIDTH, _KV_WIDTH = 80, 8_192, 8 * 128
 _NUM_SLOTS, _BLOCK_TOKENS = 256, 16
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """``mean_context`` is what a token of a prompt attends to in the mean."""
+    """Load; ``mean_context`` is the mean number of tokens that a prompt's token attends to."""
 
     name: str
     input_tokens: str
@@ -76,8 +76,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fleet(NamedTuple):
-    """``num_prefill`` of the workers compute prompts (0: all do both), in chunks of so many
-    tokens. ``switches``: that is at first, and schedulers change it."""
+    """Fleet in which ``num_prefill`` workers compute prompts, or all do both if 0.
+
+    ``switches`` means that this is the split at first, and schedulers change it.
+    """
 
     num_prefill: int
     chunk_tokens: int = _CHUNK_TOKENS
@@ -85,11 +87,11 @@ class Fleet(NamedTuple):
     switches: bool = False
 
     def num_prefill_of(self, num_workers: int) -> int:
-        """In the fleet's proportion."""
+        """Return the number of prefill workers in the fleet's proportion."""
         return self.num_prefill * num_workers // _NUM_WORKERS
 
     def name(self, num_workers: int) -> str:
-        """As the table has it."""
+        """Return the name in the table."""
         num_prefill = self.num_prefill_of(num_workers)
         parts = [
             f"{num_prefill} + {num_workers - num_prefill}"
@@ -106,8 +108,10 @@ class Fleet(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A fleet of so many workers under one rate. Those that switch roles have the load for
-    ``warm_up_s`` at least before the window."""
+    """Fleet of ``num_workers`` under one rate.
+
+    Fleets that switch roles have the load for at least ``warm_up_s`` before the window.
+    """
 
     load: Load
     fleet: Fleet
@@ -118,9 +122,12 @@ class Case(NamedTuple):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One fleet under one rate. Of the requests of the window but for ``itl_ms_p99``, the moves,
-    the switches and the utilisation, by role at first, which are of the whole run. ``goodput`` is
-    the share that kept the limits, ``goodput_per_s`` that of the offered rate."""
+    """Figures of one fleet under one rate.
+
+    They cover the requests of the window, except ``itl_ms_p99``, the moves, the switches and the
+    utilisation by initial role, which cover the whole run. ``goodput`` is the share within the
+    limits, ``goodput_per_s`` that share of the offered rate.
+    """
 
     load: str
     fleet: str
@@ -141,7 +148,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it."""
+    """All results."""
 
     device: dict[str, object]
     loads: tuple[Load, ...]
@@ -182,16 +189,18 @@ FLEETS = (
 
 
 def _kv_bytes_per_token() -> int:
-    """Keys and values of all layers, in fp8."""
+    """Return the bytes of keys and values of all layers, in fp8."""
     return 2 * _LAYERS * _KV_WIDTH
 
 
 def _simulation_of(mean_context: int) -> SimulationConfig:
-    """What steps take of one H200, where a token of a prompt attends to so many in the mean. A step
-    reads the weights and the KV cache; prompts are bound by products, 2 FLOP a parameter and token,
-    and 4 a layer, number and token attended to. What a sequence adds is the line from a step of
-    one, which is bound by reading, to one of all slots, which is bound by products where these take
-    longer."""
+    """Return the step times of one H200 for a mean context of a prompt's tokens.
+
+    A step reads the weights and the KV cache. Prompts are bound by products: 2 FLOP per parameter
+    and token, and 4 per layer, number and attended token. The time that a sequence adds is
+    interpolated from a step of one sequence, bound by reads, to a step of all slots, bound by
+    products if these take longer.
+    """
     bytes_per_s, flop_per_s = _BYTES_PER_S * _BANDWIDTH_SHARE, _FP8_FLOP_PER_S * _FLOP_SHARE
     num_read = _PARAMETERS - _EMBEDDING
     read_ms = num_read / bytes_per_s * 1e3
@@ -206,13 +215,13 @@ def _simulation_of(mean_context: int) -> SimulationConfig:
 
 
 def _num_blocks() -> int:
-    """Of the KV cache, in what the weights leave of the memory."""
+    """Return the number of KV cache blocks in the memory left by the weights."""
     free_bytes = _MEMORY_BYTES * _MEMORY_SHARE - _PARAMETERS
     return int(free_bytes / (_kv_bytes_per_token() * _BLOCK_TOKENS))
 
 
 def settings_for(load: Load, fleet: Fleet, num_workers: int) -> SimulationSettings:
-    """``num_workers`` in the fleet's proportion."""
+    """Return settings for ``num_workers`` in the fleet's proportion."""
     num_prefill = fleet.num_prefill_of(num_workers)
     engine = EngineConfig(
         kind=EngineKind.SIMULATED,
@@ -245,7 +254,7 @@ def settings_for(load: Load, fleet: Fleet, num_workers: int) -> SimulationSettin
 def trace_of(
     load: Load, rate_per_s: float, window_s: float, warm_up_s: float
 ) -> list[TraceRequest]:
-    """The window, with as much load behind it, and for ``warm_up_s`` before it."""
+    """Return the requests of the window, with as much load after it and ``warm_up_s`` before it."""
     return synthesise(
         TraceRecipe(
             kind=TraceKind.POISSON,
@@ -261,8 +270,8 @@ def trace_of(
 
 
 def run_case(case: Case) -> Row:
-    """In a process that has nothing else to do."""
-    logging.disable(logging.CRITICAL)  # what the scheduler says of refusals is in the figures
+    """Run a case in a process of its own."""
+    logging.disable(logging.CRITICAL)  # refusals are counted in the figures
     gc.set_threshold(50_000, 50, 100)
     load, fleet, rate_per_s, window_s, num_workers, warm_up_s = case
     settings = settings_for(load, fleet, num_workers)
@@ -303,7 +312,7 @@ def _at(of: Percentiles | None, share: str) -> float:
 
 
 def _device() -> dict[str, object]:
-    """What a worker is taken to do, all of it derived, of prompts by load."""
+    """Return the derived parameters of a worker, and of prompts by load."""
     simulations = {load.name: _simulation_of(load.mean_context) for load in LOADS}
     first = next(iter(simulations.values()))
     return {
@@ -341,8 +350,11 @@ def run(
     jobs: int = 1,
     smoke: bool = False,
 ) -> Told:
-    """``rates`` (with commas) and ``window`` replace a load's own; ``fleets`` are names with
-    semicolons; ``jobs`` are processes."""
+    """Run the fleets.
+
+    ``rates`` (comma-separated) and ``window`` replace a load's own; ``fleets`` are names separated
+    by semicolons; ``jobs`` is the number of processes.
+    """
     loads = [load for load in LOADS if only in (None, load.name)]
     print(json.dumps(_device()), flush=True)
     cases = [
@@ -366,7 +378,7 @@ def run(
 
 
 def _fleets(given: str | None) -> list[Fleet]:
-    """All, or those that are named. Raises SystemExit for a name that none has."""
+    """Return all fleets, or the named ones. Raises SystemExit for an unknown name."""
     by_name = {fleet.name(_NUM_WORKERS): fleet for fleet in FLEETS}
     if given is None:
         return list(by_name.values())

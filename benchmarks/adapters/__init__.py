@@ -1,1 +1,1 @@
-"""What adapters cost: see ``python -m benchmarks.adapters --help``."""
+"""Cost of adapters: see ``python -m benchmarks.adapters --help``."""

@@ -33,7 +33,7 @@ _SKEWS = (0.6, 0.8, 1.0, 1.2)
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What a run measured."""
+    """Result of a run."""
 
     cpu: str
     engine: EngineFigures | None = None
@@ -72,7 +72,7 @@ def _lines(result: Result) -> list[str]:
 
 
 def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
-    """The medians of the ``runs`` rounds count."""
+    """Report the medians of ``runs`` rounds."""
     result = Result(cpu=cpu_name())
     if "engine" in only:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The engine with adapters, in a process that has all memory and threads."""
+"""Measurement of the engine with adapters, in a process that has all memory and threads."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from millrace.registry.checkpoints.adapters.outline import TARGETS, WEIGHTS_FILE
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
 
-# What PEFT changes of a Llama where it is not told, and all that there is.
+# Targets of PEFT's default for a Llama, and all targets.
 PROJECTIONS: Final[dict[str, tuple[str, ...]]] = {"q v": ("q_proj", "v_proj"), "all": TARGETS}
 
 
 def write_adapter(
     folder: Path, shape: LlamaShape, targets: tuple[str, ...], rank: int, seed: int
 ) -> AdapterRef:
-    """A bfloat16 adapter of every layer in ``folder``."""
+    """Write a bfloat16 adapter of every layer to ``folder``."""
     folder.mkdir(parents=True)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(targets)}
     (folder / CONFIG_FILE).write_text(json.dumps(config))
@@ -63,14 +63,16 @@ def _sizes(shape: LlamaShape) -> dict[str, tuple[int, int]]:
 
 _NUM_ADAPTERS, _RANK = 20, 16
 _BASE = "base"
-# Of every projection that makes a file of some 20 MB.
+# Rank at which an adapter of every projection is a file of some 20 MB.
 _COLD_RANK, _NUM_COLD, _NUM_BESIDE = 64, 8, 8
 
 
 class ColdFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """First tokens of requests whose adapter is in a local S3 server only, beside others that
-    decode: ``ttft`` with the adapter loaded and not, and the 99th percentile of the others' time
-    between tokens without such requests and with them. All in ms."""
+    """First tokens of requests whose adapter is in a local S3 server, beside streams that decode.
+
+    ``ttft`` is with the adapter loaded and not loaded. The other figures are the 99th percentile of
+    the streams' time between tokens, without such requests and with them. All in ms.
+    """
 
     size_bytes: int
     ttft_warm_p50_ms: float
@@ -81,7 +83,7 @@ class ColdFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """``figures`` by load, then by what is served: the base alone, or twenty adapters of it."""
+    """Figures by load, then by the base alone or with twenty adapters."""
 
     figures: dict[str, dict[str, Figures]]
     adapter_bytes: dict[str, int]
@@ -101,7 +103,7 @@ def _run(
 def _measure_loads(
     engine: Engine, kinds: dict[str, list[AdapterRef]], runs: int
 ) -> dict[str, dict[str, Figures]]:
-    """In turns, so that a slow minute of the machine is in all of them."""
+    """Measure in turns, so that a slow minute of the machine affects all of them."""
     measured: dict[str, dict[str, Figures]] = {}
     for load in DISTINCT_LOADS:
         rounds: dict[str, list[Figures]] = {kind: [] for kind in kinds}
@@ -115,7 +117,7 @@ def _measure_loads(
 
 
 def _measure_cold(engine: Engine, folder: Path, bucket: str) -> ColdFigures:
-    """Of adapters that are in a bucket and nowhere else."""
+    """Measure adapters that are in a bucket only."""
     targets = PROJECTIONS["all"]
     fresh = []
     for number in range(_NUM_COLD):
@@ -141,8 +143,7 @@ def _measure_cold(engine: Engine, folder: Path, bucket: str) -> ColdFigures:
 
 
 class _Beside:
-    """Streams of the base that decode, and beside them one short request after another, each with
-    an adapter of its own."""
+    """Streams of the base that decode, beside short requests with an adapter of its own each."""
 
     def __init__(self, engine: Engine, adapters: Sequence[AdapterRef]) -> None:
         self.engine = engine
@@ -152,7 +153,7 @@ class _Beside:
         self._prompts = distinct(_NUM_BESIDE + _NUM_COLD, 64).prompts(7, LLAMA_100M.vocab_size)
 
     def run(self) -> None:
-        """Until all have been answered."""
+        """Run until all requests have been answered."""
         engine, last_s = self.engine, dict[str, float]()
         for number in range(_NUM_BESIDE):
             prompt = self._prompts[number]
@@ -181,7 +182,7 @@ class _Beside:
 
 
 def measure(folder: Path, runs: int) -> EngineFigures:
-    """Measure in a new process, with what is made for it in ``folder``."""
+    """Measure in a new process, with files in ``folder``."""
     config = EngineConfig(dtype="bfloat16", device="cpu", max_num_sequences=32)
     configure_threads(config, shared=False)
     shape = LLAMA_100M._replace(context_window_tokens=1024)

@@ -1,5 +1,7 @@
-"""Which share of requests finds its adapter at the worker that it is sent to, by the scheduler's
-own placement and without its view of adapters; in virtual time."""
+"""Share of requests whose adapter is loaded on their worker, by the scheduler's own placement.
+
+Compared with placement that ignores adapters, in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _LOAD_MS = 50.0
 
 
 class HitRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Of requests for adapters whose popularity follows Zipf's law with the exponent ``skew``."""
+    """Hit rates of requests for adapters, by Zipf's law with the exponent ``skew``."""
 
     skew: float
     affine: float
@@ -33,7 +35,7 @@ class HitRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Worker:
-    """Slots with the least recently used going first; what runs keeps its own."""
+    """Worker whose slots are reused in LRU order, except those of running requests."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -63,7 +65,7 @@ class _Worker:
         self.view.observe(self._status(), now_s)
 
     def begin(self, adapter: str) -> bool:
-        """Whether the adapter was there."""
+        """Take a request; return whether its adapter was loaded."""
         hit = adapter in self._slots
         self._slots[adapter] = None
         self._slots.move_to_end(adapter)
@@ -80,7 +82,7 @@ class _Worker:
 
 
 def hit_rates(skew: float, seed: int = 1) -> HitRates:
-    """Of both policies, with the same requests."""
+    """Return the hit rates of both policies for the same requests."""
     return HitRates(
         skew=skew,
         affine=_hit_rate("affine", skew, seed),

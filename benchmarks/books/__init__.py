@@ -1,1 +1,1 @@
-"""Whether all figures of one load are the same wherever they are told."""
+"""Check that all figures of one load are the same in every report."""

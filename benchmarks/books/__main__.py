@@ -1,4 +1,4 @@
-"""``python -m benchmarks.books``: all figures of one load, wherever they are told.
+"""``python -m benchmarks.books``: all figures of one load in every report.
 
 A whole system serves two models, priced in dollars and in euros, to two tenants that ask in every
 way that takes several generations: choices, prompts, inputs, rounds of tools, lines of batches.
@@ -62,7 +62,7 @@ _KILLED = ("worker-1", "gateway-1", "telemetry-1")
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The requests, tokens and money of one tenant."""
+    """Requests, tokens and money of one tenant."""
 
     requests: int
     prompt_tokens: int
@@ -71,14 +71,14 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def run(rounds: int = 4, no_kills: bool = False) -> Outcome:
-    """Each way to ask is taken ``rounds`` times; ``no_kills`` leaves all parts alive."""
+    """Take each way to ask ``rounds`` times; ``no_kills`` leaves all parts alive."""
     with tempfile.TemporaryDirectory(prefix="millrace-books-") as folder:
         kills = () if no_kills else _KILLED
         return Outcome(None, not asyncio.run(keep_books(Path(folder), rounds, kills)))
 
 
 async def keep_books(folder: Path, rounds: int, kills: Sequence[str]) -> int:
-    """Run the load, and print what each source tells of it; how many figures differ, at most 1."""
+    """Run the load and print each source's figures; return 1 if any figure differs, else 0."""
     with weather_tools() as tools:
         system = System(folder, arguments=_arguments(folder, tools)).start()
         try:
@@ -143,12 +143,12 @@ def _tenant(system: System, name: str, model: str) -> Tenant:
 
 
 async def _compare(system: System, tenant: Tenant, told: Told, client: BooksClient) -> int:
-    """Print the figures of a tenant; how many differ from those of its rows."""
+    """Print the figures of a tenant; return how many differ from those of its rows."""
 
     seen: list[tuple[Figures, float]] = []
 
     async def is_settled() -> bool:
-        """Rows come late after a kill: they have to stay as they are for some seconds."""
+        """Return whether the rows are stable for some seconds: they come late after a kill."""
         try:
             usage = _sums(system, "usage_by_minute FINAL", tenant, "toInt64(sum(requests))")
             rows = _sums(system, "requests FINAL", tenant, "toInt64(count())")
@@ -218,8 +218,10 @@ def _sums(system: System, table: str, tenant: Tenant, requests: str) -> Figures:
 
 
 def _by_answers(system: System, tenant: Tenant, told: Told) -> Figures:
-    """Add up the usage that clients were told, at the price book's prices; of other requests, whose
-    client left, what their rows say."""
+    """Add up the usage in the answers, at the price book's prices.
+
+    Requests whose client left are added by their rows.
+    """
     prices = msgspec.convert(_PRICES[tenant.model], PriceBook)
     rows = system.sql(
         "SELECT request_id, toInt64(prompt_tokens) AS prompt, toInt64(completion_tokens) AS "

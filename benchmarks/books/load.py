@@ -1,4 +1,4 @@
-"""The load whose figures are compared: every way to ask for several generations, and kills."""
+"""Load whose figures are compared: every way to ask for several generations, and kills."""
 
 from __future__ import annotations
 
@@ -37,20 +37,23 @@ class Tenant(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct):
-    """The answers that a client got, by request id. ``usage`` holds prompt, cached and
-    completion tokens of answered requests; other requests were accepted, then left or cancelled.
-    ``num_lost`` requests broke off before the client had their ids: they may have been accepted."""
+    """Answers of a client, by request id.
+
+    ``usage`` holds prompt, cached and completion tokens of answered requests. Other requests were
+    accepted, then left or cancelled. ``num_lost`` requests broke off before the client had their
+    ids: they may have been accepted.
+    """
 
     usage: dict[str, tuple[int, int, int]] = {}
     accepted: set[str] = set()
     num_lost: int = 0
 
     def answered(self, request_id: str, usage: dict[str, Any]) -> None:
-        """Take in an answer. A request that is asked again under its key has the same one."""
+        """Record an answer. A repeated request with the same key has the same answer."""
         details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
         prompt = usage.get("prompt_tokens", usage.get("input_tokens", 0))
         cached = details.get("cached_tokens", 0)
-        if "cache_read_input_tokens" in usage:  # of Anthropic's, beside the others
+        if "cache_read_input_tokens" in usage:  # Anthropic counts them separately
             cached = usage["cache_read_input_tokens"]
             prompt += cached
         completion = usage.get("completion_tokens", usage.get("output_tokens", 0))
@@ -61,7 +64,7 @@ class Told(msgspec.Struct):
 
 
 class BooksClient:
-    """Asks as one tenant, again and again under one Idempotency-Key until it has an answer."""
+    """Client of one tenant that repeats a request under its Idempotency-Key until answered."""
 
     def __init__(self, system: System, tenant: Tenant, told: Told) -> None:
         self._system = system
@@ -73,7 +76,7 @@ class BooksClient:
         await self._http.aclose()
 
     async def ask_all(self, rounds: int) -> None:
-        """Each way to ask, ``rounds`` times, a few at a time."""
+        """Ask in each way ``rounds`` times, a few at a time."""
         ways: tuple[Callable[[], Awaitable[None]], ...] = (
             self.chat,
             self.several_choices,
@@ -116,21 +119,21 @@ class BooksClient:
         await self._ask("messages", messages=_MESSAGES, max_tokens=8)
 
     async def embeddings(self) -> None:
-        """Embeddings keep no answer for a key, so a request that breaks off is lost sight of."""
+        """Ask for embeddings, which keep no answer for a key: a request that breaks off is lost."""
         body = {"model": self._tenant.model, "input": ["a lease", "a worker", "a queue"]}
         answer = await self._send("/v1/embeddings", json=body)
         if answer is not None:
             self._told.answered(answer.headers["x-request-id"], answer.json()["usage"])
 
     async def replay(self) -> None:
-        """The same answer three times, two of them at once: one request."""
+        """Ask three times for the same answer, twice at once: one request."""
         key = uuid.uuid4().hex
         ask: dict[str, Any] = {"messages": _MESSAGES, "max_tokens": 8, "n": 2, "key": key}
         await asyncio.gather(*(self._ask("chat/completions", **ask) for _ in range(2)))
         await self._ask("chat/completions", **ask)
 
     async def leave(self) -> None:
-        """A client that goes away while its choices are written."""
+        """Leave while choices are streamed."""
         body = {"model": self._tenant.model, "messages": _MESSAGES, "max_tokens": 200, "n": 2}
         url = f"{self._system.http}/v1/chat/completions"
         try:
@@ -164,7 +167,7 @@ class BooksClient:
             self._told.num_lost += 1
 
     async def batch(self) -> None:
-        """Lines of several choices, and of several inputs."""
+        """Send batches: lines of several choices, and of several inputs."""
         body = {"model": self._tenant.model, "messages": _MESSAGES, "max_tokens": 8}
         bodies = [body | {"n": number} for number in (1, 2, 3)]
         await self._run_batch("/v1/chat/completions", bodies)
@@ -205,7 +208,7 @@ class BooksClient:
     async def _send(
         self, path: str, *, num_requests: int = 1, **sent: Any
     ) -> httpx.Response | None:
-        """Post what keeps no answer for a key. None: it broke off, or failed."""
+        """Post a request without an idempotent answer; return None if it broke off or failed."""
         while True:
             try:
                 answer = await self._http.post(f"{self._system.http}{path}", **sent)
@@ -233,7 +236,7 @@ class BooksClient:
             if answer.status_code not in _RETRIED:
                 break
             if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
-                # The failure is this key's answer for good.
+                # A failure is final for its key.
                 headers = {"idempotency-key": uuid.uuid4().hex}
                 self._told.num_lost += 1
             await asyncio.sleep(_AGAIN_S)

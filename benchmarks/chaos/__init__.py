@@ -1,1 +1,1 @@
-"""``python -m benchmarks.chaos``: loads, their clients, faults, and the rounds of both."""
+"""Chaos benchmark: loads, their clients, faults, and the rounds of both."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.chaos``: what clients see when parts are killed under their streams.
+"""``python -m benchmarks.chaos``: streams of clients while parts of the system are killed.
 
 A whole ``millrace up`` with the demo model on real engines: two workers, two gateways. Clients,
 half by WebSocket and half by server-sent events, stream greedy answers; in each round something
@@ -7,10 +7,10 @@ engine, of both workers, of the scheduler, alone or with a worker, of a gateway 
 at another), of nats-server, of Redis; SIGTERM of a worker, which drains; a part that stands still
 for five seconds; a second worker of a name. ``millrace up`` starts again what died. Further rounds
 kill a worker under what is hard to move: answers held to a JSON Schema, forced tool calls, three
-choices, log-probabilities, penalties; or either worker under long prompts, or one that drains while
-its streams' blocks are on their way. With ``--workers prefill:1,decode:1`` the first computes long
-prompts, and the second goes on with them. In the last round the disk is full for a while, which
-takes root: new requests have to be refused by name, and accepted within 10 s of room.
+choices, log-probabilities, penalties; or either worker under long prompts, or a worker that drains
+while its streams' blocks are being pulled. With ``--workers prefill:1,decode:1`` the first computes
+long prompts, and the second goes on with them. In the last round, which needs root, the disk is
+full for a while: new requests must be refused by name, and accepted within 10 s of room.
 
 Of each round it checks that no answer is lost, that no token index is missing or repeated, that
 each request has one record in ClickHouse, and that each answer is that of the undisturbed run,
@@ -42,7 +42,7 @@ from tests.support.system import System
 _PORT = 18_400
 _WORKERS = "2"
 _SLOTS = 256
-# In memory, all of which is taken when it is filled.
+# A disk in memory, which a full disk occupies completely.
 _DISK_MIB = 1_024
 _GOALS_S = {
     "worker killed": (2.5, 5.0),
@@ -53,8 +53,10 @@ _GOALS_S = {
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of it, ``events`` by name, with ``workers`` as ``millrace up`` has them, two in all.
-    ``limit_s`` bounds all rounds, ``round_limit_s`` one."""
+    """Plan of a run: ``events`` by name, and two ``workers`` in the format of ``millrace up``.
+
+    ``limit_s`` bounds all rounds together, ``round_limit_s`` one round.
+    """
 
     events: tuple[str, ...]
     workers: str
@@ -78,7 +80,7 @@ def run(
     round_limit_s: float = 120.0,
     smoke: bool = False,
 ) -> Told:
-    """``only`` are events, ``rounds`` of each; ``smoke`` is one round with few streams."""
+    """Run ``rounds`` of each event in ``only``; ``smoke`` is one round with few streams."""
     if unknown := set(only) - set(_NAMES):
         sys.exit(f"no such event: {', '.join(sorted(unknown))}; there are {', '.join(_NAMES)}")
     if smoke:
@@ -104,7 +106,7 @@ def run(
 
 
 def _play(plan: Plan, folder: Path) -> tuple[Streams, list[Round]]:
-    """Raises NoDiskError if a disk is to be filled and none can be had."""
+    """Run the plan. Raises NoDiskError if a disk is to be filled and none can be mounted."""
     with contextlib.ExitStack() as stack:
         if DISK_FULL in plan.events:
             stack.enter_context(mounted_disk(folder / "data", _DISK_MIB))
@@ -116,8 +118,8 @@ def _play(plan: Plan, folder: Path) -> tuple[Streams, list[Round]]:
 
 def _start(folder: Path, workers: str) -> System:
     settings = folder / "settings.yaml"
-    # Either worker has room for all streams. The questions are alike: for the sake of the cache one
-    # worker would get most of them.
+    # Either worker has room for all streams. Questions are alike, so the cache would attract most
+    # of them to one worker.
     tree = {
         "worker": {"engine": {"max_num_sequences": _SLOTS}},
         "scheduler": {"placement": "least_loaded"},
@@ -159,7 +161,7 @@ def _say(number: int, event: Event, told: Round) -> None:
 
 
 def _report(plan: Plan, streams: Streams, rounds: Sequence[Round]) -> dict[str, Any]:
-    """Prints the sums, and returns them."""
+    """Print the sums and return them."""
     events = {
         event.name: _sums([one for one in rounds if one.event == event.name])
         for event in EVENTS

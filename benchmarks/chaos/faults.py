@@ -1,4 +1,4 @@
-"""What ``benchmarks.chaos`` does to a running system, and the table of its rounds."""
+"""Faults of ``benchmarks.chaos``, and the table of its rounds."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ _NOTICED_WITHIN_S = 3.0
 _WELL_WITHIN_S = 10.0
 _GIVE_UP_S = 60.0
 _POLL_S = 0.2
-# Enough for either of two gateways that share a port to have been asked.
+# Enough probes to reach both gateways, which share a port.
 _NUM_PROBES = 8
 
 
 class Told(msgspec.Struct, frozen=True):
-    """``outcomes`` counts what new requests were answered while the disk was full; ``well_s``: from
-    the first free byte until both gateways accepted again."""
+    """Result of a full disk.
+
+    ``outcomes`` counts the answers of new requests while the disk was full. ``well_s`` is the time
+    from the first free byte until both gateways accepted requests again.
+    """
 
     outcomes: dict[str, int]
     well_s: float
@@ -81,7 +84,7 @@ async def _keep_full(disk: SmallDisk) -> None:
 
 
 async def _probe(http: httpx.AsyncClient) -> list[str]:
-    """What becomes of new requests."""
+    """Send new requests and return their outcomes."""
     return list(await asyncio.gather(*(_ask(http) for _ in range(_NUM_PROBES))))
 
 
@@ -94,16 +97,19 @@ async def _ask(http: httpx.AsyncClient) -> str:
 
 
 _TWIN_WITHIN_S = 90.0
-# The worker that has the most requests just now.
+# Worker with the most requests at the time of the fault.
 BUSIEST = "the busiest worker"
 _HEARD_WITHIN_S = 3.0
-# It needs a disk of its own.
+# Event that needs a disk of its own.
 DISK_FULL = "disk full"
 
 
 class Struck(msgspec.Struct, frozen=True, kw_only=True):
-    """What a fault left: parts that have to come back under another pid, by the pid that they had,
-    what else has to be so before all is well again, and what may not be."""
+    """Result of a fault.
+
+    It has the parts that must come back under another pid, by their old pid, further conditions for
+    recovery, and conditions that must not occur.
+    """
 
     pids: Mapping[str, int] = {}
     is_mended: Callable[[], bool] = lambda: True
@@ -111,13 +117,13 @@ class Struck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(Protocol):
-    """Something that happens to a system; ``strike`` returns when it has happened."""
+    """Fault of a system; ``strike`` returns when it has happened."""
 
     async def strike(self, system: System) -> Struck: ...
 
 
 class Signalled(msgspec.Struct, frozen=True):
-    """A signal to parts, all at once; ``millrace up`` starts them again."""
+    """Signal to parts, all at once; ``millrace up`` restarts them."""
 
     parts: tuple[str, ...]
     number: signal.Signals = signal.SIGKILL
@@ -131,7 +137,7 @@ class Signalled(msgspec.Struct, frozen=True):
 
 
 class KilledInTransfer(msgspec.Struct, frozen=True):
-    """A worker drains, and is killed (``kill -9``) while others have its streams' blocks pulled."""
+    """Worker that is drained, then killed (``kill -9``) while others pull its streams' blocks."""
 
     worker: str
     after_s: float
@@ -141,14 +147,14 @@ class KilledInTransfer(msgspec.Struct, frozen=True):
         pid = system.pid(name)
         os.kill(pid, signal.SIGTERM)
         await asyncio.sleep(self.after_s)
-        # It may have been through by then.
+        # The drain may be complete by then.
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         return Struck(pids={name: pid})
 
 
 class EngineKilled(msgspec.Struct, frozen=True):
-    """``kill -9`` of the engine's process of a worker, which lives and loads another."""
+    """``kill -9`` of a worker's engine process; the worker survives and loads another."""
 
     worker: str
 
@@ -162,14 +168,14 @@ class EngineKilled(msgspec.Struct, frozen=True):
 
 
 async def _resolve(part: str, system: System) -> str:
-    """The name of a part; that of the busiest worker by what both say next."""
+    """Return the name of a part; the busiest worker is found by both workers' next statuses."""
     if part != BUSIEST:
         return part
     statuses: list[WorkerStatus] = []
     bus = await nats.connect(NatsConfig(url=system.endpoints["nats"]), "chaos")
     try:
         await bus.workers.watch(statuses.append)
-        statuses.clear()  # what the bucket has may be older than the load
+        statuses.clear()  # the bucket may hold statuses from before the load
         await eventually(
             lambda: len({status.name for status in statuses}) > 1, timeout_s=_HEARD_WITHIN_S
         )
@@ -179,12 +185,12 @@ async def _resolve(part: str, system: System) -> str:
 
 
 def _num_engines(log: str) -> int:
-    """How many engines have followed the first."""
+    """Return how many engines have replaced the first."""
     return log.count("a new engine runs")
 
 
 class Frozen(msgspec.Struct, frozen=True):
-    """A part and all that it started stand still for a while (SIGSTOP, SIGCONT)."""
+    """Part that is frozen with its children for a while (SIGSTOP, SIGCONT)."""
 
     part: str
     for_s: float
@@ -203,7 +209,7 @@ class Frozen(msgspec.Struct, frozen=True):
 
 
 class Twin(msgspec.Struct, frozen=True):
-    """Another worker is started under the name of one that runs; it has to be refused."""
+    """Second worker under the name of a running one, which must be refused."""
 
     worker: str
 
@@ -230,8 +236,11 @@ class Twin(msgspec.Struct, frozen=True):
 
 
 class DiskFilled(msgspec.Struct, frozen=True):
-    """The disk of the system's folder is kept full, to its last page, while new requests are sent;
-    they have to be refused by name, and accepted soon after there is room again."""
+    """Disk that is kept full to its last page while new requests are sent.
+
+    Requests must be refused with the disk as the reason, and accepted soon after there is room
+    again.
+    """
 
     for_s: float
 
@@ -244,8 +253,10 @@ class DiskFilled(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A fault under a load of ``chaos_loads.LOADS``. ``is_partial``: only streams whose epoch rises
-    are affected by it."""
+    """Fault under a load of ``chaos_loads.LOADS``.
+
+    With ``is_partial``, it affects only streams whose epoch rises.
+    """
 
     name: str
     fault: Fault

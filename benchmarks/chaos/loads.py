@@ -1,4 +1,4 @@
-"""What the clients of ``benchmarks.chaos`` ask for: plain answers, and what is hard to move."""
+"""Loads of ``benchmarks.chaos``: plain answers, and answers that are hard to move."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.system import System
 
 
 class Arrivals:
-    """When the parts of one answer came, on this process's monotonic clock."""
+    """Arrival times of the parts of one answer, on this process's monotonic clock."""
 
     def __init__(self) -> None:
         self.parts_s: list[float] = []
@@ -27,8 +27,10 @@ class Arrivals:
         self.parts_s.append(time.monotonic())
 
     def longest_gap_s(self, from_s: float, to_s: float) -> float | None:
-        """The longest silence that had not ended at ``from_s`` and began before ``to_s``; None for
-        a stream that had not begun by then, or was over."""
+        """Return the longest gap that ended after ``from_s`` and began before ``to_s``.
+
+        Returns None for a stream that had not begun by then, or was over.
+        """
         gaps = [
             after_s - before_s
             for before_s, after_s in pairwise(self.parts_s)
@@ -39,7 +41,7 @@ class Arrivals:
 
 
 class TimedSocket(SocketClient):
-    """By WebSocket; it goes on by the index of the first token that it has not got."""
+    """WebSocket client that resumes at the first missing token index."""
 
     def __init__(self, system: System, question: str, **options: Any) -> None:
         super().__init__(system, question, **options)
@@ -52,7 +54,7 @@ class TimedSocket(SocketClient):
 
 
 class TimedEvents(EventClient):
-    """By server-sent events; it goes on by Last-Event-ID."""
+    """Server-sent events client that resumes by Last-Event-ID."""
 
     def __init__(self, system: System, question: str, **options: Any) -> None:
         super().__init__(system, question, **options)
@@ -65,14 +67,17 @@ class TimedEvents(EventClient):
 
 @dataclass
 class PartsAnswer(Answer):
-    """``text`` is a line for each choice: its content, its calls, its tokens as they were told, and
-    why it ended, as JSON. ``logprobs`` has what was told with the tokens, by choice."""
+    """Answer with several parts.
+
+    ``text`` is a line of JSON for each choice: its content, its calls, its tokens, and its finish
+    reason. ``logprobs`` holds the reported log-probabilities, by choice.
+    """
 
     logprobs: dict[int, list[float]]
 
 
 class Choice:
-    """What came of one choice."""
+    """Parts of one choice, as received."""
 
     def __init__(self) -> None:
         self.content = ""
@@ -85,7 +90,7 @@ class Choice:
         delta = choice["delta"]
         self.content += delta.get("content") or ""
         for call in delta.get("tool_calls") or ():
-            # Its id is made of the request's, so that it is another each time.
+            # The id includes the request's, so it differs each time.
             parts = self.calls.setdefault(call["index"], ["", ""])
             function = call.get("function", {})
             parts[0] += function.get("name") or ""
@@ -101,8 +106,10 @@ class Choice:
 
 
 class TimedParts(TimedEvents):
-    """By server-sent events, reading all that a choice may have. It never has to come back: what is
-    done to the system leaves its gateway alone."""
+    """Server-sent events client that reads every part of a choice.
+
+    It never needs to resume, because the faults leave its gateway alone.
+    """
 
     def __init__(self, system: System, question: str, **options: Any) -> None:
         super().__init__(system, question, **options)
@@ -159,17 +166,20 @@ _OBJECT = {
     "required": ["answer", "sure"],
     "additionalProperties": False,
 }
-# Long enough that a worker for prompts computes it; none begins as another.
+# Long enough for a prefill worker; no two prompts begin alike.
 _LONG = "{} " + "What is a KV cache? " * 100
 _TOOL = {"type": "function", "function": {"name": "note", "parameters": _OBJECT}}
-# A whole object ends by itself, well within.
+# Enough tokens for a whole object, which ends by itself.
 _ENOUGH_TOKENS = 600
 
 
 class Load(msgspec.Struct, frozen=True):
-    """``options`` gives those of a request of so many tokens by the number of its client, ``kinds``
-    are its clients in turn; a request has ``num_choices`` jobs, with a record each. ``question``
-    has a place for the client's number."""
+    """Load of chaos clients.
+
+    ``options`` returns a request's options by number of tokens and client. ``kinds`` are the
+    clients' classes in turn. A request has ``num_choices`` jobs, with a record each. ``question``
+    has a placeholder for the client's number.
+    """
 
     name: str
     options: Callable[[int, int], dict[str, Any]]
@@ -178,7 +188,7 @@ class Load(msgspec.Struct, frozen=True):
     question: str = "What is TTFT? {}"
 
     def clients(self, system: System, num_streams: int, num_tokens: int) -> list[TimedClient]:
-        """The same questions each time, so that the answers have to be the same, too."""
+        """Return clients with the same questions each time, so that answers must be the same."""
         return [
             self.kinds[number % len(self.kinds)](
                 system, self.question.format(number), **self.options(num_tokens, number)

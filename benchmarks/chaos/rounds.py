@@ -1,4 +1,4 @@
-"""One round of ``benchmarks.chaos``: streams, what happens to them, and what was wrong then."""
+"""Round of ``benchmarks.chaos``: streams, a fault, and its violations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.chaos.loads import LOADS, Answer, Load, PartsAnswer, TimedClient
 from tests.support.system import System
 from tests.support.waiting import eventually
 
-# Silences that end this long after the event, or later, are none of its doing.
+# Gaps that end later than this after the event are not attributed to it.
 _EFFECT_S = 30.0
 _STREAMING_SHARE = 0.9
 _RECORDED_WITHIN_S = 30.0
@@ -29,7 +29,7 @@ _LOGPROB_TOLERANCE = 0.02
 _PLAIN = "plain"
 
 
-# What may be wrong in a round.
+# Kinds of violations in a round.
 WRONGS = (
     *("num_lost", "num_wrong_indices", "num_other_texts"),
     *("num_without_record", "num_doubled_records", "num_wrong_ways"),
@@ -37,10 +37,13 @@ WRONGS = (
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one event. ``gaps_s`` are the longest silences of the affected streams, of which
-    there are as many as entries; ``wrongs`` is a sentence for each thing that may not be, of which
-    ``num_wrong_ways`` are about the event itself. ``loading_s``: from the event until each worker
-    that it ended served again, or had an engine."""
+    """Result of one event.
+
+    ``gaps_s`` are the longest gaps of the affected streams, one entry each. ``wrongs`` has a
+    sentence for each violation, ``num_wrong_ways`` of which are about the event itself.
+    ``loading_s`` is the time from the event until each restarted worker served again, or had an
+    engine.
+    """
 
     event: str
     num_streams: int
@@ -53,7 +56,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Streams:
-    """Clients of one load after the other, each beside what it is answered when nothing happens."""
+    """Clients of one load after another, compared with the answers of an undisturbed run."""
 
     _num_workers = _num_gateways = 2
 
@@ -69,8 +72,10 @@ class Streams:
         return load.clients(self._system, self._num_streams, self._num_tokens)
 
     async def run_undisturbed(self, name: str = _PLAIN) -> None:
-        """A load once without an event: what is to be answered, and how long the silences of plain
-        answers are. Raises AssertionError for an answer that does not come."""
+        """Run a load without an event, to record its answers and the usual gaps of plain answers.
+
+        Raises AssertionError for a missing answer.
+        """
         clients = self._clients(LOADS[name])
         answers = await self._answers([asyncio.create_task(one.ask()) for one in clients])
         wrong = [answer for answer in answers if not isinstance(answer, Answer)]
@@ -83,7 +88,10 @@ class Streams:
             self.usual_gaps_s = tuple(sorted(gaps))
 
     async def run(self, event: Event) -> Round:
-        """With an event in the middle. Raises AssertionError if a part does not come back."""
+        """Run a load with an event in the middle.
+
+        Raises AssertionError if a part does not recover.
+        """
         if event.load not in self._undisturbed:
             await self.run_undisturbed(event.load)
         began_s = time.monotonic()
@@ -115,15 +123,17 @@ class Streams:
         await eventually(is_so, timeout_s=self._limit_s, what="that the streams run")
 
     async def _answers(self, tasks: Sequence[asyncio.Task[Answer]]) -> list[Answer | BaseException]:
-        """An answer, or why there is none, for each. Those that take too long are given up."""
+        """Return an answer or an error for each task. Late tasks are cancelled."""
         _, late = await asyncio.wait(tasks, timeout=self._limit_s)
         for task in late:
             task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _is_whole(self, event: Event, struck: Struck, event_s: float) -> None:
-        """Wait until all parts serve, as far as both gateways can tell; until ``_FORGET_S`` after
-        the event they may believe in a worker that is gone."""
+        """Wait until all parts serve, as far as both gateways know.
+
+        Waits at least ``_FORGET_S`` after the event: until then gateways may count a lost worker.
+        """
         await asyncio.sleep(max(0.0, event_s + _FORGET_S - time.monotonic()))
         seen: set[str] = set()
 
@@ -188,7 +198,9 @@ class Streams:
         )
 
     def _loading_s(self, event_at: float) -> tuple[float, ...]:
-        """From the event until each worker that has loaded since served, by the workers' logs."""
+        """Return the seconds from the event until each reloaded worker served, by the workers'
+        logs.
+        """
         loaded_s = []
         for log in (self._system.data / "logs").glob("worker-*.log"):
             for line in log.read_text().splitlines():
@@ -199,7 +211,7 @@ class Streams:
         return tuple(sorted(loaded_s))
 
     async def _records(self, request_ids: Sequence[str]) -> dict[str, list[int]]:
-        """The epochs of the records of each request, once all are there or the time is up."""
+        """Return the epochs of each request's records, once all are stored or the time is up."""
         deadline_s = time.monotonic() + _RECORDED_WITHIN_S
         while True:
             found: dict[str, list[int]] = {}
@@ -221,13 +233,15 @@ class Streams:
 
 
 def _job_ids(request_id: str, num_choices: int) -> list[str]:
-    """A request with several choices is a job for each, with a record each."""
+    """Return a request's job ids: one for each choice, with a record each."""
     return [request_id, *(f"{request_id}.{number}" for number in range(1, num_choices))]
 
 
 def is_other(answer: Answer, expected: Answer) -> bool:
-    """Whether an answer differs from the one that was to come: what a choice has, a token that was
-    told with its probability, or that probability."""
+    """Return whether an answer differs from the expected one.
+
+    Compares the content of choices, the reported tokens and their log-probabilities.
+    """
     if (answer.text, answer.finish_reason) != (expected.text, expected.finish_reason):
         return True
     if not (isinstance(answer, PartsAnswer) and isinstance(expected, PartsAnswer)):

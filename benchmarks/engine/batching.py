@@ -1,12 +1,12 @@
-"""What continuous batching, a paged cache and chunked prefill bring, beside doing without.
+"""Gains of continuous batching, a paged cache and chunked prefill over simpler baselines.
 
     python -m benchmarks.engine --only batching memory chunking
 
 The baselines live here alone. Static batching runs a batch until its longest answer ends, the
-others padded along; the gain over it should be near the longest of a batch over the mean length.
-A contiguous cache reserves the longest answer for each sequence that it admits, as nobody knows
-how long it will be. Chunked prefill is measured by the gaps in running streams while a long prompt
-enters, whole and in chunks.
+others padded along; the gain over it should be near the longest of a batch over the mean length. A
+contiguous cache reserves the longest answer for each sequence that it admits, because the length is
+unknown. Chunked prefill is measured by the gaps in running streams while a long prompt enters,
+whole and in chunks.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _STEPS_BEFORE = 16
 
 
 class Chunking(msgspec.Struct, frozen=True):
-    """How a prompt is cut: at most ``max_batch_tokens`` a step, and no step longer than the bound
-    is predicted to be (0: no bound)."""
+    """Cut of a prompt: at most ``max_batch_tokens`` a step, bounded by the predicted step time.
+
+    A bound of 0 means no bound.
+    """
 
     max_batch_tokens: int
     itl_bound_ms: float = 0.0
@@ -59,14 +61,14 @@ _CHUNKINGS = (
 
 
 class Load(NamedTuple):
-    """So many answers, the longest of so many tokens."""
+    """Load of ``num_requests`` answers, the longest of ``longest`` tokens."""
 
     requests: int
     longest: int
 
 
 class _Bench:
-    """The model, and loads of it with skewed lengths."""
+    """Model under test, and loads with skewed lengths."""
 
     def __init__(self, path: Path, load: Load) -> None:
         from millrace.registry.checkpoints.checkpoint import read_model_config
@@ -77,7 +79,7 @@ class _Bench:
         self.lengths = skewed_lengths(load.requests, self.longest, seed=1)
 
     def engine(self, **settings: int | float | bool) -> Engine:
-        """One without a prefix cache, as prompts come again in each round."""
+        """Load an engine without a prefix cache, because prompts repeat in each round."""
         from millrace.engine.step.engine import Engine
 
         config = EngineConfig(device="cpu", dtype="bfloat16", prefix_cache=False)
@@ -87,9 +89,9 @@ class _Bench:
         return distinct_prompts(count, num_tokens, self._vocab_size, seed=1)
 
     def batching(self, slots: int, rounds: int) -> None:
-        """Tokens/s that users get, with as many slots and memory for all."""
+        """Measure tokens/s with ``slots`` sequences and memory for all."""
         engine = self.engine(max_num_sequences=slots)
-        # Short, as prompts cost both the same.
+        # Short, because prompts cost both the same.
         prompts = self.prompts(len(self.lengths), _SHORT_PROMPT_TOKENS)
         run_closed_loop(engine, prompts[:slots], [8] * min(slots, len(prompts)), slots)
         rates: dict[str, list[float]] = {choice: [] for choice in _BATCHING}
@@ -114,7 +116,7 @@ class _Bench:
         print(f"  gain {gain:.2f}x; longest of a batch over mean length {ideal:.2f}x")
 
     def memory(self, num_reserved: int) -> None:
-        """Sequences that run together in the same memory, and what that brings."""
+        """Count sequences that run together in the same memory, and measure the gain."""
         reserved_tokens = _PROMPT_TOKENS + self.longest
         blocks = num_reserved * -(-reserved_tokens // _BLOCK_TOKENS)
         prompts = self.prompts(len(self.lengths))
@@ -143,7 +145,7 @@ class _Bench:
         print(f"  paged fits {fits['paged'] / fits['contiguous']:.2f}x as many")
 
     def chunking(self, num_tokens: int) -> None:
-        """The gaps in running streams while a long prompt enters."""
+        """Measure the gaps in running streams while a long prompt enters."""
         whole = Chunking(num_tokens + _RUNNING_STREAMS)
         print(f"{_RUNNING_STREAMS} running streams while a prompt of {num_tokens} tokens enters")
         for chunking in (whole, *_CHUNKINGS):
@@ -163,13 +165,13 @@ class _Bench:
         engine = self.engine(
             max_batch_tokens=chunking.max_batch_tokens, itl_bound_ms=chunking.itl_bound_ms
         )
-        # Teaches the cost model what steps cost, as any load does that runs for a while.
+        # Trains the cost model, as any longer load does.
         prompts = [prompt[: 64 * (i + 1)] for i, prompt in enumerate(self.prompts(16, 1024))]
         run_closed_loop(engine, prompts, [16] * len(prompts), _RUNNING_STREAMS)
         return self._enter(engine, num_tokens)
 
     def _enter(self, engine: Engine, num_tokens: int) -> tuple[list[float], float]:
-        """Gaps in ms of the running streams during the entry, and the TTFT of the prompt in ms."""
+        """Return the running streams' gaps in ms during the entry, and the prompt's TTFT in ms."""
         (long_prompt,) = self.prompts(1, num_tokens)
         room = engine.context_window_tokens - _PROMPT_TOKENS
         for index, prompt in enumerate(self.prompts(_RUNNING_STREAMS)):
@@ -195,7 +197,7 @@ class _Bench:
 def _run_static(
     engine: Engine, prompts: Sequence[Prompt], lengths: Sequence[int], batch: int
 ) -> list[RequestTimes]:
-    """Batch after batch; each of its sequences computes for as long as the longest."""
+    """Run batch after batch; each sequence of a batch computes for as long as the longest."""
     times: list[RequestTimes] = []
     for start in range(0, len(prompts), batch):
         group = prompts[start : start + batch]
@@ -218,7 +220,7 @@ def batching(
     model: Path | None = None,
     threads: int = 0,
 ) -> None:
-    """A batch has so many ``slots``; the median of the ``rounds`` counts."""
+    """Run batches of ``slots`` sequences; report the median of ``rounds``."""
     with measured_model(model, threads) as path:
         _Bench(path, Load(requests, longest)).batching(slots, rounds)
 
@@ -230,12 +232,12 @@ def memory(
     model: Path | None = None,
     threads: int = 0,
 ) -> None:
-    """The cache holds so many ``reservations`` of the longest answer."""
+    """Size the cache for ``reservations`` answers of the longest length."""
     with measured_model(model, threads) as path:
         _Bench(path, Load(requests, longest)).memory(reservations)
 
 
 def chunking(long_prompt: int = 8192, model: Path | None = None, threads: int = 0) -> None:
-    """A prompt of so many tokens enters."""
+    """Measure the entry of a prompt of ``long_prompt`` tokens."""
     with measured_model(model, threads) as path:
         _Bench(path, Load(1, 1)).chunking(long_prompt)

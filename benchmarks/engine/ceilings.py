@@ -1,4 +1,4 @@
-"""What this machine could do at best: the rates that bound an engine on its CPU.
+"""Ceilings of this machine: the rates that bound an engine on its CPU.
 
     python -m benchmarks.engine --only ceilings [--model PATH] [--threads N]
 
@@ -27,18 +27,21 @@ if TYPE_CHECKING:
     from millrace.engine.models.decoder import DecoderWeights
 
 BATCHES = (1, 8, 16, 32)
-# The smaller one where the CPU has no products of bfloat16, and takes minutes for the other.
+# The smaller size is for CPUs without bfloat16 products, which take minutes for the larger.
 _GEMM_SIZES, _LONGEST_GEMM_S = (512, 4096), 2.0
 _REPEATS = 7
 _DECODE_REPEATS = 15
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates of ``num_threads`` threads. ``weight_bytes`` are read in each decode step, which at
-    batch 1 cannot make more than ``batch_1_tokens_per_s``, unless caches hold part of them.
-    ``instruction_flops``: what the vector units' dot products of bfloat16 pairs would reach if
-    nothing were read, 0 without such instructions; ``gemm_flops``: torch's product of two matrices.
-    ``gemm_only_ms``: the linear maps of a decode step alone, by batch."""
+    """Rates of ``num_threads`` threads.
+
+    ``weight_bytes`` are read in each decode step, which bounds batch 1 to ``batch_1_tokens_per_s``
+    unless caches hold part of them. ``instruction_flops`` is the rate of the vector units' dot
+    products of bfloat16 pairs without memory reads, or 0 without such instructions. ``gemm_flops``
+    is the rate of torch's product of two matrices. ``gemm_only_ms`` is the time of a decode step's
+    linear maps alone, by batch.
+    """
 
     num_threads: int
     read_bytes_per_s: float
@@ -50,13 +53,13 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measured(path: Path, threads: int = 0) -> Ceilings:
-    """Measure in a process that has not imported torch; 0 ``threads`` are all cores."""
+    """Measure in a process that has not imported torch; 0 ``threads`` means all cores."""
     configure_threads(EngineConfig(num_threads=threads), shared=False)
     return measure(path)
 
 
 def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
-    """The ceilings for the checkpoint ``path`` in bfloat16, with torch's threads as they are."""
+    """Measure the ceilings of checkpoint ``path`` in bfloat16, with torch's current threads."""
     import torch
 
     from benchmarks.gpu.loads import weight_bytes_per_step
@@ -98,7 +101,7 @@ def measure(path: Path, batches: tuple[int, ...] = BATCHES) -> Ceilings:
 
 
 def lines(ceilings: Ceilings) -> list[str]:
-    """For people."""
+    """Format the ceilings as lines to print."""
     gemms = ", ".join(f"{batch}: {ms:.2f} ms" for batch, ms in ceilings.gemm_only_ms.items())
     megabytes, bound = ceilings.weight_bytes / 1e6, ceilings.batch_1_tokens_per_s
     read, flops = ceilings.read_bytes_per_s / 1e9, ceilings.gemm_flops / 1e12
@@ -130,7 +133,7 @@ def _gemm_rate() -> float:
 def _gemm_only_ms(
     weights: DecoderWeights, num_query_columns: int, intermediate_size: int, batch: int
 ) -> float:
-    """The median of a decode step's linear maps of ``batch`` rows, in their order."""
+    """Return the median time of a decode step's linear maps for ``batch`` rows, in order."""
     import torch
 
     from millrace.engine.models.mlp import GatedMLP

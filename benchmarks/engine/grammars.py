@@ -1,4 +1,4 @@
-"""How long a tenant's new grammar waits behind another tenant's grammars that are slow to compile.
+"""Delay of a tenant's new grammar behind another tenant's slowly compiled grammars.
 
     python -m benchmarks.engine --only grammars [--slow 24] [--helpers 2]
 
@@ -24,7 +24,7 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
 
 _GOAL_S = 0.25
-# Multiples of these numbers compile slowly: the first ones within the limit, the others beyond it.
+# Multiples of these numbers compile slowly: the first within the limit, the others beyond it.
 _ACCEPTED_FROM = 50_001
 _REFUSED_FROM = 200_001
 _numbers = itertools.count()
@@ -37,7 +37,7 @@ def _slow(first: int, count: int) -> Iterator[Grammar]:
 
 
 def _small() -> Grammar:
-    """A grammar that was not used before."""
+    """Return a new grammar."""
     return Grammar(kind=GrammarKind.REGEX, text=f"[ab]{{1,6}}{next(_numbers)}")
 
 
@@ -51,7 +51,7 @@ def _request(tenant: str, grammar: Grammar) -> EngineRequest:
 
 
 def _ask(engine: Engine, tenant: str, grammars: Iterable[Grammar]) -> dict[str, float]:
-    """Add a request for each grammar. Returns the time of adding by request id."""
+    """Add a request for each grammar; return the time of adding by request id."""
     added_s = {}
     for grammar in grammars:
         request = _request(tenant, grammar)
@@ -61,7 +61,7 @@ def _ask(engine: Engine, tenant: str, grammars: Iterable[Grammar]) -> dict[str, 
 
 
 def _waits_s(engine: Engine, added_s: dict[str, float]) -> dict[str, float]:
-    """Run the engine until it is idle. Returns each request's time to first token in seconds."""
+    """Run the engine until it is idle; return each request's time to first token in seconds."""
     waits_s: dict[str, float] = {}
     while engine.has_work:
         for output in engine.step():
@@ -71,7 +71,7 @@ def _waits_s(engine: Engine, added_s: dict[str, float]) -> dict[str, float]:
 
 
 def _behind(engine: Engine, slow: Iterable[Grammar]) -> tuple[float, float]:
-    """Seconds that tenant b waited, and that the last request of tenant a waited."""
+    """Return the seconds that tenant b waited, and those of tenant a's last request."""
     added_s = _ask(engine, "a", slow)
     (own,) = other = _ask(engine, "b", [_small()])
     waits_s = _waits_s(engine, added_s | other)
@@ -84,7 +84,7 @@ def _alone_s(engine: Engine) -> float:
 
 
 def run(slow: int = 24, helpers: int = 2) -> None:
-    """Tenant a has ``slow`` grammars; ``helpers`` is engine.grammar_helpers."""
+    """Give tenant a ``slow`` grammars; ``helpers`` is engine.grammar_helpers."""
     path = Path(load_catalogue("").get("demo").source)
     engine = Engine.load(path, EngineConfig(device="cpu", grammar_helpers=helpers))
     _alone_s(engine)  # starts the helpers

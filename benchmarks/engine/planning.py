@@ -1,4 +1,4 @@
-"""Python's part of a step: planning, laying out the batch, keeping the books, handing tokens over.
+"""Python's share of a step: planning, batch layout, bookkeeping and handing over of tokens.
 
     python -m benchmarks.engine --only planning [--sequences 32 256] [--gpu-runner] [--profile]
 
@@ -33,13 +33,13 @@ _GOALS_MS = {32: 1.0, 256: 3.0}
 _PROMPT_TOKENS = 64
 _BLOCK_TOKENS = 16
 _WARM_UP_STEPS = 4
-# What the first sequences may make while the last ones' prompts are computed.
+# Tokens that the first sequences may generate during the prefill of the last ones.
 _TOKENS_BEFORE = 128
 _NUM_FUNCTIONS = 25
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Medians over the steps."""
+    """Median times of the steps."""
 
     step_ms: float
     model_ms: float
@@ -48,7 +48,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Stopwatch:
-    """Adds up the time spent in functions, during which it suspends a profile."""
+    """Stopwatch that adds up the time in functions, and suspends a profile during it."""
 
     def __init__(self, profile: cProfile.Profile | None) -> None:
         self.elapsed_s = 0.0
@@ -74,7 +74,7 @@ class _Stopwatch:
         return timed
 
     def take_ms(self) -> float:
-        """What was added up since the last call."""
+        """Return the milliseconds since the last call."""
         elapsed_s, self.elapsed_s = self.elapsed_s, 0.0
         return elapsed_s * 1e3
 
@@ -83,7 +83,7 @@ class _Stopwatch:
 def _watched(
     profile: cProfile.Profile | None,
 ) -> Iterator[tuple[_Stopwatch, _Stopwatch]]:
-    """Stopwatches of the model and of the sampler."""
+    """Return stopwatches of the model and of the sampler."""
     from millrace.engine.devices.cuda.steps import RecordedSteps
     from millrace.engine.models.decoder import Decoder
     from millrace.engine.sampling.sampler import Sampler
@@ -111,7 +111,7 @@ def measure(
     from millrace.engine.step.engine import Engine
     from millrace.registry.checkpoints.checkpoint import read_model_config
 
-    # A block boundary is crossed at the same rate by any number of steps that blocks divide.
+    # Any multiple of the block size crosses block boundaries at the same rate.
     num_steps = -(-num_steps // _BLOCK_TOKENS) * _BLOCK_TOKENS
     total_tokens = _PROMPT_TOKENS + num_steps + _TOKENS_BEFORE
     blocks = num_sequences * (total_tokens // _BLOCK_TOKENS + 2)
@@ -126,7 +126,7 @@ def measure(
     engine = Engine.load(path, config)
     vocab_size = read_model_config(path).vocab_size
     prompts = distinct_prompts(num_sequences, _PROMPT_TOKENS, vocab_size, seed=num_sequences)
-    # Of different lengths, so that not all take a new block in the same step.
+    # Different lengths, so that not all sequences take a new block in the same step.
     prompts = [prompt[: _PROMPT_TOKENS - i % _BLOCK_TOKENS] for i, prompt in enumerate(prompts)]
     for index, prompt in enumerate(prompts):
         engine.add(greedy_request(str(index), prompt, total_tokens - len(prompt)))
@@ -184,12 +184,12 @@ def run(
     model: Path | None = None,
     threads: int = 0,
 ) -> None:
-    """``profile`` prints the functions that the rest is spent in."""
+    """Print the times; ``profile`` also prints the functions that take the rest."""
     configure_threads(EngineConfig(num_threads=threads), shared=False)
     from benchmarks.checkpoints import LLAMA_100M, LlamaShape, write_llama
 
     with tempfile.TemporaryDirectory() as folder:
-        # The runner of GPUs is slow here, and its model's time is of no interest.
+        # The GPU runner is slow here, and its model's time is irrelevant.
         tiny = LlamaShape(
             hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=32
         )

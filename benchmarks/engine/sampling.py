@@ -1,4 +1,4 @@
-"""Milliseconds to choose a batch's next tokens, beside what reading their logits once takes.
+"""Milliseconds to choose a batch's next tokens, beside one read of their logits.
 
     OMP_NUM_THREADS=1 python -m benchmarks.engine --only sampling [--batches 1 32] [--vocabs 8192]
         [--flat]

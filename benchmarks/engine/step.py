@@ -41,7 +41,7 @@ _PROMPT_TOKENS, _STEPS = 64, 64
 
 
 def run(model: Path | None = None, dtype: str = "auto") -> None:
-    """``model`` replaces random weights in the shape of the demo model."""
+    """Measure ``model``, or random weights in the shape of the demo model."""
     with tempfile.TemporaryDirectory() as folder:
         _measure(model or write_llama(Path(folder), _SHAPE), dtype)
 
@@ -83,7 +83,7 @@ def _decode_ms(engine: Engine, batch: int) -> list[float]:
                 sampling=sampling,
             )
         )
-    while engine.stats().decode_tokens < 8 * batch:  # everybody decodes, and caches are warm
+    while engine.stats().decode_tokens < 8 * batch:  # all sequences decode, and caches are warm
         engine.step()
     return [_timed_step_ms(engine) for _ in range(_STEPS)]
 
@@ -107,7 +107,7 @@ def _timed_step_ms(engine: Engine) -> float:
 
 
 def _copy_bandwidth() -> float:
-    """Bytes per second that a copy reads and writes."""
+    """Return the bytes per second that a copy reads and writes."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / min(timeit.repeat(lambda: target.copy_(source), number=1, repeat=8))

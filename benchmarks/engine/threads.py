@@ -1,13 +1,12 @@
-"""What binding the engine's threads to cores is worth: starts with threads bound, and free.
+"""Gain of binding the engine's threads to cores: starts with bound and with free threads.
 
     python -m benchmarks.engine --only threads [--starts 8] [--beside 12] [--json FILE]
 
-Each start is a process of its own that computes a decode step of one stream in two layers of a
-100M Llama, as the engine does beside other processes (threads that sleep while they wait), first
-at rest, then while ``--beside`` processes of the lowest priority want whatever is left of the
-cores. Printed are the milliseconds of each and how many took twice as long as the quickest. The
-ceiling beside them is one thread alone, which has nobody to wait for: two that are slower share a
-core.
+Each start is a process of its own that computes a decode step of one stream in two layers of a 100M
+Llama, as the engine does beside other processes (threads that sleep while they wait), first at
+rest, then while ``--beside`` processes of the lowest priority use the idle cores. It prints the
+milliseconds of each start, and how many took twice as long as the fastest. The ceiling beside them
+is one thread alone, which waits for no other: two threads that are slower share a core.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ _LOWEST = 19
 
 
 class Starts(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds of a step, by start, beside so many others; ``one_thread`` of a start with one
-    thread."""
+    """Milliseconds of a step by start, beside ``num_beside`` other processes.
+
+    ``one_thread`` has starts with one thread.
+    """
 
     num_beside: int
 
@@ -46,14 +47,14 @@ class Starts(msgspec.Struct, frozen=True, kw_only=True):
     one_thread: list[float]
 
     def num_slow(self, starts: list[float]) -> int:
-        """How many took twice as long as the quickest of all, or longer."""
+        """Return how many starts took at least twice as long as the fastest of all."""
         return sum(ms > 2 * min(*self.bound, *self.free) for ms in starts)
 
 
 def _step_ms(checkpoint: Path, num_threads: int) -> float:
-    """The median of this process's steps."""
+    """Return the median of this process's steps."""
     configure_threads(EngineConfig(num_threads=num_threads), shared=True)
-    # Not before: torch reads the thread settings when it is imported.
+    # Imported here, because torch reads the thread settings at import.
     import torch
 
     from millrace.engine.devices.cpu.products import sample_batches, sample_config, sample_decoder
@@ -82,7 +83,7 @@ def _start(checkpoint: Path, num_threads: int, **changes: str) -> float:
 
 
 def measure(checkpoint: Path, num_starts: int, num_beside: int) -> Starts:
-    """Starts in turns, so that whatever else runs disturbs both kinds."""
+    """Measure starts in turns, so that other load disturbs both kinds."""
     starts = Starts(num_beside=num_beside, bound=[], free=[], one_thread=[])
     with busy_processes(num_beside, niceness=_LOWEST):
         for _ in range(num_starts):
@@ -102,7 +103,7 @@ def _print(starts: Starts) -> None:
 
 
 def run(starts: int = 8, beside: int = 12) -> Told:
-    """So many ``starts`` of each kind, ``beside`` so many processes of the lowest priority."""
+    """Measure ``starts`` of each kind, with ``beside`` processes of the lowest priority."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = in_new_process(write_100m, Path(folder) / "llama-100m")
         measured = [measure(checkpoint, starts, n) for n in (0, beside)]

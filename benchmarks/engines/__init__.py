@@ -1,2 +1,4 @@
-"""What the bus costs beside another engine's own server, and how long a killed one is missed. Run
-as ``python -m benchmarks.engines``. Imports ``benchmarks.peers`` for its loads and its client."""
+"""Cost of the bus in front of another engine's server, and the gap after a kill of that server.
+
+Run as ``python -m benchmarks.engines``. Uses the loads and the client of ``benchmarks.peers``.
+"""

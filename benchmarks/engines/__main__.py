@@ -1,4 +1,4 @@
-"""An engine's server behind the bus beside itself, with one client, in one run.
+"""Another engine's server behind the bus and alone, with one client, in one run.
 
     python -m benchmarks.engines --engine vllm|llamacpp [--model PATH] [--save]
 
@@ -54,10 +54,13 @@ _PROGRAMS = {EngineKind.VLLM: "vllm", EngineKind.LLAMACPP: "llama-server"}
 
 
 class KilledFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """``ready_after_s`` from the kill to the next engine; ``gaps_s``, of each stream, from there to
-    its next token, shortest first; ``alone_s``, how long a new server itself takes to the first
-    tokens of prompts as long as prompt and output were then. ``num_tokens`` are all that came, of
-    those that were due."""
+    """Figures of a killed server.
+
+    ``ready_after_s`` is the time from the kill to the next engine. ``gaps_s`` is the time from
+    there to each stream's next token, shortest first. ``alone_s`` is the time that a new server
+    alone takes to the first tokens of prompts as long as prompt and output were then.
+    ``num_tokens`` counts all tokens received, of those expected.
+    """
 
     ready_after_s: float
     gaps_s: tuple[float, ...]
@@ -67,8 +70,10 @@ class KilledFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_kill(kind: EngineKind, model: Path, folder: Path) -> KilledFigures:
-    """Kill the server of ``millrace up --engine KIND`` while 20 streams run. Raises RuntimeError if
-    one of them does not reach its end."""
+    """Kill the server of ``millrace up --engine KIND`` while 20 streams run.
+
+    Raises RuntimeError if a stream does not complete.
+    """
     arguments = ("--port", str(free_port()), "--model", str(model), "--engine", kind.value)
     system = System(
         folder,
@@ -97,8 +102,10 @@ def measure_kill(kind: EngineKind, model: Path, folder: Path) -> KilledFigures:
 async def _killed(
     system: System, program: str, model: str
 ) -> tuple[float, list[float], list[int], int]:
-    """Seconds from the kill to the next engine, and from there to each stream's next token; how
-    long each stream was then, in tokens; how many tokens came in all."""
+    """Return the seconds from the kill to the next engine, and from there to each next token.
+
+    Also returns each stream's length at that time, in tokens, and the number of all tokens.
+    """
     prompts = distinct_prompts(_NUM_STREAMS, _NUM_PROMPT_TOKENS, _VOCAB_SIZE, seed=1)
     bodies = [_body(model, prompt, _NUM_TOKENS) for prompt in prompts]
     offset_s = time.time() - time.perf_counter()
@@ -118,7 +125,7 @@ async def _killed(
 
 
 async def _first_tokens_s(url: str, model: str, lengths: list[int]) -> list[float]:
-    """Seconds to the first token of each prompt, all sent at once."""
+    """Return the seconds to the first token of each prompt, all sent at once."""
     prompts = [
         distinct_prompts(1, length, _VOCAB_SIZE, seed=2 + number)[0]
         for number, length in enumerate(lengths)
@@ -140,7 +147,7 @@ def _body(model: str, prompt: Prompt, num_tokens: int) -> dict[str, Any]:
 
 
 def _ready_at(system: System) -> float:
-    """UTC epoch, by the worker's log."""
+    """Return the UTC epoch at which the next engine was ready, by the worker's log."""
     for log in sorted((system.data / "logs").glob("worker-1*")):
         for line in log.read_text().splitlines():
             if _READY in line:
@@ -149,12 +156,12 @@ def _ready_at(system: System) -> float:
     raise RuntimeError("the worker did not start another engine")
 
 
-# A window that every slot of llama.cpp has the memory for.
+# Context window for which every slot of llama.cpp has memory.
 _SHAPE = LlamaShape(context_window_tokens=1_024)
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One load, both ways: medians over the rounds, and the ratio of tokens a second."""
+    """Result of one load both ways: medians over the rounds, and the ratio of tokens a second."""
 
     load: str
     direct: Figures
@@ -162,12 +169,12 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float:
-        """Tokens a second behind the bus over those of the server alone."""
+        """Tokens a second behind the bus divided by those of the server alone."""
         return self.behind_the_bus.tokens_per_s / self.direct.tokens_per_s
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What a run measured."""
+    """Result of a run."""
 
     engine: EngineKind
     cpu: str
@@ -176,7 +183,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 def _measure_both(engine: EngineKind, runs: int, model: Path, vocab_size: int) -> list[LoadResult]:
-    """In turns, so that a slow minute of the machine is in both."""
+    """Measure in turns, so that a slow minute of the machine affects both."""
     rounds: dict[str, tuple[list[Figures], list[Figures]]] = {
         load.name: ([], []) for load in DISTINCT_LOADS
     }
@@ -190,7 +197,7 @@ def _measure_both(engine: EngineKind, runs: int, model: Path, vocab_size: int) -
             ),
         ).start()
         stack.callback(system.stop)
-        # One server answers them all: what it has in its cache must not be asked for again.
+        # One server answers all runs, so prompts must not repeat: they would be in its cache.
         first_runs = count(step=2)
         for _ in range(runs):
             for load in DISTINCT_LOADS:
@@ -230,7 +237,7 @@ def run(
     runs: int = 3,
     only: Literal["loads", "kill"] | None = None,
 ) -> Told:
-    """``model`` replaces one that is made for the run; the medians of the ``runs`` count."""
+    """Measure ``model``, or a new checkpoint; report the medians of ``runs``."""
     result = Result(engine=EngineKind(engine), cpu=cpu_name())
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_llama(Path(folder) / "llama-100m", _SHAPE)

@@ -1,4 +1,4 @@
-"""What the gateway adds to the first token of requests that arrive at random.
+"""Latency that the gateway adds to the first token of requests that arrive at random.
 
     python -m benchmarks.gateway --only latency [--rate 200] [--seconds 20] [--json FILE]
 
@@ -59,7 +59,7 @@ _PROMPT = Prompted(text="What is a block table?", max_tokens=_NUM_TOKENS)
 
 
 class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds."""
+    """Quantiles in milliseconds."""
 
     p50: float
     p90: float
@@ -68,9 +68,11 @@ class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatencyFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """TTFT by either way; what the gateway adds by the difference of their quantiles; and, of each
-    request, its way in, its way out, and both. ``gateway_cpu_ms`` is the gateway's CPU time of a
-    request of four tokens."""
+    """TTFT by both ways, and the gateway's share.
+
+    The share is the difference of quantiles, and for each request its way in, its way out, and
+    both. ``gateway_cpu_ms`` is the gateway's CPU time for a request of four tokens.
+    """
 
     rate_per_s: float
     num_requests: int
@@ -85,8 +87,10 @@ class LatencyFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Seen:
-    """What the client's process saw of the gateway's requests on the bus, by request id. The id is
-    not known when a request is sent, but the prompt's ``user`` is, which the job carries."""
+    """Bus traffic of the gateway's requests as seen by the client's process, by request id.
+
+    The id is unknown when a request is sent; the job is matched by the prompt's ``user``.
+    """
 
     def __init__(self) -> None:
         self.jobs_s: dict[str, float] = {}
@@ -106,7 +110,7 @@ class _Seen:
 
 
 class _Direct:
-    """A client of the bus: its frames come on a reply subject of its own."""
+    """Client of the bus; its frames come on a reply subject of its own."""
 
     def __init__(self, bus: NatsBus) -> None:
         self._bus = bus
@@ -132,7 +136,7 @@ class _Direct:
 
 
 class _ThroughGateway:
-    """A client of the gateway: each request is marked with a user of its own."""
+    """Client of the gateway that marks each request with a user of its own."""
 
     def __init__(self, url: str) -> None:
         self._client = LoadClient(LoadSettings(url=url, model=MODEL))
@@ -150,7 +154,7 @@ class _ThroughGateway:
 
 
 async def _arrive(way: _Direct | _ThroughGateway, due_s: Sequence[float], first: int) -> None:
-    """Send a request at each time, whatever became of those before it."""
+    """Send a request at each time, independent of earlier requests."""
     sending: set[asyncio.Task[None]] = set()
     for number, at_s in enumerate(due_s, first):
         await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
@@ -240,7 +244,7 @@ def _quantiles(values_ms: Sequence[float]) -> Quantiles:
 
 
 def run(rate: float = 200.0, seconds: float = 20.0) -> Told:
-    """The goals are those of the paired figure, and of CPU time; ``seconds`` are of each way."""
+    """Measure each way for ``seconds``; goals are of the paired figure and of CPU time."""
     with running_gateway() as gateway, simulated_worker(gateway.nats_url, _TOKENS_PER_S):
         figures = uvloop.run(_measure(gateway, rate, seconds))
     rows = {

@@ -1,4 +1,4 @@
-"""What prompts that are refused for their length cost everybody else, and what they leave behind.
+"""Cost of prompts that are refused for their length: latency of other requests, and memory.
 
     python -m benchmarks.gateway --only prompts [--bodies 8] [--mb 3.9]
 
@@ -34,7 +34,7 @@ _NUM_LONG_JOBS = 9
 
 
 class Measured(NamedTuple):
-    """The statuses of long requests, and what happened meanwhile."""
+    """Statuses of long requests, and the measurements during them."""
 
     took_s: float
     worst_ms: float
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
 
 
 def kinds_of_bodies(mb: float) -> Iterable[tuple[str, str, dict[str, Any]]]:
-    """Name, path and body of each kind."""
+    """Yield name, path and body of each kind."""
     num_bytes = round(mb * 1e6)
     text = "What is a millrace? " * (num_bytes // 20)
     yield "text", "/v1/completions", {"prompt": text}
@@ -69,7 +69,7 @@ async def refused(
     body: dict[str, Any],
     num_bodies: int,
 ) -> Measured:
-    """Send so many at once, on connections of their own and from a process of their own."""
+    """Send ``num_bodies`` at once, on separate connections and from another process."""
     payload = json.dumps({"model": MODEL, **body}).encode()
     usage = gateway.usage
     mb_before = mb_most = _mb(usage)
@@ -92,7 +92,7 @@ async def refused(
 
 
 def send_all(url: str, payload: bytes, num_bodies: int) -> tuple[int, ...]:
-    """Post the payload so many times at once; the statuses."""
+    """Post the payload ``num_bodies`` times at once; return the statuses."""
 
     def send(_number: int) -> int:
         return httpx.post(url, content=payload, timeout=120).status_code
@@ -102,8 +102,7 @@ def send_all(url: str, payload: bytes, num_bodies: int) -> tuple[int, ...]:
 
 
 async def worst_of(probe: Callable[[], Awaitable[None]], until: asyncio.Future[Any]) -> float:
-    """The longest of the probes that are made, one after the other, until something is done, in
-    ms."""
+    """Probe repeatedly until ``until`` is done; return the slowest probe in ms."""
     worst_s = 0.0
     while not until.done():
         begin_s = time.perf_counter()
@@ -116,8 +115,7 @@ async def worst_of(probe: Callable[[], Awaitable[None]], until: asyncio.Future[A
 
 
 async def jobs(system: SimulatedSystem) -> Measured:
-    """Publish long texts for the scheduler, and short jobs of another tenant, one after the
-    other."""
+    """Publish long texts for the scheduler, and short jobs of another tenant one after another."""
     usage = ProcessUsage(system.schedulers[0].pid)
     mb_before = mb_most = _mb(usage)
     text = "What is a millrace? " * (_JOB_BYTES // 20)

@@ -1,4 +1,4 @@
-"""What a token costs in the gateway: from nats-server to 200 clients, by WebSocket and by SSE.
+"""Cost of a token in the gateway: from nats-server to 200 clients, by WebSocket and by SSE.
 
     python -m benchmarks.gateway --only relay [--clients 200] [--seconds 4] [--json FILE]
 
@@ -52,7 +52,7 @@ _GOALS = {"uncoalesced": 60_000, "coalesced": 100_000}
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """One run. ``tokens_per_core_s`` is what one core would carry at this cost."""
+    """Figures of one run; ``tokens_per_core_s`` is the rate of one core at this cost."""
 
     system: str
     path: str
@@ -65,7 +65,7 @@ class Figures(msgspec.Struct, frozen=True):
     tokens_per_core_s: float
 
 
-# The processes: a reader that does nothing, a writer that reads nothing, clients that only count.
+# Processes: a reader that drops messages, a writer that reads nothing, clients that only count.
 
 
 def _run_reader(nats_url: str, seen: Queue[int], num_tokens: int) -> None:
@@ -91,7 +91,7 @@ def _run_reader(nats_url: str, seen: Queue[int], num_tokens: int) -> None:
 
 
 def _run_writer(port: Queue[int], num_clients: int, num_steps: int) -> None:
-    """Write to every client at the worker's pace, and nothing else."""
+    """Write to every client at the worker's pace."""
     transports: list[asyncio.Transport] = []
     connected = asyncio.Event()
 
@@ -122,7 +122,7 @@ def _run_writer(port: Queue[int], num_clients: int, num_steps: int) -> None:
 
 
 def _run_clients(port: int, path: str, num_clients: int, ended: Queue[int]) -> None:
-    """Open all streams, read until each has its end, report how many bytes that was."""
+    """Open all streams, read each to its end, and report the number of bytes."""
 
     async def one(greeting: bytes, request: bytes, last: bytes) -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
@@ -254,7 +254,7 @@ async def _measure(num_clients: int, seconds: float) -> list[Figures]:
 
 
 def run(clients: int = 200, seconds: float = 4.0) -> Told:
-    """Each uncoalesced run takes ``seconds``."""
+    """Run each uncoalesced measurement for ``seconds``."""
     results = uvloop.run(_measure(clients, seconds))
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Ten minutes of clients that connect, disconnect and stall at random: does anything stay behind?
+"""Ten minutes of clients that connect, disconnect and stall at random, to find leaks.
 
     python -m benchmarks.gateway --only soak [--minutes 10] [--clients 500] [--json FILE]
 
@@ -44,7 +44,7 @@ from millrace.bench.clients.socket_client import frame
 from millrace.bench.load import allow_many_files
 from millrace.runtime.addresses import open_directly
 
-# A small window has a stall reach the gateway, instead of staying in the kernel's buffers.
+# A small window, so that a stall reaches the gateway instead of the kernel's buffers.
 _RECEIVE_BUFFER_BYTES = 4_096
 _MAX_TOKENS = (5, 150)
 _MAX_LEAVE_S = 4.0
@@ -58,8 +58,11 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _Way(NamedTuple):
-    """A protocol of clients. An answer ends with ``last``, which comes after ``before``. ``own`` is
-    what clients of this protocol alone do, with a weight."""
+    """Protocol of clients.
+
+    An answer ends with ``last``, which comes after ``before``. ``own`` has actions of this protocol
+    only, with weights.
+    """
 
     name: str
     request: Callable[..., bytes]
@@ -74,7 +77,7 @@ _SOCKET = _Way("websocket", socket_request, b'"type":"done"', b"", "cancel", 3)
 
 
 class SoakClients:
-    """``num_clients`` of them until ``end_s`` (monotonic); ``counts`` says what they did."""
+    """``num_clients`` clients that run until ``end_s`` (monotonic); ``counts`` their actions."""
 
     def __init__(self, port: int, num_clients: int, end_s: float, seed: int) -> None:
         self._port = port
@@ -87,7 +90,7 @@ class SoakClients:
         await asyncio.gather(*(self._client(number) for number in range(self._num_clients)))
 
     async def _client(self, number: int) -> None:
-        """Every other client comes by WebSocket."""
+        """Run a client; odd numbers use WebSocket."""
         source = random.Random(self._random.randrange(1 << 60))
         way = _SOCKET if number % 2 else _HTTP
         await asyncio.sleep(source.uniform(0, _MAX_PAUSE_S))
@@ -96,7 +99,7 @@ class SoakClients:
             try:
                 await self._converse(way, streams, source)
             except (ConnectionError, asyncio.IncompleteReadError):
-                # A client that stalls too long is cut off: that is what a gateway does.
+                # The gateway closes a connection that stalls too long, as it should.
                 self.counts["cut off"] += 1
             except TimeoutError:
                 self.counts["unanswered"] += 1
@@ -116,7 +119,7 @@ class SoakClients:
         return await asyncio.open_connection(sock=connection, limit=_READ_BYTES)
 
     async def _converse(self, way: _Way, streams: Streams, source: random.Random) -> None:
-        """Send a few requests, one after the other, until one ends the connection."""
+        """Send a few requests, one after another, until one ends the connection."""
         if way is _SOCKET:
             streams[1].write(HANDSHAKE)
             async with asyncio.timeout(_ANSWER_S):
@@ -162,7 +165,7 @@ async def _behave(name: str, way: _Way, streams: Streams, source: random.Random)
 def run_soak_clients(
     port: int, num_clients: int, seconds: float, seed: int, counts: Queue[dict[str, int]]
 ) -> None:
-    """The process of the clients; it ends when all of them have."""
+    """Run the clients' process, which ends when all clients have ended."""
     allow_many_files()
 
     async def run() -> None:
@@ -174,8 +177,10 @@ def run_soak_clients(
 
 
 async def _read_until(reader: asyncio.StreamReader, last: bytes, before: bytes) -> None:
-    """Read up to ``last``, which comes after ``before``. Raises TimeoutError, or ConnectionError
-    if the gateway closes earlier."""
+    """Read up to ``last``, which comes after ``before``.
+
+    Raises TimeoutError, or ConnectionError if the gateway closes earlier.
+    """
     tail = b""
     seen = not before
     async with asyncio.timeout(_ANSWER_S):
@@ -188,7 +193,7 @@ async def _read_until(reader: asyncio.StreamReader, last: bytes, before: bytes) 
 
 
 async def _read_for(reader: asyncio.StreamReader, seconds: float) -> bytes:
-    """What comes in that time, or until the gateway closes."""
+    """Read for ``seconds``, or until the gateway closes."""
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(seconds):
@@ -212,10 +217,10 @@ _SAMPLE_S = 1.0
 _SHOW_S = 30.0
 _WARM_UP_SHARE = 0.2
 _MAX_GROWTH = 0.05
-# Answers that clients left may be kept for a while, so that they can come back for them.
+# Answers of clients that left are kept for a while, so that they can resume.
 _SETTLE_S = 90.0
 _LAST_ANSWERS_S = 120.0
-# Files that come and go with the connections to NATS and Redis.
+# Tolerance for files of the connections to NATS and Redis.
 _SPARE_FILES = 4
 _GAUGE = re.compile(
     r"^(millrace_(?:open|kept|running)_\w+|millrace_tasks) ([0-9.e+]+)$", re.MULTILINE
@@ -223,7 +228,7 @@ _GAUGE = re.compile(
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway at one time."""
+    """State of the gateway at one time."""
 
     at_s: float
     rss_bytes: int
@@ -232,8 +237,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """``growth`` is of memory after the warm-up; ``left`` are the gauges, and the files, that did
-    not come back to what they were, with how much is over; ``did`` counts what clients did."""
+    """Figures of a soak run.
+
+    ``growth`` is the memory's after the warm-up. ``left`` has the gauges, and the files, that did
+    not return to their earlier values, with the excess. ``did`` counts the clients' actions.
+    """
 
     minutes: float
     num_clients: int
@@ -247,7 +255,7 @@ class SoakFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problems(self) -> list[str]:
-        """What a gateway must not do."""
+        """List the violations of the goals."""
         said = [f"{name}: {over:g} more than before" for name, over in self.left.items()]
         if self.growth > _MAX_GROWTH:
             said.append(f"memory grew by {self.growth:.1%}")
@@ -288,7 +296,7 @@ def _soak(minutes: float, num_clients: int, seed: int) -> SoakFigures:
 
 
 def _watch(gateway: GatewayProcess, clients: BaseProcess, seconds: float) -> list[Sample]:
-    """A sample each second. Raises RuntimeError if there are no clients any more."""
+    """Sample once a second. Raises RuntimeError if the clients have ended early."""
     samples: list[Sample] = []
     start_s = time.monotonic()
     shown_s = 0.0
@@ -314,7 +322,7 @@ def _watch(gateway: GatewayProcess, clients: BaseProcess, seconds: float) -> lis
 
 
 def _state(gateway: GatewayProcess) -> dict[str, float]:
-    """The gauges of what is open, and the number of files."""
+    """Return the gauges of open resources, and the number of files."""
     with open_directly(f"{gateway.url}/metrics", timeout_s=10.0) as answer:
         text = answer.read().decode()
     gauges = {name: float(value) for name, value in _GAUGE.findall(text)}
@@ -322,8 +330,7 @@ def _state(gateway: GatewayProcess) -> dict[str, float]:
 
 
 def _settle(gateway: GatewayProcess, before: dict[str, float]) -> tuple[dict[str, float], float]:
-    """What is over ``before`` when it does not sink any more, or after a time; and how long it
-    took."""
+    """Wait until values stop falling; return the excess over ``before`` and the seconds waited."""
     start_s = time.monotonic()
     while True:
         left = {
@@ -342,7 +349,7 @@ def _mean_rss(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
 
 
 def run(minutes: float = 10.0, clients: int = 500, seed: int = 0) -> Told:
-    """The goal is that nothing stays behind."""
+    """Soak the gateway; the goal is that nothing leaks."""
     if minutes < 0.5:
         sys.exit("--minutes must be at least 0.5")
     figures = _soak(minutes, clients, seed)

@@ -1,4 +1,4 @@
-"""Many WebSockets on one gateway process: what each costs, and how late its tokens are.
+"""Cost and token latency of many WebSockets on one gateway process.
 
     python -m benchmarks.gateway --only sockets [--sockets 10000] [--seconds 20] [--json FILE]
 
@@ -60,7 +60,7 @@ _STAMP = re.compile(rb" (\d{19})")
 
 
 class _Socket(asyncio.Protocol):
-    """Reads stamps out of whatever comes, and answers pings."""
+    """Protocol that reads time stamps out of any data and answers pings."""
 
     def __init__(self, clients: _Clients) -> None:
         self._clients = clients
@@ -93,7 +93,7 @@ class _Socket(asyncio.Protocol):
             self._clients.errors.append(data)
 
     def _whole_frames(self, data: bytes) -> bytes:
-        """As much of it as is whole frames; pings among them are answered."""
+        """Return the whole frames of ``data``, and answer the pings among them."""
         position, size = 0, len(data)
         while size - position >= 2:
             length, start = data[position + 1], position + 2
@@ -128,7 +128,7 @@ class _Clients:
             self._latencies_ms.extend((now_ns - int(stamp)) / 1e6 for stamp in stamps)
 
     async def run(self) -> None:
-        """Each step is begun by a message of the parent and ends with one to it."""
+        """Run the steps; a message of the parent starts each, a message to it ends it."""
         places = asyncio.Semaphore(_CONNECTS_AT_ONCE)
         await self._told()
         await asyncio.gather(*(self._connect(places) for _ in range(self._num_sockets)))
@@ -154,7 +154,7 @@ class _Clients:
             self._sockets.append(made[1])
 
     async def _ask_all(self) -> None:
-        """At a steady pace; return when each has its first token."""
+        """Send requests at a steady pace; return when each has its first token."""
         request = socket_request(max_tokens=MAX_TOKENS)
         start_s = time.perf_counter()
         for number, one in enumerate(self._sockets):
@@ -172,7 +172,7 @@ class _Clients:
             raise ConnectionError(f"{len(self.errors)} errors, the first: {self.errors[0]!r}")
 
     async def _told(self) -> float:
-        """The parent's next message."""
+        """Wait for the parent's next message."""
         told: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._pipe.fileno(), lambda: told.set_result(self._pipe.recv()))
@@ -180,7 +180,7 @@ class _Clients:
             return await told
         finally:
             loop.remove_reader(self._pipe.fileno())
-            # The event loop made it non-blocking; what is sent is more than a pipe takes at once.
+            # The event loop made the pipe non-blocking, but a message may exceed its buffer.
             os.set_blocking(self._pipe.fileno(), True)
 
 
@@ -190,7 +190,7 @@ def _run_clients(port: int, num_sockets: int, pipe: Connection) -> None:
 
 
 class ClientProcesses:
-    """Owns them; ``stop`` ends them."""
+    """Client processes; ``stop`` ends them."""
 
     def __init__(self, port: int, num_sockets: int) -> None:
         self._pipes: list[Connection] = []
@@ -205,7 +205,7 @@ class ClientProcesses:
             self._processes.append(process)
 
     async def step(self, told: float) -> list[object]:
-        """Tell all of them, and return what each answers. Raises EOFError if one has died."""
+        """Send ``told`` to all processes; return their answers. Raises EOFError if one has died."""
         for pipe in self._pipes:
             pipe.send(told)
         return [await asyncio.to_thread(self._answer, pipe) for pipe in self._pipes]
@@ -225,13 +225,15 @@ _TOKENS_PER_S = 2.0
 _SETTLE_S = 3.0
 _MAX_LATENCY_MS = 50.0
 _MAX_IDLE_BYTES = 30 * 1024
-# Files of the gateway that are not sockets of clients, and the same of a client process.
+# Files of the gateway, or of a client process, that are not sockets of clients.
 _SPARE_FILES = 256
 
 
 class SocketFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One system. ``missing_share`` are tokens that were due in the measured time and did not
-    arrive in it."""
+    """Figures of one system.
+
+    ``missing_share`` is the share of tokens due in the measured time that did not arrive in it.
+    """
 
     system: str
     num_sockets: int
@@ -310,7 +312,7 @@ async def _run(sockets: int, seconds: float) -> list[SocketFigures]:
 async def _measure_raw(
     bus: NatsBus, stack: RawStack, sockets: int, seconds: float
 ) -> SocketFigures:
-    """The same with jobs that are in no queue."""
+    """Measure the raw stack, with jobs that are in no queue."""
     tasks: list[asyncio.Task[None]] = []
 
     async def feed() -> None:
@@ -344,7 +346,7 @@ async def _measure_raw(
 
 
 def run(sockets: int = 10_000, seconds: float = 20.0) -> Told:
-    """``seconds`` are measured."""
+    """Measure ``sockets`` for ``seconds``."""
     most = allow_many_files() - _SPARE_FILES
     if sockets > most:
         sys.exit(f"a process may open {most} sockets here (ulimit -Hn); ask for fewer")

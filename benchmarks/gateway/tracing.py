@@ -1,5 +1,4 @@
-"""What tracing costs a gateway: by request and by token, off, sampled out, on, and without a
-collector.
+"""Cost of tracing in a gateway, by request and token: off, sampled out, on, without a collector.
 
     python -m benchmarks.gateway --only tracing [--rounds 3] [--seconds 5] [--clients 32] [--smoke]
 
@@ -42,7 +41,7 @@ _LAST = b"[DONE]\n\n\r\n0\r\n\r\n"
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """One round of one way."""
+    """Figures of one round of one mode."""
 
     way: str
     num_requests: int
@@ -52,7 +51,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Uncaring(Collector):
-    """Takes spans and looks at none."""
+    """Collector that drops spans."""
 
     def take(self, body: bytes) -> None:
         self.bodies[:] = [body]
@@ -60,7 +59,7 @@ class _Uncaring(Collector):
 
 @contextlib.contextmanager
 def _variables(way: str, collector: Collector) -> Iterator[None]:
-    """What a gateway that is started now finds in its environment."""
+    """Set the environment of a gateway for a mode."""
     endpoint = {
         "off": "",
         "collector away": f"http://127.0.0.1:{free_port()}",
@@ -78,7 +77,7 @@ def _variables(way: str, collector: Collector) -> Iterator[None]:
 
 
 async def _ask(port: int, max_tokens: int, until_s: float) -> int:
-    """One client, request after request; how many it had answered."""
+    """Run one client, request after request; return the number of answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     request = sse_request(max_tokens=max_tokens)
     num_requests = 0
@@ -93,7 +92,7 @@ async def _ask(port: int, max_tokens: int, until_s: float) -> int:
 async def _load(
     gateway: GatewayProcess, num_clients: int, max_tokens: int, seconds: float
 ) -> tuple[int, float, float]:
-    """Requests that were answered, and the CPU time that the loop and other threads took."""
+    """Return the number of answers, and the CPU time of the loop and of other threads."""
 
     async def run(for_s: float) -> int:
         until_s = time.perf_counter() + for_s
@@ -109,7 +108,7 @@ async def _load(
 
 
 def _cpu_s(pid: int) -> tuple[float, float]:
-    """CPU time of a process's first thread, and of all."""
+    """Return the CPU time of a process's first thread, and of all threads."""
     process = psutil.Process(pid)
     threads = {one.id: one.user_time + one.system_time for one in process.threads()}
     return threads[pid], sum(threads.values())
@@ -135,7 +134,7 @@ def _round(way: str, collector: Collector, num_clients: int, seconds: float) -> 
 
 
 async def _span_us(collector: Collector) -> tuple[float, float]:
-    """CPU time of a span: told, and all of it with what is done to send and to receive it."""
+    """Return the CPU time of a span: recording alone, and with sending and receiving."""
     config = TracingConfig(endpoint=collector.endpoint)
     tracing = open_tracing(config, "bench", "bench")
     assert tracing is not None
@@ -154,7 +153,7 @@ async def _span_us(collector: Collector) -> tuple[float, float]:
 
 
 def run(rounds: int = 3, seconds: float = 5.0, clients: int = 32, smoke: bool = False) -> Told:
-    """Each load takes ``seconds``; ``smoke`` is one short round."""
+    """Run each load for ``seconds``; ``smoke`` is one short round."""
     num_rounds, seconds = (1, 0.5) if smoke else (rounds, seconds)
     with _Uncaring().running() as collector:
         told_us, whole_us = asyncio.run(_span_us(collector))

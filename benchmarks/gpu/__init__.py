@@ -1,1 +1,1 @@
-"""The engine on a GPU, from single kernels to whole loads: ``python -m benchmarks.gpu``."""
+"""Engine on a GPU, from single kernels to whole loads: ``python -m benchmarks.gpu``."""

@@ -17,8 +17,8 @@ Sections, in their order (--only takes the beginning of a name, the ceilings are
   adapters        twenty LoRA adapters of rank 16 in one batch beside the base alone, at 1 to 256
                   streams, and steps while adapters are loaded; name it to give it time enough
   speculation     answers of which most was predicted, with proposals and without; deterministic
-  tiles           only if it is named: tiles of the kernels, or of those that --kernels has parts of
-                  the names of, beside the tiles that their tables choose
+  tiles           only if it is named: tiles of the kernels beside the tiles that their tables
+                  choose; --kernels selects kernels by parts of their names
 
 Each has a share of --minutes, and what it measured is written as it comes, so that a run that is
 cut leaves what it has. --smoke runs all of it with tiny models on the CPU, kernels in Triton's
@@ -47,7 +47,7 @@ _TABLE = "gpu.txt"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if everything was measured and right, 1 if something failed; a goal may be missed."""
+    """Return 0 if everything was measured and correct, else 1; goals may be missed."""
     parser = _parser()
     parsed = parser.parse_args(arguments)
     try:
@@ -107,7 +107,7 @@ def _run(
         if path:
             report.save(path)
         if report.environment is None:
-            return  # there is no such device: the row of the first section says why
+            return  # no such device: the first section's row has the reason
 
 
 def _machine(report: Report) -> str:

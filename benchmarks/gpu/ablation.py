@@ -1,4 +1,4 @@
-"""What recorded graphs and overlapped steps give: the same decode steps without them."""
+"""Gain of recorded graphs and overlapped steps: the same decode steps without them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gpu.scope import Scope
 _CONTEXT, _SMOKE_CONTEXT = 1024, 3
 _BATCHES, _SMOKE_BATCHES = (8, 128), (1, 2)
 _STEPS, _SMOKE_STEPS = 32, 2
-# Room for the largest batch; an engine that has just been dropped is in nobody's way.
+# Room for the largest batch beside the memory of the engine dropped last.
 _BLOCKS, _SMOKE_BLOCKS = 12_288, 16
 
 
@@ -43,7 +43,7 @@ def run(scope: Scope) -> None:
 
 
 def _measure(scope: Scope, mode: Mode, base_s: dict[int, float]) -> None:
-    """Rows beside those of the first mode, which ``base_s`` has by batch."""
+    """Emit rows relative to the first mode's times, ``base_s`` by batch."""
     config = engine_config(
         scope,
         kernels="reference" if scope.smoke else "triton",

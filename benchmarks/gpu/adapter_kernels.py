@@ -1,4 +1,4 @@
-"""What adapters add to products of a layer, each row by one of twenty adapters of rank 16."""
+"""Kernels of adapters for the products of a layer, with twenty adapters of rank 16 by row."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def num_adapters(scope: Scope) -> int:
 
 
 def _cost(scope: Scope, config: ModelConfig, kind: Product, num_rows: int) -> Cost:
-    """Each adapter that there is a row of once; rows, and sums that are added to."""
+    """Return the cost: each adapter in use once, the rows, and the sums."""
     product = _slots(config, 1, scope.dtype, torch.device("meta")).product(0, kind)
     num_inputs, num_outputs = product.num_inputs, sum(product.widths)
     weights = RANK * (num_inputs * len(product.widths) + num_outputs)
@@ -91,7 +91,7 @@ def _fill(
     kind: Product,
     slot: int,
 ) -> None:
-    """Random matrices of one product."""
+    """Fill slots with random matrices of one product."""
     slices = tuple(
         LowRank(
             scope.normal(generator, RANK, product.num_inputs, std=product.num_inputs**-0.5),

@@ -1,4 +1,4 @@
-"""The engine with twenty adapters in one batch, beside the same engine with its base alone."""
+"""Engine with twenty adapters in one batch, beside the same engine without adapters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _write(
     targets: tuple[str, ...],
     stream: int = 0,
 ) -> list[AdapterRef]:
-    """Adapters that share a file and have scales of their own: the device has each by itself."""
+    """Write adapters that share a file but have scales of their own, so that each has a slot."""
     shape = LlamaShape(
         hidden_size=model.hidden_size,
         num_layers=model.num_hidden_layers,
@@ -91,7 +91,7 @@ def _write(
 def _decode(
     scope: Scope, engine: EngineRun, streams: int, kinds: dict[str, list[AdapterRef]]
 ) -> None:
-    """Steps beside reading the weights, the adapters and the KV cache of the batch once."""
+    """Measure steps, relative to one read of weights, adapters and the batch's KV cache."""
     base_s = 0.0
     for changed, adapters in kinds.items():
         name = f"{decode(streams)}, {changed if not adapters else f'adapters of {changed}'}"
@@ -125,7 +125,7 @@ def _decode(
 
 
 def _weight_bytes(adapters: Sequence[AdapterRef]) -> int:
-    """Of one of them."""
+    """Return the bytes of one adapter."""
     return Path(adapters[0].source, WEIGHTS_FILE).stat().st_size if adapters else 0
 
 
@@ -147,14 +147,16 @@ def _prefill(scope: Scope, engine: EngineRun, kinds: dict[str, list[AdapterRef]]
 
 
 def _load(scope: Scope, engine: EngineRun, cold: list[AdapterRef]) -> None:
-    """First tokens of requests whose adapter is in no slot, one after the other, and the steps of
-    streams of the base meanwhile."""
+    """Measure the first tokens of requests whose adapter is in no slot, one after another.
+
+    Also measures the steps of the base's streams meanwhile.
+    """
     if scope.out_of_time(STEPS_BESIDE_LOADS):
         return
     with scope.case(STEPS_BESIDE_LOADS):
         context = _SMOKE_CONTEXT if scope.smoke else _CONTEXT
         engine.grow(_SMOKE_BESIDE if scope.smoke else _BESIDE, context)
-        # Requests like these without an adapter: their prefills are in both.
+        # The same requests without an adapter: both times include prefills.
         alone_s, _ = _ask(engine, [None] * 5 * len(cold))
         beside_s, first_s = _ask(engine, cold)
         scope.emit(
@@ -174,7 +176,7 @@ def _load(scope: Scope, engine: EngineRun, cold: list[AdapterRef]) -> None:
 def _ask(
     engine: EngineRun, adapters: Sequence[AdapterRef | None]
 ) -> tuple[list[float], list[float]]:
-    """Seconds of all steps, and of each short request from its arrival to its token."""
+    """Return the seconds of all steps, and of each short request until its token."""
     steps_s, first_s = [], []
     for adapter in adapters:
         (asked,) = engine.add(engine.prompts(1, 16), [1], adapters=(adapter,))

@@ -21,7 +21,7 @@ from millrace.engine.kernels.gpu.reference.attention import attend
 
 
 class Heads(NamedTuple):
-    """The heads of a layer, and how many tokens a block of its cache has."""
+    """Heads of a layer, and tokens in a block of its cache."""
 
     num_heads: int
     num_kv_heads: int
@@ -30,7 +30,7 @@ class Heads(NamedTuple):
 
 
 class AttentionInput(NamedTuple):
-    """``queries``: [num_tokens, num_heads, head_dim]."""
+    """Inputs of attention; ``queries`` is [num_tokens, num_heads, head_dim]."""
 
     queries: torch.Tensor
     cache: CacheLayer
@@ -46,9 +46,9 @@ def attention_input(
     fp8: bool,
     generator: torch.Generator,
 ) -> AttentionInput:
-    """A batch of sequences of ``lengths`` tokens, the last ``num_rows`` of which are this step's.
+    """Return a batch of sequences of ``lengths`` tokens, the last ``num_rows`` of each new.
 
-    Sequences with one row must come first. All numbers are random; so is the order of the blocks.
+    Sequences with one row must come first. All numbers, and the order of the blocks, are random.
     """
     device, size = generator.device, heads.block_size
     counts = [-(-length // size) for length in lengths]
@@ -88,7 +88,7 @@ def attention_input(
 def random_layer(
     heads: Heads, num_blocks: int, *, dtype: torch.dtype, fp8: bool, generator: torch.Generator
 ) -> CacheLayer:
-    """One layer's cache, full of random numbers."""
+    """Return one layer's cache of random numbers."""
     shape = (num_blocks, heads.block_size, 2, heads.num_kv_heads, heads.head_dim)
     data = torch.empty(shape, dtype=dtype, device=generator.device)
     data.normal_(generator=generator)
@@ -99,13 +99,13 @@ def random_layer(
 
 
 def bytes_read(heads: Heads, lengths: Sequence[int], *, fp8: bool, dtype: torch.dtype) -> int:
-    """Keys and values of all tokens, with their scales."""
+    """Return the bytes of keys and values of all tokens, with their scales."""
     element = heads.head_dim + 4 if fp8 else heads.head_dim * dtype.itemsize
     return sum(lengths) * 2 * heads.num_kv_heads * element
 
 
 def attention_flops(heads: Heads, lengths: Sequence[int], num_rows: Sequence[int]) -> int:
-    """Two products for each pair of a row and a token that it sees."""
+    """Return the FLOPs of two products for each pair of a row and a token that it sees."""
     pairs = sum(
         rows * (2 * length - rows + 1) // 2 for length, rows in zip(lengths, num_rows, strict=True)
     )
@@ -120,7 +120,7 @@ _SMOKE_SKEWED = [70, 9, 9]
 
 
 class Case(NamedTuple):
-    """``lengths`` of the sequences, the last ``num_rows`` tokens of each are queries."""
+    """Case: ``lengths`` of the sequences, and ``num_rows``, the queries at the end of each."""
 
     name: str
     heads: Heads
@@ -131,7 +131,7 @@ class Case(NamedTuple):
 
 
 def _cases(*, smoke: bool) -> list[Case]:
-    """All but the skewed one."""
+    """Return all cases except the skewed one."""
     if smoke:
         small = partial(Case, heads=_SMOKE_HEADS)
         return [
@@ -206,7 +206,7 @@ def _tiles(scope: Scope, case: Case) -> Tiles:
 
 
 def _cost(scope: Scope, case: Case) -> Cost:
-    """Keys and values, queries and results; two products for each pair of row and key."""
+    """Return the cost: keys, values, queries and results, and two products for each pair."""
     rows = sum(case.num_rows) * case.heads.num_heads * case.heads.head_dim
     return Cost(
         bytes_read(case.heads, case.lengths, fp8=case.fp8, dtype=scope.dtype)
@@ -216,7 +216,7 @@ def _cost(scope: Scope, case: Case) -> Cost:
 
 
 def _work(scope: Scope, case: Case, number: int) -> Work:
-    """The attention of one layer on random inputs."""
+    """Return the attention of one layer on random inputs."""
     given = attention_input(
         case.heads,
         case.lengths,
@@ -234,7 +234,7 @@ def _work(scope: Scope, case: Case, number: int) -> Work:
 def paged_attention(
     device: torch.device, heads: Heads, num_sequences: int, *, deterministic: bool = False
 ) -> PagedAttention:
-    """The kernels of a model of one layer."""
+    """Return the kernels of a model with one layer."""
     return PagedAttention(
         AttentionShape(
             num_heads=heads.num_heads,
@@ -251,14 +251,14 @@ def paged_attention(
 
 
 def num_programs(device: torch.device) -> int:
-    """As many as the device runs at a time."""
+    """Return the number of programs that the device runs at a time."""
     if device.type != "cuda":
         return 4
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _attention_work(kernels: PagedAttention, given: AttentionInput) -> Work:
-    """One layer's attention; how it is cut is prepared before, as it is once for all layers."""
+    """Return one layer's attention; its division is prepared before, once for all layers."""
     queries, cache, batch = given
     prepared = kernels.prepare(batch)
     out = torch.full_like(queries, torch.nan)

@@ -1,4 +1,4 @@
-"""How much of the time the device computes."""
+"""Share of the time in which the device computes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.profiler import ProfilerActivity, profile
 
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _HOST_WORK = ("cpu_op",)
-# Longer than from one kernel of a recorded step to the next: there the host was late.
+# Gaps above this are attributed to the host: kernels of a recorded step follow faster.
 _LATE_US = 5.0
 
 
 class Busy(NamedTuple):
-    """Of a trace of the device's kernels and copies, by the driver's own timestamps: seconds in
-    which at least one ran, seconds from the first to the last, and what of it were gaps so long
-    that the host must have been late."""
+    """Summary of a trace of the device's kernels and copies, by the driver's timestamps.
+
+    It has the seconds in which at least one ran, the seconds from the first to the last, and the
+    seconds of gaps long enough to be caused by the host.
+    """
 
     busy_s: float
     span_s: float
@@ -28,7 +30,7 @@ class Busy(NamedTuple):
 
 
 def trace(device: torch.device, work: Callable[[], None]) -> Busy:
-    """Trace ``work``; on a CPU torch's operations are traced, in the place of kernels."""
+    """Trace ``work``; on a CPU, trace torch's operations in place of kernels."""
     on_device = device.type == "cuda"
     activities = [ProfilerActivity.CUDA if on_device else ProfilerActivity.CPU]
     if on_device:
@@ -50,7 +52,7 @@ def trace(device: torch.device, work: Callable[[], None]) -> Busy:
 
 
 def busy_of(intervals_us: Iterable[tuple[float, float]]) -> Busy:
-    """The union of (begin, end) in microseconds. Raises ValueError if there are none."""
+    """Return the union of (begin, end) in microseconds. Raises ValueError for no intervals."""
     ordered = sorted(intervals_us)
     if not ordered:
         raise ValueError("the trace has nothing that ran on the device")

@@ -1,4 +1,4 @@
-"""What the device can do at best: the rates that everything else is measured against."""
+"""Ceilings of the device: the rates that all figures are compared with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.gpu.kernel_cases import Call, timed
 from benchmarks.gpu.report import Ceilings
 from benchmarks.gpu.scope import Scope
 
-# Twice this is moved; several dozen times the last level's cache.
+# Bytes of the source, several dozen times the last level's cache; a copy moves twice this.
 _COPY_BYTES = 4 << 30
 _SMOKE_COPY_BYTES = 1 << 22
 _GEMM_SIZE = 8192
@@ -33,7 +33,7 @@ def _copy_bandwidth(scope: Scope) -> float:
 
 
 def _matmul_rate(scope: Scope) -> float:
-    """The rate of the library that torch calls, of random numbers: those of zeros are faster."""
+    """Return the rate of torch's library on random numbers; on zeros it is higher."""
     size = _SMOKE_GEMM_SIZE if scope.smoke else _GEMM_SIZE
     generator = scope.generator(1)
 

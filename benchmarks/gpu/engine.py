@@ -1,4 +1,4 @@
-"""The engine with a model's shape: start, prefills, loads, decode steps, busy share."""
+"""Engine with a model's shape: start, prefills, loads, decode steps, busy share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SMOKE_BATCHES = (1, 2)
 _SMOKE_PREFILLS = ((2, 3),)
 _STEPS, _SMOKE_STEPS = 32, 1
 _REPEATS, _SMOKE_REPEATS = 3, 1
-# What is left of the section when a load has to end: decode steps are still to come.
+# Time reserved after the loads for the section's decode steps.
 _AFTER_LOADS_S = 25.0
 
 
@@ -57,7 +57,7 @@ def run(scope: Scope, model: str) -> None:
 
 
 def loads_of(model: str, *, smoke: bool, engine: EngineRun, seed: int) -> list[Load]:
-    """What a model is to serve."""
+    """Return the loads of a model."""
     vocab_size = engine.model.vocab_size
     nano = nano_load(smoke=smoke, vocab_size=vocab_size)
     thousand = thousand_load(smoke=smoke, vocab_size=vocab_size, seed=seed)
@@ -65,7 +65,7 @@ def loads_of(model: str, *, smoke: bool, engine: EngineRun, seed: int) -> list[L
 
 
 def _prefill(scope: Scope, engine: EngineRun, count: int, num_tokens: int) -> None:
-    """The matrix rate that prompts are computed at, attention included."""
+    """Measure the matrix rate of prefills, attention included."""
     name = prefill(count, num_tokens)
     if scope.out_of_time(name):
         return
@@ -113,7 +113,7 @@ def _load(scope: Scope, engine: EngineRun, load: Load) -> None:
 
 
 def _decode(scope: Scope, engine: EngineRun, batch: int) -> None:
-    """A step beside reading all weights and the batch's KV cache once."""
+    """Measure a step relative to one read of all weights and of the batch's KV cache."""
     name = decode(batch)
     if scope.out_of_time(name):
         return
@@ -140,8 +140,10 @@ def _decode(scope: Scope, engine: EngineRun, batch: int) -> None:
 
 
 def _busy(scope: Scope, engine: EngineRun, name: str) -> None:
-    """What a step's kernels take by the driver's trace of them, over what a step takes untraced:
-    tracing makes the gaps between kernels longer, not the kernels."""
+    """Measure the share of a step's time in kernels: traced kernel time over untraced step time.
+
+    Tracing lengthens the gaps between kernels, not the kernels.
+    """
     num_steps = _SMOKE_STEPS if scope.smoke else _STEPS
     if scope.out_of_time(name):
         return

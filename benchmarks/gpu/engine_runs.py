@@ -1,4 +1,4 @@
-"""An engine with random weights, and what can be timed of it."""
+"""Engine with random weights, and its timed operations."""
 
 from __future__ import annotations
 
@@ -22,21 +22,20 @@ MOST_SEQUENCES = 256
 _BATCH_TOKENS = 8192
 _SMOKE_SEQUENCES = 2
 _SMOKE_BATCH_TOKENS = 16
-# More than all that is timed of one sequence.
+# More tokens than are timed of one sequence.
 _MOST_DECODED = 2048
 _WARM_STEPS, _SMOKE_WARM_STEPS = 4, 1
 
 
 class DecodeSteps(NamedTuple):
-    """Each step's seconds from the one before, and how many tokens were in the KV cache of the
-    batch in the middle of them."""
+    """Seconds of each step, and the tokens in the batch's KV cache in the middle of the steps."""
 
     steps_s: list[float]
     num_cached_tokens: int
 
 
 class Throughput(NamedTuple):
-    """``whole``: the load was served to its end."""
+    """Throughput of a load; ``whole`` is True if it was served to its end."""
 
     num_tokens: int
     elapsed_s: float
@@ -48,9 +47,11 @@ class Throughput(NamedTuple):
 
 
 def engine_config(scope: Scope, *, kernels: str = "triton", **changes: Any) -> EngineConfig:
-    """For the device of the scope: as large as is useful there, or tiny on the CPU. The KV cache
-    takes what is left of the device's memory, unless ``changes`` say how many blocks it has; there
-    is no second one in the host's memory."""
+    """Return a config for the scope's device: as large as useful there, or tiny on the CPU.
+
+    The KV cache takes the device's remaining memory, unless ``changes`` set its blocks. There is no
+    host cache.
+    """
     settings: dict[str, Any] = {
         "device": scope.device.type,
         "dtype": str(scope.dtype).removeprefix("torch."),
@@ -67,8 +68,10 @@ def engine_config(scope: Scope, *, kernels: str = "triton", **changes: Any) -> E
 
 
 class EngineRun:
-    """An engine of a model of ``shapes`` and the requests in it. ``start_s``: from its files to
-    the first step that it can make."""
+    """Engine of a model of ``shapes``, with its requests.
+
+    ``start_s`` is the time from its files to its first possible step.
+    """
 
     def __init__(
         self, scope: Scope, model: str, folder: Path, config: EngineConfig, **shape: Any
@@ -90,7 +93,7 @@ class EngineRun:
         temperature: float = TEMPERATURE,
         adapters: Sequence[AdapterRef | None] = (None,),
     ) -> list[str]:
-        """Their ids. They run to their end, whatever they say, with ``adapters`` in turns."""
+        """Add requests that run to their full length, with ``adapters`` in turns; return ids."""
         ids = []
         for prompt, max_tokens in zip(prompts, num_output_tokens, strict=True):
             request_id = str(self._num_added)
@@ -116,7 +119,10 @@ class EngineRun:
         return ids
 
     def step(self) -> list[EngineOutput]:
-        """One step. Raises RuntimeError if a request failed, with nobody left in the engine."""
+        """Run one step.
+
+        Raises RuntimeError if a request failed, after all others were cancelled.
+        """
         outputs = self.engine.step()
         for output in outputs:
             if output.error is not None:
@@ -133,7 +139,7 @@ class EngineRun:
         num_prompt_tokens: int,
         adapters: Sequence[AdapterRef | None] = (None,),
     ) -> None:
-        """Have as many sequences decode, by adding new ones with random prompts."""
+        """Add sequences with random prompts until ``num_sequences`` decode."""
         running = len(self._lengths)
         prompts = self.prompts(num_sequences - running, num_prompt_tokens)
         longest = self.engine.max_tokens_per_request - num_prompt_tokens
@@ -143,7 +149,7 @@ class EngineRun:
             waiting.difference_update(o.request_id for o in self.step() if o.token_ids)
 
     def shrink(self, num_sequences: int) -> None:
-        """Cancel all but the first ones."""
+        """Cancel all but the first sequences."""
         for request_id in list(self._lengths)[num_sequences:]:
             self.engine.cancel(request_id)
             del self._lengths[request_id]
@@ -168,7 +174,9 @@ class EngineRun:
     def prefill_s(
         self, count: int, num_tokens: int, adapters: Sequence[AdapterRef | None] = (None,)
     ) -> float:
-        """From ``count`` new prompts to the last one's first token, with nobody else there."""
+        """Return the seconds from ``count`` new prompts to the last first token, on an idle
+        engine.
+        """
         prompts = self.prompts(count, num_tokens)
         begin_s = time.perf_counter()
         self.add(prompts, [1] * count, adapters=adapters)
@@ -194,6 +202,6 @@ class EngineRun:
         return Throughput(num_tokens, elapsed_s, whole)
 
     def prompts(self, count: int, num_tokens: int) -> list[tuple[int, ...]]:
-        """Such that none was there before."""
+        """Return prompts that were not used before."""
         seed = self._scope.seed * 1_000_003 + self._num_added
         return random_prompts(count, num_tokens, self.model.vocab_size, seed)

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Environment of the measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer's mixture of experts, from the scores of its router to the residual sum."""
+"""Mixture of experts of a layer, from the router's scores to the residual sum."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from millrace.engine.kernels.gpu.sorted_choices import sort_by_expert
 
 
 class Mixture(NamedTuple):
-    """``num_rows`` rows choose ``num_chosen`` experts each, enough for every expert to be chosen
-    by some."""
+    """Mixture in which ``num_rows`` rows choose ``num_chosen`` experts each.
+
+    There are enough rows for every expert to be chosen.
+    """
 
     num_rows: int
     num_experts: int
@@ -26,14 +28,14 @@ class Mixture(NamedTuple):
     inner: int
 
     def cost(self, itemsize: int) -> Cost:
-        """Each expert's weights once, and the rows; the choices between are on their way."""
+        """Return the cost: each expert's weights once, and the rows, without cached ones."""
         weights = self.num_experts * 3 * self.hidden * self.inner
         moved = weights + 3 * self.num_rows * self.hidden
         flops = 6 * self.num_rows * self.num_chosen * self.hidden * self.inner
         return Cost(moved * itemsize, flops)
 
 
-# As Qwen3-30B-A3B has them.
+# Shape of Qwen3-30B-A3B.
 MIXTURE = Mixture(256, 128, 8, 2048, 768)
 _SMOKE_MIXTURE = Mixture(3, 4, 2, 32, 32)
 

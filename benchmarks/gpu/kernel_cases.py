@@ -1,4 +1,4 @@
-"""One kernel, checked against its reference and timed beside its ceiling."""
+"""Measurement of one kernel: checked against its reference, timed beside its ceiling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.gpu.report import Detail
 from benchmarks.gpu.scope import Scope, WrongResultError, describe, is_fatal
 
 Call = Callable[[], object]
-# Of the input that timed calls rotate among, so that none of it is still in the last level's cache.
+# Size of the inputs that timed calls rotate among, in last-level caches, so that none stays cached.
 _CACHES = 4
 _MOST_SETS = 128
 _LEAST_CALLS = 8
@@ -25,14 +25,14 @@ _REPLAYS = 20
 
 
 class Timing(NamedTuple):
-    """Seconds a call: the median, and how far the fastest and slowest of the runs lie apart."""
+    """Seconds per call: the median, and the range from the fastest to the slowest run."""
 
     median_s: float
     spread_s: float
 
 
 def num_sets(device: torch.device, bytes_per_set: int) -> int:
-    """How many sets of inputs timed calls have to rotate among to find none of it in the cache."""
+    """Return the number of input sets to rotate among, so that none stays in the cache."""
     if device.type != "cuda":
         return 1
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -43,8 +43,8 @@ def num_sets(device: torch.device, bytes_per_set: int) -> int:
 def timed(device: torch.device, calls: Sequence[Call], *, replays: int = _REPLAYS) -> Timing:
     """Time ``calls``, each of which works on inputs of its own.
 
-    On CUDA they are recorded in one graph, so that nobody waits for launches, and replayed between
-    two events; they must be capturable. On a CPU they just run.
+    On CUDA they are recorded in one graph, so that launches cost no time, and replayed between two
+    events; they must be capturable. On a CPU they are run directly.
     """
     if device.type != "cuda":
         return _timed_on_cpu(calls)
@@ -92,14 +92,17 @@ def _event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-# Relative errors that rounding to a dtype explains; a wrong tile or mask shows as 0.1 and more.
+# Relative errors explained by rounding to a dtype; a wrong tile or mask gives 0.1 or more.
 BF16_ERROR = 1e-2
 FP8_ERROR = 6e-2
 
 
 class Work(NamedTuple):
-    """A kernel on inputs of its own. ``run`` may be recorded in a graph, ``written`` then has its
-    results. ``expected`` computes them from the inputs as they are before, in float32."""
+    """Kernel on inputs of its own.
+
+    ``run`` may be recorded in a graph, and ``written`` then returns its results. ``expected``
+    computes them in float32 from the inputs before the run.
+    """
 
     run: Callable[[], torch.Tensor | None]
     written: Callable[[torch.Tensor | None], Sequence[torch.Tensor]]
@@ -107,21 +110,24 @@ class Work(NamedTuple):
 
 
 def returned(result: torch.Tensor | None) -> Sequence[torch.Tensor]:
-    """``written`` of a kernel that returns a tensor of its own."""
+    """Return the results of a kernel that returns a tensor of its own, for ``written``."""
     assert result is not None
     return [result]
 
 
 class Cost(NamedTuple):
-    """What must be moved and computed at least: each input read once, each output written once."""
+    """Minimum cost: bytes with each input read once and each output written once, and FLOPs."""
 
     bytes_moved: int
     flops: int = 0
 
 
 class Tiles(NamedTuple):
-    """Tiles that a kernel may have. ``choice`` maps names of functions of ``module``, which choose
-    the tile, to what they return for one."""
+    """Possible tiles of a kernel.
+
+    ``choice`` maps names of functions of ``module``, which choose the tile, to their return values
+    for a given tile.
+    """
 
     module: ModuleType
     candidates: Sequence[tuple[Any, ...]]
@@ -129,7 +135,7 @@ class Tiles(NamedTuple):
 
     @contextmanager
     def using(self, tile: tuple[Any, ...]) -> Iterator[None]:
-        """Have the kernel's wrapper take ``tile``."""
+        """Make the kernel's wrapper use ``tile``."""
         functions: dict[str, Any] = {
             name: _always(choice) for name, choice in self.choice(tile).items()
         }
@@ -153,11 +159,11 @@ def measure(
     rival: Callable[[int], Call] | None = None,
     tiles: Tiles | None = None,
 ) -> Timing | None:
-    """Emit a row for the works that ``make`` makes of numbers 0, 1, …; None if it failed.
+    """Emit a row for the works that ``make`` builds from 0, 1, …; return None if it failed.
 
-    ``bound_by``: "bytes" or "flops". ``error`` of what is written and expected may be up to
-    ``tolerance``. ``rival`` makes the same work for torch, timed beside it. A scope that sweeps
-    times ``tiles`` instead, and nothing of a kernel without them.
+    ``bound_by`` is "bytes" or "flops". The ``error`` may be up to ``tolerance``. ``rival`` builds
+    the same work for torch, timed beside it. A scope that sweeps times ``tiles`` instead, and skips
+    kernels without tiles.
     """
     timing = None
     if scope.sweeps and (tiles is None or not scope.sweeps_kernel(name)):
@@ -201,7 +207,7 @@ def measure(
 
 
 def _rehearse(make: Callable[[int], Work], tiles: Tiles | None, tile: Any) -> None:
-    """Have the kernel compiled. What is wrong with it shows when it is measured."""
+    """Compile the kernel. Its errors are reported when it is measured."""
     with suppress(Exception), tiles.using(tile) if tiles and tile else nullcontext():
         make(0).run()
 
@@ -209,7 +215,7 @@ def _rehearse(make: Callable[[int], Work], tiles: Tiles | None, tile: Any) -> No
 def _best_tile(
     scope: Scope, tiles: Tiles, present: Timing, checked: Callable[[], tuple[float, Timing]]
 ) -> tuple[Timing, dict[str, Detail]]:
-    """The fastest of all tiles, the present one included, and the times of all by their names."""
+    """Return the fastest of all tiles, the present one included, and all times by name."""
     times: dict[str, Detail] = {}
     best, name = present, "the present one"
     for tile in tiles.candidates[:2] if scope.smoke else tiles.candidates:
@@ -233,12 +239,12 @@ def check(
     tolerance: float,
     error: Callable[[torch.Tensor, torch.Tensor], float],
 ) -> float:
-    """The largest error of what a work writes. Raises WrongResultError."""
+    """Return the largest error of a work's results. Raises WrongResultError."""
     expected = [tensor.clone() for tensor in work.expected()]
     with poisoned_allocations():
         result = work.run()
     if torch.cuda.is_available():
-        torch.cuda.synchronize()  # it may have written the host's memory
+        torch.cuda.synchronize()  # results may be in the host's memory
     actual = work.written(result)
     worst = max(error(one, other) for one, other in zip(actual, expected, strict=True))
     if not worst <= tolerance:
@@ -247,7 +253,7 @@ def check(
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over that of ``expected``; infinite if anything is no number."""
+    """Return the norm of the difference over that of ``expected``, or infinity for NaN."""
     wanted = expected.double()
     difference = (actual.to(expected.device).double() - wanted).norm().item()
     scale = wanted.norm().item()
@@ -257,8 +263,10 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Memory that torch allocates inside is filled with NaN, so that what is never written shows;
-    integers get their largest value."""
+    """Fill memory that torch allocates inside with NaN, to reveal results that are never written.
+
+    Integers get their largest value.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Every kernel alone, and the tiles that it might have beside those that its tables choose."""
+"""Measurement of every kernel alone, and sweeps over its possible tiles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.gpu import (
 from benchmarks.gpu.report import RunSettings
 from benchmarks.gpu.scope import Scope, Turns
 
-# Compilers beside each other: a kernel takes seconds to compile, and there are dozens.
+# Parallel compilers: a kernel takes seconds to compile, and there are dozens.
 _PROCESSES = 12
 _REHEARSAL_S = 40.0
 
@@ -27,9 +27,10 @@ def run(scope: Scope) -> None:
 
 
 def sweep(scope: Scope) -> None:
-    """Time candidates for the tile of each kernel, but for those that do not fit the device or
-    compute something else. A table is worth changing where the best is faster by more than the
-    spread of its own runs."""
+    """Time candidate tiles of each kernel that fit the device and keep results.
+
+    A table is worth changing if the best tile is faster by more than the spread of its runs.
+    """
     from benchmarks.gpu import quantized_kernels
 
     for measure in (measure_all, quantized_kernels.measure_all):
@@ -46,8 +47,10 @@ def measure_all(scope: Scope) -> None:
 
 
 def rehearse(scope: Scope, measure: Callable[[Scope], None], limit_s: float = _REHEARSAL_S) -> None:
-    """Have all kernels that ``measure``, a function of a module, measures compiled into the
-    compiler's cache; in a smoke run, some of them."""
+    """Compile all kernels that ``measure``, a function of a module, uses into the compiler's cache.
+
+    In a smoke run, compile some of them.
+    """
     context = multiprocessing.get_context("forkserver")
     processes = [
         context.Process(target=_rehearse_part, args=(scope.settings, measure, limit_s, first))

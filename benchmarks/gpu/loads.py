@@ -1,4 +1,4 @@
-"""Loads of many requests, the same for every system, and how fast they could be served at best."""
+"""Loads of many requests, the same for every system, and their fastest possible times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QWEN = {
     "bos_token_id": 151_643,
     "eos_token_id": 151_645,
 }
-# Whole models, with what is of no matter to a kernel that is only compiled.
+# Whole models, including values that do not affect compiled kernels.
 _CONFIGS: dict[str, dict[str, Any]] = {
     LLAMA_8B: CONFIGS["Llama-3.1-8B"]
     | {
@@ -42,7 +42,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     QWEN_06B: CONFIGS["Qwen3-0.6B"] | _QWEN | {"num_hidden_layers": 28},
     QWEN_8B: CONFIGS["Qwen3-8B"] | _QWEN | {"num_hidden_layers": 36, "tie_word_embeddings": False},
 }
-# What makes any of them small enough for an interpreter.
+# Changes that make any model small enough for an interpreter.
 _TINY = {
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -59,7 +59,7 @@ _TINY = {
 
 
 def write_config(folder: Path, model: str, *, tiny: bool, **changes: Any) -> ModelConfig:
-    """Make ``folder`` a checkpoint without weights."""
+    """Write a checkpoint without weights to ``folder``."""
     content = _CONFIGS[model] | (_TINY if tiny else {}) | changes
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -67,7 +67,7 @@ def write_config(folder: Path, model: str, *, tiny: bool, **changes: Any) -> Mod
 
 
 def weight_bytes_per_step(config: ModelConfig) -> int:
-    """All weights but an embedding of its own, of which a step reads a row for each token."""
+    """Return the bytes of all weights except an untied embedding, which a step hardly reads."""
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     return _BYTES * (num_parameters(config) - embedding)
 
@@ -78,19 +78,19 @@ def kv_bytes_per_token(config: ModelConfig) -> int:
 
 
 def linear_flops_per_token(config: ModelConfig) -> int:
-    """Of all linear maps but the head."""
+    """Return the FLOPs of all linear maps except the head, per token."""
     vocabularies = 1 if config.tie_word_embeddings else 2
     outside = vocabularies * config.vocab_size * config.hidden_size
     return 2 * (num_parameters(config) - outside)
 
 
 def head_flops(config: ModelConfig) -> int:
-    """Of one token that is followed by a new one."""
+    """Return the FLOPs of the head for one token."""
     return 2 * config.vocab_size * config.hidden_size
 
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> int:
-    """Of a prompt: the linear maps, causal attention, and the head of its last token."""
+    """Return the FLOPs of a prefill: linear maps, causal attention, and the head of one token."""
     pairs = num_tokens * (num_tokens + 1) // 2
     width = config.num_attention_heads * config.head_dim
     attention = 4 * width * config.num_hidden_layers * pairs
@@ -98,19 +98,19 @@ def prefill_flops(config: ModelConfig, num_tokens: int) -> int:
 
 
 TEMPERATURE = 0.6
-# Token ids that every vocabulary of the benchmark has.
+# Number of token ids that every benchmarked vocabulary has.
 _NUM_IDS = 10_000
 
 
 class Prompted(NamedTuple):
-    """A prompt, and how many tokens are to follow it."""
+    """Prompt, and the number of tokens to generate for it."""
 
     prompt: tuple[int, ...]
     num_output_tokens: int
 
 
 class Load(NamedTuple):
-    """Requests that are all sent at once."""
+    """Load of requests that are all sent at once."""
 
     name: str
     requests: list[Prompted]
@@ -121,8 +121,10 @@ class Load(NamedTuple):
 
 
 def nano_load(*, smoke: bool, vocab_size: int) -> Load:
-    """256 requests whose prompts and answers have 100 … 1024 tokens, as nano-vllm draws them: from
-    Python's generator with seed 0, all prompts, each after its length, then all lengths of answers.
+    """Return 256 requests whose prompts and answers have 100 … 1024 tokens, drawn as in nano-vllm.
+
+    They come from Python's generator with seed 0: first all prompts, each after its length, then
+    all lengths of answers.
     """
     count, least, most = (2, 1, 2) if smoke else (256, 100, 1024)
     source = random.Random(0)
@@ -136,9 +138,9 @@ def nano_load(*, smoke: bool, vocab_size: int) -> Load:
 
 
 def thousand_load(*, smoke: bool, vocab_size: int, seed: int) -> Load:
-    """256 requests of 1000 tokens with 1000 tokens for an answer."""
+    """Return 256 requests of 1000 tokens, with answers of 1000 tokens."""
     count, length = (2, 2) if smoke else (256, 1000)
-    # Prompts that are drawn for other purposes have smaller seeds, or a million more.
+    # Prompts for other purposes have smaller seeds, or seeds larger by a million.
     prompts = random_prompts(count, length, vocab_size, seed * 1_000_003 + 500_000)
     return Load(THOUSAND, [Prompted(prompt, length) for prompt in prompts])
 
@@ -152,9 +154,11 @@ def random_prompts(
 
 
 class Ideal(NamedTuple):
-    """Seconds: prompts at the matrix rate, then steps in which all unfinished requests decode.
-    ``bandwidth_s`` lets a step take as long as reading weights and KV cache, ``roofline_s`` no less
-    than its matrix products either."""
+    """Fastest possible seconds: prompts at the matrix rate, then steps of all unfinished requests.
+
+    In ``bandwidth_s``, a step takes as long as reading weights and KV cache. In ``roofline_s``, it
+    takes at least as long as its matrix products, too.
+    """
 
     bandwidth_s: float
     roofline_s: float
@@ -166,7 +170,7 @@ def ideal(config: ModelConfig, requests: Sequence[Prompted], ceilings: Ceilings)
     token_s = kv_bytes_per_token(config) / ceilings.bytes_per_s
     flops_s = (linear_flops_per_token(config) + head_flops(config)) / ceilings.flops
     bandwidth_s = roofline_s = prefill_s
-    # The first token of an answer comes of the prompt.
+    # The first token of an answer comes from the prefill.
     left = sorted(requests, key=lambda request: request.num_output_tokens)
     context = sum(len(request.prompt) for request in left)
     step = first = 0

@@ -1,4 +1,4 @@
-"""Linear maps: few rows, which read the weights at the speed of the memory, and many."""
+"""Linear maps of few rows, which are bound by reading the weights, and of many rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace.engine.kernels.gpu.tiles import ProductTile
 
 
 class Shape(NamedTuple):
-    """A weight [num_outputs, num_inputs]."""
+    """Shape of a weight [num_outputs, num_inputs]."""
 
     name: str
     num_outputs: int
@@ -50,7 +50,7 @@ def run(scope: Scope) -> None:
             _measure(scope, f"linear {shape.name}, {num_rows} rows", shape, num_rows, "bytes")
         _measure_gated(scope, num_rows)
     shape = _SMOKE_SHAPES[0] if scope.smoke else _LLAMA_SHAPES[2]
-    # Of many rows the tables choose tiles for as many as are a chunk.
+    # For many rows, the tables choose tiles by the rows of a chunk.
     for num_rows in (20,) if scope.smoke else (64, 256) if scope.sweeps else (256, 8192):
         name = f"linear {shape.name}, {num_rows} rows"
         _measure(scope, name, shape, num_rows, "flops")
@@ -58,7 +58,7 @@ def run(scope: Scope) -> None:
 
 
 def _measure_gated(scope: Scope, num_rows: int) -> None:
-    """The gate-up projection with the gate in the same pass."""
+    """Measure the gate-up projection with the gate in the same pass."""
     shape = _SMOKE_SHAPES[0] if scope.smoke else _LLAMA_SHAPES[2]
     measure(
         scope,
@@ -98,7 +98,7 @@ def _tiles(num_rows: int, function: str) -> Tiles:
 def _operands(
     scope: Scope, shape: Shape, num_rows: int, number: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random rows and weights, of the sizes that they have in a model."""
+    """Return random rows and weights of a model's scale."""
     normal, std = partial(scope.normal, scope.generator(number)), shape.num_inputs**-0.5
     rows = normal(num_rows, shape.num_inputs)
     return rows, normal(shape.num_outputs, shape.num_inputs, std=std)

@@ -32,7 +32,7 @@ _SCALE_BYTES = 2  # of scales that bfloat16 holds, and of zeros
 
 
 def _num_bytes(layout: Layout, num_outputs: int, num_inputs: int) -> int:
-    """Of a weight."""
+    """Return the bytes of a weight."""
     num_groups = num_inputs // (layout.group_inputs or num_inputs)
     of_groups = num_groups * _SCALE_BYTES * (1 + layout.zeroed)
     return num_outputs * (num_inputs * layout.bits // 8 + of_groups)
@@ -41,7 +41,7 @@ def _num_bytes(layout: Layout, num_outputs: int, num_inputs: int) -> int:
 def _drawn(
     scope: Scope, layout: Layout, generator: torch.Generator, num_outputs: int, num_inputs: int
 ) -> QuantizedWeight:
-    """A weight of random codes."""
+    """Return a weight of random codes."""
     most = 1 << layout.bits - 1
     group_inputs = layout.group_inputs or num_inputs
     size = (num_outputs, num_inputs // group_inputs)
@@ -77,9 +77,9 @@ _LLAMA_SHAPES = (Shape("qkv", 6144, 4096), Shape("gate_up", 28_672, 4096))
 _SMOKE_SHAPES = (Shape("qkv", 96, 256),)
 _ROWS = (1, 8, 32, 128)
 _SMOKE_ROWS = (1, 3)
-# From which on torch's product of int8 takes rows.
+# Least number of rows that torch's int8 product accepts.
 _INT_MM_ROWS = 17
-# Rows whose product takes about as long as reading a weight of 8 bits; more are bound by flops.
+# Rows whose product takes about as long as reading an 8-bit weight; more are bound by FLOPs.
 _FEW_ROWS = 64
 
 
@@ -100,8 +100,10 @@ def measure_all(scope: Scope) -> None:
 
 
 def _layouts(scope: Scope) -> list[Layout]:
-    """Without a GPU, those whose rows stay as they are or become int8: Triton's interpreter halves
-    some numbers that it rounds to float8."""
+    """Return the layouts; without a GPU, only those with wide or int8 rows.
+
+    Triton's interpreter halves some numbers that it rounds to float8.
+    """
     known = (Activations.WIDE, Activations.INT8_TOKEN)
     return [layout for layout in _LAYOUTS if not scope.smoke or layout.activations in known]
 
@@ -120,7 +122,7 @@ def _bound_by(num_rows: int) -> str:
 
 
 def _measure_linear(scope: Scope, layout: Layout, shape: Shape, num_rows: int) -> None:
-    """Rounding of the rows and the product, beside torch's of wide weights."""
+    """Measure rounding of the rows and the product, beside torch's with wide weights."""
     measure(
         scope,
         f"{layout.name} {shape.name}, {num_rows} rows",
@@ -147,7 +149,7 @@ def _tiles(num_rows: int) -> Tiles:
 
 
 def _measure_torch(scope: Scope, shape: Shape, num_rows: int) -> None:
-    """What torch has for the two layouts that it knows."""
+    """Measure torch's products for the two layouts that it supports."""
     products = [(_INT8_ROWS, "_int_mm", _int_mm)]
     if scope.dtype is torch.bfloat16:
         products.append((_FLOAT8_ROWS, "_scaled_mm", _scaled_mm))
@@ -237,7 +239,7 @@ def _measure_experts(scope: Scope, layout: Layout) -> None:
 
 
 def _experts(scope: Scope, layout: Layout, mixture: Mixture, number: int) -> Work:
-    """Both products of sorted choices, of rows that do not depend on each other."""
+    """Return both products of sorted choices, with independent rows."""
     num_rows, num_experts, num_chosen, hidden, inner = mixture
     generator = scope.generator(number)
     gates = [_drawn(scope, layout, generator, 2 * inner, hidden) for _ in range(num_experts)]
@@ -292,7 +294,7 @@ def _experts(scope: Scope, layout: Layout, mixture: Mixture, number: int) -> Wor
 
 
 def _wide_experts(scope: Scope, mixture: Mixture, number: int) -> Call:
-    """The same of wide weights, by the kernel for these."""
+    """Return the same products with wide weights, by their own kernel."""
     num_rows, num_experts, num_chosen, hidden, inner = mixture
     generator = scope.generator(number)
     normal = partial(scope.normal, generator)

@@ -1,4 +1,4 @@
-"""What was measured, beside what bounds it and what it is to reach."""
+"""Report of measurements, with their ceilings and goals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Goal(NamedTuple):
-    """Bounds of a row's value or of its share of the ceiling; one of them is given."""
+    """Goal for a row's value or its share of the ceiling; one of the bounds is given."""
 
     text: str
     least_value: float | None = None
@@ -96,7 +96,7 @@ _GOALS: dict[tuple[str, str], tuple[Goal, ...]] = {
 
 
 def goals_of(section: str, name: str) -> tuple[Goal, ...]:
-    """Those of one row, which may have none."""
+    """Return the goals of a row, which may be none."""
     return _GOALS.get((section, name), ())
 
 
@@ -104,8 +104,11 @@ Detail = float | int | str
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure. ``ceiling`` is in the same ``unit``; ``share`` of it is reached, for times the
-    ceiling over the value. A ``failure`` says why there is no figure, or why it does not count."""
+    """Row of the report: one figure.
+
+    ``ceiling`` is in the same ``unit``. ``share`` is the reached part of it; for times it is the
+    ceiling over the value. A ``failure`` says why there is no figure, or why it is invalid.
+    """
 
     section: str
     name: str
@@ -118,9 +121,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSettings(NamedTuple):
-    """Settings of a section. ``smoke``: tiny sizes on the CPU, whose figures mean nothing.
-    With ``sweeps``, tiles of kernels are timed; ``kernels`` are parts of their names, by default of
-    all."""
+    """Settings of a section.
+
+    ``smoke`` uses tiny sizes on the CPU, whose figures mean nothing. ``sweeps`` times tiles of
+    kernels. ``kernels`` are parts of their names, by default all.
+    """
 
     smoke: bool
     seed: int
@@ -129,15 +134,18 @@ class RunSettings(NamedTuple):
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
-    """Measured in the same run: bytes read and written per second by a copy, bfloat16 operations
-    per second of a matrix product of random numbers."""
+    """Ceilings of the same run.
+
+    They are the bytes read and written per second by a copy, and the bfloat16 operations per second
+    of a matrix product of random numbers.
+    """
 
     bytes_per_s: float
     flops: float
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """``capability`` is that of a CUDA device, as "9.0"; ``packages`` are versions by name."""
+    """Environment; ``capability`` of a CUDA device as "9.0", ``packages`` are versions by name."""
 
     device: str
     capability: str = ""
@@ -150,8 +158,10 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """All of one run. ``section_s`` are the seconds that each section took; a section that is not
-    there was not run."""
+    """Report of one run.
+
+    ``section_s`` has the seconds of each section; a missing section was not run.
+    """
 
     command: list[str]
     smoke: bool
@@ -163,7 +173,7 @@ class Report(msgspec.Struct, kw_only=True):
     rows: list[Row] = []
 
     def save(self, path: Path) -> None:
-        """Write it at once or not at all, so that a run that is cut leaves a whole file."""
+        """Write the report atomically, so that an interrupted run leaves a whole file."""
         content = msgspec.to_builtins(self)
         content["goals"] = [
             {
@@ -183,7 +193,7 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 def table(report: Report) -> list[str]:
-    """For people: a line a row, with the goals that the row has."""
+    """Format a line for each row, with its goals."""
     header = ("", "measured", "", "ceiling", "share", "goal")
     lines = [header, *(_cells(row, judged=not report.smoke) for row in report.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
@@ -202,7 +212,7 @@ def table(report: Report) -> list[str]:
 
 
 def summary(report: Report) -> str:
-    """How many goals were met, and which rows failed."""
+    """Return the number of goals met, and the failed rows."""
     verdicts = [
         goal.met(row.value, row.share)
         for row in report.rows

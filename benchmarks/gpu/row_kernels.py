@@ -1,4 +1,4 @@
-"""Norms, gates, heads and copies: what moves bytes and computes next to nothing."""
+"""Norms, gates, heads and copies: kernels bound by memory."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _swiglu_work(scope: Scope, num_rows: int, width: int, number: int) -> Work:
 
 
 def _heads(scope: Scope, num_rows: int) -> None:
-    """QK-norm, rotation and the cache's part, as Qwen3 and as Llama with an fp8 cache have it."""
+    """Measure QK-norm, rotation and the cache write, for Qwen3 and for Llama with an fp8 cache."""
     layer = Heads(4, 2, 32) if scope.smoke else Heads(32, 8, 128)
     half = power_of_two(layer.head_dim // 2)
     measure(
@@ -136,7 +136,7 @@ def _heads(scope: Scope, num_rows: int) -> None:
 
 
 def _rotate_store_cost(scope: Scope, layer: Heads, num_tokens: int, *, fp8: bool) -> Cost:
-    """All heads are read, queries written back, keys and values written to the cache."""
+    """Return the cost: heads read, queries written back, keys and values written to the cache."""
     num_pairs = 2 * layer.num_kv_heads
     heads_moved = 2 * layer.num_heads + num_pairs
     stored = num_pairs * ((layer.head_dim + 4) if fp8 else layer.head_dim * scope.dtype.itemsize)
@@ -184,7 +184,7 @@ def _rotate_store_work(
 
 
 def _copies(scope: Scope) -> None:
-    """Blocks of all layers within the device, and between it and the host's locked memory."""
+    """Measure copies of blocks of all layers, within the device and to and from pinned memory."""
     num_layers, num_pairs, block_bytes = (2, 3, 512) if scope.smoke else (32, 256, 65_536)
     moved = 2 * num_layers * num_pairs * block_bytes
     make = partial(_copy, scope, num_layers, num_pairs, block_bytes)
@@ -228,7 +228,7 @@ def _copy(
 
 
 def _host_bandwidth(scope: Scope, size_bytes: int) -> float:
-    """Bytes per second that the device's copy engine brings to locked memory of the host."""
+    """Return the bytes per second from the device's copy engine to pinned host memory."""
     source = torch.ones(size_bytes, dtype=torch.uint8, device=scope.device)
     target = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
     copy = partial(target.copy_, source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The choice of the next tokens on the device, by option, beside reading the logits once."""
+"""Choice of the next tokens on the device, by option, beside one read of the logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "top-p 0.9, min-p 0.01": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01},
     "penalties": {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.5},
 }
-# Rows of which another token is chosen, since sums are rounded in another order.
+# Share of rows that may choose another token, because sums are rounded in another order.
 _MOST_OTHERS = 0.02
 
 
@@ -63,7 +63,7 @@ def _share_of_others(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _logits(scope: Scope, num_rows: int, vocab_size: int, number: int) -> torch.Tensor:
-    """As far apart as a trained model's are."""
+    """Return logits with the spread of a trained model's."""
     return scope.normal(scope.generator(number), num_rows, vocab_size, std=3.0)
 
 

@@ -1,4 +1,4 @@
-"""What a section is given: the device, its time, the ceilings, and where its figures go."""
+"""Scope of a section: its device, its time, the ceilings, and the output of its figures."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.support.interpreter import prepare_once
 
 
 class WrongResultError(Exception):
-    """What was computed is not what the reference computes."""
+    """Failure of a check: the result differs from the reference."""
 
 
 class Turns:
-    """Every ``count``-th of what comes is ours, the ``first`` being the first."""
+    """Selection of every ``count``-th call, beginning with number ``first``."""
 
     def __init__(self, first: int, count: int) -> None:
         self._numbers = itertools.count()
@@ -28,15 +28,16 @@ class Turns:
         self._count = count
 
     def take(self) -> bool:
-        """Whether the next one is ours."""
+        """Return whether the next call is selected."""
         return next(self._numbers) % self._count == self._first
 
 
 class Scope:
-    """What a section is given. ``earlier`` are the rows of the
-    sections before. Rows are handed over as they are made, so that those of a section that is
-    killed later are kept. With ``rehearsal``, kernels are run once each, as it takes them, so that
-    they are compiled, and nothing is measured.
+    """Scope of a section.
+
+    ``earlier`` are the rows of earlier sections. Rows are handed over when they are made, so that
+    the rows of a section that is killed later are kept. With ``rehearsal``, each kernel runs once
+    to be compiled, and nothing is measured.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Scope:
         self.smoke, self.seed, self.sweeps = settings.smoke, settings.seed, settings.sweeps
         self.rehearsal = rehearsal
         self.device = torch.device("cpu" if self.smoke else "cuda")
-        # Triton's interpreter does not multiply matrices of bfloat16.
+        # Triton's interpreter does not multiply bfloat16 matrices.
         self.dtype = torch.float32 if self.smoke else torch.bfloat16
         self._deadline_s = deadline_s
         self._ceilings = ceilings
@@ -71,7 +72,7 @@ class Scope:
 
     @property
     def ceilings(self) -> Ceilings:
-        """Raises RuntimeError if nobody has measured them."""
+        """Ceilings of the run. Raises RuntimeError if they could not be measured."""
         if self._ceilings is None:
             raise RuntimeError("the ceilings could not be measured")
         return self._ceilings
@@ -86,16 +87,16 @@ class Scope:
         self._hand_over(ceilings)
 
     def generator(self, stream: int = 0) -> torch.Generator:
-        """Random numbers on the device that depend on the run's seed and ``stream`` alone."""
+        """Return a generator on the device, seeded by the run's seed and ``stream`` only."""
         return torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + stream)
 
     def normal(self, generator: torch.Generator, *shape: int, std: float = 1.0) -> torch.Tensor:
-        """Normal numbers on the device, in ``dtype``."""
+        """Return normal numbers on the device, in ``dtype``."""
         numbers = torch.empty(shape, dtype=self.dtype, device=self.device)
         return numbers.normal_(std=std, generator=generator)
 
     def free_memory(self) -> None:
-        """Give the device back the memory of what was dropped."""
+        """Release the memory of dropped tensors."""
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -110,7 +111,7 @@ class Scope:
         share: float | None = None,
         details: Mapping[str, Detail] | None = None,
     ) -> None:
-        """Hand over one figure. A rate's share of its ceiling is worked out here."""
+        """Hand over one figure, with a rate's share of its ceiling."""
         if share is None and ceiling:
             share = ceiling / value if unit in ("ms", "us", "s") else value / ceiling
         row = Row(
@@ -128,7 +129,7 @@ class Scope:
         self._hand_over(Row(section=self.section, name=name, failure=failure))
 
     def out_of_time(self, name: str, needed_s: float = 0.0) -> bool:
-        """Whether less than ``needed_s`` is left, which is then said in a row."""
+        """Return whether less than ``needed_s`` is left, and report that in a row."""
         if self.left_s > needed_s:
             return False
         self.fail(name, "the section's time was over")
@@ -136,8 +137,7 @@ class Scope:
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """What goes wrong inside becomes a failed row, and the section goes on; but for an error
-        that the device does not recover from."""
+        """Turn an error inside into a failed row and go on, unless the device is lost."""
         try:
             yield
         except Exception as error:
@@ -147,7 +147,7 @@ class Scope:
                 raise
 
     def value_of(self, section: str, name: str) -> float | None:
-        """What an earlier section measured, if it did."""
+        """Return the figure of an earlier section, or None."""
         for row in self._earlier:
             if (row.section, row.name) == (section, name):
                 return row.value
@@ -155,12 +155,12 @@ class Scope:
 
 
 def describe(error: Exception) -> str:
-    """One line."""
+    """Format an error in one line."""
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether nothing can be computed on the device in this process any more."""
+    """Return whether the device cannot compute any more in this process."""
     text = str(error)
     return "illegal memory access" in text or "device-side assert" in text or "unspecified" in text

@@ -1,5 +1,4 @@
-"""The parts of a run, each in a process of its own: one that fails leaves memory and device to the
-next."""
+"""Sections of a run, each in a process of its own, so that a failed one frees memory and device."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ from benchmarks.gpu.report import (
 Item = Row | Ceilings | Environment
 Keep = Callable[[Item], None]
 
-# How long a section may go on with what it has begun, behind the time that it is given.
+# Time that a section may exceed its limit to finish its current work.
 _GRACE_S = 10.0
-# Loaded once, then there in every section's process; none of them touches a device.
+# Loaded once and inherited by every section's process; no module touches a device.
 _PRELOADED = ["torch", "triton", "benchmarks.gpu.scope"]
-# These may look for a device, which is then lost to the processes: without one that is no matter.
+# These may initialise a device, which its child processes cannot use; without a device they may.
 _SMOKE_PRELOADED = [
     *_PRELOADED,
     "transformers.generation.continuous_batching",
@@ -44,8 +43,10 @@ _SMOKE_PRELOADED = [
 
 
 class Section(NamedTuple):
-    """``function`` of the module ``benchmarks.gpu.<module>`` is called with a scope, and with
-    ``argument`` if there is one. ``limit_s`` is its share of the run."""
+    """Section: ``function`` of the module ``benchmarks.gpu.<module>``, called with a scope.
+
+    ``argument`` is passed if there is one. ``limit_s`` is its share of the run.
+    """
 
     name: str
     module: str
@@ -55,7 +56,7 @@ class Section(NamedTuple):
 
 
 CEILINGS = Section("ceilings", "ceilings", 15)
-# What matters most comes first, so that a run that is cut has it.
+# The most important sections come first, in case a run is interrupted.
 SECTIONS = (
     CEILINGS,
     Section(KERNELS, "kernels", 95),
@@ -71,15 +72,17 @@ SECTIONS = (
     Section(ADAPTERS, "adapters", 180),
     Section(SPECULATION, "speculation", 90),
 )
-# A sweep takes as long as all of these together, so it has to be named.
+# A sweep takes as long as all other sections together, so it must be named.
 TILES = Section("tiles", "kernels", 520, function="sweep")
 
 
 def chosen(names: list[str]) -> list[Section]:
-    """Sections whose names begin with one of ``names``, all but the tiles without any; the ceilings
-    always.
+    """Return the sections whose names begin with one of ``names``, and always the ceilings.
 
-    Raises ValueError for a name that no section has.
+    Without names, return all except the tiles.
+
+    Raises:
+        ValueError: No section has such a name.
     """
     if not names:
         return list(SECTIONS)
@@ -95,7 +98,7 @@ def chosen(names: list[str]) -> list[Section]:
 
 
 class SectionProcesses:
-    """Runs sections one after the other, each in a fork of a process that has loaded torch."""
+    """Runner of sections one after another, each in a fork of a process that has loaded torch."""
 
     def __init__(self, settings: RunSettings) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -110,7 +113,7 @@ class SectionProcesses:
         earlier: list[Row],
         keep: Keep,
     ) -> None:
-        """Run a section for ``limit_s`` and a moment at most; whatever happens becomes rows."""
+        """Run a section for at most ``limit_s`` and a moment; any failure becomes rows."""
         receiver, sender = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=_run_here,
@@ -137,7 +140,7 @@ class SectionProcesses:
 def _receive(
     receiver: multiprocessing.connection.Connection, deadline_s: float, keep: Keep
 ) -> bool:
-    """Keep what comes; whether the other side was done, or gone, by ``deadline_s``."""
+    """Keep received rows; return whether the section was done, or gone, by ``deadline_s``."""
     while receiver.poll(max(0.0, deadline_s - time.monotonic())):
         try:
             keep(receiver.recv())
@@ -154,7 +157,7 @@ def _run_here(
     ceilings: Ceilings | None,
     earlier: list[Row],
 ) -> None:
-    """The whole life of a section's process."""
+    """Run a section's process."""
     from benchmarks.gpu.environment import environment
     from benchmarks.gpu.scope import Scope, describe
 

@@ -1,5 +1,4 @@
-"""Answers of which most was predicted, on an engine that proposes tokens and on one that does not:
-the same tokens, in less time."""
+"""Answers that were mostly predicted, on engines with and without proposals."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from benchmarks.support.closed_loop import answers, greedy_request
 _PROMPT, _SMOKE_PROMPT = 512, 4
 _OUTPUT, _SMOKE_OUTPUT = 256, 6
 _STREAMS, _SMOKE_STREAMS = (1, 32), (2,)
-# Of a hundred tokens of a prediction so many are others than those that come.
+# Per cent of a prediction's tokens that are wrong.
 _PERCENT_WRONG = 20
 _Answers = dict[str, list[int]]
 
@@ -46,7 +45,7 @@ def run(scope: Scope) -> None:
 
 
 def _engine(scope: Scope, folder: Path, speculation: str) -> EngineRun:
-    """Both have the same random weights. Their KV caches are small: two engines share a device."""
+    """Load an engine with the same random weights and a small KV cache: two share a device."""
     config = engine_config(
         scope,
         kernels="reference" if scope.smoke else "triton",
@@ -60,7 +59,7 @@ def _engine(scope: Scope, folder: Path, speculation: str) -> EngineRun:
 
 def _compare(scope: Scope, plain: EngineRun, proposing: EngineRun, streams: int) -> None:
     prompts = plain.prompts(streams, _SMOKE_PROMPT if scope.smoke else _PROMPT)
-    _answer(scope, plain, prompts, {})  # what a first time costs
+    _answer(scope, plain, prompts, {})  # warms up
     without = _answer(scope, plain, prompts, {})
     predictions = _spoiled(scope, proposing, without.answers)
     _answer(scope, proposing, prompts, predictions)
@@ -84,7 +83,7 @@ def _compare(scope: Scope, plain: EngineRun, proposing: EngineRun, streams: int)
 def _answer(
     scope: Scope, run: EngineRun, prompts: list[tuple[int, ...]], predictions: _Answers
 ) -> _Answered:
-    """Greedy answers, by the numbers of their prompts."""
+    """Return greedy answers by the numbers of their prompts."""
     begin_s = time.perf_counter()
     num_tokens = _SMOKE_OUTPUT if scope.smoke else _OUTPUT
     requests = [

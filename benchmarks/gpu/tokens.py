@@ -1,5 +1,4 @@
-"""The same model, the same tokens: beside transformers in float32, and beside itself in another
-batch."""
+"""Comparison of tokens and logits: with transformers in float32, and with other batches."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from millrace.schemas.sampling import SamplingParams
 
 Prompt = tuple[int, ...]
 
-# Small enough for float32 and for a second of start, with heads like those of the large models.
+# Small enough for float32 and a fast start, with heads like the large models'.
 _SMALL = {"num_hidden_layers": 8, "vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 1}
 _SHAPES: dict[str, dict[str, Any]] = {
     LLAMA_8B: _SMALL
@@ -71,7 +70,7 @@ def run(scope: Scope) -> None:
 
 
 def _write_checkpoint(scope: Scope, name: str, folder: Path) -> Any:
-    """Random weights as bfloat16 rounds them; the model in float32."""
+    """Write random weights rounded to bfloat16; return the model in float32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     changes = {} if scope.smoke else _SHAPES[name]
@@ -113,13 +112,13 @@ def _prompts(scope: Scope, vocab_size: int) -> list[Prompt]:
 
 
 def _logits(scope: Scope, name: str, folder: Path, reference: Any) -> None:
-    """Of prompts that are computed together, and of the token after each."""
+    """Compare the logits of prompts computed together, and of the token after each."""
     runner = load_runner(folder, resolve(folder, _config(scope)))
     prompts = _prompts(scope, runner.config.vocab_size)
     sequences = []
     block_size = runner.cache.block_size_tokens
     next_block = 0
-    # Tokens that the host would choose, so that the logits come to it.
+    # Sampling that needs the host, so that the logits come to it.
     sampling = SamplingParams(typical_p=0.5)
     for index, prompt in enumerate(prompts):
         request = EngineRequest(request_id=str(index), prompt_token_ids=prompt, sampling=sampling)
@@ -157,14 +156,14 @@ def _logits(scope: Scope, name: str, folder: Path, reference: Any) -> None:
 
 @torch.inference_mode()
 def _reference_logits(scope: Scope, reference: Any, token_ids: Sequence[int]) -> torch.Tensor:
-    """[num_tokens, vocab_size] in float32."""
+    """Compute the logits [num_tokens, vocab_size] in float32."""
     ids = torch.tensor([token_ids], device=scope.device)
     logits: torch.Tensor = reference(ids).logits[0]
     return logits
 
 
 def _greedy(scope: Scope, name: str, folder: Path, reference: Any) -> None:
-    """Each token of a greedy answer beside transformers' choice behind the same tokens."""
+    """Compare each token of a greedy answer with transformers' choice after the same tokens."""
     engine = Engine.load(folder, _config(scope))
     num_tokens = _SMOKE_NUM_TOKENS if scope.smoke else _NUM_TOKENS
     prompts = _prompts(scope, reference.config.vocab_size)
@@ -178,13 +177,12 @@ def _greedy(scope: Scope, name: str, folder: Path, reference: Any) -> None:
 
 
 def _unchanged(scope: Scope, name: str, folder: Path, *, deterministic: bool) -> None:
-    """The same requests alone with a cold cache, alone with a warm one, and in a crowd; and in a
-    crowd with a cold cache."""
+    """Compare the same requests alone with a cold and a warm cache, and in a crowd with both."""
     engine = Engine.load(folder, _config(scope, deterministic=deterministic))
     vocab_size = 64 if scope.smoke else 8192
     num_tokens = _SMOKE_NUM_TOKENS if scope.smoke else _NUM_TOKENS
     prompts = _prompts(scope, vocab_size)
-    # Half of the crowd begins like one of the prompts.
+    # Half of the crowd shares a prefix with one of the prompts.
     longest = max(prompts, key=len)
     strangers = random_prompts(
         _SMOKE_CROWD if scope.smoke else _CROWD, 40, vocab_size, scope.seed + 99
@@ -223,7 +221,7 @@ def _among(
     temperature: float,
     seed: int,
 ) -> list[Prompt]:
-    """The answers to ``prompts``, which are mixed with a crowd."""
+    """Return the answers to ``prompts``, mixed with a crowd."""
     everybody = [*prompts, *crowd]
     order = random.Random(seed).sample(range(len(everybody)), len(everybody))
     mixed = _answers(engine, [everybody[i] for i in order], num_tokens, temperature, order)
@@ -237,7 +235,7 @@ def _answers(
     temperature: float,
     seeds: Iterable[int] | None = None,
 ) -> list[Prompt]:
-    """Serve the prompts together, each with the seed of its own."""
+    """Serve the prompts together, each with its own seed."""
     requests = [
         EngineRequest(
             request_id=str(index),

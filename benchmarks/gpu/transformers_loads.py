@@ -1,5 +1,7 @@
-"""The engine's loads on the continuous batching of ``transformers``: the same model, in bfloat16,
-with random weights, by its best attention that needs no further package."""
+"""Engine's loads on the continuous batching of ``transformers``, with the same bfloat16 model.
+
+Uses random weights, and the best attention that needs no further package.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from benchmarks.support.transformers_batching import answered, continuous_batchi
 
 _WARM_UP_TOKENS = 4
 _WARM_UP_S = 60.0
-# A run shorter than this says nothing.
+# Runs shorter than this are not reported.
 _LEAST_RUN_S = 3.0
 
 
 class Setting(NamedTuple):
-    """Options of its ContinuousBatchingConfig; ``page_tokens`` None leaves the cache to it."""
+    """Options of its ContinuousBatchingConfig; ``page_tokens`` None uses its default."""
 
     name: str
     max_requests_per_batch: int
@@ -31,8 +33,8 @@ class Setting(NamedTuple):
     num_pages: int | None = None
 
 
-# Without flash attention every query of a batch is multiplied by the keys of all of it, so fewer
-# requests at a time may be faster; the better one counts.
+# Without flash attention, every query of a batch is multiplied by all keys of the batch, so fewer
+# requests at a time may be faster. The faster setting is reported.
 _SETTINGS = (
     Setting("64 at a time", 64, max_batch_tokens=2048, page_tokens=256, num_pages=1024),
     Setting("sized by itself", 256),
@@ -75,7 +77,7 @@ def _random_model(scope: Scope, name: str) -> tuple[Any, int]:
 
 
 def _measure(scope: Scope, model: Any, load: Load, setting: Setting, limit_s: float) -> float:
-    """Emit a row; its tokens per second."""
+    """Emit a row and return its tokens per second."""
     begin_s = time.perf_counter()
     manager = continuous_batching(
         model,
@@ -113,7 +115,7 @@ def _measure(scope: Scope, model: Any, load: Load, setting: Setting, limit_s: fl
 
 
 class _Served(NamedTuple):
-    """When each token came, from the first request on. ``whole``: until all were answered."""
+    """Times of tokens since the first request; ``whole`` is True if all were answered."""
 
     timestamps_s: list[float]
     elapsed_s: float
@@ -121,8 +123,10 @@ class _Served(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of a run that was cut, the better one of the whole and its second half, in which there
-        are fewer prompts: in the peer's favour."""
+        """Tokens per second; of a cut run, the better rate of the whole and its second half.
+
+        The second half has fewer prompts, which favours the peer.
+        """
         whole = len(self.timestamps_s) / self.elapsed_s
         if self.whole:
             return whole
@@ -131,8 +135,7 @@ class _Served(NamedTuple):
 
 
 def _serve(manager: Any, load: Load, limit_s: float) -> _Served:
-    """All requests at once; those that are not done by ``limit_s`` are ended, and their tokens
-    count."""
+    """Send all requests at once; cancel unfinished ones at ``limit_s``, whose tokens count."""
     begin_s = time.perf_counter()
     answers = answered(manager, load.requests, len(load.requests), limit_s)
     elapsed_s = time.perf_counter() - begin_s
@@ -140,7 +143,7 @@ def _serve(manager: Any, load: Load, limit_s: float) -> _Served:
     whole = len(answers) == len(load.requests)
     if not whole:
         manager.stop(block=True, timeout=30.0, hard_stop=True)
-        # What each had generated comes with its failure.
+        # A failed request has the tokens that it generated.
         outputs = manager.output_router.output_queue
         while not outputs.empty():
             timestamps_s += outputs.get_nowait().timestamps or []

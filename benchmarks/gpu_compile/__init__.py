@@ -1,1 +1,1 @@
-"""Every kernel for GPUs, compiled for a Hopper GPU on a machine that has none."""
+"""Compilation of every GPU kernel for a Hopper GPU, on a machine without one."""

@@ -5,12 +5,11 @@
     python -m benchmarks.gpu_compile --adapters [NAME ...]
     python -m benchmarks.gpu_compile --engine
 
-The second is of products with quantized weights alone, in all layouts or those that are named, the
-third of what adapters of all models add to products, or of those that are named; without any option
-they are compiled as well.
-The last runs a whole engine of a small model, as it would on a GPU but for what its kernels
-compute. Needs no GPU. Fails if a kernel does not compile, spills registers, takes more shared
-memory than there is, or is compiled anew for another length of a batch.
+The second compiles only products with quantized weights, in all or the named layouts. The third
+compiles only the products of adapters, of all or the named models. Without any option both are
+compiled as well. The last runs a whole engine of a small model as on a GPU, except for the results
+of its kernels. Needs no GPU. Fails if a kernel does not compile, spills registers, takes more
+shared memory than there is, or is recompiled for another length of a batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What adapters add to each product of a model, by every tile, on tensors without memory."""
+"""Kernels of adapters for each product of a model, by every tile, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from millrace.engine.kernels.gpu.adapters import add_adapters
 
 _META = torch.device("meta")
 _NUM_SLOTS = 20
-# The settings' own, which is compiled for whatever ranks adapters have.
+# Default of the settings; the compiled kernels support all ranks of adapters up to it.
 _MAX_RANK = 64
-# Each tile's fewest and most; numbers that are odd, and multiples of 16.
+# Fewest and most rows of each tile: odd numbers, and multiples of 16.
 _ROWS = (1, 2, 16, 33, 511, 512, 8191)
 
 
 def compile_adapters(compilation: Compilation, model: str, formats: str) -> None:
-    """Have the kernels compiled for any adapters of a model in one of ``FORMATS``."""
+    """Compile the kernels of any adapters of a model in one of ``FORMATS``."""
     dtype = FORMATS[formats].weights
     slots = AdapterSlots(
         model_config(model), num_slots=_NUM_SLOTS, max_rank=_MAX_RANK, dtype=dtype, device=_META

@@ -1,8 +1,8 @@
-"""Has Triton compile where it would launch, and keeps what came of it.
+"""Compilation by Triton in place of launches, and its results.
 
-A launch goes through ``JITFunction.run``, which with ``warmup`` does all but the launch. Whatever
-calls kernels then compiles the very variants that it would run, and may do so on tensors of the
-"meta" device, which have shapes and no memory: models of any size are as good as small ones.
+A launch goes through ``JITFunction.run``, which with ``warmup`` does everything but the launch. So
+code that calls kernels compiles exactly the variants that it would run. It may use tensors of the
+"meta" device, which have shapes and no memory, so models of any size work.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-# What a program may have on a GPU of this capability.
+# Compute capability of the target GPU.
 CAPABILITY = 90
 MAX_SHARED_BYTES = 227 * 1024
 _MAX_GRID = (2**31 - 1, 65_535, 65_535)
@@ -32,8 +32,11 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
 
 class Variant(NamedTuple):
-    """One compiled form of a kernel. ``constants``: what it was compiled for. ``spilled_bytes`` of
-    a thread lie in memory instead of registers. ``users``: the models and steps that run it."""
+    """Compiled variant of a kernel.
+
+    ``constants`` are its compile-time constants. ``spilled_bytes`` of a thread are in memory
+    instead of registers. ``users`` are the models and steps that run it.
+    """
 
     kernel: str
     constants: str
@@ -45,7 +48,7 @@ class Variant(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """Why a GPU should not run this, if it should not."""
+        """Return why a GPU should not run this variant, or None."""
         if self.spilled_bytes:
             return f"spills {self.spilled_bytes} bytes a thread"
         if self.shared_bytes > MAX_SHARED_BYTES:
@@ -54,7 +57,7 @@ class Variant(NamedTuple):
 
 
 class _Driver:
-    """Stands for a GPU that can be compiled for and does not run anything."""
+    """Driver of a GPU that can be compiled for but runs nothing."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", CAPABILITY, 32)
@@ -71,23 +74,26 @@ class _Driver:
 
 
 class Compilation:
-    """What was compiled inside of ``instead_of_launching``.
+    """Variants compiled inside ``instead_of_launching``.
 
-    ``variants`` by hash. ``failures``: a sentence for each launch that did not compile, or whose
-    grid no GPU takes. ``user`` is noted beside what is compiled while it is set.
+    ``variants`` is by hash. ``failures`` has a sentence for each launch that did not compile, or
+    whose grid exceeds a GPU's limits. ``user`` is recorded with each compiled variant.
     """
 
     def __init__(self) -> None:
         self.variants: dict[str, Variant] = {}
         self.failures: dict[str, None] = {}
         self.user = ""
-        # By user, kernel, constants and types of arguments: all that a variant should depend on.
+        # Hashes by user, kernel, constants and argument types, on which a variant should depend
+        # only.
         self._hashes: dict[tuple[str, str, str, str], dict[str, str]] = {}
 
     @contextlib.contextmanager
     def instead_of_launching(self) -> Iterator[None]:
-        """Inside, kernels are compiled and none is run. The process cannot run any afterwards
-        either: Triton takes it for one with a GPU of this kind."""
+        """Compile kernels inside instead of running them.
+
+        The process cannot run kernels afterwards either: Triton assumes a GPU of this kind.
+        """
         own = JITFunction.run
 
         def run(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -99,8 +105,10 @@ class Compilation:
             yield
 
     def specialised(self) -> list[str]:
-        """A sentence for each kernel that was compiled anew because a number or an address was
-        another, though the model, its constants and the types of its arguments were the same."""
+        """Return a sentence for each kernel that was recompiled for another number or address.
+
+        The model, its constants and the argument types were the same.
+        """
         return [
             f"{user}: {kernel} was compiled {len(hashes)} times for {constants or 'no constants'}, "
             f"with {' and with '.join(hashes.values())}"
@@ -123,7 +131,8 @@ class Compilation:
                 self._fail(name, constants, f"its grid has {size} programs along axis {axis}")
         try:
             kernel = own(function, *args, grid=grid, warmup=True, **options)
-        # Whatever the compiler raises, the others are still compiled and this one is reported.
+        # After any error of the compiler, the other kernels are still compiled and this one is
+        # reported.
         except Exception as error:  # noqa: BLE001
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             self._fail(name, constants, f"{type(error).__name__}: {lines[-1] if lines else ''}")

@@ -1,8 +1,8 @@
-"""An engine as it would run on a GPU, from its start to its last token, without what it computes.
+"""Engine as it would run on a GPU, from its start to its last token, without results of kernels.
 
-All of the runner is real: settings, weights, warm-up, recording, padding, what is sent and read
-back, the addresses and numbers that kernels are called with. They are compiled where they would be
-launched, so tokens and log-probabilities are whatever lay in the memory of their tensors.
+All of the runner is real: settings, weights, warm-up, recording, padding, transfers, and the
+addresses and numbers of kernel calls. Kernels are compiled instead of launched, so tokens and
+log-probabilities are the uninitialised contents of their tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millrace.schemas.config import EngineConfig
 from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.sampling import SamplingParams
 
-# Every width is a multiple of 16, so that a kernel compiled anew is so for another batch.
+# Every width is a multiple of 16, so that only another batch can cause a recompilation.
 _CONFIG = CONFIGS["Qwen3-0.6B"] | {
     "max_position_embeddings": 2048,
     "num_hidden_layers": 2,
@@ -54,12 +54,12 @@ _SAMPLINGS = (
     SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1),
     SamplingParams(max_tokens=3, temperature=0.0, logit_bias={5: 1.0}),
 )
-# Garbage may end a request early, never late.
+# Undefined tokens may end a request early, never late.
 _MOST_STEPS = 200
 
 
 def compile_engine(compilation: Compilation, name: str) -> int:
-    """Run requests of every kind with the settings ``name``; how many steps that took."""
+    """Run requests of every kind with the settings ``name``; return the number of steps."""
     from millrace.engine.devices.cuda import loading as device_loading
     from millrace.engine.kernels.gpu.kernel_set import triton_kernels
     from millrace.engine.step.engine import Engine

@@ -1,4 +1,4 @@
-"""The models whose kernels are compiled, as far as kernels know them: their shapes."""
+"""Shapes of the models whose kernels are compiled."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _sizes(
     }
 
 
-# One layer says all, two where they differ. The last three are of no model: their head dimensions,
-# with biases, sliding windows and the narrowest and widest groups that come with these.
+# One layer suffices, or two if they differ. The last three configs belong to no model: they have
+# other head dimensions, with biases, sliding windows and extreme group sizes.
 CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _LLAMA | _sizes(4096, 14_336, 32, 8, vocab_size=128_256),
     "Qwen3-0.6B": _QWEN3 | _sizes(1024, 3072, 16, 8, tie_word_embeddings=True),
@@ -69,8 +69,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def model_config(name: str) -> ModelConfig:
-    """One of ``CONFIGS``, as the engine reads it."""
-    # Through a folder, since that is what there is to read a model from.
+    """Return one of ``CONFIGS`` as the engine reads it."""
+    # Through a folder, because models are read from folders.
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIGS[name]))
         return read_model_config(Path(folder))

@@ -23,7 +23,7 @@ _HIDDEN = 4096
 
 
 class Layout(NamedTuple):
-    """Codes of so many bits in groups of so many inputs, 0 for one, and how rows are rounded."""
+    """Layout: bits of codes, inputs of a group (0 for a single group), and rounding of rows."""
 
     name: str
     bits: int
@@ -50,19 +50,21 @@ LAYOUTS = (
     Layout("float8 blocks, groups of rows", 8, 128, Activations.FLOAT8_GROUP, is_float8=True),
 )
 _OUTPUTS = (1024, 4096, 28_672)
-# Each tile's fewest and most; numbers that are odd, and multiples of 16.
+# Fewest and most rows of each tile: odd numbers, and multiples of 16.
 _ROWS = (1, 2, 15, 16, 17, 32, 33, 64, 65, 512, 513, 8192)
 _CHOICES = (1, 33, 1000, 8192)
 _NUM_EXPERTS, _NUM_CHOSEN = 16, 2
 
 
 def compile_quantized(compilation: Compilation, names: Sequence[str] | None) -> None:
-    """Have every kernel compiled that multiplies by quantized weights, or rounds rows for it: of
-    the layouts with these ``names``, or without any of all."""
+    """Compile every kernel of products with quantized weights, and of the rounding of rows.
+
+    ``names`` selects layouts; None selects all.
+    """
     chosen = [layout for layout in LAYOUTS if not names or layout.name in names]
     with compilation.instead_of_launching(), torch.inference_mode():
         for layout in chosen:
-            # float32 has one tile for all, and is there for comparisons.
+            # float32 has one tile for all, and serves comparisons.
             for dtype, outputs in ((torch.bfloat16, _OUTPUTS), (torch.float32, _OUTPUTS[1:2])):
                 for num_outputs in outputs:
                     compilation.user = f"{layout.name}, {dtype}, {num_outputs} outputs"
@@ -90,7 +92,7 @@ def _linears(layout: Layout, dtype: torch.dtype, num_outputs: int) -> None:
     weight = _weight(layout, num_outputs)
     made = replace(packed(weight), scales=packed(weight).scales.to(dtype))
     for num_rows in _ROWS:
-        # With all that can be added, which takes the most registers.
+        # With all additions, which take the most registers.
         operand = _rows(weight, num_rows, dtype)
         bias = torch.empty(num_outputs, dtype=dtype, device=_META)
         total = torch.empty(num_rows, num_outputs, dtype=dtype, device=_META)

@@ -1,4 +1,4 @@
-"""Steps of an engine on tensors without memory, which call every kernel that its runner does."""
+"""Steps of an engine on tensors without memory, which call every kernel of its runner."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NUM_PROGRAMS = 264
 
 
 class Formats(NamedTuple):
-    """Of weights and hidden states, and of keys and values."""
+    """Dtypes of weights and hidden states, and of keys and values."""
 
     weights: torch.dtype
     cache: torch.dtype
@@ -52,14 +52,14 @@ FORMATS = {
 
 
 class Step(NamedTuple):
-    """So many sequences of one token, so many others, and so many tokens of these."""
+    """Step: sequences of one token, sequences of several tokens, and the latter's tokens."""
 
     num_single: int
     num_others: int
     num_other_tokens: int
 
 
-# Small and large, alone and together; numbers that are 1, odd, and multiples of 16.
+# Small and large steps, alone and mixed, with numbers that are 1, odd, and multiples of 16.
 STEPS = (
     *(Step(count, 0, 0) for count in (1, 2, 3, 15, 16, 17, 32, 63, 64, 65, 128, 200, 256)),
     *(Step(0, count, tokens) for count, tokens in ((1, 1), (1, 2), (1, 16), (1, 33), (3, 100))),
@@ -77,8 +77,7 @@ def compile_model(
     deterministic: bool,
     steps: Sequence[Step] = STEPS,
 ) -> None:
-    """Have everything compiled that the engine launches for ``steps`` of a model, in one of
-    ``FORMATS``."""
+    """Compile the kernels of ``steps`` of a model in one of ``FORMATS``."""
     compilation.user = f"{name} {formats}" + (" deterministic" if deterministic else "")
     with compilation.instead_of_launching(), torch.inference_mode():
         kernels = choose_kernels("triton", torch.device("cuda"))
@@ -90,7 +89,7 @@ def compile_model(
 
 
 def never_compiled(compilation: Compilation) -> list[str]:
-    """A sentence for each kernel there is that nothing called."""
+    """Return a sentence for each kernel that was never called."""
     compiled = {variant.kernel for variant in compilation.variants.values()}
     modules = [
         importlib.import_module(f"{jit.__name__}.{module.name}")
@@ -106,7 +105,7 @@ def never_compiled(compilation: Compilation) -> list[str]:
 
 
 class _Engine:
-    """What the runner's steps are made of, on the device that computes nothing."""
+    """Parts of the runner's steps, on the device that computes nothing."""
 
     def __init__(self, config: ModelConfig, kernels: KernelSet, formats: Formats) -> None:
         self._config = config
@@ -126,7 +125,7 @@ class _Engine:
         )
 
     def decoder(self, *, deterministic: bool) -> Decoder[DeviceBatch, DeviceMetadata]:
-        """A decoder as the runner's, of weights that are nowhere."""
+        """Return a decoder like the runner's, with weights without memory."""
         config, kernels = self._config, self._kernels
         product = partial(DeviceLinear, kernels=kernels, fixed=deterministic)
         weights = load_weights(
@@ -178,20 +177,21 @@ class _Engine:
             token_logprobs(logits, _longs(num_sequences), chosen, num_top)
 
     def copy(self) -> None:
-        """Copies within the cache, and to and from blocks of another allocation."""
+        """Copy blocks within the cache, and to and from another allocation."""
         blocks = self._cache.blocks
         others = torch.empty(
             (len(blocks), 1000, *blocks.shape[2:]), dtype=torch.uint8, device=_META
         )
         for num_pairs in (1, 2, 16, 33):
-            # Of one upload, as the host's memory sends them: the second begin anywhere.
+            # Both ids from one upload, as the runner does: the second tensor has an arbitrary
+            # offset.
             source_ids, target_ids = _longs(2, num_pairs)
             for source, target in ((blocks, blocks), (blocks, others), (others, blocks)):
                 copy_blocks(source, target, source_ids, target_ids)
 
 
 class _Shapes:
-    """Any tensor that is asked for, without contents."""
+    """Source of any tensor, without contents."""
 
     path = "(shapes)"
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.hosts``: what clients see when links of hosts fail under their streams.
+"""``python -m benchmarks.hosts``: streams of clients while links between hosts fail.
 
 Three hosts, which are network namespaces of this machine (it takes root and ``ip``): on each a
 nats-server of one cluster that keeps three copies, a gateway, a scheduler, and a worker with a
@@ -60,10 +60,10 @@ def gateway_url(host: int) -> str:
 
 
 class HostedSystem:
-    """Its parts run until the network's block ends; ``logs`` has a file for each."""
+    """System whose parts run until the network's block ends; ``logs`` has a file for each."""
 
     def __init__(self, network: Network, folder: Path) -> None:
-        """A network of ``NUM_HOSTS``."""
+        """Use a network of ``NUM_HOSTS``."""
         self.network = network
         self.logs = folder
         self.statuses: dict[str, WorkerStatus] = {}
@@ -77,7 +77,7 @@ class HostedSystem:
         self.network.start(_REDIS_HOST, [*command, *bound], self._log("redis"))
 
     async def start_parts(self) -> None:
-        """Returns once every worker was heard."""
+        """Start the parts, and return once every worker has sent a status."""
         url = ",".join(f"nats://{Network.address(host)}:{_NATS}" for host in HOSTS)
         config = NatsConfig(url=url, replicas=len(HOSTS), connect_timeout_s=30.0)
         bus = await nats.connect(config, "hosts", part=Part.SCHEDULER)
@@ -136,7 +136,7 @@ _STRIKE_AFTER_S = 4.0
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happens to the network, which ``mend`` undoes; ``hosts`` are cut off by it."""
+    """Fault of the network, which ``mend`` undoes; it cuts off ``hosts``."""
 
     name: str
     strike: Callable[[Network], None]
@@ -164,8 +164,11 @@ EVENTS = (
 
 
 class Stream(msgspec.Struct):
-    """A stream as a client read it: ``text`` up to ``end``, which is ``[DONE]`` or the error. The
-    client waited ``first_s`` for the first event; ``silence_s`` is the longest pause after that."""
+    """Stream as a client read it.
+
+    It has the ``text`` up to ``end``, which is ``[DONE]`` or the error. The client waited
+    ``first_s`` for the first event; ``silence_s`` is the longest pause after that.
+    """
 
     host: int
     key: str
@@ -177,8 +180,11 @@ class Stream(msgspec.Struct):
 
 
 class RoundResult(msgspec.Struct, frozen=True):
-    """``first_s`` is the longest wait for a first token, ``silence_s`` the longest silence of
-    streams over gateways of hosts that were not cut off."""
+    """Result of a round.
+
+    ``first_s`` is the longest wait for a first token, and ``silence_s`` the longest pause, of
+    streams over gateways of hosts that were not cut off.
+    """
 
     event: str
     for_s: float
@@ -200,7 +206,7 @@ def run(
     tokens: int = 250,
     logs: Path | None = None,
 ) -> Told:
-    """Each event of ``only`` lasts ``for_s``; ``logs`` is a folder that keeps the parts' logs."""
+    """Run each event of ``only`` for ``for_s``; ``logs`` is a folder for the parts' logs."""
     if unknown := set(only) - set(_NAMES):
         sys.exit(f"hosts: no such event: {', '.join(sorted(unknown))}")
     try:

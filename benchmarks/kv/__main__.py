@@ -1,4 +1,4 @@
-"""The KV cache: what is found in it, brought back, pulled from others and moved.
+"""KV cache: hits, reloads, pulls from other workers, and moves.
 
   python -m benchmarks.kv [--only PART ...]
 

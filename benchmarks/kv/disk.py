@@ -1,5 +1,4 @@
-"""What it takes to bring an idle conversation's blocks back from disk after a restart, or to find
-them in an object store.
+"""Time to bring an idle conversation's blocks back from disk or from an object store.
 
     python -m benchmarks.kv --only disk [--tokens 4096] [--folder DIR] [--stores] [--save]
 
@@ -43,7 +42,7 @@ _IDLE_S = 1_000.0
 
 
 class FileFigures(msgspec.Struct, kw_only=True):
-    """Milliseconds; ``cold`` is from the disk, ``warm`` from the page cache."""
+    """Milliseconds of reads; ``cold`` is from the disk, ``warm`` from the page cache."""
 
     size_bytes: int
     cold_ms: float
@@ -62,9 +61,11 @@ class EngineFigures(msgspec.Struct, kw_only=True):
 
 
 class StoreFigures(msgspec.Struct, kw_only=True):
-    """Milliseconds to the first token of blocks in a store of some kind, and of a prompt of as many
-    tokens that is looked for in vain, beside those that ``computed`` without a look takes; how long
-    writing took behind it."""
+    """Milliseconds to the first token with blocks in an object store.
+
+    Compares a prompt whose blocks are there, a prompt of the same length without blocks there, and
+    ``computed`` without a look-up. Also the time of the writes behind it.
+    """
 
     kind: str
     size_bytes: int
@@ -76,7 +77,7 @@ class StoreFigures(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What a run measured."""
+    """Result of a run."""
 
     cpu: str
     tokens: int
@@ -86,7 +87,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 def _forget(folder: Path) -> None:
-    """Have the system drop what it has of the files."""
+    """Drop the files from the page cache."""
     for path in folder.iterdir():
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -105,7 +106,7 @@ def _ms(work: Callable[[], object], before: Callable[[], object], repeats: int) 
 
 
 def measure_file(folder: Path, num_tokens: int, repeats: int) -> FileFigures:
-    """Blocks of an 8B Llama."""
+    """Measure blocks of an 8B Llama."""
     from millrace.engine.kv.block_file import BlockFile
 
     num_blocks = -(-num_tokens // _BLOCK_TOKENS)
@@ -115,7 +116,7 @@ def measure_file(folder: Path, num_tokens: int, repeats: int) -> FileFigures:
     whole = memoryview(memory)
 
     def pieces(block: int) -> list[memoryview]:
-        # In the cache's layout the layers of a block lie apart.
+        # In the cache's layout, a block's layers are not contiguous.
         at = (layer * num_blocks + block for layer in range(_LAYERS))
         return [whole[one * layer_bytes : (one + 1) * layer_bytes] for one in at]
 
@@ -146,7 +147,7 @@ def measure_file(folder: Path, num_tokens: int, repeats: int) -> FileFigures:
 
 
 def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> EngineFigures:
-    """A conversation of the 100M Llama."""
+    """Measure a conversation of the 100M Llama."""
     from millrace.engine.kv.block_file import block_file
     from millrace.engine.step.engine import Engine
     from millrace.engine.step.runners import load_runner
@@ -184,7 +185,7 @@ def measure_engine(model: Path, folder: Path, num_tokens: int, repeats: int) -> 
         _first_token(engines[0], token_ids)
 
     restart()
-    first_token()  # what is only done once is done
+    first_token()  # warms up
     computed_ms = _ms(first_token, restart_empty, repeats)
     clock_s += _IDLE_S
     while engines[0].rest() is not None:
@@ -207,7 +208,7 @@ def _first_token(engine: Engine, prompt: tuple[int, ...]) -> None:
 
 
 def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: int) -> StoreFigures:
-    """A conversation of the 100M Llama, with one engine after the other."""
+    """Measure a conversation of the 100M Llama, with one engine after another."""
     from millrace.engine.kv.objects.block_objects import block_objects
     from millrace.engine.step.engine import Engine
     from millrace.engine.step.runners import load_runner
@@ -253,7 +254,7 @@ def measure_store(kind: str, url: str, model: Path, num_tokens: int, repeats: in
 
 
 def measure_stores(model: Path, folder: Path, num_tokens: int, repeats: int) -> list[StoreFigures]:
-    """A folder and an S3 server."""
+    """Measure a folder and an S3 server."""
     from benchmarks.support.s3_server import s3_server
 
     made = [measure_store("a folder", folder.as_uri(), model, num_tokens, repeats)]
@@ -270,7 +271,7 @@ def run(
     model: Path | None = None,
     threads: int = 0,
 ) -> Told:
-    """Files are in ``folder``; the median of the ``repeats`` counts; 0 threads: all cores."""
+    """Use files in ``folder``; report the median of ``repeats``; 0 threads means all cores."""
     with tempfile.TemporaryDirectory(dir=folder) as made, measured_model(model, threads) as path:
         folder = Path(made)
         (folder / "engine").mkdir()

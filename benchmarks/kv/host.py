@@ -1,4 +1,4 @@
-"""What it takes to bring an idle conversation's blocks back from host memory.
+"""Time to bring an idle conversation's blocks back from host memory.
 
     python -m benchmarks.kv --only host [--tokens 4096]
 
@@ -33,8 +33,10 @@ BLOCK_TOKENS = 16
 def cache_of(
     shape: LlamaShape, num_blocks: int, *, shared: bool = False, num_ranks: int = 1
 ) -> KVCache:
-    """In bfloat16 on the CPU, of a group of so many ranks; ``shared``: in pages that other
-    processes may map."""
+    """Create a bfloat16 cache on the CPU for a group of ranks.
+
+    ``shared`` puts it in pages that other processes can map.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config_of(shape)))
         config = read_model_config(Path(folder))
@@ -61,7 +63,7 @@ def _median_ms(work: Callable[[], object], repeats: int) -> float:
 
 
 def run(tokens: int = 4096, repeats: int = 7) -> None:
-    """The median of the ``repeats`` counts."""
+    """Report the median of ``repeats``."""
     num_blocks = -(-tokens // BLOCK_TOKENS)
     cache = cache_of(LLAMA_8B, num_blocks)
     memory = PlainHostMemory(cache, num_blocks * cache.data[:, 0].numel() * cache.data.itemsize)

@@ -1,4 +1,4 @@
-"""What clients see of streams whose KV cache moves, in a whole system on this machine.
+"""Gaps of streams whose KV cache moves, in a whole system on this machine.
 
     python -m benchmarks.kv --only drain [--streams 20] [--tokens 2000] [--save]
     python -m benchmarks.kv --only roles --tokens 8000 --beside 16 --save
@@ -7,8 +7,8 @@
           drained: the longest time for which each stands still, less what the longest gap of one
           was undisturbed, p50 and p99; with blocks that move, and without (engine.transfer: false)
   roles   six prompts of so many tokens enter one after the other beside 8 streams, which make a
-          quarter as many tokens: one worker for prompts and one that decodes, against two that do
-          both: the streams' gaps p99, the prompts' TTFT p50
+          quarter as many tokens: a prefill worker and a decode worker, against two workers of both
+          roles: the streams' gaps p99, the prompts' TTFT p50
 
 A Llama of 100M parameters with random weights; the workers share the cores of one machine, which
 those of a cluster do not. The goals: 60 and 150 ms; 0.4 and 1.2 times.
@@ -47,7 +47,7 @@ _TIMEOUT_S = 300.0
 
 
 class DrainFigures(msgspec.Struct, kw_only=True):
-    """Milliseconds that streams stood still beyond the longest gap that most have undisturbed."""
+    """Milliseconds of standstill beyond the longest gap that most streams have undisturbed."""
 
     undisturbed_p99_ms: float
     pause_p50_ms: float
@@ -56,7 +56,7 @@ class DrainFigures(msgspec.Struct, kw_only=True):
 
 
 class RoleFigures(msgspec.Struct, kw_only=True):
-    """Of the streams beside prompts, and of the prompts, in milliseconds."""
+    """Milliseconds of the streams beside prompts, and of the prompts."""
 
     gap_p99_ms: float
     ttft_p50_ms: float
@@ -64,7 +64,7 @@ class RoleFigures(msgspec.Struct, kw_only=True):
 
 
 class Results(msgspec.Struct, kw_only=True):
-    """Of the systems of a part, by name; ``streams`` are those that drain or stand beside."""
+    """Figures of a part's systems by name; ``streams`` is the number of measured streams."""
 
     cpu: str
     streams: int
@@ -73,7 +73,7 @@ class Results(msgspec.Struct, kw_only=True):
 
 
 class _Stream:
-    """One answer as it comes, with the time of each part of it."""
+    """Stream of one answer, with the time of each part."""
 
     def __init__(self, seed: int, num_prompt_tokens: int, max_tokens: int) -> None:
         generator = random.Random(seed)
@@ -110,7 +110,7 @@ class _Stream:
                         self.is_whole = usage["completion_tokens"] == self._max_tokens
 
     def gaps_s(self, begin_s: float, end_s: float) -> list[float]:
-        """Between parts of which the later one came between two moments."""
+        """Return the gaps whose later part came between two moments."""
         pairs = zip(self.times_s, self.times_s[1:], strict=False)
         return [after - before for before, after in pairs if begin_s <= after <= end_s]
 
@@ -122,7 +122,8 @@ def _system(model: Path, *arguments: str, transfer: bool = True) -> Iterator[Sys
         catalogue.write_text(f"models:\n  {_MODEL}:\n    source: {model}\n")
         environment = {
             "MILLRACE_CATALOGUE": str(catalogue),
-            # Workers that measure may choose different products, and then have different bits.
+            # Workers that measure may choose different products, and then results have different
+            # bits.
             "MILLRACE_WORKER__ENGINE__KERNELS": "native",
             "MILLRACE_WORKER__ENGINE__SPECULATION": "off",
         }
@@ -196,7 +197,7 @@ async def _beside_prompts(system: System, num_tokens: int, num_beside: int) -> R
 
 
 def drain(streams: int = 20, tokens: int = _USUAL_TOKENS) -> Told:
-    """``tokens`` are those of each context."""
+    """Drain with ``tokens`` in each context."""
     found: dict[str, DrainFigures | RoleFigures] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_llama(Path(folder))
@@ -208,7 +209,7 @@ def drain(streams: int = 20, tokens: int = _USUAL_TOKENS) -> Told:
 
 
 def roles(tokens: int = _USUAL_TOKENS, beside: int = 8) -> Told:
-    """So many streams are beside the prompts of so many tokens."""
+    """Measure ``beside`` streams beside prompts of ``tokens`` tokens."""
     found: dict[str, DrainFigures | RoleFigures] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_llama(Path(folder))

@@ -1,4 +1,4 @@
-"""What the prefix cache costs and brings: throughput by hit rate, and TTFT of what is cached.
+"""Cost and gain of the prefix cache: throughput by hit rate, and TTFT of cached prompts.
 
     python -m benchmarks.kv --only prefix [--rounds 5]
 
@@ -32,7 +32,7 @@ _REQUESTS, _STREAMS = 32, 8
 
 
 class _Bench:
-    """Two engines, with the cache and without."""
+    """Pair of engines, with the cache and without."""
 
     def __init__(self, path: Path, rounds: int) -> None:
         from millrace.engine.step.engine import Engine
@@ -46,7 +46,7 @@ class _Bench:
         self._uncached = Engine.load(path, msgspec.structs.replace(config, prefix_cache=False))
 
     def throughput(self, hit: float) -> str:
-        """One line: the share of prompt tokens that was found, and throughput over without."""
+        """Format one line: the share of prompt tokens found, and the ratio of throughput."""
         num_shared = round(hit * _PROMPT_TOKENS)
         ratios, rates, found, asked = [], [], 0, 0
         for round_ in range(self._rounds):
@@ -55,8 +55,8 @@ class _Bench:
                 if num_shared:
                     run_closed_loop(engine, [prompts[0][:num_shared]], [1], 1)
             before = self._cached.stats()
-            # Each is the first in every other pair, so that a machine that slows down or speeds
-            # up favours neither.
+            # Each is first in every other pair, so that a change of the machine's speed favours
+            # neither.
             if round_ % 2:
                 cached_s = self._timed_s(self._cached, prompts)
                 uncached_s = self._timed_s(self._uncached, prompts)
@@ -76,7 +76,7 @@ class _Bench:
         )
 
     def ttft(self) -> str:
-        """One line: a prompt alone, the first time and the second."""
+        """Format one line: TTFT of a prompt alone, the first and the second time."""
         first_ms: list[float] = []
         second_ms: list[float] = []
         for _ in range(_TTFT_PROMPTS):
@@ -91,7 +91,7 @@ class _Bench:
         )
 
     def _prompts(self, num_shared: int) -> list[Prompt]:
-        """Others at each call."""
+        """Return new prompts at each call."""
         self._seed += 1
         return shared_prefix_prompts(
             _REQUESTS,
@@ -109,7 +109,7 @@ class _Bench:
 
 
 def run(rounds: int = 5, model: Path | None = None, threads: int = 0) -> None:
-    """``model`` replaces a 100M Llama that is made; 0 threads: all cores."""
+    """Measure ``model``, or a new 100M Llama; 0 threads means all cores."""
     with measured_model(model, threads) as path:
         bench = _Bench(path, rounds)
         print(

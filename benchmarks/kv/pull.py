@@ -1,4 +1,4 @@
-"""What it takes to have blocks of another worker's KV cache instead of computing them.
+"""Time to pull blocks of another worker's KV cache instead of computing them.
 
     python -m benchmarks.kv --only pull [--tokens 4096] [--save]
 
@@ -50,7 +50,7 @@ _TIMEOUT_S = 60.0
 
 
 class BlockFigures(msgspec.Struct):
-    """GB/s; ``first`` is into memory that nobody has touched, over a new connection."""
+    """Rates in GB/s; ``first`` writes to untouched memory, over a new connection."""
 
     size_bytes: int
     mapped: float
@@ -72,7 +72,7 @@ class EngineFigures(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What a run measured."""
+    """Result of a run."""
 
     cpu: str
     tokens: int
@@ -86,8 +86,10 @@ def _key(block: int) -> bytes:
 
 
 def serve(pipe: Connection, shape: LlamaShape, num_blocks: int, num_ranks: int) -> None:
-    """The other process: all of its cache, of so many ranks, is full and idle. Ends with the
-    pipe."""
+    """Run the other process: its cache, of ``num_ranks`` ranks, is full and idle.
+
+    Ends when the pipe is closed.
+    """
     import numpy as np
 
     from millrace.engine.kv.block_tables import BlockTables
@@ -117,7 +119,7 @@ def serve(pipe: Connection, shape: LlamaShape, num_blocks: int, num_ranks: int) 
 
 
 def measure_blocks(shape: LlamaShape, num_tokens: int, repeats: int) -> BlockFigures:
-    """Blocks of a shape, from a process that has just them."""
+    """Measure blocks of a shape, from a process that has only these."""
     num_blocks = -(-num_tokens // BLOCK_TOKENS)
     size_bytes, copy = _plain_copy(shape, num_blocks)
     with _served(shape, num_blocks) as endpoint, _served(shape, num_blocks, 2) as of_two_ranks:
@@ -127,7 +129,7 @@ def measure_blocks(shape: LlamaShape, num_tokens: int, repeats: int) -> BlockFig
             *(_pull(shape, elsewhere, num_blocks, _agent(tls)) for tls in ("all", "tcp")),
             copy,
         ]
-        # In turns: whatever else runs on the machine disturbs all of them.
+        # In turns, so that other load on the machine disturbs all of them.
         times = [[_seconds(work) for work in works] for _ in range(repeats + 1)]
     first = times[0]
     mapped, tcp, resliced, nixl, nixl_tcp, plain = (
@@ -139,7 +141,7 @@ def measure_blocks(shape: LlamaShape, num_tokens: int, repeats: int) -> BlockFig
 
 @contextmanager
 def _served(shape: LlamaShape, num_blocks: int, num_ranks: int = 1) -> Iterator[TransferEndpoint]:
-    """Where such a process serves its blocks."""
+    """Start such a process; yield the endpoint at which it serves its blocks."""
     ours, theirs = SPAWN.Pipe()
     process = SPAWN.Process(target=serve, args=(theirs, shape, num_blocks, num_ranks), daemon=True)
     process.start()
@@ -159,7 +161,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @cache
 def _agent(tls: str) -> NixlAgent:
-    """One that has UCX use such transports."""
+    """Create an agent whose UCX uses the transports ``tls``."""
     from millrace.engine.transfer.nixl_agent import NixlAgent
 
     os.environ["UCX_TLS"] = tls
@@ -171,7 +173,7 @@ def _agent(tls: str) -> NixlAgent:
 def _pull(
     shape: LlamaShape, endpoint: TransferEndpoint, num_blocks: int, agent: NixlAgent | None = None
 ) -> Callable[[], None]:
-    """Pulls all blocks into memory of its own, with an ``agent`` by NIXL."""
+    """Return a function that pulls all blocks into its own memory, with an ``agent`` by NIXL."""
     from millrace.engine.kv.host_memory import host_memory_of
     from millrace.engine.transfer.addresses import this_host
     from millrace.engine.transfer.client import PullTarget
@@ -193,7 +195,7 @@ def _pull(
 
 
 def _plain_copy(shape: LlamaShape, num_blocks: int) -> tuple[int, Callable[[], object]]:
-    """The bytes of the blocks, and a copy of as many in one piece by one thread."""
+    """Return the bytes of the blocks, and a copy of as many contiguous bytes by one thread."""
     size_bytes = num_blocks * cache_of(shape, 1).blocks[:, 0].numel()
     source, target = bytearray(size_bytes), bytearray(size_bytes)
     to, from_ = (
@@ -201,23 +203,23 @@ def _plain_copy(shape: LlamaShape, num_blocks: int) -> tuple[int, Callable[[], o
     )
 
     def copy() -> None:
-        assert len(source) == len(target)  # it holds them
+        assert len(source) == len(target)  # keeps references to both
         ctypes.memmove(to, from_, size_bytes)
 
     return size_bytes, copy
 
 
 async def measure_engine(model: Path, num_tokens: int, repeats: int) -> EngineFigures:
-    """Two workers' engines of one checkpoint."""
+    """Measure two workers' engines of one checkpoint."""
     from millrace.workers.process.engine_process import EngineClient
 
-    # Both compute with the same products, whichever of them are faster at the moment.
+    # Both use the same products, without a choice by measurement.
     config = EngineConfig(device="cpu", kernels="native", transfer=True)
     source = await EngineClient.start(model, config, shared=False)
     other = await EngineClient.start(model, config, shared=False)
     try:
         generator = random.Random(7)
-        await _first_token_ms(other, _prompt(generator, num_tokens))  # what is only done once
+        await _first_token_ms(other, _prompt(generator, num_tokens))  # warms up
         computed, pulled = [], []
         for _ in range(repeats):
             prompt = _prompt(generator, num_tokens)
@@ -279,7 +281,7 @@ def _print(name: str, tokens: int, figures: BlockFigures) -> None:
 
 
 def run(tokens: int = 4096, repeats: int = 5, model: Path | None = None, threads: int = 0) -> Told:
-    """The median of the ``repeats`` counts; 0 threads: all cores."""
+    """Report the median of ``repeats``; 0 threads means all cores."""
     with measured_model(model, threads) as path:
         result = Result(
             cpu=cpu_name(),

@@ -1,4 +1,4 @@
-"""A model over several ranks or stages.
+"""Model over several ranks or stages.
 
   python -m benchmarks.parallel [--only PART ...]
 

@@ -1,4 +1,4 @@
-"""What a step takes, in formulas: those of docs/parallelism.md."""
+"""Formulas of a step's time, from docs/parallelism.md."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from millrace.simulation.settings import SimulationSettings, parse_policies
 from millrace.simulation.traces.trace import TraceRequest
 from millrace.simulation.world import simulate
 
-# Weights, hidden states, keys and values, in bfloat16.
+# Bytes of a weight, a hidden state, a key or a value, in bfloat16.
 NUMBER_BYTES = 2
 TPOT_MS = 40.0
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
-    """What one device reaches: bytes it reads and products it computes in a second; and what others
-    of its host and a device of another host get from it, and what an exchange takes besides."""
+    """Rates of one device.
+
+    They are the bytes that it reads and the products that it computes per second, the rates to
+    other devices of its host and to other hosts, and the latency of an exchange.
+    """
 
     name: str = "H200 SXM"
     bytes_per_s: float = 4.3e12
@@ -38,14 +41,14 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     nvlink_bytes_per_s: float = 450e9
     network_bytes_per_s: float = 50e9
     # NCCL's model: baseLatencies and hwLatencies of src/graph/tuning.cc, v2.30.7. A ring in one
-    # host by the protocol LL, and what passes between hosts by Simple.
+    # host uses the protocol LL, and exchanges between hosts use Simple.
     ring_base_s: float = 6.6e-6
     ring_hop_s: float = 0.6e-6
     network_s: float = 8.4e-6 + 14.0e-6
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A dense Llama."""
+    """Dense Llama."""
 
     name: str
     num_layers: int
@@ -58,7 +61,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_parameters(self) -> int:
-        """Of the linear maps: queries and outputs, keys and values, the MLP."""
+        """Parameters of a layer's linear maps: queries and outputs, keys and values, the MLP."""
         heads = 2 * self.hidden_size * self.num_heads * self.head_size
         kv_heads = 2 * self.hidden_size * self.num_kv_heads * self.head_size
         return heads + kv_heads + 3 * self.hidden_size * self.intermediate_size
@@ -69,7 +72,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_parameters(self) -> int:
-        """With the table of embeddings, of which a step reads a row a token."""
+        """Number of parameters, including the embedding, of which a step reads a row per token."""
         return self.num_layers * self.layer_parameters + 2 * self.head_parameters
 
     @property
@@ -78,8 +81,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(NamedTuple):
-    """``num_ranks`` devices compute each layer of a stage together, ``num_stages`` one behind the
-    other, of as many layers each."""
+    """Group of devices: ``num_ranks`` compute each layer together, in ``num_stages`` stages.
+
+    The stages follow each other and have equally many layers.
+    """
 
     model: Model
     num_ranks: int
@@ -96,8 +101,10 @@ class Group(NamedTuple):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One token of each sequence of a batch: ``tpot_ms`` in all, of which reading or multiplying
-    the weights, reading the KV cache, and exchanging."""
+    """Step of one token per sequence of a batch.
+
+    ``tpot_ms`` is the total. The other figures are its parts: weights, KV cache, and exchanges.
+    """
 
     group: str
     batch: int
@@ -109,7 +116,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Largest(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest batch within the limit, and what keeps it from growing."""
+    """Largest batch within the limit, and its limiting factor."""
 
     group: str
     context: int
@@ -119,8 +126,11 @@ class Largest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeadGather(msgspec.Struct, frozen=True, kw_only=True):
-    """What it takes to bring the logits of a batch together, or the candidates that could be chosen
-    from in their place where requests allow no others; and the part of the step between them."""
+    """Cost of gathering a batch's logits.
+
+    ``candidates_us`` gathers only the candidates, which suffices for requests that allow no other
+    tokens. ``saved_share`` is the difference as a share of the step.
+    """
 
     group: str
     batch: int
@@ -148,16 +158,16 @@ LLAMA_405B = Model(
     head_size=128,
     intermediate_size=53_248,
 )
-# As many as the largest ``top_k`` that is usual.
+# As many candidates as the largest usual ``top_k``.
 NUM_CANDIDATES = 64
 GROUPS = (Group(LLAMA_70B, 4, 1), Group(LLAMA_405B, 8, 2))
 
 
-# --- the formulas, in seconds ---
+# --- formulas, in seconds ---
 
 
 class Parts(NamedTuple):
-    """Of a stage's time: what its weights take, its KV cache, what it exchanges."""
+    """Parts of a stage's time: weights, KV cache, exchanges."""
 
     weights_s: float
     kv_s: float
@@ -169,9 +179,11 @@ class Parts(NamedTuple):
 
 
 def step_of(group: Group, batch: int, context: int, device: Device = H200) -> Step:
-    """Of a batch whose sequences attend to ``context`` tokens each. It is cut into as many parts as
-    there are stages, each of which has one of them to compute: a token takes a part through all of
-    them and back, or as long as the slowest takes for all parts."""
+    """Return the step of a batch whose sequences attend to ``context`` tokens each.
+
+    The batch is cut into as many parts as there are stages. A token takes the time of a part
+    through all stages and back, or the time of the slowest stage for all parts, if that is longer.
+    """
     num_parts = min(group.num_stages, batch)
     rows = -(-batch // num_parts)
     stages = [_stage(group, stage, rows, context, device) for stage in range(group.num_stages)]
@@ -190,8 +202,11 @@ def step_of(group: Group, batch: int, context: int, device: Device = H200) -> St
 
 
 def head_gather(group: Group, batch: int, context: int, device: Device = H200) -> HeadGather:
-    """Of each row and rank ``NUM_CANDIDATES`` with a number and a logit each, as 2 and 4 bytes, in
-    place of all logits."""
+    """Return the cost of a gather of all logits, and of candidates.
+
+    Of each row and rank, ``NUM_CANDIDATES`` candidates have a number and a logit each, as 2 and 4
+    bytes, in place of all logits.
+    """
     logits_s = _all_gather_s(group, batch * group.model.vocab_size, device)
     numbers = batch * group.num_ranks * NUM_CANDIDATES * 3
     candidates_s = _all_gather_s(group, numbers, device)
@@ -207,7 +222,7 @@ def head_gather(group: Group, batch: int, context: int, device: Device = H200) -
 
 
 def _stage(group: Group, stage: int, rows: int, context: int, device: Device) -> Parts:
-    """Of ``rows`` tokens; the last one has the head, too."""
+    """Return the parts of a stage for ``rows`` tokens; the last stage also has the head."""
     model, ranks = group.model, group.num_ranks
     num_layers = model.num_layers / group.num_stages
     parameters = num_layers * model.layer_parameters
@@ -227,7 +242,10 @@ def _stage(group: Group, stage: int, rows: int, context: int, device: Device) ->
 
 
 def _all_reduce_s(group: Group, rows: int, device: Device) -> float:
-    """Of hidden states, by a ring: each rank sends its part of the sums twice to all others."""
+    """Return the time of a ring all-reduce of hidden states.
+
+    Each rank sends its part of the sums twice to all others.
+    """
     others = group.num_ranks - 1
     latency_s = device.ring_base_s + 2 * others * device.ring_hop_s
     num_bytes = rows * group.model.hidden_size * NUMBER_BYTES
@@ -242,8 +260,11 @@ def _all_gather_s(group: Group, num_numbers: int, device: Device) -> float:
 
 
 def _hops_s(group: Group, rows: int, device: Device) -> float:
-    """Hidden states to each next stage, each rank its slice to its counterpart, gathered there; and
-    the tokens back to the first."""
+    """Return the time of the hops between stages.
+
+    Each rank sends its slice of the hidden states to its counterpart in the next stage, which
+    gathers them. Tokens go back to the first stage.
+    """
     if group.num_stages == 1:
         return 0.0
     num_numbers = rows * group.model.hidden_size
@@ -253,14 +274,14 @@ def _hops_s(group: Group, rows: int, device: Device) -> float:
 
 
 def kv_tokens(group: Group, device: Device = H200) -> int:
-    """What fits into the memory that weights leave."""
+    """Return the KV tokens that fit into the memory left by the weights."""
     weight_bytes = group.model.num_parameters * NUMBER_BYTES / group.num_devices
     free_bytes = device.memory_bytes * device.memory_share - weight_bytes
     return int(free_bytes / (group.model.kv_bytes_per_token / group.num_devices))
 
 
 def largest(group: Group, context: int, tpot_ms: float = TPOT_MS) -> Largest:
-    """By the limit of TPOT and by memory."""
+    """Return the largest batch within the limit of TPOT and within memory."""
     most = kv_tokens(group) // context
     batch = next(
         batch for batch in range(most, 0, -1) if step_of(group, batch, context).tpot_ms <= tpot_ms
@@ -275,14 +296,14 @@ def largest(group: Group, context: int, tpot_ms: float = TPOT_MS) -> Largest:
     )
 
 
-# A request makes so many tokens, around the middle of which its context is as told.
+# Tokens of a request; in the middle of them its context has the given length.
 _NUM_TOKENS = 128
 _BLOCK_TOKENS = 16
 MOST_SLOTS = 256
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """The same step by ``millrace simulate``, of a worker with as many slots, and with the most."""
+    """Same step by ``millrace simulate``, for a worker with as many slots, and with the most."""
 
     batch: int
     context: int
@@ -292,7 +313,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def simulated(group: Group, batch: int, context: int) -> Simulated:
-    """Of a group of one stage."""
+    """Simulate a group of one stage."""
     return Simulated(
         batch=batch,
         context=context,
@@ -303,7 +324,7 @@ def simulated(group: Group, batch: int, context: int) -> Simulated:
 
 
 def _simulated_ms(group: Group, batch: int, context: int, num_slots: int) -> float:
-    """The TPOT of so many requests that come together, whose prompts take one step."""
+    """Return the TPOT of ``batch`` simultaneous requests, whose prompts take one step."""
     prompt_tokens = context - _NUM_TOKENS // 2
     engine = EngineConfig(
         kind=EngineKind.SIMULATED,
@@ -332,9 +353,12 @@ def _simulated_ms(group: Group, batch: int, context: int, num_slots: int) -> flo
 
 
 def simulation_of(group: Group, num_slots: int, device: Device = H200) -> SimulationConfig:
-    """As ``benchmarks.simulated_roles`` has it, of one device: a step reads weights and KV cache,
-    and what a sequence adds is the line from a step of one to one of all slots, which is bound by
-    products where these take longer. What is exchanged follows from the shape."""
+    """Return the simulation of one device, as in ``benchmarks.simulated_roles``.
+
+    A step reads weights and KV cache. The time that a sequence adds is interpolated from a step of
+    one sequence to a step of all slots, which is bound by products if these take longer. The
+    exchanges follow from the shape.
+    """
     model = group.model
     parameters = model.num_layers * model.layer_parameters + model.head_parameters
     read_ms = parameters * NUMBER_BYTES / device.bytes_per_s * 1e3
@@ -344,7 +368,7 @@ def simulation_of(group: Group, num_slots: int, device: Device = H200) -> Simula
     )
     link = GroupLink(bytes_per_s=device.nvlink_bytes_per_s)
     return SimulationConfig(
-        # Prompts are not looked at here, and take next to nothing.
+        # Prompts are not measured and take almost no time.
         prefill_tokens_per_s=1e9,
         step_ms=read_ms,
         step_ms_per_sequence=max(full_ms - read_ms, 0.0) / num_slots,

@@ -1,5 +1,4 @@
-"""What a second rank is worth: tokens a second of a 100M Llama on one rank and on several, each
-with one thread.
+"""Gain of a second rank: tokens a second of a 100M Llama on one rank and several, one thread each.
 
     python -m benchmarks.parallel --only ranks [--ranks 2] [--rounds 3] [--beside 0] [--save]
 
@@ -45,7 +44,7 @@ _SMALL = LlamaShape(hidden_size=256, num_layers=1, intermediate_size=512, num_he
 
 
 class Decoding(msgspec.Struct, frozen=True, kw_only=True):
-    """Steps of so many streams; what rank 0 exchanges in one, 0 for one rank."""
+    """Steps of ``streams`` streams, and rank 0's exchanges in one, 0 for a single rank."""
 
     streams: int
     step_ms: float
@@ -56,15 +55,18 @@ class Decoding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process measured."""
+    """Figures of one process."""
 
     decoding: list[Decoding]
     prefill_tokens_per_s: float
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a rank's share of the model: its bytes as they are multiplied with, and what the process
-    took more than before it loaded them, at most and in the end."""
+    """Memory of a rank's share of the model.
+
+    It has the bytes of the share as multiplied, and the additional bytes of the process since
+    before the load, at the peak and at the end.
+    """
 
     share_bytes: int
     most_bytes: int
@@ -72,24 +74,24 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """A way to compute, and what each round measured of it."""
+    """Configuration of ranks, and its figures in each round."""
 
     name: str
     starts: list[Start] = []
 
     def tokens_per_s(self, streams: int) -> float:
-        """The median of the rounds."""
+        """Return the median of the rounds."""
         return self._median(streams, lambda one: one.tokens_per_s)
 
     def of_step(self, streams: int) -> Decoding:
-        """The median of each figure."""
+        """Return the median of each figure."""
         names = Decoding.__struct_fields__[1:]
         medians = {name: self._median(streams, attrgetter(name)) for name in names}
         return msgspec.convert({"streams": streams, **medians}, Decoding)
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """The median of the rounds."""
+        """Median of the rounds."""
         return statistics.median(start.prefill_tokens_per_s for start in self.starts)
 
     def _median(self, streams: int, figure: Callable[[Decoding], float]) -> float:
@@ -99,7 +101,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is printed."""
+    """All printed figures."""
 
     cpu: str
     ranks: int
@@ -112,7 +114,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(ranks: int = 2, rounds: int = 3, beside: int = 0) -> Told:
-    """Measure in turns, ``beside`` so many processes that want a core meanwhile."""
+    """Measure in turns, beside ``beside`` processes that use a core each."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_llama(Path(folder) / "llama-100m")
         with busy_processes(beside, niceness=0):
@@ -164,7 +166,7 @@ def _start(checkpoint: Path, ranks: int, part: str) -> Start:
 
 def _started(checkpoint: Path, config: EngineConfig) -> Start:
     configure_threads(config, shared=False)
-    # Not before: torch reads the thread settings when it is imported.
+    # Imported here, because torch reads the thread settings at import.
     from millrace.engine.step.engine import Engine
 
     engine = Engine.load(checkpoint, config)
@@ -228,7 +230,7 @@ def _add(engine: Engine, name: str, num_tokens: int, max_tokens: int) -> None:
 
 
 def _memory(checkpoint: Path, ranks: int) -> Memory:
-    """Of the last rank, loaded in this process alone."""
+    """Measure the last rank, loaded alone in this process."""
     configure_threads(_config(ranks, "memory"), shared=False)
     import torch
 
@@ -241,7 +243,7 @@ def _memory(checkpoint: Path, ranks: int) -> Memory:
     from millrace.registry.checkpoints.shard import Shard
 
     class Alone:
-        """The collectives of a rank that only loads."""
+        """Collectives of a rank that only loads."""
 
         rank, size = ranks - 1, ranks
 
@@ -263,7 +265,7 @@ def _memory(checkpoint: Path, ranks: int) -> Memory:
             collectives=Alone(),
         )
 
-    with tempfile.TemporaryDirectory() as folder:  # what torch takes for itself, it takes now
+    with tempfile.TemporaryDirectory() as folder:  # torch allocates its own memory now
         load(write_llama(Path(folder) / "small", _SMALL))
     before = _anonymous_bytes()
     most, ended = before, threading.Event()
@@ -284,7 +286,7 @@ def _memory(checkpoint: Path, ranks: int) -> Memory:
 
 
 def _anonymous_bytes() -> int:
-    """Of this process, without the pages of files."""
+    """Return the memory of this process without pages of files."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
     return 1024 * int(line.split()[1])

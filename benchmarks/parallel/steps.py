@@ -1,4 +1,4 @@
-"""What a step of a model takes over several H200: by formulas, from what one device reached.
+"""Time of a model's step over several H200, by formulas, from the rates of one device.
 
     python -m benchmarks.parallel --only steps [--save]
 
@@ -38,7 +38,7 @@ _CONTEXTS = (1_024, 4_096)
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it."""
+    """All results."""
 
     device: Device
     steps: tuple[Step, ...]
@@ -48,7 +48,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def results() -> Results:
-    """All that the page shows."""
+    """Compute everything that the page shows."""
     return Results(
         device=H200,
         steps=tuple(
@@ -68,7 +68,7 @@ def results() -> Results:
 
 
 def tables(found: Results) -> Iterator[tuple[str, list[str]]]:
-    """Of each table what it is, and its lines."""
+    """Yield each table's title and lines."""
     for group in GROUPS:
         steps = [step for step in found.steps if step.group == group.name]
         yield f"{group.name}, ms of a step", _steps_table(steps)

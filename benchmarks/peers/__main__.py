@@ -40,7 +40,7 @@ from benchmarks.support.processes import in_new_process
 
 
 class _Runs:
-    """The systems and loads of one run, and the report that comes of them."""
+    """Systems and loads of one run, and its report."""
 
     def __init__(self, checkpoint: Path, folder: Path, runs: int, load: str) -> None:
         self._checkpoint = checkpoint
@@ -57,7 +57,7 @@ class _Runs:
         }
 
     def run(self, system: str) -> None:
-        """Measure a system; what goes wrong with it is reported and ends it alone."""
+        """Measure a system; its failure is reported and does not end the run."""
         print(f"measuring {system}", file=sys.stderr, flush=True)
         try:
             self.starts[system]()
@@ -85,9 +85,12 @@ def run(
     vllm_cores: str = "auto",
     url: Sequence[str] = (),
 ) -> Told:
-    """``load`` is a part of the names of the loads that are run; the medians of the ``runs`` count.
-    ``checkpoint`` replaces one that is made. ``vllm_python`` has vLLM for CPUs, ``vllm_cores`` is
-    its VLLM_CPU_OMP_THREADS_BIND. Each ``url`` is NAME=URL."""
+    """Run the comparison and report the medians of ``runs``.
+
+    ``load`` is a part of the names of the loads to run. ``checkpoint`` replaces a new one.
+    ``vllm_python`` has vLLM for CPUs, and ``vllm_cores`` is its VLLM_CPU_OMP_THREADS_BIND. Each
+    ``url`` is NAME=URL.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = checkpoint or in_new_process(write_100m, folder / "llama-100m")

@@ -1,4 +1,4 @@
-"""What every system is given, and how its runs become figures."""
+"""Loads for every system, and figures of its runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _RUN_STRIDE = 1_000
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A closed loop of ``streams`` clients that send ``num_requests`` in all. Each prompt is
-    ``num_shared_tokens`` that all of a run have in common, then its own."""
+    """Closed loop of ``streams`` clients that send ``num_requests`` in all.
+
+    Each prompt begins with ``num_shared_tokens`` common to a run, followed by its own tokens.
+    """
 
     name: str
     num_shared_tokens: int
@@ -27,8 +29,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
 
     def prompts(self, run: int, vocab_size: int) -> list[Prompt]:
-        """Those of one run. No two runs have any in common, so nobody finds an earlier one's in
-        a cache."""
+        """Return the prompts of one run; no other run shares a prompt that a cache could hold."""
         return shared_prefix_prompts(
             self.num_requests,
             self.num_shared_tokens,
@@ -39,7 +40,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def distinct(streams: int, num_requests: int) -> Load:
-    """Prompts of 128 tokens that have nothing in common, answers of 64."""
+    """Return a load of distinct prompts of 128 tokens, with answers of 64."""
     return Load(
         name=f"128 in, 64 out, {streams} streams",
         num_shared_tokens=0,
@@ -65,7 +66,7 @@ LOADS = (
 
 
 class MissingTokensError(Exception):
-    """A system did not make the tokens that it was asked for."""
+    """Failure of a system to generate all requested tokens."""
 
 
 def measure(
@@ -75,10 +76,10 @@ def measure(
     vocab_size: int,
     first_run: int = 0,
 ) -> Figures:
-    """The medians over ``runs`` runs of a load, after one round of its clients to warm up, which
-    has the prompts of the run ``first_run``.
+    """Return the medians over ``runs`` runs of a load, after one round of its clients as warm-up.
 
-    ``send`` sends prompts and returns when all are answered. Raises MissingTokensError.
+    The warm-up has the prompts of run ``first_run``. ``send`` sends prompts and returns when all
+    are answered. Raises MissingTokensError.
     """
     send(load, load.prompts(first_run, vocab_size)[: load.streams])
     measured = []
@@ -97,8 +98,8 @@ def measure(
 Send = Callable[[Load, Sequence[Prompt]], Sequence[RequestTimes]]
 MILLRACE_ENGINE = "millrace-engine"
 TRANSFORMERS = "transformers"
-# Its own default of a cache. A larger one is slower without flash attention: 70 tokens/s with four
-# times these, where this makes 80.
+# The library's default size of a cache. A larger one is slower without flash attention: 70 tokens/s
+# with four times these pages, compared to 80.
 _PAGE_TOKENS = 256
 _CACHE_TOKENS = 16_384
 _LIMIT_S = 600.0

@@ -1,4 +1,4 @@
-"""The figures of all systems side by side."""
+"""Figures of all systems side by side."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MILLRACE = "millrace"
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """``figures`` by load, then by system; a system that failed is in ``failures`` with why."""
+    """Report: ``figures`` by load, then system; ``failures`` has failed systems' reasons."""
 
     ceilings: Ceilings
     figures: dict[str, dict[str, Figures]] = {}
@@ -24,11 +24,11 @@ class Report(msgspec.Struct, kw_only=True):
         self.figures.setdefault(load, {})[system] = figures
 
     def ratios(self) -> dict[str, dict[str, float]]:
-        """Tokens per second of Millrace through the bus over those of each other system."""
+        """Return Millrace's tokens per second through the bus divided by each other system's."""
         return {load: _ratios(systems) for load, systems in self.figures.items()}
 
     def content(self) -> dict[str, object]:
-        """Everything, with the ratios."""
+        """Return everything, with the ratios."""
         return {**msgspec.to_builtins(self, str_keys=True), "ratios": self.ratios()}
 
 
@@ -42,7 +42,7 @@ def _ratios(systems: Mapping[str, Figures]) -> dict[str, float]:
 
 
 def table(load: Load, report: Report) -> list[str]:
-    """One load: a line for each system, with what the machine allows under it."""
+    """Format one load: a line for each system, then the machine's bounds."""
     systems = report.figures.get(load.name, {})
     ratios = _ratios(systems)
     width = max((len(name) for name in systems), default=0)

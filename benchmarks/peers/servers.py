@@ -1,5 +1,4 @@
-"""Systems that are reached over HTTP: the one client of all of them, and how those are started
-that a run starts itself."""
+"""Systems reached over HTTP: their common client, and the start of local servers."""
 
 from __future__ import annotations
 
@@ -31,14 +30,16 @@ from tests.support.servers import free_port
 from tests.support.system import System
 
 MAX_NUM_SEQUENCES = 32
-# What precedes the path of the socket in the arguments.
+# Option that precedes the socket's path in the arguments.
 _SOCKET_OPTIONS = {EngineKind.VLLM: "--uds", EngineKind.LLAMACPP: "--host"}
 
 
 @contextmanager
 def serving(kind: str, model: Path, folder: Path) -> Iterator[str]:
-    """The URL of a server of this kind, which ends with the context. Raises RuntimeError with the
-    end of its log if it does not come up."""
+    """Start a server of this kind; yield its URL, and stop it at the end of the context.
+
+    Raises RuntimeError, with the end of its log, if it does not start.
+    """
     engine, port = EngineKind(kind), free_port()
     catalogue = Catalogue({}).with_model(str(model))
     served = ServedModel.load(catalogue, catalogue.names()[0])
@@ -64,9 +65,11 @@ _LIBRARY_FOLDERS = (Path("/usr/lib/x86_64-linux-gnu"), Path("/usr/lib64"))
 
 
 def measure_server(url: str, load: Load, runs: int, vocab_size: int, first_run: int = 0) -> Figures:
-    """A load against an OpenAI-compatible server, with its first model. Prompts are token ids,
-    answers are streamed; a part of an answer is an event with text. ``first_run`` as ``measure``
-    has it."""
+    """Measure a load against an OpenAI-compatible server, with its first model.
+
+    Prompts are token ids, and answers are streamed; a part of an answer is an event with text.
+    ``first_run`` is as for ``measure``.
+    """
     model = _first_model(url)
 
     def send(load: Load, prompts: Sequence[Prompt]) -> Sequence[RequestTimes]:
@@ -78,7 +81,7 @@ def measure_server(url: str, load: Load, runs: int, vocab_size: int, first_run: 
 
 
 def completions(model: str, load: Load, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
-    """The bodies of greedy requests that run to their last token."""
+    """Return the bodies of greedy requests that run to their last token."""
     return [
         {
             "model": model,
@@ -93,7 +96,7 @@ def completions(model: str, load: Load, prompts: Sequence[Prompt]) -> list[dict[
 
 @contextmanager
 def millrace(checkpoint: Path, folder: Path) -> Iterator[str]:
-    """The URL of ``millrace up``, with everything that it runs, which ends with the context."""
+    """Start ``millrace up``; yield its URL, and stop it at the end of the context."""
     arguments = ("--port", str(free_port()), "--model", str(checkpoint))
     system = System(folder / "data", arguments).start()
     try:
@@ -104,10 +107,12 @@ def millrace(checkpoint: Path, folder: Path) -> Iterator[str]:
 
 @contextmanager
 def vllm(python: Path, checkpoint: Path, folder: Path, *, eager: bool, cores: str) -> Iterator[str]:
-    """The URL of vLLM's server, run by ``python``, which ends with the context.
+    """Start vLLM's server with ``python``; yield its URL, and stop it at the end of the context.
 
-    ``cores`` is what VLLM_CPU_OMP_THREADS_BIND says: "auto" leaves a core to the server. Raises
-    RuntimeError with the end of its log if it does not come up.
+    ``cores`` is the value of VLLM_CPU_OMP_THREADS_BIND: "auto" leaves a core to the server.
+
+    Raises:
+        RuntimeError: It does not start; the message has the end of its log.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -130,8 +135,10 @@ def running_server(
     folder: Path,
     health_path: str = "/health",
 ) -> Iterator[None]:
-    """A server, from when it is healthy until the context ends. Raises RuntimeError with the end of
-    its log if it does not come up."""
+    """Run a server, from when it is healthy until the end of the context.
+
+    Raises RuntimeError, with the end of its log, if it does not start.
+    """
     log = folder / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -1,1 +1,1 @@
-"""Quantized weights: speed beside llama.cpp and beside bfloat16, and what they cost in quality."""
+"""Quantized weights: speed beside llama.cpp and beside bfloat16, and loss of quality."""

@@ -51,7 +51,7 @@ _Part = Literal["served", "engine", "quality", "logits"]
 
 
 class ServedResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One load with weights of one kind: medians of both systems."""
+    """Result of one load with weights of one kind: medians of both systems."""
 
     load: str
     kind: str
@@ -60,12 +60,12 @@ class ServedResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio(self) -> float:
-        """Our tokens a second over llama.cpp's."""
+        """Our tokens a second divided by llama.cpp's."""
         return self.own.tokens_per_s / self.peer.tokens_per_s
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What a run measured; ``read_bytes_per_s`` is what all threads read from memory at best."""
+    """Result of a run; ``read_bytes_per_s`` is the best rate of memory reads by all threads."""
 
     cpu: str
     read_bytes_per_s: float
@@ -76,8 +76,10 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 def _served(kind: str, checkpoint: Path, folder: Path, runs: int) -> list[ServedResult]:
-    """In turns, so that a slow minute of the machine is in both, and never beside one another: what
-    a system does at rest would cost the other one threads that wait for each other."""
+    """Measure in turns, so that a slow minute of the machine affects both, and never side by side.
+
+    An idle system would still take cores from the other one's threads.
+    """
     gguf = write_gguf(folder / f"{kind}.gguf", checkpoint, PEER_FORMATS[kind])
     rounds: dict[str, tuple[list[Figures], list[Figures]]] = {
         load.name: ([], []) for load in DISTINCT_LOADS
@@ -154,7 +156,7 @@ def _lines(result: Result) -> list[str]:
 
 
 def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
-    """The medians of the ``runs`` rounds count."""
+    """Report the medians of ``runs`` rounds."""
     with tempfile.TemporaryDirectory() as folder:
         result = _measure(only, runs, Path(folder))
     print("\n".join(_lines(result)))

@@ -1,4 +1,7 @@
-"""Weights of one kind in the engine: speed, quality, logits. Each function needs a new process."""
+"""Measurement of weights of one kind in the engine: speed, quality, logits.
+
+Each function needs a new process.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ if TYPE_CHECKING:
 
 
 WIDE: Final = "bfloat16"
-# Ours, and llama.cpp's format of as many bits.
+# Our kinds, and llama.cpp's formats of as many bits.
 PEER_FORMATS: Final[dict[str, MatrixType]] = {"int8": "q8_0", "int4": "q4_0"}
 KINDS: Final = (WIDE, *PEER_FORMATS)
 
 
 def settings(kind: str) -> EngineConfig:
-    """The engine's, for weights that are rounded to ``kind`` while they are loaded."""
+    """Return the engine's config for weights rounded to ``kind`` at load."""
     return EngineConfig(
         dtype=WIDE,
         device="cpu",
@@ -45,8 +48,7 @@ def settings(kind: str) -> EngineConfig:
 
 
 class AloneFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """``figures`` by load; ``step_ms``: the median step of one stream; ``weight_bytes`` are read in
-    each."""
+    """Figures by load; ``step_ms`` is one stream's median step, which reads ``weight_bytes``."""
 
     figures: dict[str, Figures]
     step_ms: float
@@ -54,12 +56,12 @@ class AloneFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_per_s(self) -> float:
-        """At what rate the weights are read at one stream, all else of a step included."""
+        """Rate at which one stream's step reads the weights, other work included."""
         return self.weight_bytes / self.step_ms * 1e3
 
 
 def measure_alone(kind: str, path: Path, runs: int = 3) -> AloneFigures:
-    """Closed loops of 1, 8 and 32 streams."""
+    """Measure closed loops of 1, 8 and 32 streams."""
     configure_threads(EngineConfig(), shared=False)
     from millrace.engine.step.engine import Engine
     from millrace.registry.checkpoints.checkpoint import read_model_config
@@ -88,14 +90,14 @@ _MAX_NEW_TOKENS = 160
 
 
 class QualityFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of ``num_questions``, so many were answered exactly as the FAQ has it."""
+    """Quality: how many of ``num_questions`` were answered exactly as in the FAQ."""
 
     num_questions: int
     num_right: int
 
     @property
     def points(self) -> float:
-        """Per cent."""
+        """Right answers in per cent."""
         return 100.0 * self.num_right / self.num_questions
 
 
@@ -146,15 +148,18 @@ _NUM_TOKENS = 64
 
 
 class LogitFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """``max_error``: the largest difference over the largest magnitude of the exact logits;
-    ``rms_error``: that of the root mean squares."""
+    """Errors of logits.
+
+    ``max_error`` is the largest difference over the largest magnitude of the exact logits;
+    ``rms_error`` is the same for root mean squares.
+    """
 
     max_error: float
     rms_error: float
 
 
 def measure_logits(kind: str, path: Path) -> LogitFigures:
-    """By the compiled kernels in bfloat16, beside plain torch in float64."""
+    """Compare the compiled kernels in bfloat16 with plain torch in float64."""
     configure_threads(EngineConfig(), shared=False)
     import torch
 

@@ -9,7 +9,7 @@ replicas    shares by two schedulers and two doors while a scheduler is killed
 backlog     the first job behind another tenant's 100,000
 lines       how 3,000 jobs end that a tenant's service publishes at once, with the demo model
 preemption  the first token of enterprise requests on a worker that is full of free streams
-prediction  the predicted first token beside the one that came, in virtual time
+prediction  the predicted first token beside the actual one, in virtual time
 affinity    workers chosen by their caches beside workers chosen by load
 cancel      from the publishing of a cancel until the request's blocks are free
 """

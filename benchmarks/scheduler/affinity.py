@@ -1,11 +1,10 @@
 """``affinity``: workers chosen by their caches beside workers chosen by load.
 
-On real servers with one scheduler process and eight simulated workers. Conversations share one of
-a few system prompts and grow by each turn; between turns somebody reads. The same conversations run
-on a fresh system with each policy, at a load that leaves room and at one that does not. Nobody can
-find more in a cache than what conversations repeat, which is printed beside what was found; no
-policy can make more tokens than engines whose prompts cost nothing, which is printed as the
-ceiling.
+On real servers with one scheduler process and eight simulated workers. Conversations share one of a
+few system prompts and grow by each turn; between turns somebody reads. The same conversations run
+on a fresh system with each policy, at a load within capacity and at a load above it. The ceiling of
+the hit rate is the share that conversations repeat, which is printed beside the rate. The ceiling
+of the token rate is that of engines whose prompts cost nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ _TIMEOUT_S = 900.0
 
 
 class _Load(NamedTuple):
-    """Conversations at a time, each with pauses of random length between its turns."""
+    """Load of conversations, with pauses of random length between turns."""
 
     name: str
     num_conversations: int
@@ -64,8 +63,11 @@ _LOADS = (_Load("moderate", 64, 2.0), _Load("high", 128, 0.1))
 
 
 class _Result(NamedTuple):
-    """What came of the answers that began after the warm-up. ``repeated`` is the share of the
-    prompts' tokens that some worker has computed before, ``hit`` the share that was found."""
+    """Result of the answers that began after the warm-up.
+
+    ``repeated`` is the share of the prompts' tokens that some worker has computed before, ``hit``
+    the share that was found in a cache.
+    """
 
     repeated: float
     hit: float
@@ -75,7 +77,7 @@ class _Result(NamedTuple):
 
 
 class _Conversations:
-    """Keeps a number of conversations going, each followed by a new one."""
+    """Clients that keep a number of conversations going, and replace each that ends."""
 
     def __init__(self, service: Service, load: _Load) -> None:
         self.answers: list[Answer] = []
@@ -139,7 +141,7 @@ async def _run(policy: _Policy, load: _Load, duration_s: float) -> _Result:
 
 
 def _ceiling_tokens_per_s() -> float:
-    """All slots of all workers decode, always."""
+    """Return the rate if all slots of all workers decode all the time."""
     kv_tokens = _NUM_SLOTS * (_SYSTEM_TOKENS + _QUESTION_TOKENS)
     step_s = LatencyModel(_SIMULATION).decode_step_s(_NUM_SLOTS, kv_tokens)
     return _NUM_WORKERS * _NUM_SLOTS / step_s
@@ -153,7 +155,7 @@ def _print(load: _Load, policy: _Policy, result: _Result) -> None:
 
 
 async def _measure(loads: Sequence[_Load], duration_s: float, rounds: int) -> bool:
-    """Whether affinity cost no throughput, found more, and answered sooner."""
+    """Return whether affinity cost no throughput, found more, and answered sooner."""
     kept = True
     print(
         f"{_NUM_WORKERS} workers, {_NUM_SYSTEM_PROMPTS} system prompts of {_SYSTEM_TOKENS} tokens"
@@ -182,7 +184,7 @@ def _median(results: Sequence[_Result]) -> _Result:
 
 
 def run(seconds: float = 30.0, rounds: int = 2, smoke: bool = False) -> Told:
-    """Each run takes ``seconds``; the median of the ``rounds`` counts."""
+    """Run each load for ``seconds``; report the median of ``rounds``."""
     loads: Sequence[_Load] = _LOADS
     if smoke:
         loads, seconds, rounds = [_Load("smoke", 8, 0.1)], 2.0, 1

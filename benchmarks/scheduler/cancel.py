@@ -1,12 +1,12 @@
-"""How soon a cancelled request's blocks are free, beside the engine step that was under way.
+"""Time until a cancelled request's blocks are free, beside the engine step in flight.
 
     python -m benchmarks.scheduler --only cancel [--model demo] [--streams 16] [--cancels 300]
 
 A worker with its engine in a process of its own, on a real nats-server. While ``--streams``
 requests decode, one of them is cancelled at a random moment, from another connection, as a gateway
-does; it is over when the engine reports that it is not there any more and its blocks can be
-allocated. Another takes its place. An engine hears of a cancel between two steps, so the time is
-at most what is left of a step, and the way there. The goal: no more than one step + 5 ms.
+does. The measurement ends when the engine reports that the request is gone and its blocks are free.
+Another request takes its place. An engine receives a cancel between two steps, so the time is at
+most the rest of a step plus the transport. The goal: no more than one step + 5 ms.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _TIMEOUT_S = 30.0
 
 
 class NoIndex:
-    """See ``workers.host.leases.Generations``: nobody asks who runs what."""
+    """Index without entries, see ``workers.host.leases.Generations``."""
 
     async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None: ...
 
@@ -60,7 +60,7 @@ class NoIndex:
 
 
 class Watch:
-    """Hears each report of an engine before its worker does. ``steps_ms`` are the last steps."""
+    """Listener for an engine's reports, before its worker; ``steps_ms`` are the last steps."""
 
     def __init__(self, client: EngineClient) -> None:
         self.stats = client.stats
@@ -78,7 +78,7 @@ class Watch:
         self._forward(outputs, stats)
 
     async def until_running(self, num_running: int) -> None:
-        """Returns as soon as so many requests are in the batch, and none waits."""
+        """Wait until ``num_running`` requests are in the batch, and none waits."""
         async with asyncio.timeout(_TIMEOUT_S):
             while (self.stats.num_running, self.stats.num_waiting) != (num_running, 0):
                 self._changed.clear()
@@ -92,7 +92,7 @@ class Watch:
 
 
 class Bench:
-    """One worker under load, steered from a connection of its own."""
+    """Worker under load, controlled from a separate connection."""
 
     def __init__(self, bus: Bus, worker: Worker, watch: Watch, model: str, vocab_size: int) -> None:
         self.watch = watch
@@ -105,7 +105,7 @@ class Bench:
         self._live: list[str] = []
 
     async def add(self) -> None:
-        """Another request, which decodes until it is cancelled."""
+        """Add a request, which decodes until it is cancelled."""
         name = next(self._names)
         prompt = tuple(self._random.randrange(self._vocab_size) for _ in range(_PROMPT_TOKENS))
         job = Job(
@@ -129,7 +129,7 @@ class Bench:
         await self.watch.until_running(len(self._live))
 
     async def cancel_one(self) -> tuple[float, float]:
-        """Milliseconds until a request's blocks were free, and of the step that was under way."""
+        """Cancel a request; return the ms until its blocks were free, and of the step in flight."""
         step_ms = percentile(self.watch.steps_ms, 0.5)
         await asyncio.sleep(self._random.random() * step_ms / 1e3)
         name = self._live.pop(self._random.randrange(len(self._live)))
@@ -138,7 +138,7 @@ class Bench:
         await self.watch.until_running(len(self._live))
         took_ms = (time.perf_counter() - begin_s) * 1e3
         if self.watch.stats.num_steps > num_steps:
-            # The step that was under way has ended since, and is the last one.
+            # The step in flight has ended by now, so it is the last one.
             step_ms = self.watch.steps_ms[-1]
         return took_ms, step_ms
 
@@ -150,7 +150,7 @@ class Bench:
 
 
 async def measure(model: str, num_streams: int, num_cancels: int) -> list[tuple[float, float]]:
-    """(milliseconds until the blocks were free, milliseconds of the step) of each cancel."""
+    """Return (ms until the blocks were free, ms of the step) of each cancel."""
     catalogue = load_catalogue("").with_model(model)
     name = catalogue.entry_for(model).name
     served = ServedModel.load(catalogue, name)
@@ -202,7 +202,7 @@ async def _rounds(bench: Bench, num_streams: int, num_cancels: int) -> list[tupl
 
 
 def run(model: str = "demo", streams: int = 16, cancels: int = 300) -> None:
-    """``model`` is a name of the catalogue or a folder."""
+    """Measure ``model``, a name of the catalogue or a folder."""
     figures = asyncio.run(measure(model, streams, cancels))
     rows = {
         "cancel published to blocks free": [took_ms for took_ms, _ in figures],

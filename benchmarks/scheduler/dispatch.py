@@ -1,4 +1,4 @@
-"""``dispatch``: what the scheduler adds between the queue and a worker.
+"""``dispatch``: latency and rate that the scheduler adds between the queue and a worker.
 
 On a real nats-server with one scheduler process and workers that take everything at once: the time
 from publish to a worker's receipt when there is room, at a modest rate of random arrivals, and
@@ -7,8 +7,8 @@ a tenant, for which the server makes a consumer, is timed for itself. Beside the
 the same run, what JetStream alone needs from publish to a pulling consumer at that rate, and how
 fast one consumer pulls and acknowledges, by bare nats-py.
 
-Dispatches per second of one core are those that the scheduler would make if it never waited for
-the others, who need the machine's cores as well: dispatches over its processor time.
+Dispatches per second of one core are dispatches over the scheduler's CPU time: its rate if it never
+waited for the other processes, which share the machine's cores.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TIMEOUT_S = 300.0
 
 
 class _Bare:
-    """A stream and a pull consumer of its own, without anything of Millrace."""
+    """Stream and pull consumer without Millrace."""
 
     def __init__(self, url: str, payload: bytes) -> None:
         self._url = url
@@ -71,7 +71,7 @@ class _Bare:
         await self._consumer.close()
 
     async def latencies_ms(self, count: int, rate: float) -> list[float]:
-        """From publish to receipt, one fetch open at all times."""
+        """Return the latencies from publish to receipt, with one fetch open at all times."""
         stream = self._publisher.jetstream()
         sent_s: dict[int, float] = {}
         latencies: list[float] = []
@@ -93,7 +93,7 @@ class _Bare:
         return latencies
 
     async def rate(self, count: int) -> float:
-        """Pulled and acknowledged a second."""
+        """Return the messages pulled and acknowledged per second."""
         stream = self._publisher.jetstream()
         for start in range(0, count, _PULL_JOBS):
             batch = range(start, min(start + _PULL_JOBS, count))
@@ -137,7 +137,7 @@ async def _latencies_ms(
 
 
 class _Rate:
-    """Dispatches of a backlog: a second, and a second of the scheduler's processor time."""
+    """Dispatch rate of a backlog: per second, and per second of the scheduler's CPU time."""
 
     def __init__(self, count: int, took_s: float, cpu_s: float) -> None:
         self.per_s = count / took_s
@@ -168,7 +168,7 @@ def _print_latency(what: str, latencies_ms: list[float]) -> tuple[float, float]:
 
 
 async def _measure(requests: int, rate: float, backlog: int, tenants: int) -> bool:
-    """Whether all goals were kept."""
+    """Return whether all goals were met."""
     kept = True
     async with simulated_system(num_schedulers=0) as system:
         url = system.config.nats.url
@@ -220,7 +220,7 @@ def run(
     tenants: int = 200,
     smoke: bool = False,
 ) -> Told:
-    """``requests`` at ``rate`` jobs a second are for the latency, ``backlog`` for dispatches."""
+    """Measure latency by ``requests`` at ``rate`` jobs a second, and rates by ``backlog``."""
     if smoke:
         requests, backlog, tenants = 50, 200, 10
     measuring = asyncio.wait_for(_measure(requests, rate, backlog, tenants), _TIMEOUT_S)
@@ -228,15 +228,18 @@ def run(
 
 
 _HEARTBEAT_S = 0.5
-# Ends are told together, as workers do.
+# Ends are reported together, as workers do.
 _ENDED_INTERVAL_S = 0.005
 _OK = WorkerReply(ok=True)
 _NO = WorkerReply(ok=False, reason="bad_request", message="dispatches alone are known")
 
 
 class Sinks:
-    """``count`` workers with ``num_slots`` each, on one connection, from ``start`` to ``close``.
-    ``received_s`` is when each job came, by ``time.perf_counter``."""
+    """Group of ``count`` workers with ``num_slots`` each, on one connection.
+
+    They run from ``start`` to ``close``. ``received_s`` has each job's arrival by
+    ``time.perf_counter``.
+    """
 
     def __init__(self, bus: Bus, count: int, num_slots: int) -> None:
         self.received_s: dict[str, float] = {}
@@ -256,16 +259,16 @@ class Sinks:
         self._keep(self._tell_ends())
 
     async def set_slots(self, num_slots: int) -> None:
-        """From now on each has room for so many; everybody hears so at once."""
+        """Set the slots of each worker and announce them at once."""
         self.num_slots = num_slots
         await self._announce()
 
     async def wait_for(self, count: int, timeout_s: float) -> None:
-        """Until so many jobs have come in all."""
+        """Wait until ``count`` jobs have arrived in total."""
         await eventually(lambda: len(self.received_s) >= count, timeout_s=timeout_s)
 
     async def close(self) -> None:
-        """Retires them."""
+        """Retire the workers."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

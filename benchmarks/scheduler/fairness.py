@@ -1,10 +1,10 @@
-"""``neighbours``, ``replicas`` and ``backlog``: whether one tenant's load can hurt another.
+"""``neighbours``, ``replicas`` and ``backlog``: effect of one tenant's load on others.
 
-On real servers with a scheduler process and simulated workers. First a few quiet tenants alone,
-who ask, read the answer and ask again; then they beside three that ask for more than there is, one
-of them ten times as much as another, and one in requests four times as large. What counts is the
-work that each of the backlogged was given: a token of a prompt is 1, one that was made is 2. The
-gap between any two of them, over any part of the time, has the bound of VTC (Sheng et al.,
+It uses real servers with a scheduler process and simulated workers. First a few quiet tenants run
+alone: they ask, read the answer and ask again. Then they run beside three backlogged tenants, of
+which one asks for ten times as much as another, and one sends requests four times as large. The
+service of each backlogged tenant is measured: a token of a prompt counts 1, a generated token 2.
+The gap between any two of them, over any part of the time, has the bound of VTC (Sheng et al.,
 "Fairness in Serving Large Language Models", OSDI 2024): twice the weight of what can run at a time.
 Equal shares are what a perfect scheduler gives.
 
@@ -13,8 +13,8 @@ one tenant use one door and ask for four times as much as the other's, who use b
 is killed (``kill -9``) meanwhile and comes back. A system whose counters of service are each
 process's own ends at shares like the load's; equal ones are what one scheduler gives.
 
-At last one tenant's backlog of many jobs, and what the first job of each of several others waits
-for behind it, beside what it waits for with nobody there.
+At last one tenant has a backlog of many jobs, and the wait of the first job of each of several
+other tenants behind it is compared with the wait on an idle system.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from millrace.simulation.report.fairness import jain as jain_index
 
 _OUTPUT_WEIGHT = 2.0
 _NUM_WORKERS, _NUM_SLOTS = 2, 32
-# What waits at a worker is bound to it, first come, first served: the strictest choice is nothing.
+# Jobs at a worker are served first come, first served, so none may wait there.
 _WORKER = WorkerConfig(
     name="simulated",
     max_num_waiting=0,
@@ -60,7 +60,7 @@ _TIMEOUT_S = 900.0
 
 
 class _Load(NamedTuple):
-    """Requests at random times, for completions of half to one and a half ``mean_tokens``."""
+    """Load of requests at random times, for half to one and a half ``mean_tokens`` each."""
 
     tenant: str
     per_s: float
@@ -72,28 +72,33 @@ class _Load(NamedTuple):
         return self.prompt_tokens + self.mean_tokens * 3 // 2
 
 
-# Each takes less than half of an equal share.
+# Each quiet tenant takes less than half of an equal share.
 _NUM_QUIET, _QUIET_PROMPT, _QUIET_TOKENS, _QUIET_PAUSE_S = 3, 1_792, 16, (4.0, 6.0)
 _BACKLOGGED = (
     _Load("noisy", 320.0, 64, 32),
     _Load("steady", 32.0, 64, 32),
     _Load("large", 8.0, 256, 128),
 )
-# Both ask for more than half of what there is, one for four times as much at its door as the other
-# at both of its doors together.
+# Both tenants ask for more than half of the capacity; one asks for four times as much at its door
+# as the other at both doors together.
 _AT_DOORS = (_Load("at-one", 80.0, 64, 128), _Load("at-both", 10.0, 64, 128))
 
 
 def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
-    """Of what was served to two, sampled at the same times: by how much one got more than the
-    other over whichever part of the time."""
+    """Return the largest lead of one tenant over the other, over any part of the time.
+
+    Both sequences hold the service so far, sampled at the same times.
+    """
     ahead = [a - b for a, b in zip(one, other, strict=True)]
     return max(ahead) - min(ahead)
 
 
 def vtc_bound(loads: Sequence[_Load]) -> float:
-    """The bound of the gap of two that are backlogged: twice the weight of the largest prompt, or
-    of what can run at a time if that is more, all of it the largest requests."""
+    """Return VTC's bound of the gap between two backlogged tenants.
+
+    It is twice the weight of the largest prompt, or of the largest requests that can run at a time,
+    if that is more.
+    """
     running_tokens = _NUM_WORKERS * _NUM_SLOTS * max(load.most_tokens for load in loads)
     return 2 * max(*(load.prompt_tokens for load in loads), _OUTPUT_WEIGHT * running_tokens)
 
@@ -117,7 +122,7 @@ async def _offer(
 
 
 async def _ask_quietly(service: Service, prompts: random.Random, duration_s: float) -> list[float]:
-    """The TTFT of every answer to the quiet, ms."""
+    """Return the TTFT in ms of every answer to the quiet tenants."""
     end_s = time.perf_counter() + duration_s
 
     async def ask(tenant: str) -> list[float]:
@@ -142,7 +147,7 @@ async def _ttfts_ms(answers: Sequence[Answer]) -> list[float]:
 
 
 class _Watch:
-    """What the backlogged have been served, and the fewest jobs that one of them had waiting."""
+    """Service of the backlogged tenants so far, and the fewest waiting jobs of any of them."""
 
     def __init__(self, service: Service, tenants: Sequence[str]) -> None:
         self.served: dict[str, list[float]] = {tenant: [] for tenant in tenants}
@@ -164,7 +169,7 @@ class _Watch:
 
 
 async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
-    """Whether the goals were kept."""
+    """Return whether the goals were met."""
     service, prompts = Service(system.bus, _OUTPUT_WEIGHT), random.Random(7)
     await service.open()
     await _ask_quietly(service, prompts, 1.0)
@@ -202,7 +207,7 @@ async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
 
 
 async def _replicas(system: SimulatedSystem, duration_s: float) -> bool:
-    """Whether the goals were kept. It takes a third of ``duration_s`` for each phase."""
+    """Return whether the goals were met; each phase takes a third of ``duration_s``."""
     other = await nats.connect(system.config.nats, "another door", part=Part.SCHEDULER)
     try:
         doors = [
@@ -233,7 +238,7 @@ async def _replicas(system: SimulatedSystem, duration_s: float) -> bool:
 async def _shares_of_phases(
     system: SimulatedSystem, doors: Sequence[Service], duration_s: float
 ) -> list[tuple[float, float]]:
-    """The work that each of the two was given in each phase."""
+    """Return the work given to each of the two tenants in each phase."""
     prompts, tenants = random.Random(7), [load.tenant for load in _AT_DOORS]
     warm_up_s, phase_s = duration_s * _WARM_UP_SHARE, duration_s / len(_PHASES)
     at_one, at_both = _AT_DOORS
@@ -260,7 +265,7 @@ async def _shares_of_phases(
 
 
 async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> bool:
-    """Has no goal."""
+    """Measure the first jobs behind a backlog; there is no goal."""
     service, prompts = Service(system.bus, _OUTPUT_WEIGHT), random.Random(7)
     await service.open()
 
@@ -287,7 +292,7 @@ async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> bool:
 
 
 def _kept(part: Callable[[SimulatedSystem], Awaitable[bool]], num_schedulers: int = 1) -> Told:
-    """Run a part on a system of its own, and note whether it kept its goals."""
+    """Run a part on a system of its own, and report whether it met its goals."""
 
     async def measure() -> bool:
         async with simulated_system(_NUM_WORKERS, num_schedulers, worker=_WORKER) as system:
@@ -297,7 +302,7 @@ def _kept(part: Callable[[SimulatedSystem], Awaitable[bool]], num_schedulers: in
 
 
 def neighbours(seconds: float = 60.0, smoke: bool = False) -> Told:
-    """Each load takes ``seconds``."""
+    """Run each load for ``seconds``."""
     return _kept(lambda system: _neighbours(system, 2.0 if smoke else seconds))
 
 
@@ -306,5 +311,5 @@ def replicas(seconds: float = 60.0, smoke: bool = False) -> Told:
 
 
 def backlog(backlog: int = 100_000, smoke: bool = False) -> Told:
-    """One tenant has ``backlog`` jobs."""
+    """Give one tenant ``backlog`` jobs."""
     return _kept(lambda system: _behind_a_backlog(system, 300 if smoke else backlog))

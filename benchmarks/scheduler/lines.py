@@ -1,4 +1,4 @@
-"""``lines``: what becomes of jobs that services publish all at once.
+"""``lines``: ends of jobs that services publish all at once.
 
 On real servers with a scheduler process and the demo model on Millrace's own engine, with default
 limits: a tenant's service publishes all its jobs, and each is counted by how it ends. Meanwhile
@@ -42,8 +42,7 @@ _TTFT_GOAL_MS = 1_000.0
 
 
 class LineResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One part: how many jobs ended in which way, in how many seconds since the first was
-    published; and the first tokens of the other tenant."""
+    """Result of one part: ends of jobs, seconds since the first publish, and the other's TTFT."""
 
     tier: Tier
     tenants_tier: Tier
@@ -81,7 +80,7 @@ async def _end_of(answer: Answer) -> str:
 
 
 async def _ask_on(service: Service, prompts: random.Random, ttfts_ms: list[float]) -> None:
-    """The other tenant, one request after the other."""
+    """Ask as the other tenant, one request after another."""
     while True:
         prompt = random_prompt(prompts, _PROMPT_TOKENS)
         answer = await service.send(_OTHER, prompt, _MAX_TOKENS, tier=Tier.PRO)
@@ -99,7 +98,7 @@ async def _line(
     tenants_tier: Tier,
     num_tenants: int,
 ) -> LineResult:
-    """Have so many tenants publish as many jobs in all at once."""
+    """Publish jobs of ``num_tenants`` tenants at once."""
     tenants = [f"publisher-{number}-{place}" for place in range(num_tenants)]
     services = {
         tenant: Service(system.bus, reply=own_reply(tenant, "results")) for tenant in tenants
@@ -129,7 +128,7 @@ async def _line(
     while not waiting.done():
         await asyncio.sleep(1.0)
         if asking.done():
-            await asking  # it never ends but by an error
+            await asking  # only an error ends it
     took_s = time.perf_counter() - begun_s
     cpu_s = system.scheduler_cpu_s() - cpu_s
     asking.cancel()
@@ -163,7 +162,7 @@ def _tell(line: LineResult) -> None:
 
 
 def _is_kept(lines: Sequence[LineResult]) -> bool:
-    """Every job was done, and the other tenant did not wait."""
+    """Return whether every job was done and the other tenant did not wait."""
     return all(
         line.ends == {"done": line.num_jobs} and line.other_ttft_p99_ms <= _TTFT_GOAL_MS
         for line in lines
@@ -181,7 +180,7 @@ def run(
     engine: Literal["real", "simulated"] = "real",
     smoke: bool = False,
 ) -> Told:
-    """The goals are that every job is done and that the other tenant does not wait."""
+    """Publish the jobs; the goals are that all are done and the other tenant does not wait."""
     if smoke:
         jobs, engine = 100, "simulated"
     lines: list[LineResult] = []

@@ -1,11 +1,11 @@
-"""``prediction``: the predicted first token beside the one that came.
+"""``prediction``: the predicted first token compared with the actual one.
 
 The real scheduler in virtual time, as ``millrace simulate`` has it, with simulated workers: the
-figures do not depend on the machine. Each load is one that makes requests wait. As a gateway does,
-every request notes what the scheduler last said of the first token of its tenant when it is sent;
-what counts is by which factor that is wrong, up or down, of the requests that were predicted to
-wait, or waited, a second or more. Nobody knows how long an answer will be, so nothing can be
-predicted exactly: lengths are drawn evenly from a half to one and a half of a mean.
+figures do not depend on the machine. Each load makes requests wait. Like a gateway, every request
+records the scheduler's latest prediction of its tenant's first token when it is sent. The figure is
+the factor, up or down, by which that is wrong, for requests that were predicted to wait, or waited,
+at least a second. The lengths of answers are unknown, so no prediction is exact: they are drawn
+evenly from a half to one and a half of a mean.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RATIO_GOAL = 1.5
 
 
 class Load(NamedTuple):
-    """A trace of so many seconds, for so many workers."""
+    """Trace of a number of seconds, for a number of workers."""
 
     name: str
     num_workers: int
@@ -50,8 +50,11 @@ class Load(NamedTuple):
 
 
 class Accuracy(NamedTuple):
-    """``ratios``: predicted over actual TTFT, or the other way round, of those that waited;
-    ``num_unknown`` waited though nothing was predicted."""
+    """Accuracy of predictions.
+
+    ``ratios`` are predicted over actual TTFT, or the inverse if above, of requests that waited.
+    ``num_unknown`` requests waited without a prediction.
+    """
 
     ratios: list[float]
     num_unknown: int
@@ -63,7 +66,7 @@ class Accuracy(NamedTuple):
 
 
 def accuracy_of(outcomes: Sequence[RequestOutcome], end_s: float) -> Accuracy:
-    """Of what was sent after the warm-up and answered before all clients stop."""
+    """Evaluate requests sent after the warm-up and answered before all clients stop."""
     ratios: list[float] = []
     waits_s: list[float] = []
     num_unknown = 0
@@ -82,7 +85,7 @@ def accuracy_of(outcomes: Sequence[RequestOutcome], end_s: float) -> Accuracy:
 
 
 def settings_for(num_workers: int) -> SimulationSettings:
-    """Nothing is refused, whatever is predicted."""
+    """Return settings under which no request is refused for its predicted wait."""
     plain = {tier.value: TierPolicy(weight=1.0) for tier in Tier}
     weights = {"enterprise": TierPolicy(weight=8.0), "pro": TierPolicy(weight=4.0)}
     scheduler = SchedulerConfig(tiers=TierPolicies(**(plain | weights)), lease_extend_s=40.0)
@@ -119,12 +122,12 @@ def _poisson(
 
 
 def _one_tenant(chance: random.Random, seconds: float) -> list[TraceRequest]:
-    """A fifth more than there is: the queue grows."""
+    """Return a load a fifth above capacity: the queue grows."""
     return _poisson(chance, 6.3, seconds, "busy")
 
 
 def _bursts(chance: random.Random, seconds: float) -> list[TraceRequest]:
-    """Forty requests within four seconds, again and again; another tenant now and then."""
+    """Return bursts of forty requests within four seconds, and sparse ones of another tenant."""
     trace = _poisson(chance, 0.5, seconds, "calm")
     for start_s in range(0, int(seconds), 12):
         trace += [
@@ -134,7 +137,7 @@ def _bursts(chance: random.Random, seconds: float) -> list[TraceRequest]:
 
 
 def _tenants(chance: random.Random, seconds: float) -> list[TraceRequest]:
-    """One with a backlog, one that asks for its share, and some that ask for little."""
+    """Return one tenant with a backlog, one at its share, and some with little load."""
     trace = _poisson(chance, 9.0, seconds, "backlogged") + _poisson(chance, 3.0, seconds, "steady")
     for number in range(4):
         trace += _poisson(chance, 0.2, seconds, f"quiet-{number}")
@@ -142,7 +145,7 @@ def _tenants(chance: random.Random, seconds: float) -> list[TraceRequest]:
 
 
 def _tiers(chance: random.Random, seconds: float) -> list[TraceRequest]:
-    """Three tiers, of which the two lower ones wait."""
+    """Return three tiers, of which the two lower ones wait."""
     return [
         *_poisson(chance, 1.0, seconds, "e", Tier.ENTERPRISE),
         *_poisson(chance, 5.0, seconds, "p", Tier.PRO),
@@ -166,7 +169,7 @@ def run_load(load: Load, seconds: float) -> Accuracy:
 
 
 def run(seconds: float = 120.0) -> Told:
-    """Each load takes ``seconds`` of virtual time."""
+    """Run each load for ``seconds`` of virtual time."""
     rows = []
     kept = True
     for load in LOADS:

@@ -1,4 +1,4 @@
-"""``preemption``: what an enterprise request waits for behind free streams.
+"""``preemption``: wait of an enterprise request behind free streams.
 
 On real servers with one scheduler process and one simulated worker. Free tenants keep more streams
 waiting than the worker has slots, all the time; an enterprise tenant asks for a few tokens twice a
@@ -46,14 +46,14 @@ _TIMEOUT_S = 600.0
 
 
 class _Result(NamedTuple):
-    """Of the enterprise requests, in their order; of the free streams, tokens a second."""
+    """TTFTs of the enterprise requests in order, and tokens a second of the free streams."""
 
     ttfts_ms: list[float]
     free_tokens_per_s: float
 
 
 class _FreeTenants:
-    """Keep so many streams running or waiting, each followed by a new one."""
+    """Free tenants that keep a number of streams running or waiting, and replace each that ends."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -82,7 +82,7 @@ class _FreeTenants:
 
 
 async def _ask_now_and_then(service: Service, duration_s: float) -> list[float]:
-    """TTFTs, ms, of requests that do not wait for one another."""
+    """Return TTFTs in ms of requests that do not wait for one another."""
     chance = random.Random(13)
     answers: list[Answer] = []
     for _ in range(max(1, round(duration_s / _PAUSE_S))):
@@ -107,7 +107,7 @@ async def _beside(service: Service, duration_s: float) -> _Result:
 
 
 async def _measure(duration_s: float) -> bool:
-    """Whether the goal was kept."""
+    """Return whether the goal was met."""
     async with simulated_system(1, worker=_WORKER) as system:
         service = Service(system.bus)
         await service.open()
@@ -135,6 +135,6 @@ async def _measure(duration_s: float) -> bool:
 
 
 def run(seconds: float = 30.0, smoke: bool = False) -> Told:
-    """The enterprise tenant asks for ``seconds`` beside the free streams."""
+    """Ask as the enterprise tenant for ``seconds`` beside the free streams."""
     measuring = asyncio.wait_for(_measure(2.0 if smoke else seconds), _TIMEOUT_S)
     return Told(None, uvloop.run(measuring))

@@ -1,4 +1,4 @@
-"""What the job queue and frames cost above the client library, on a nats-server of its own.
+"""Cost of the job queue and frames above the client library, on a separate nats-server.
 
 ``queue`` prints, from the same run, publish to pull latency through the job
 queue and frames relayed per second, each beside bare nats-py doing the same; then what many lines
@@ -38,7 +38,7 @@ _BATCH = 64
 
 
 async def job_latency(sender: Bus, receiver: Bus, num_jobs: int) -> list[float]:
-    """Milliseconds from the call of publish to the job in the puller's hands, one job at a time."""
+    """Return the ms from the call of publish to the puller's receipt, one job at a time."""
     samples: list[float] = []
     for number in range(num_jobs):
         pulling = asyncio.ensure_future(receiver.jobs.pull(LINE, 8, 5.0))
@@ -54,7 +54,7 @@ async def job_latency(sender: Bus, receiver: Bus, num_jobs: int) -> list[float]:
 
 
 async def bare_latency(sender: Client, receiver: Client, num_jobs: int) -> list[float]:
-    """The same with nats-py alone: publish, fetch, ack_sync."""
+    """Return the same latency with nats-py alone: publish, fetch, ack_sync."""
     stream = sender.jetstream()
     await stream.add_stream(name="BARE", subjects=["bare.>"])
     pull = await receiver.jetstream().pull_subscribe("bare.x", durable="bare")
@@ -73,7 +73,7 @@ async def bare_latency(sender: Client, receiver: Client, num_jobs: int) -> list[
 
 
 async def line_costs(bus: Bus, num_lines: int, memory_bytes: Callable[[], int]) -> list[str]:
-    """What a row of tenants cost, one after another, as lines to print."""
+    """Return the cost of a sequence of tenants, as lines to print."""
     tenants = [f"tenant-{number}" for number in range(num_lines)]
     lines = [TenantQueue(MODEL, Tier.PRO, tenant) for tenant in tenants]
     before_bytes = memory_bytes()
@@ -118,7 +118,7 @@ async def line_costs(bus: Bus, num_lines: int, memory_bytes: Callable[[], int]) 
 
 
 async def frame_rate(sender: Bus, receiver: Bus, num_frames: int, *, batch: bool) -> float:
-    """Frames per second from one connection to another, one token each."""
+    """Return frames per second from one connection to another, one token each."""
     done = asyncio.Event()
     num_seen = 0
 
@@ -141,7 +141,7 @@ async def frame_rate(sender: Bus, receiver: Bus, num_frames: int, *, batch: bool
 
 
 async def bare_rate(sender: Client, receiver: Client, num_messages: int) -> float:
-    """Messages per second of nats-py alone, with a payload of a frame's size."""
+    """Return messages per second of nats-py alone, with payloads of a frame's size."""
     done = asyncio.Event()
     num_seen = 0
 
@@ -152,7 +152,7 @@ async def bare_rate(sender: Client, receiver: Client, num_messages: int) -> floa
             done.set()
 
     subscription = await receiver.subscribe("bare-frames.>", cb=on_message)
-    # The client's PING overtakes what it still buffers; the second one follows the subscription.
+    # The client's PING overtakes its buffered data; the second PING follows the subscription.
     await receiver.flush()
     await receiver.flush()
     payload = bytes(48)
@@ -184,7 +184,7 @@ async def _rate(
 async def measure(
     url: str, num_jobs: int, num_frames: int, num_lines: int, memory_bytes: Callable[[], int]
 ) -> None:
-    """Prints the tables."""
+    """Print the tables."""
     num_frames -= num_frames % _BATCH
     config = NatsConfig(url=url)
     sender, receiver = (

@@ -1,1 +1,1 @@
-"""``python -m benchmarks.soak``: mixed requests on a small pool, and what must hold of answers."""
+"""Soak of the engine: mixed requests on a small pool, and invariants of answers."""

@@ -47,7 +47,7 @@ _MAX_SHOWN = 20
 
 @dataclass(frozen=True)
 class GenerateRun:
-    """A run that came to its end. ``rss_bytes`` are samples at equal distances."""
+    """Completed run; ``rss_bytes`` are samples at equal intervals."""
 
     exit_code: int
     summary: dict[str, Any]
@@ -57,11 +57,11 @@ class GenerateRun:
 
 
 class SoakError(Exception):
-    """The run did not come to its end; the message says why."""
+    """Failure to complete a run; the message has the reason."""
 
 
 def num_blocks(requests: Sequence[Expected]) -> int:
-    """A tenth of what as many requests as run at a time take on average, but the longest fits."""
+    """Return a tenth of the blocks that a full batch needs on average, at least the longest's."""
     mean = statistics.fmean(_blocks(request) for request in requests)
     longest = math.ceil(LONGEST_TOKENS / BLOCK_SIZE_TOKENS)
     return max(longest + 1, round(MAX_BATCH * mean * POOL_SHARE))
@@ -76,7 +76,7 @@ def _blocks(request: Expected) -> int:
 
 
 def run(folder: Path, requests: Sequence[Expected], blocks: int, limit_s: float) -> GenerateRun:
-    """Run the requests in a process of their own. Raises SoakError."""
+    """Run the requests in a separate process. Raises SoakError."""
     model = write_llama(folder / "model", SHAPE)
     source, target = folder / "in.jsonl", folder / "out.jsonl"
     source.write_text("".join(json.dumps(request.fields) + "\n" for request in requests))
@@ -92,9 +92,9 @@ def run(folder: Path, requests: Sequence[Expected], blocks: int, limit_s: float)
         ),
         *("--input", str(source), "--output", str(target)),
         *("--max-batch", str(MAX_BATCH), "--num-blocks", str(blocks), "--dtype", "float32"),
-        # Full after the first few hundred requests: memory that is still being filled is no leak.
+        # The cache is full after some hundred requests; growth before that is no leak.
         *("--host-cache-bytes", str(HOST_CACHE_BYTES)),
-        # Such a small model gains nothing by a second thread.
+        # Such a small model gains nothing from a second thread.
         *("--threads", "1"),
     ]
     began = time.monotonic()
@@ -119,7 +119,7 @@ def run(folder: Path, requests: Sequence[Expected], blocks: int, limit_s: float)
 
 
 def _watch(process: subprocess.Popen[bytes], deadline: float) -> list[int]:
-    """Memory over time, until the process has ended or the time is up."""
+    """Sample memory until the process has ended or the time is up."""
     watched, samples = psutil.Process(process.pid), list[int]()
     while time.monotonic() < deadline:
         try:
@@ -132,14 +132,14 @@ def _watch(process: subprocess.Popen[bytes], deadline: float) -> list[int]:
 
 
 def growth(rss_bytes: Sequence[int]) -> float:
-    """By what share memory grew from after the warm-up to the end."""
+    """Return the share by which memory grew from the warm-up to the end."""
     warm = rss_bytes[int(len(rss_bytes) * _WARM_UP_SHARE) :]
     tenth = max(1, len(warm) // 10)
     return statistics.median(warm[-tenth:]) / statistics.median(warm[:tenth]) - 1
 
 
 def findings(requests: Sequence[Expected], ran: GenerateRun) -> list[str]:
-    """What is wrong with a run."""
+    """List the violations of a run."""
     found = list(problems(requests, ran.answers))
     num_bad = sum(bool(request.error_code) for request in requests)
     if ran.summary["num_failed"] != num_bad:
@@ -150,7 +150,7 @@ def findings(requests: Sequence[Expected], ran: GenerateRun) -> list[str]:
 
 
 def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> Told:
-    """The run ends after ``limit_s`` at the latest."""
+    """Run the requests for at most ``limit_s``."""
     drawn = draw(requests, seed)
     blocks = num_blocks(drawn)
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +170,7 @@ def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> Told:
 
 
 def draw(count: int, seed: int) -> list[Expected]:
-    """Requests for the model of this benchmark."""
+    """Draw requests for the model of this benchmark."""
     pool_tokens = BLOCK_SIZE_TOKENS * 256
     drawer = Drawer(
         seed,

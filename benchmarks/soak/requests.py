@@ -1,4 +1,4 @@
-"""The requests of ``benchmarks.soak``, drawn at random, and what each has to end in."""
+"""Random requests of ``benchmarks.soak``, with their expected ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEVER_BIAS = -90.0
 
 
 def problems(requests: Sequence[Expected], answers: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A sentence for each thing that is not as it should be."""
+    """Yield a sentence for each violation."""
     for request, answer in zip_longest(requests, answers):
         if request is None or answer is None:
             yield f"there are {len(requests)} requests, but {len(answers)} answers"
@@ -43,7 +43,7 @@ def completions(answer: dict[str, Any]) -> list[dict[str, Any]]:
 def twins(
     requests: Sequence[Expected], answers: Sequence[dict[str, Any]]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """The tokens of two requests that are the same but for their company."""
+    """Yield the tokens of two equal requests in different batches."""
     by_id = {answer["id"]: answer for answer in answers}
     for request in requests:
         if request.twin and "cancel_after_tokens" not in request.fields:
@@ -71,7 +71,7 @@ def _wrong(fields: dict[str, Any], choice: dict[str, Any]) -> Iterator[str]:
     if finish == "length" and len(token_ids) != fields["max_tokens"]:
         yield f"it ended for its length with {len(token_ids)} tokens"
     stop_strings, grammar = bool(fields.get("stop")), fields.get("grammar")
-    # A text that is complete by its grammar ends, whatever else was asked for.
+    # A text that is complete by its grammar ends, regardless of other options.
     bound = 0 if stop_strings or grammar else fields.get("min_tokens", 0)
     if finish == "stop" and len(token_ids) < bound:
         yield "it stopped before min_tokens"
@@ -97,7 +97,7 @@ def _wrong_as_a_whole(fields: dict[str, Any], answer: dict[str, Any]) -> Iterato
         yield "prompt_tokens is not the length of the prompt"
     if any(choice.get("cancelled") for choice in choices):
         if "cancel_after_tokens" not in fields:
-            yield "it was cancelled by nobody"
+            yield "it was cancelled without a request to cancel"
         elif answer["completion_tokens"] != fields["cancel_after_tokens"]:
             yield f"it was cancelled after {answer['completion_tokens']} tokens"
         return
@@ -151,9 +151,9 @@ GRAMMARS = (_LETTERS, _COLOUR, _SUM, {"kind": "json_object"})
 
 @dataclass(frozen=True)
 class Expected:
-    """How a request has to end: with ``error_code``, or, where that is empty, without an error.
+    """Expected end of a request: with ``error_code``, or without an error if it is empty.
 
-    ``twin`` is the request of the same prompt, parameters and seed, if there is one.
+    ``twin`` is the request with the same prompt, parameters and seed, if there is one.
     """
 
     fields: dict[str, Any]
@@ -162,8 +162,11 @@ class Expected:
 
 
 class Drawer:
-    """Draws requests for a model of ``vocab_size`` tokens of which those from ``first_token`` on
-    are text, and a pool of ``pool_tokens`` within a larger ``context_tokens``."""
+    """Generator of requests for a model and a pool.
+
+    The model has ``vocab_size`` tokens, which are text from ``first_token`` on. The pool has
+    ``pool_tokens`` within a larger ``context_tokens``.
+    """
 
     def __init__(
         self, seed: int, *, vocab_size: int, first_token: int, pool_tokens: int, context_tokens: int
@@ -176,7 +179,7 @@ class Drawer:
         self._prefixes = [self._tokens(self._random.randint(32, 400)) for _ in range(_NUM_PREFIXES)]
 
     def draw(self, count: int) -> list[Expected]:
-        """``count`` requests with the ids r0, r1, …"""
+        """Draw ``count`` requests with the ids r0, r1, …"""
         drawn: list[Expected] = []
         for number in range(count):
             request_id = f"r{number}"
@@ -246,7 +249,7 @@ class Drawer:
         return fields
 
     def _twin(self, request_id: str, drawn: list[Expected]) -> Expected:
-        """An earlier request again, which has other company now."""
+        """Repeat an earlier request, which runs in another batch now."""
         earlier = [
             one
             for one in drawn[-4 * _TWIN_EVERY :]

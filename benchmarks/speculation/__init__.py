@@ -1,1 +1,1 @@
-"""``python -m benchmarks.speculation``: what proposed tokens save, and that they change none."""
+"""Gain of proposed tokens, and a check that they change no answer."""

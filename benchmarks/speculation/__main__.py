@@ -36,7 +36,7 @@ from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
 
 _NUM_WARM_UP = 2
-# A twentieth of the target, with the same vocabulary.
+# Shape of a twentieth of the target, with the same vocabulary.
 _DRAFT_SHAPE = LLAMA_100M._replace(
     hidden_size=256, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=512
 )
@@ -44,7 +44,7 @@ _AGREEMENT = 0.8
 
 
 class Rate(NamedTuple):
-    """Tokens of answers behind the first, in seconds and in seconds of CPU time."""
+    """Tokens of answers after the first, in seconds and in seconds of CPU time."""
 
     num_tokens: int
     wall_s: float
@@ -60,7 +60,7 @@ class Rate(NamedTuple):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """One load: tokens/s, ratios with proposals to without, and what came of the proposals."""
+    """Figures of one load: tokens/s, ratios with to without proposals, and their acceptance."""
 
     name: str
     goal: float
@@ -73,7 +73,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it."""
+    """All results."""
 
     num_threads: int
     loads: list[Measured]
@@ -81,7 +81,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(runs: int = 6, requests: int = 2_000, only: str = "") -> Told:
-    """Print a line per load with ``only`` in its name, then how many of ``requests`` differ."""
+    """Print a line per load with ``only`` in its name, and how many of ``requests`` differ."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {
             Model.COPIER: write_copier(Path(folder) / "copier"),
@@ -143,13 +143,15 @@ def _measure(load: Load, path: Path, speculation: str | None, num_runs: int) -> 
 
 def _engine(path: Path, speculation: str | None) -> Engine:
     config = msgspec.convert({"device": "cpu", "speculation": speculation}, EngineConfig)
-    # Both by the same kernels, and none of their choice by a measurement.
+    # Both use the same kernels, without a choice by measurement.
     return Engine.load(path, msgspec.structs.replace(config, dtype="bfloat16", kernels="native"))
 
 
 def _run(engines: list[Engine], load: Load, run: int) -> list[Rate]:
-    """Answer a run's requests on each engine, step by step in turns, and time what comes behind
-    their first tokens."""
+    """Answer a run's requests on each engine, step by step in turns.
+
+    Times the tokens after their first ones.
+    """
     requests = load.requests(run)
     for engine in engines:
         for request in requests:

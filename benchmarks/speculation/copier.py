@@ -1,5 +1,4 @@
-"""A 100M Llama that says what its prompt says: random weights take the time that any would, and
-each token is followed by one of its own."""
+"""100M Llama with a known successor of each token, at the speed of random weights."""
 
 from __future__ import annotations
 
@@ -20,18 +19,20 @@ from benchmarks.checkpoints import (
     write_llama,
 )
 
-# Queries and keys of so large a scale that a token attends to itself, or to its like, alone.
+# Scale of queries and keys at which a token attends only to itself or an equal token.
 _FOCUS = 5.0
-# What the logit of a successor is, where those of others are about 0.
+# Logit of the successor; other logits are about 0.
 _SURE = 16.0
 
 
 def write_copier_head(
     path: Path, target: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0, agreement: float = 1.0
 ) -> Path:
-    """A head for ``write_copier``'s checkpoint ``target``, of which it knows no more than such a
-    share of the successors. It does not need the features: its attention carries the token from the
-    embedding to the head, and takes away what came in beside it."""
+    """Write a head for ``write_copier``'s checkpoint ``target``, with a share of its successors.
+
+    It does not need the features: its attention carries the token from the embedding to the head,
+    and removes the features.
+    """
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(_config(shape), indent=2) + "\n")
     embedding = load_file(target / "model.safetensors")["model.embed_tokens.weight"].float()
@@ -59,7 +60,7 @@ def _tensors(
     spread = torch.linalg.qr(torch.randn(hidden, values, generator=generator)).Q
     by_head = spread.view(hidden, shape.num_kv_heads, 1, shape.head_dim) / group
     nothing = torch.zeros(values, hidden)
-    # What comes in beside a token is what the token before it was carried to.
+    # The features of a token are those to which the token before it was carried.
     taken = -((values / hidden) ** 0.5) * spread.T
     num_known = shape.vocab_size - FIRST_TEXT_TOKEN
     normed = F.rms_norm(embedding, (hidden,), eps=1e-5)
@@ -92,22 +93,24 @@ def _tensors(
 
 
 def _by_group(keys: torch.Tensor, shape: LlamaShape, group: int) -> torch.Tensor:
-    """The queries of each head are the keys that it meets."""
+    """Return the queries of each head, which are the keys that it meets."""
     heads = keys.view(shape.num_kv_heads, 1, shape.head_dim, -1)
     return heads.expand(-1, group, -1, -1).flatten(0, 2)
 
 
-# So much larger than what the layers add that a token's successor does not depend on the others.
+# Much larger than the layers' contributions, so that a successor depends on its token alone.
 _EMBEDDING_SCALE = 200.0
-# Whole tokens are likelier than their characters, as they are in a model that was trained.
+# Whole tokens are likelier than their characters, as in a trained model.
 _PREFERENCE = 0.02
 
 
 def write_copier(
     path: Path, shape: LlamaShape = LLAMA_100M, seed: int = 0, agreement: float = 1.0
 ) -> Path:
-    """``write_llama``'s checkpoint, whose head knows one successor of each text token; below an
-    ``agreement`` of 1 it knows no more than so many of them."""
+    """Write ``write_llama``'s checkpoint with a head that knows one successor of each text token.
+
+    With an ``agreement`` below 1 it knows only that share of them.
+    """
     write_llama(path, shape, seed)
     file = path / "model.safetensors"
     tensors = load_file(file)
@@ -124,14 +127,14 @@ def write_copier(
 
 
 def successors(shape: LlamaShape = LLAMA_100M, seed: int = 0) -> dict[int, int]:
-    """What follows each text token: one ring of all of them."""
+    """Return the successor of each text token: one ring of all of them."""
     tokens = list(range(FIRST_TEXT_TOKEN, shape.vocab_size))
     random.Random(seed).shuffle(tokens)
     return dict(zip(tokens, [*tokens[1:], tokens[0]], strict=True))
 
 
 def known_successors(shape: LlamaShape, seed: int, agreement: float) -> dict[int, int]:
-    """The same as one has it who knows no more than such a share of them."""
+    """Return the successors of which only the share ``agreement`` is right."""
     generator = random.Random(seed)
     known = successors(shape, seed)
     unsaid = [token for token in known if generator.random() >= agreement]
@@ -141,7 +144,7 @@ def known_successors(shape: LlamaShape, seed: int, agreement: float) -> dict[int
 
 
 def text_from(token: int, length: int, shape: LlamaShape = LLAMA_100M, seed: int = 0) -> list[int]:
-    """What the model says behind ``token``."""
+    """Return the model's text after ``token``."""
     following = successors(shape, seed)
     said: list[int] = []
     for _ in range(length):

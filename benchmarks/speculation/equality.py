@@ -1,4 +1,4 @@
-"""Whether answers with proposed tokens are those without."""
+"""Comparison of answers with and without proposed tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace.engine.types import EngineRequest
 from millrace.schemas.config import EngineConfig
 from millrace.schemas.sampling import Grammar, GrammarKind, SamplingParams
 
-# Small, since it is no time that is measured.
+# Small, because time is not measured.
 _SHAPE = LlamaShape(
     hidden_size=128,
     num_layers=3,
@@ -42,8 +42,11 @@ _AT_A_TIME = 250
 
 
 class Equality(msgspec.Struct, frozen=True, kw_only=True):
-    """Of so many requests, ``num_different`` had another token, log-probability or end;
-    ``num_moved`` of them went on elsewhere on their way."""
+    """Result of a comparison.
+
+    ``num_different`` requests had another token, log-probability or end. ``num_moved`` requests
+    were moved to another engine on their way.
+    """
 
     num_requests: int
     num_moved: int
@@ -62,11 +65,11 @@ _Answers = dict[tuple[str, int], _Answer]
 
 
 def compare(folder: Path, num_requests: int) -> Equality:
-    """Answer them all with proposals and without; a small checkpoint is made in ``folder``."""
+    """Answer all requests with and without proposals, on a small checkpoint made in ``folder``."""
     path = write_copier(folder / "small", _SHAPE)
     generator = random.Random(5)
     requests = [_request(number, generator) for number in range(num_requests)]
-    # With less room than they want, so that they are preempted, too.
+    # Less memory than they need, so that they are preempted, too.
     without, with_ = _engine(path, "off", 700), _engine(path, "ngram", 300)
     num_different = num_moved = 0
     for start in range(0, num_requests, _AT_A_TIME):

@@ -1,4 +1,4 @@
-"""What is asked of the engine with proposed tokens and without."""
+"""Loads for the engine with and without proposed tokens."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from tools.demo.faq import load_pairs
 from tools.demo.samples import SampleMaker
 from tools.demo.tokens import END, known_token_id
 
-# In an edited text so many of a hundred tokens are others.
+# Per cent of tokens that differ in an edited text, and in a prediction.
 _EDITED, _WRONG = 4, 10
 _MAX_TOKENS = 256
 
 
 class Model(StrEnum):
-    """Which model it is: two of 100M parameters, one that says what follows what, and that of the
-    demo."""
+    """Model of a load: the 100M copier, a 100M model of random weights, or the demo's."""
 
     COPIER = "copier"
     PLAIN = "plain"
@@ -34,8 +33,10 @@ class Model(StrEnum):
 
 
 class Proposer(StrEnum):
-    """What proposes tokens. Draft and head agree in 80 of 100 tokens; ``OWN`` is the draft that
-    comes with the model."""
+    """Proposer of tokens.
+
+    Draft and head agree in 80 of 100 tokens; ``OWN`` is the draft that comes with the model.
+    """
 
     NGRAM = "ngram"
     DRAFT = "draft"
@@ -44,9 +45,11 @@ class Proposer(StrEnum):
 
 
 class Load(NamedTuple):
-    """``requests`` of a run, which are all sent at once, and of which there are so many times as
-    many runs as of others where answers are short; ``goal``: how many times as many tokens a second
-    proposals are to make."""
+    """Load of a run.
+
+    ``requests`` are all sent at once. Loads with short answers have several times as many runs.
+    ``goal`` is the required ratio of tokens a second with to without proposals.
+    """
 
     name: str
     model: Model
@@ -79,7 +82,7 @@ def _with_others(generator: random.Random, text: list[int], percent: int) -> lis
 
 
 def _edited_text(run: int) -> list[EngineRequest]:
-    """The prompt has the text that is to come, but for some tokens."""
+    """Return a request whose prompt has the expected text, except for some tokens."""
     generator = random.Random(run)
     (first,) = _random_tokens(generator, 1)
     text = _with_others(generator, text_from(first, _MAX_TOKENS), _EDITED)
@@ -88,7 +91,7 @@ def _edited_text(run: int) -> list[EngineRequest]:
 
 
 def _predicted(run: int) -> list[EngineRequest]:
-    """The prompt has nothing of the text; a prediction has, and most of it is right."""
+    """Return a request with a mostly right prediction; the prompt has nothing of the text."""
     generator = random.Random(1_000 + run)
     prompt = _random_tokens(generator, 128)
     text = _with_others(generator, text_from(prompt[-1], _MAX_TOKENS), _WRONG)
@@ -96,7 +99,7 @@ def _predicted(run: int) -> list[EngineRequest]:
 
 
 def _draftable(run: int) -> list[EngineRequest]:
-    """Nothing of the text is known but to a draft."""
+    """Return a request whose text only a draft can predict."""
     generator = random.Random(4_000 + run)
     return [_request(f"draft{run}", _random_tokens(generator, 128), _MAX_TOKENS)]
 
@@ -119,7 +122,7 @@ _RECORDS = {"type": "array", "items": _RECORD, "minItems": 1, "maxItems": 1}
 
 
 def _schema(run: int) -> list[EngineRequest]:
-    """One record of four long names, of which none is in the prompt."""
+    """Return a request for a record of four long names, none of which is in the prompt."""
     generator = random.Random(2_000 + run)
     grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(_RECORDS))
     prompt = _random_tokens(generator, 64)
@@ -127,7 +130,7 @@ def _schema(run: int) -> list[EngineRequest]:
 
 
 def _unguessable(run: int) -> list[EngineRequest]:
-    """Random tokens, drawn by a model that does not know better."""
+    """Return requests for random tokens, drawn by a model without knowledge."""
     generator = random.Random(3_000 + run)
     return [
         _request(
@@ -142,7 +145,7 @@ def _unguessable(run: int) -> list[EngineRequest]:
 
 
 def _asked_of_the_demo(run: int) -> list[EngineRequest]:
-    """A question that its training held out."""
+    """Return a question held out of the demo's training."""
     pairs = load_pairs()
     tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
     generator = random.Random(5_000 + run)

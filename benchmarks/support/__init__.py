@@ -1,3 +1,4 @@
-"""What several benchmarks use: loads, clients, workers that compute nothing, systems as processes,
-and the figures that come out. Only benchmarks and their tests import it.
+"""Common code of benchmarks: loads, clients, simulated workers, systems as processes, and figures.
+
+Only benchmarks and their tests import it.
 """

@@ -1,4 +1,4 @@
-"""A service that publishes jobs on the bus, and notes when what of each came back."""
+"""Client of the bus that publishes jobs and records the times of their frames."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _AT_ONCE = 64
 
 
 def random_prompt(chance: random.Random, num_tokens: int) -> tuple[int, ...]:
-    """A prompt that shares nothing with any other."""
+    """Return a prompt that shares no prefix with any other."""
     return tuple(chance.choices(range(5, 4_000), k=num_tokens))
 
 
 class Answer:
-    """One request. Times are of ``time.perf_counter``; 0: it has not come to that."""
+    """Answer of one request. Times are of ``time.perf_counter``; 0 means not yet."""
 
     __slots__ = (
         "done_s",
@@ -51,9 +51,11 @@ class Answer:
 
 
 class Service:
-    """Owns the answers, which come to ``reply``: a name that no other service has. ``charged``
-    sums, by tenant, what fair sharing charges for the tokens that have come: 1 for one of a prompt
-    that was not cached, ``output_weight`` for one that was made.
+    """Service that publishes jobs, with their answers.
+
+    Answers come to ``reply``, a name that no other service has. ``charged`` sums, by tenant, the
+    fair share's charge for tokens: 1 for an uncached token of a prompt, ``output_weight`` for a
+    generated token.
     """
 
     def __init__(self, bus: Bus, output_weight: float = 2.0, reply: str = REPLY) -> None:
@@ -78,8 +80,11 @@ class Service:
         tier: Tier = Tier.FREE,
         reserved: bool = True,
     ) -> Answer:
-        """Publish a job, as a gateway does if it is ``reserved``, else as a tenant's service does,
-        whose limits count; returns when it is stored."""
+        """Publish a job; return when it is stored.
+
+        With ``reserved`` it is published as by a gateway, otherwise as by a tenant's service, to
+        which limits apply.
+        """
         self._num_sent += 1
         request_id = f"{self._reply}-{self._num_sent}"
         answer = Answer(tenant, len(prompt_token_ids))
@@ -110,8 +115,7 @@ class Service:
         tier: Tier = Tier.FREE,
         reserved: bool = True,
     ) -> list[Answer]:
-        """Publish a backlog for completions of random lengths, in its order as near as several at
-        once can."""
+        """Publish a backlog for completions of random lengths, approximately in order."""
         chance = random.Random(tenant)
         answers: list[Answer] = []
         for start in range(0, len(prompts), _AT_ONCE):

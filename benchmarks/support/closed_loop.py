@@ -1,4 +1,4 @@
-"""Closed loops on the engine alone: a given number of streams, the next request as one ends."""
+"""Closed loops on the engine alone: each stream sends its next request when one ends."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def run_closed_loop(
     on_step: Callable[[Engine], object] = lambda _: None,
     adapters: Sequence[AdapterRef] = (),
 ) -> list[RequestTimes]:
-    """Greedy answers of exactly ``num_output_tokens`` to all prompts, ``streams`` at a time.
+    """Answer all prompts greedily with exactly ``num_output_tokens``, ``streams`` at a time.
 
     The engine must be idle, and is idle again afterwards. ``on_step`` is called after each step.
-    The requests have the ``adapters`` in turns. Raises RuntimeError when a request fails.
+    Requests use the ``adapters`` in turns. Raises RuntimeError when a request fails.
     """
     waiting = iter(list(enumerate(zip(prompts, num_output_tokens, strict=True))))
     sent_s: dict[str, float] = {}
@@ -62,7 +62,7 @@ def run_closed_loop(
 
 
 def greedy_request(request_id: str, prompt: Prompt, num_output_tokens: int) -> EngineRequest:
-    """A request that gets exactly ``num_output_tokens`` tokens."""
+    """Return a request that generates exactly ``num_output_tokens`` tokens."""
     sampling = SamplingParams(max_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
     return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling=sampling)
 

@@ -1,4 +1,4 @@
-"""The commands of benchmarks: a folder is a subject, and its parts are functions."""
+"""Commands of benchmarks: a folder is a subject, and its parts are functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 
 class Told(NamedTuple):
-    """The figures of a part; whether it kept its goals; the file in ``RESULTS`` for ``--save``."""
+    """Figures of a part, whether it met its goals, and the file in ``RESULTS`` for ``--save``."""
 
     figures: object
     kept: bool = True
@@ -81,7 +81,7 @@ def _add_only(parser: argparse.ArgumentParser, parts: Mapping[str, str]) -> None
 
 
 def _add_option(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
-    """Add the option that a parameter with a default is."""
+    """Add an option for a parameter with a default."""
     kind, default = parameter.annotation, parameter.default
     origin, kinds = get_origin(kind), get_args(kind)
     if kinds and get_origin(kinds[0]) is Literal and origin is not Sequence:
@@ -102,7 +102,7 @@ def _add_option(parser: argparse.ArgumentParser, parameter: Parameter) -> None:
 
 
 def command_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of ``python -m benchmarks.<name>``; its help has the module's text as written."""
+    """Return the parser of ``python -m benchmarks.<name>``; its help is the module's docstring."""
     return argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=description,
@@ -112,7 +112,7 @@ def command_parser(name: str, description: str | None) -> argparse.ArgumentParse
 
 
 def write_json(file: Path | None, figures: object) -> None:
-    """Write figures to a file; without a file nothing."""
+    """Write figures to a file, if one is given."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(msgspec.json.format(msgspec.json.encode(figures)) + b"\n")

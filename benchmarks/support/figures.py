@@ -1,4 +1,4 @@
-"""What was measured: the times of each request's tokens, and the figures that they give."""
+"""Measurements: the times of each request's tokens, and figures of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import msgspec
 
 
 class RequestTimes(msgspec.Struct, frozen=True):
-    """One request, in seconds on one clock: when it was sent, and when each part of its answer
-    came. A part is one token, or as many as the system sent at once; ``num_tokens`` are all."""
+    """Times of one request in seconds on one clock: when it was sent, and each part's arrival.
+
+    A part is one token, or as many as the system sent at once; ``num_tokens`` counts all.
+    """
 
     sent_s: float
     parts_s: tuple[float, ...]
@@ -30,7 +32,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of the values do not exceed; 0 of nothing."""
+    """Return the smallest value that at least ``share`` of the values do not exceed, or 0."""
     if not 0 < share <= 1:
         raise ValueError(f"share must be above 0 and at most 1, got {share}")
     ordered = sorted(values)
@@ -38,13 +40,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def p50_p99(values_ms: Sequence[float], form: str) -> str:
-    """Both percentiles in ms, each in the given form, as a part of a line to print."""
+    """Format both percentiles in ms in the given form, as a part of a line."""
     p50_ms, p99_ms = percentile(values_ms, 0.5), percentile(values_ms, 0.99)
     return f"p50 {p50_ms:{form}} ms   p99 {p99_ms:{form}} ms"
 
 
 def figures_of(requests: Sequence[RequestTimes]) -> Figures:
-    """The figures of one run, timed from the first request sent to the last token."""
+    """Return the figures of one run, from the first request sent to the last token."""
     begin_s = min(request.sent_s for request in requests)
     end_s = max(request.parts_s[-1] for request in requests)
     ttft_ms = [(request.parts_s[0] - request.sent_s) * 1e3 for request in requests]
@@ -59,12 +61,12 @@ def figures_of(requests: Sequence[RequestTimes]) -> Figures:
 
 
 def gaps_s(request: RequestTimes) -> list[float]:
-    """Seconds between the parts of one answer."""
+    """Return the seconds between the parts of one answer."""
     return [later_s - earlier_s for earlier_s, later_s in pairwise(request.parts_s)]
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
-    """The median of each figure over several runs."""
+    """Return the median of each figure over several runs."""
     return Figures(
         **{
             name: statistics.median(getattr(run, name) for run in runs)

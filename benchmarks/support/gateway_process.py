@@ -1,4 +1,4 @@
-"""A real gateway in its own process, with the servers that it needs, measured from outside."""
+"""Gateway in a separate process, with its servers, measured from outside."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HANDSHAKE = (
 
 
 def sse_request(**fields: Any) -> bytes:
-    """A streamed chat completion, with its HTTP head."""
+    """Return a streamed chat completion with its HTTP head."""
     messages = [{"role": "user", "content": "go"}]
     body = json.dumps({"model": MODEL, "stream": True, "messages": messages, **fields}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -37,7 +37,7 @@ def sse_request(**fields: Any) -> bytes:
 
 
 def socket_request(name: str = "a", **fields: Any) -> bytes:
-    """A ``generate`` of millrace.v1, as a frame."""
+    """Return a ``generate`` of millrace.v1 as a frame."""
     message = {"type": "generate", "id": name, "model": MODEL, "prompt": "go", **fields}
     return frame(TEXT_FRAME, json.dumps(message).encode())
 
@@ -51,7 +51,7 @@ class GatewayProcess:
     """``python -m millrace.gateway`` on a free port, and the addresses of what it uses."""
 
     def __init__(self, nats_url: str, redis_url: str, log: Path, **settings: object) -> None:
-        """``settings`` are of the section ``gateway`` of the configuration."""
+        """Start it; ``settings`` are of the configuration's section ``gateway``."""
         self.nats_url = nats_url
         self.port = free_port()
         self._log = log
@@ -81,7 +81,7 @@ class GatewayProcess:
         return self._process.pid
 
     def wait_ready(self) -> None:
-        """Return once it serves. Raises RuntimeError, with its log, if it does not."""
+        """Wait until it serves. Raises RuntimeError, with its log, if it does not."""
         give_up_s = time.monotonic() + _START_TIMEOUT_S
         while True:
             with contextlib.suppress(OSError, urllib.error.URLError):
@@ -92,7 +92,7 @@ class GatewayProcess:
             time.sleep(_POLL_S)
 
     def health(self) -> dict[str, Any]:
-        """What ``/healthz`` says."""
+        """Return the answer of ``/healthz``."""
         with open_directly(f"{self.url}/healthz", timeout_s=10.0) as answer:
             health: dict[str, Any] = json.load(answer)
             return health
@@ -103,7 +103,7 @@ class GatewayProcess:
 
 @contextlib.contextmanager
 def running_gateway(**settings: object) -> Iterator[GatewayProcess]:
-    """NATS, Redis and a gateway, for as long as the block lasts."""
+    """Run NATS, Redis and a gateway during the block."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as ends:
         folder = Path(name)
         nats_server = ends.enter_context(NatsServer(folder / "nats"))

@@ -1,4 +1,4 @@
-"""What a machine's memory and vector units could do at best."""
+"""Ceilings of a machine's memory and vector units."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ _SOURCE = Path(__file__).with_name("machine_rates.cpp")
 
 
 class MachineRates(NamedTuple):
-    """Of all threads: bytes read from memory per second, and FLOP/s by dot products of bfloat16
-    pairs that read nothing, 0 where the CPU has no such vector instructions. AMX is not counted."""
+    """Rates of all threads.
+
+    They are the bytes read from memory per second, and the FLOP/s of dot products of bfloat16 pairs
+    without reads, 0 if the CPU lacks such instructions. AMX is not counted.
+    """
 
     read_bytes_per_s: float
     product_flops: float
 
 
 def machine_rates() -> MachineRates:
-    """Needs the compiler ``c++``. Raises OSError without, CalledProcessError if it fails."""
+    """Measure; needs the compiler ``c++``. Raises OSError or CalledProcessError on failure."""
     with tempfile.TemporaryDirectory() as folder:
         program = str(Path(folder) / "machine_rates")
         flags = ("-std=c++17", "-O2", "-march=native", "-fopenmp")
         subprocess.run(["c++", *flags, "-o", program, str(_SOURCE)], check=True)
-        # Whoever measures may be bound to a core, which is not to bind what it starts.
+        # The caller may be bound to a core, which must not bind the child.
         printed = subprocess.run(
             [program], check=True, capture_output=True, text=True, preexec_fn=leave_core
         )
@@ -34,6 +37,6 @@ def machine_rates() -> MachineRates:
 
 
 def cpu_name() -> str:
-    """As the kernel calls it."""
+    """Return the kernel's name of the CPU."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.partition(": ")[2] for line in lines if "model name" in line), "unknown")

@@ -1,4 +1,4 @@
-"""The model of a benchmark of the engine, on threads that are set before torch is imported."""
+"""Model of an engine benchmark, with threads set before torch is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.schemas.config import EngineConfig
 
 @contextmanager
 def measured_model(model: Path | None, threads: int) -> Iterator[Path]:
-    """A checkpoint, or a 100M Llama with random weights; 0 ``threads`` are all cores."""
+    """Yield ``model`` or a new 100M Llama with random weights; 0 ``threads`` means all cores."""
     configure_threads(EngineConfig(num_threads=threads), shared=False)
     from benchmarks.checkpoints import write_llama
 

@@ -1,4 +1,4 @@
-"""Processes: those that a benchmark starts, and what any of them has used."""
+"""Processes that a benchmark starts, and the resources that processes have used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millrace.cli.local.supervisor import begin_child
 
 @contextmanager
 def remote_stages(number: int) -> Iterator[str]:
-    """The address at which ``millrace stages`` joins for so many stages, until this is left."""
+    """Run ``millrace stages`` for ``number`` stages; yield the address at which it joins."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = (sys.executable, "-m", "millrace", "stages", "--join", address)
@@ -36,7 +36,7 @@ def remote_stages(number: int) -> Iterator[str]:
 
 
 def end(*processes: subprocess.Popen[bytes]) -> None:
-    """Have processes end: by SIGTERM, and by SIGKILL after a while."""
+    """End processes by SIGTERM, and by SIGKILL after a while."""
     for process in processes:
         process.terminate()
     for process in processes:
@@ -54,7 +54,7 @@ SPAWN = multiprocessing.get_context("spawn")
 
 @contextlib.contextmanager
 def spawned(target: Callable[..., None], *args: object) -> Iterator[BaseProcess]:
-    """``target`` in a process of its own, which is killed at the end of the block."""
+    """Run ``target`` in a separate process, which is killed at the end of the block."""
     process = SPAWN.Process(target=target, args=args, daemon=True)
     process.start()
     try:
@@ -72,7 +72,7 @@ def in_new_process(function: Callable[..., ResultT], *args: object) -> ResultT:
 
 @contextlib.contextmanager
 def busy_processes(number: int, *, niceness: int) -> Iterator[None]:
-    """So many processes that want a core for themselves meanwhile, each in a session of its own."""
+    """Run ``number`` processes that use a core each, in sessions of their own."""
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", "while True: pass"],
@@ -90,13 +90,13 @@ def busy_processes(number: int, *, niceness: int) -> Iterator[None]:
 
 
 class ProcessUsage:
-    """What a process has used, seen from outside."""
+    """Resources that a process has used, seen from outside."""
 
     def __init__(self, pid: int | None) -> None:
         self._process = psutil.Process(pid)
 
     def cpu_s(self) -> float:
-        """CPU time of all its threads so far."""
+        """CPU time of all its threads so far, in seconds."""
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
@@ -104,12 +104,12 @@ class ProcessUsage:
         return int(self._process.memory_info().rss)
 
     def num_files(self) -> int:
-        """Open files, sockets among them."""
+        """Return the number of open files, including sockets."""
         return int(self._process.num_fds())
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What a process has used since it started."""
+    """Resources that a process has used since it started."""
 
     role: str
     cpu_s: float
@@ -117,7 +117,7 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 def role_of(command: Sequence[str]) -> str:
-    """What a process is by its command line: the module that ``python -m`` runs, or the program."""
+    """Return a process's role by its command line: the module of ``python -m``, or the program."""
     words = list(command)
     if "-m" in words[:-1]:
         return words[words.index("-m") + 1].removeprefix("millrace.")
@@ -126,7 +126,7 @@ def role_of(command: Sequence[str]) -> str:
 
 
 def read(processes: Sequence[psutil.Process]) -> dict[int, Reading]:
-    """By process id, of those that still run."""
+    """Return readings by process id, of processes that still run."""
     readings = {}
     for process in processes:
         try:
@@ -143,7 +143,7 @@ def read(processes: Sequence[psutil.Process]) -> dict[int, Reading]:
 
 
 def _voluntary_switches(pid: int) -> int:
-    """Of all its threads: the process's own file has those of its first thread alone."""
+    """Return the switches of all threads: the process's file counts the first thread only."""
     num_switches = 0
     for status in Path(f"/proc/{pid}/task").glob("*/status"):
         for line in status.read_text().splitlines():

@@ -29,8 +29,11 @@ def shared_prefix_prompts(
 
 
 def skewed_lengths(count: int, longest: int, seed: int, mean_share: float = 0.2) -> list[int]:
-    """Output lengths as users cause them: many short, some long, exponential with a mean of
-    ``mean_share * longest`` before it is cut off at ``longest``, which one of them has."""
+    """Return output lengths as users cause them: many short, some long.
+
+    They are exponential with a mean of ``mean_share * longest``, cut off at ``longest``, which one
+    of them has.
+    """
     source = random.Random(seed)
     lengths = [
         max(1, min(longest, round(source.expovariate(1 / (mean_share * longest)))))
@@ -41,7 +44,10 @@ def skewed_lengths(count: int, longest: int, seed: int, mean_share: float = 0.2)
 
 
 def gain_of_continuous(lengths: Sequence[int], batch: int) -> float:
-    """By how much batches of ``batch`` that run until their longest ends are slower than slots
-    that are always full: the longest of each batch over the mean length."""
+    """Return the ratio of the longest of each batch to the mean length.
+
+    Batches of ``batch`` that run until their longest answer ends are slower by this ratio than
+    slots that are always full.
+    """
     groups = [lengths[start : start + batch] for start in range(0, len(lengths), batch)]
     return sum(max(group) * len(group) for group in groups) / sum(lengths)

@@ -1,8 +1,8 @@
-"""The gateway's libraries without the gateway: what no relay built on them gets above.
+"""Libraries of the gateway without the gateway: the ceiling of any relay built on them.
 
 A process receives the same envelopes with nats-py, decodes them with msgspec, and writes the text
-of each stream to its client through uvicorn, by a bare ASGI handler that joins what is there and
-sends it. There is no parsing of requests, no queue, no state of a stream but its text.
+of each stream to its client through uvicorn, by a bare ASGI handler that joins waiting texts and
+sends them. There is no parsing of requests, no queue, and no state of a stream except its text.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _decode = msgspec.msgpack.Decoder(FrameBatch).decode
 
 
 def request_id(number: int) -> str:
-    """The id of the ``number``-th stream that was opened."""
+    """Return the id of the ``number``-th opened stream."""
     return f"raw-{number:024x}"
 
 
 class RawStack:
-    """A process that serves every request with the stream ``request_id(n)``, n counting them."""
+    """Process that serves every request with the stream ``request_id(n)``, where n counts them."""
 
     def __init__(self, pid: int | None, port: int, num_streams: Synchronized[int]) -> None:
         self.port = port
@@ -61,7 +61,7 @@ class RawStack:
         self._num_streams = num_streams
 
     async def wait_streams(self, count: int) -> None:
-        """Return once that many are open. Raises AssertionError if they do not come."""
+        """Wait until ``count`` streams are open. Raises AssertionError on a timeout."""
         await eventually(
             lambda: self._num_streams.value >= count, _START_TIMEOUT_S, "the opening of streams"
         )
@@ -69,7 +69,7 @@ class RawStack:
 
 @contextlib.contextmanager
 def raw_stack(nats_url: str) -> Iterator[RawStack]:
-    """One for as long as the block lasts."""
+    """Run a raw stack during the block."""
     ports: Queue[int] = SPAWN.Queue()
     num_streams = SPAWN.Value("i", 0)
     with spawned(_serve, nats_url, ports, num_streams) as process:
@@ -85,7 +85,7 @@ class _Stream:
         self.ended = False
 
     async def take(self) -> bytes:
-        """The text that has come since, as JSON; empty at the end."""
+        """Wait for new text and return it as JSON; empty at the end."""
         while not self.texts and not self.ended:
             self.wakeup.clear()
             await self.wakeup.wait()

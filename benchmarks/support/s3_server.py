@@ -1,4 +1,4 @@
-"""A local S3 server for what is measured."""
+"""Local S3 server for measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NICENESS = 19
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """The address of an empty bucket, which this process and its children may use from then on."""
+    """Yield the address of an empty bucket for this process and its later children."""
     server = S3Server(_NICENESS)
     try:
         os.environ |= s3_environment(server.url)
@@ -27,7 +27,7 @@ def s3_server() -> Iterator[str]:
 
 
 def upload(folder: Path, address: str) -> None:
-    """The folder's files, to an address."""
+    """Upload the folder's files to an address."""
     store = from_url(address, client_options={"allow_http": True})
     for file in folder.iterdir():
         obstore.put(store, file.name, file.read_bytes())

@@ -1,5 +1,8 @@
-"""All that is between a published job and its tokens, as processes of their own: nats-server,
-Redis, schedulers, and workers in one process, whose engines compute nothing by default."""
+"""System between a published job and its tokens, as separate processes.
+
+It has nats-server, Redis, schedulers, and workers in one process, with simulated engines by
+default.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,15 @@ from tests.support.waiting import eventually
 
 MODEL = "demo"
 _START_TIMEOUT_S = 60.0
-# Backlogs are what is measured: nothing of them is to be shed.
+# Backlogs are measured, so none of them may be shed.
 _MAX_QUEUED = 1_000_000
 
 
 class SimulatedSystem:
-    """Runs until its ``simulated_system`` block ends. ``bus`` is the measuring process's own
-    connection."""
+    """System that runs until its ``simulated_system`` block ends.
+
+    ``bus`` is the measuring process's own connection.
+    """
 
     def __init__(self, directory: Path, config: Config, bus: Bus) -> None:
         self.config = config
@@ -45,7 +50,7 @@ class SimulatedSystem:
         self._file.write_text(yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False))
 
     async def start_scheduler(self) -> None:
-        """One more; it serves once its queue's state is heard."""
+        """Start a scheduler; return once its queue status was received."""
         heard = asyncio.Event()
         subscription = await self.bus.control.subscribe_queue_status(lambda _: heard.set())
         self.schedulers.append(self._start("millrace.scheduler", len(self.schedulers), ()))
@@ -53,16 +58,16 @@ class SimulatedSystem:
         await subscription.close()
 
     async def kill_scheduler(self, number: int) -> None:
-        """With ``kill -9``; what it held goes to the others when its leases lapse."""
+        """Kill a scheduler with ``kill -9``; other schedulers take over when its leases expire."""
         self.schedulers[number].kill()
         await asyncio.to_thread(self.schedulers[number].wait)
 
     def restart_scheduler(self, number: int) -> None:
-        """After it was killed."""
+        """Restart a killed scheduler."""
         self.schedulers[number] = self._start("millrace.scheduler", number, ())
 
     async def start_workers(self, count: int, engine: EngineKind) -> None:
-        """``count`` of them in one process; returns when all have announced themselves."""
+        """Start ``count`` workers in one process; return when all have announced themselves."""
         options = ("--engine", engine.value, "--count", str(count))
         self._workers.append(self._start("millrace.workers", len(self._workers), options))
         await self.bus.workers.watch(self._note)
@@ -72,7 +77,7 @@ class SimulatedSystem:
         self.statuses[status.worker_id] = status
 
     def scheduler_cpu_s(self) -> float:
-        """Processor time of all schedulers so far."""
+        """CPU time of all schedulers so far, in seconds."""
         return sum(ProcessUsage(process.pid).cpu_s() for process in self.schedulers)
 
     def _start(
@@ -100,8 +105,10 @@ async def simulated_system(
     engine: EngineKind = EngineKind.SIMULATED,
     max_queued_jobs: int = _MAX_QUEUED,
 ) -> AsyncIterator[SimulatedSystem]:
-    """The servers with so many schedulers and workers; the block may start more. Their files and
-    logs go when it ends."""
+    """Run the servers, schedulers and workers; the block may start more.
+
+    Their files and logs are deleted at the end.
+    """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         directory = Path(folder)
         nats_server = stack.enter_context(NatsServer(directory / "nats", "max_payload: 8MB"))

@@ -1,9 +1,9 @@
-"""Workers that compute nothing: what a gateway is measured with.
+"""Simulated workers for measurements of a gateway.
 
 ``LockstepWorker`` gives one token to each of a fixed set of streams in each step. A
 ``SimulatedWorker`` is a whole fleet: it takes the jobs of a model from the queue and answers each
-at a pace, until its ``max_tokens`` or a cancel. The text of every token that it makes is the time
-at which it was sent, so that whoever reads it knows how long it took.
+at a steady pace, until its ``max_tokens`` or a cancel. The text of each token is the time at which
+it was sent, so that a reader can compute its latency.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ _START_TIMEOUT_S = 30.0
 
 
 def stamp() -> str:
-    """The text of a token that is sent now: a space, 19 digits of nanoseconds on the clock that
-    all processes of a machine share."""
+    """Return the text of a token sent now: a space and 19 digits of nanoseconds.
+
+    The clock is common to all processes of a machine.
+    """
     return f" {time.perf_counter_ns():019d}"
 
 
 class LockstepWorker:
-    """Sends one token to each of many streams in each step, as one envelope."""
+    """Worker that sends one token to each of many streams in each step, as one envelope."""
 
     def __init__(self, bus: Bus, reply: str, request_ids: list[str]) -> None:
         self._bus = bus
@@ -57,7 +59,7 @@ class LockstepWorker:
         await self._send_all(Started(worker_id=WORKER_ID, num_prompt_tokens=1))
 
     async def steps(self, num_steps: int, pace_steps_per_s: float | None) -> None:
-        """At a steady pace, or as fast as the server takes them."""
+        """Run steps at a steady pace, or as fast as the server accepts them."""
         start_s = time.perf_counter()
         for step in range(num_steps):
             await self._send_all(Delta(index=self._index, token_ids=(7,), text=_TEXT))
@@ -80,7 +82,7 @@ class LockstepWorker:
 
 
 async def take_jobs(bus: NatsBus, num_jobs: int) -> list[Job]:
-    """Take that many jobs off the queue. Raises TimeoutError if they do not come."""
+    """Take ``num_jobs`` jobs off the queue. Raises TimeoutError if they do not come."""
     jobs: list[Job] = []
     queue = ModelQueue(bus, MODEL)
     async with asyncio.timeout(_TAKE_TIMEOUT_S):
@@ -103,19 +105,22 @@ class _Sequence:
 
 
 class SimulatedWorker:
-    """Answers jobs until it is cancelled. The first token goes out as a job comes in, the others
-    at ``tokens_per_s``, all that are due in a step of 10 ms in one envelope for each gateway."""
+    """Worker that answers jobs until it is cancelled.
+
+    The first token is sent when a job arrives, the others at ``tokens_per_s``. All tokens due in a
+    step of 10 ms go in one envelope to each gateway.
+    """
 
     def __init__(self, bus: Bus, tokens_per_s: float) -> None:
         self._bus = bus
         self._queue = ModelQueue(bus, MODEL)
         self._sequences: dict[str, _Sequence] = {}
         num_slots = max(1, round(1 / (tokens_per_s * _STEP_S)))
-        # The streams that get a token in the same step: each has its turn once a token's time.
+        # Streams that get a token in the same step; each slot has its turn once per token time.
         self._slots: list[dict[str, _Sequence]] = [{} for _ in range(num_slots)]
 
     async def run(self, on_ready: Callable[[], object]) -> None:
-        """``on_ready`` is called once jobs are taken."""
+        """Take jobs; ``on_ready`` is called once the worker is ready."""
         subscriptions = [
             await self._bus.control.subscribe_cancels(self._on_cancel),
             await self._bus.control.serve_commands(WORKER_ID, self._on_command),
@@ -154,7 +159,7 @@ class SimulatedWorker:
         return [(job.request_id, started), *self._next(sequence, stamp())]
 
     def _next(self, sequence: _Sequence, text: str) -> list[tuple[str, Frame]]:
-        """The frames of one more token."""
+        """Return the frames of one more token."""
         request_id, index = sequence.job.request_id, sequence.index
         sequence.index += 1
         frames: list[tuple[str, Frame]] = [
@@ -201,7 +206,7 @@ class SimulatedWorker:
         await self._send({sequence.job.reply: [(sequence.job.request_id, frame)]})
 
     async def _on_command(self, command: WorkerCommand) -> WorkerReply:
-        """Frames that a gateway missed are made again, with the time of their second sending."""
+        """Send frames again that a gateway missed, with the time of the second sending."""
         if not isinstance(command, Replay):
             return WorkerReply(ok=False, reason="bad_request", message="replays alone are known")
         sequence = self._sequences.get(command.request_id)
@@ -236,7 +241,7 @@ class SimulatedWorker:
 
 @contextlib.contextmanager
 def simulated_worker(nats_url: str, tokens_per_s: float) -> Iterator[None]:
-    """One in a process of its own, for as long as the block lasts."""
+    """Run a simulated worker in a separate process during the block."""
     ready = SPAWN.Event()
     with spawned(_run_worker, nats_url, tokens_per_s, ready):
         if not ready.wait(_START_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""A closed loop of streamed completions, cheap enough to share two cores with a server."""
+"""Closed loop of streamed completions, with little CPU use beside a server."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from millrace.bench.clients.http_client import (
 )
 from millrace.bench.settings import ServerTarget, target_of
 
-# Routes below the base URL's path.
+# Routes below the path of the base URL.
 CHAT = "/chat/completions"
 COMPLETIONS = "/completions"
 
 
 @dataclass
 class LoadResult:
-    """What a load measured, with the times of each request on this process's monotonic clock."""
+    """Result of a load, with the times of each request on this process's monotonic clock."""
 
     wall_s: float = 0.0
     requests: list[RequestTimes] = field(default_factory=list)
@@ -43,8 +43,10 @@ class LoadResult:
 async def run_load(
     base_url: str, bodies: list[dict[str, Any]], num_clients: int, route: str = CHAT
 ) -> LoadResult:
-    """Send every body once to ``route``, ``num_clients`` at a time, each client on one kept
-    connection. Raises RuntimeError when a request is not answered with text."""
+    """Send every body once to ``route``, by ``num_clients`` clients with a kept connection each.
+
+    Raises RuntimeError when a request is not answered with text.
+    """
     result = LoadResult()
     target, waiting = target_of(base_url), iter(bodies)
     started_s = time.perf_counter()
@@ -54,7 +56,7 @@ async def run_load(
 
 
 async def _exchanged(connection: HttpConnection, request: bytes) -> ClientExchange:
-    """What was answered; if the connection is gone, that it was lost."""
+    """Return the exchange of a request, marked as lost if the connection is gone."""
     exchange = ClientExchange(0, 0.0, asyncio.get_running_loop())
     if connection.is_idle:
         connection.send(request, exchange)
@@ -74,7 +76,7 @@ async def _client(
             request = request_bytes(target, "POST", route, [], msgspec.json.encode(streamed))
             exchange = await _exchanged(connection, request)
             if exchange.error == CONNECTION_LOST and not exchange.status:
-                # Some servers close a connection that they said they would keep.
+                # Some servers close a connection that they declared as kept.
                 connection = await connect(target, HttpConnection)
                 exchange = await _exchanged(connection, request)
             if exchange.error or not exchange.has_usage or not exchange.parts_s:

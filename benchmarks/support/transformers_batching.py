@@ -1,4 +1,4 @@
-"""The continuous batching of ``transformers``, in this process."""
+"""Continuous batching of ``transformers`` in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def continuous_batching(
     """
     from transformers import ContinuousBatchingConfig, GenerationConfig
 
-    # Its name for the tokens of a page was another one before 5.18.
+    # The option for the tokens of a page had another name before 5.18.
     fields = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
     page = "page_size" if "page_size" in fields else "block_size"
     wanted = {**options, page: page_tokens}
@@ -37,10 +37,10 @@ def continuous_batching(
 def answered(
     manager: Any, requests: Sequence[tuple[Prompt, int]], streams: int, limit_s: float
 ) -> list[RequestTimes]:
-    """Answer prompts with so many tokens each, ``streams`` at a time.
+    """Answer prompts with the requested numbers of tokens, ``streams`` at a time.
 
-    Returns the times of the requests that are answered within ``limit_s``. Raises RuntimeError if
-    the manager stops or fails on a request.
+    Returns the times of the requests answered within ``limit_s``. Raises RuntimeError if the
+    manager stops or fails on a request.
     """
     waiting, sent_s = iter(requests), dict[str, float]()
     measured: list[RequestTimes] = []

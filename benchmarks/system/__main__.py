@@ -1,4 +1,4 @@
-"""The whole of ``millrace up`` on this machine.
+"""Benchmarks of the whole ``millrace up`` on this machine.
 
   python -m benchmarks.system [--only PART ...]
 

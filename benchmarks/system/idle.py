@@ -1,4 +1,4 @@
-"""What a system takes that nobody uses: CPU time, wake-ups and memory of each process.
+"""CPU time, wake-ups and memory of each process of an idle system.
 
     python -m benchmarks.system --only idle [--seconds 60] [--settle 60] [--requests 1]
 
@@ -41,7 +41,7 @@ _SLEEPER = "import time; time.sleep(3600)"
 
 
 class Idle(msgspec.Struct, frozen=True, kw_only=True):
-    """A process at rest. ``core_percent`` of one core; voluntary switches per second."""
+    """Process at rest: ``core_percent`` of one core, voluntary switches per second, memory."""
 
     role: str
     core_percent: float
@@ -51,7 +51,7 @@ class Idle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def idle_of(process: psutil.Process, before: Reading, after: Reading, seconds: float) -> Idle:
-    """What one process took from one reading to the other."""
+    """Return the use of one process from one reading to the other."""
     memory = process.memory_full_info()
     return Idle(
         role=after.role,
@@ -63,7 +63,7 @@ def idle_of(process: psutil.Process, before: Reading, after: Reading, seconds: f
 
 
 def measure(processes: Sequence[psutil.Process], seconds: float) -> list[Idle]:
-    """The processes, each with what it took meanwhile, the busiest first."""
+    """Measure the processes; return each one's use, busiest first."""
     before = read(processes)
     begin_s = time.monotonic()
     time.sleep(seconds)
@@ -92,7 +92,7 @@ def _print(processes: Sequence[Idle], floor: Idle) -> None:
 
 
 def run(seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: str = "") -> Told:
-    """Watch for ``seconds`` behind a rest of ``settle``; ``up`` has options of millrace up."""
+    """Measure for ``seconds`` after a rest of ``settle``; ``up`` has options of millrace up."""
     with tempfile.TemporaryDirectory() as folder:
         system = System(Path(folder) / "data", ("--port", _PORT, *shlex.split(up))).start()
         try:

@@ -32,7 +32,7 @@ _PORT = "18700"
 
 
 def first_token_s(folder: Path) -> float:
-    """From starting ``millrace generate`` to its summary, which follows the only token."""
+    """Return the seconds from the start of ``millrace generate`` to its summary after one token."""
     begin_s = time.perf_counter()
     with subprocess.Popen(
         _generate(folder), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
@@ -47,7 +47,7 @@ def first_token_s(folder: Path) -> float:
 
 
 def system_first_token_s(folder: Path) -> tuple[float, float]:
-    """From starting ``millrace up``: seconds until it is ready, and until a client has a token."""
+    """Return the seconds from ``millrace up`` until it is ready, and until a client has a token."""
     begin_s = time.perf_counter()
     system = System(folder / "data", ("--port", _PORT)).start()
     try:
@@ -59,8 +59,10 @@ def system_first_token_s(folder: Path) -> tuple[float, float]:
 
 
 def import_times_ms(lines: Iterable[str]) -> tuple[dict[str, float], dict[str, float]]:
-    """Of what ``python -X importtime`` prints: each top-level package's own time, everything of
-    it, and the cumulative time of each of our modules."""
+    """Parse the output of ``python -X importtime``.
+
+    Returns each top-level package's total own time, and the cumulative time of each of our modules.
+    """
     own_ms: dict[str, float] = defaultdict(float)
     cumulative_ms: dict[str, float] = {}
     for line in lines:
@@ -98,7 +100,7 @@ def _largest(times_ms: dict[str, float]) -> list[tuple[str, float]]:
 
 
 def run(runs: int = 5, system: bool = False, imports: bool = False) -> None:
-    """The median of the ``runs`` counts; ``system`` also starts millrace up."""
+    """Report the median of ``runs``; ``system`` also starts millrace up."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "in.jsonl").write_text(json.dumps({"id": "1", **_REQUEST}) + "\n")

@@ -1,4 +1,4 @@
-"""What a token costs each process on its way, from the engine to a client's socket.
+"""Cost of a token in each process on its way from the engine to a client's socket.
 
     python -m benchmarks.system --only token_path [--streams 1 8 32] [--requests 4] [--json FILE]
 
@@ -38,7 +38,7 @@ _CLIENT = "(this client)"
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process took of a load."""
+    """Share of a load's cost in one process."""
 
     role: str
     cpu_us_per_token: float
@@ -47,7 +47,7 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """A load: the client's rate, and the processes, the busiest first."""
+    """Cost of a load: the client's rate, and the processes, busiest first."""
 
     streams: int
     tokens_per_s: float
@@ -58,7 +58,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 def shares(
     before: dict[int, Reading], after: dict[int, Reading], num_tokens: int, wall_s: float
 ) -> list[Share]:
-    """By role, summed over processes that have the same one. What ended meanwhile is left out."""
+    """Return shares by role, summed over processes; processes that ended meanwhile are left out."""
     totals: dict[str, list[float]] = {}
     for pid in before.keys() & after.keys():
         total = totals.setdefault(after[pid].role, [0.0, 0.0])
@@ -121,7 +121,7 @@ def _print(cost: Cost) -> None:
 
 
 def run(streams: Sequence[int] = (1, 8, 32), requests: int = 4, model: Path | None = None) -> Told:
-    """Each stream has so many ``requests``; ``model`` is a checkpoint."""
+    """Send ``requests`` requests in each stream; ``model`` is a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         checkpoint = model or in_new_process(write_100m, Path(name) / "llama-100m")
         vocab_size = int(json.loads((checkpoint / "config.json").read_text())["vocab_size"])

@@ -1,4 +1,4 @@
-"""What the whole path costs beside the engine alone.
+"""Cost of the whole path compared with the engine alone.
 
     python -m benchmarks.system --only walk
 
@@ -55,7 +55,7 @@ def _requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
 def _engine_alone(
     folder: Path, requests: list[dict[str, Any]], batch: int, num_threads: int | None = None
 ) -> dict[str, float]:
-    """The summary that ``millrace generate`` prints for these requests, ``batch`` at a time."""
+    """Return the summary of ``millrace generate`` for these requests, ``batch`` at a time."""
     lines = (json.dumps({"id": str(i), **request}) for i, request in enumerate(requests))
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
     threads = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
@@ -82,7 +82,7 @@ async def _through_the_path(url: str, requests: list[dict[str, Any]], clients: i
 
 
 def _measure(folder: Path, clients: int, max_tokens: int, rounds: int) -> dict[str, float]:
-    """The medians of a few rounds, in each of which all are measured in turn."""
+    """Return the medians of a few rounds, in each of which all are measured in turn."""
     requests = _requests(max(16, 4 * clients), max_tokens)
     worker_threads = default_num_threads(usable_cores(), shared=True)
     alone, alone_shared, path = [], [], []
@@ -114,7 +114,7 @@ def _measure(folder: Path, clients: int, max_tokens: int, rounds: int) -> dict[s
 
 
 def run(max_tokens: int = 128, rounds: int = 3) -> Told:
-    """An answer has ``max_tokens``; the median of the ``rounds`` counts."""
+    """Generate ``max_tokens`` per answer; report the median of ``rounds``."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for clients in CLIENTS:

@@ -1,4 +1,4 @@
-"""The way of a record, from the outbox by Kafka to ClickHouse, and of its queries.
+"""Path of a record from the outbox over Kafka to ClickHouse, and its queries.
 
   python -m benchmarks.telemetry [--only PART ...]
 

@@ -1,4 +1,4 @@
-"""``analytics``: how long a saved query takes over a million rows.
+"""``analytics``: time of each saved query over a million rows.
 
 Every query of ``telemetry/queries`` is asked as the operations page asks it, over the last 15
 minutes, day and 30 days of what ``fill`` makes (``--path`` of a
@@ -31,8 +31,10 @@ _STEPS_S = {900: 60, 86_400: 900, 30 * 86_400: 21_600}
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """The runs of a query over a range, in ms, and how many bytes it answered. ``cpu_ms`` is the
-    time of all threads in the cheapest run, which others on the machine disturb least."""
+    """Timing of a query over a range, in ms, with the bytes of its answer.
+
+    ``cpu_ms`` is the time of all threads in the cheapest run, which other load disturbs least.
+    """
 
     query: str
     span: str
@@ -43,7 +45,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parameters(query: SavedQuery, span_s: int, request_id: str) -> dict[str, str | int | float]:
-    """What a query is asked with; what has a default and no part in it is left at that."""
+    """Return the parameters of a query; optional ones without effect here keep their defaults."""
     known: dict[str, str | int | float] = {
         "from_s": -span_s,
         "step_s": _STEPS_S[span_s],
@@ -80,7 +82,7 @@ async def time_query(
 
 
 async def measure(store: Store, runs: int, only: Sequence[str]) -> list[Timing]:
-    """The timings of all saved queries, or of those named, over all ranges that they take."""
+    """Time all saved queries, or the named ones, over all ranges that they support."""
     queries = load_queries()
     answers = SavedQueryAnswers(store.reader)
     ((request_id,),) = await store.rows("SELECT request_id FROM requests LIMIT 1 OFFSET 1000")
@@ -93,7 +95,7 @@ async def measure(store: Store, runs: int, only: Sequence[str]) -> list[Timing]:
 
 
 def render(timings: list[Timing]) -> str:
-    """A table, and what is above the goal."""
+    """Format a table, and the queries above the goal."""
     lines = [f"{'query':<22}{'range':<10}{'p50 ms':>9}{'max ms':>9}{'cpu ms':>9}{'answer':>12}"]
     for each in timings:
         mark = "  over the goal" if each.p50_ms > _GOAL_MS else ""
@@ -113,7 +115,7 @@ def run(
     runs: int = 5,
     smoke: bool = False,
 ) -> None:
-    """``queries`` are names of saved queries, ``path`` has a store that is filled already."""
+    """Time ``queries`` by name, or all; ``path`` has a filled store."""
 
     async def measured(folder: Path) -> None:
         store = await Store.open(ClickHouseConfig(path=str(folder)))

@@ -1,4 +1,4 @@
-"""``chaos``: is every record counted once, whatever is killed?
+"""``chaos``: check that every record is counted once, whichever process is killed.
 
 nats-server, a Kafka (Apache's broker where java and its jars can be had, and the embedded one) and
 ``python -m millrace.telemetry``, all as processes; records are published all the time. In turn, at
@@ -31,7 +31,7 @@ _NEWEST = "SELECT max(request_id) FROM requests"
 _EVENTS = ("telemetry", "kafka")
 
 
-# What is there, by every way of counting it, and what it has to equal of what was published.
+# Ways of counting the stored records, and the published figures that they must equal.
 _COUNTS = {
     "requests FINAL": ("SELECT count() FROM requests FINAL", "requests"),
     "distinct requests": ("SELECT uniqExact(request_id) FROM requests", "requests"),
@@ -47,7 +47,7 @@ Counts = dict[str, Decimal]
 
 
 class Drill:
-    """One system over one Kafka, from its start to the counting."""
+    """System over one Kafka, from its start to the counting."""
 
     def __init__(self, seed: int, kafka: Kafka, process: TelemetryProcess) -> None:
         self._kafka = kafka
@@ -66,7 +66,7 @@ class Drill:
                 self._kafka.kill()
             await asyncio.sleep(self._draw.uniform(0.0, 1.0))
             await self._restart(event)
-            # Into the middle of it again: rows that were not there at the kill have landed.
+            # Kill in the middle of inserts again: new rows have landed since the kill.
             await self._moves(newest)
             took_s = time.monotonic() - started_s
             print(
@@ -75,7 +75,7 @@ class Drill:
 
     async def _restart(self, event: str) -> None:
         if event == "kafka":
-            # In this thread: a server dies with the thread that started it.
+            # In this thread, because a server dies with the thread that started it.
             self._kafka.start()
             if not self._kafka.forgets:
                 return
@@ -96,7 +96,7 @@ class Drill:
         await eventually(moved, timeout_s=_LANDING_TIMEOUT_S, what="rows landing again")
 
     async def settle(self, published: Published) -> Counts:
-        """Wait until all is there, or until it seems that it never will be."""
+        """Wait until all records are stored, or the timeout."""
         deadline_s = time.monotonic() + _LANDING_TIMEOUT_S
         while True:
             counts = await self._count()
@@ -108,7 +108,7 @@ class Drill:
             await asyncio.sleep(0.5)
 
     async def _count(self) -> Counts | None:
-        """None while it cannot be asked."""
+        """Count the stored records; return None while the store cannot be reached."""
         answer = await self._process.sql(
             f"SELECT {', '.join(f'({sql})' for sql, _ in _COUNTS.values())}"
         )
@@ -119,7 +119,7 @@ class Drill:
 
 
 def _differences(counts: Counts, published: Published) -> list[str]:
-    """Each way of counting that does not give what was published."""
+    """List each way of counting that differs from the published figures."""
     wanted = {name: Decimal(getattr(published, field)) for name, (_, field) in _COUNTS.items()}
     return [
         f"{name}: {found}, and {wanted[name]} were published"
@@ -129,7 +129,7 @@ def _differences(counts: Counts, published: Published) -> list[str]:
 
 
 async def drill(name: str, rounds: int, rate: float, seed: int, directory: Path) -> bool:
-    """Whether every record is there once."""
+    """Return whether every record is stored once."""
     with NatsServer(directory / "nats") as nats, running_kafka(name, directory) as kafka:
         process = TelemetryProcess(directory, nats.url, kafka.config)
         process.start()
@@ -164,7 +164,7 @@ def run(
     seed: int = 7,
     smoke: bool = False,
 ) -> None:
-    """``rounds`` are for each Kafka, or for the one ``kafka``; ``rate`` is records a second."""
+    """Run ``rounds`` for each Kafka, or for ``kafka``; ``rate`` is records a second."""
     if smoke:
         rounds, rate = 2, 200.0
     names = [kafka] if kafka else ["embedded"] if smoke else available()
@@ -173,4 +173,4 @@ def run(
         with tempfile.TemporaryDirectory(prefix="millrace-telemetry-") as folder:
             kept = asyncio.run(drill(name, rounds, rate, seed, Path(folder))) and kept
     if not kept:
-        sys.exit(1)  # also of a smoke run: nothing may be missing
+        sys.exit(1)  # also for a smoke run: no record may be missing

@@ -1,4 +1,4 @@
-"""``cost``: what records cost a worker.
+"""``cost``: cost of records for a worker.
 
 One worker process on a simulated engine, behind nats-server, Redis and a scheduler, answers
 requests at a steady rate. By turns, some seconds each, it makes and publishes its records and
@@ -56,14 +56,14 @@ _WORKER = WorkerConfig(
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """Processor time of the worker a request, and a second."""
+    """CPU time of the worker per request, and per second."""
 
     cpu_s_per_request: float
     share_of_core: float
 
 
 async def measure(rate: float, num_turns: int, turn_s: float) -> bool:
-    """Whether the share is within its goal."""
+    """Return whether the share is within its goal."""
     async with simulated_system(worker=_WORKER) as system:
         service = Service(system.bus)
         await service.open()
@@ -82,14 +82,14 @@ async def measure(rate: float, num_turns: int, turn_s: float) -> bool:
                 worker.terminate()
                 worker.wait()
     on, off = turns[0::2], turns[1::2]
-    # Each with its neighbours: the machine's other work comes and goes.
+    # Each turn is compared with its neighbours, because the machine's other load varies.
     saved = [
         (a.cpu_s_per_request + c.cpu_s_per_request) / 2 - b.cpu_s_per_request
         for a, b, c in zip(on, off, on[1:], strict=False)
     ]
     with_s = statistics.median(turn.cpu_s_per_request for turn in on)
     cost_s = statistics.median(saved)
-    # The standard error of a median, from the median absolute deviation.
+    # Standard error of a median, from the median absolute deviation.
     spread_s = statistics.median(abs(one - cost_s) for one in saved)
     error_s = 1.2533 * 1.4826 * spread_s / len(saved) ** 0.5
     share = cost_s / with_s
@@ -119,7 +119,7 @@ def _start_worker(system: SimulatedSystem, folder: Path) -> subprocess.Popen[byt
 
 
 async def _load(service: Service, rate: float) -> None:
-    """Requests at even distances."""
+    """Send requests at equal intervals."""
     sending: set[asyncio.Task[Any]] = set()
     started_s, num_sent = time.perf_counter(), 0
     while True:
@@ -150,8 +150,11 @@ async def _take_turns(
 
 
 def _cpu_s(pid: int) -> float:
-    """Of all its threads. The clock of another process, as clock_getcpuclockid(3) finds it, counts
-    nanoseconds; /proc counts ticks of 10 ms."""
+    """Return the CPU time of all its threads.
+
+    Another process's clock, by clock_getcpuclockid(3), counts nanoseconds; /proc counts ticks of 10
+    ms.
+    """
     return time.clock_gettime((~pid << 3) | 2)
 
 
@@ -160,8 +163,7 @@ def _num_ended(service: Service) -> int:
 
 
 def run_worker(file: str) -> None:
-    """A worker that stops making and publishing records at SIGUSR1, and begins again at the
-    next."""
+    """Run a worker that stops records at SIGUSR1, and resumes them at the next SIGUSR1."""
     publish, make = NatsOutbox.publish, vars(finalizer)["request_record"]
     is_on = True
     last: list[RequestRecord] = []
@@ -189,7 +191,7 @@ def run_worker(file: str) -> None:
 
 
 def run(rate: float = 200.0, turns: int = 10, turn_s: float = 6.0, smoke: bool = False) -> Told:
-    """Requests come at ``rate`` a second, for ``turns`` with records and as many without."""
+    """Send ``rate`` requests a second, for ``turns`` with records and as many without."""
     if smoke:
         rate, turns, turn_s = 20.0, 1, 1.5
     return Told(None, uvloop.run(measure(rate, turns, turn_s)))

@@ -1,4 +1,4 @@
-"""``endpoint``: do the bounds of the ClickHouse endpoint hold?
+"""``endpoint``: check of the ClickHouse endpoint's bounds under load.
 
 nats-server, the embedded Kafka, a publisher of records and ``python -m millrace.telemetry`` run as
 processes. Twelve clients of five users, each at an address of its own, ask the endpoint without a
@@ -92,7 +92,7 @@ _GOALS: dict[str, float] = {
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """The report. Memory is that of the telemetry process in MiB; two figures are of queries."""
+    """Report. Memory is the telemetry process's in MiB, except two figures of queries."""
 
     minutes: float = 0.0
     start_mib: float = 0.0
@@ -114,7 +114,7 @@ class Figures(msgspec.Struct, kw_only=True):
     outcomes: dict[str, dict[str, int]] = {}
 
     def missed(self) -> list[str]:
-        """The goals that do not hold."""
+        """List the goals that were missed."""
         return [
             f"{name} is {getattr(self, name):.4g}, goal {goal:g}"
             for name, goal in _GOALS.items()
@@ -123,7 +123,7 @@ class Figures(msgspec.Struct, kw_only=True):
 
 
 class Soak:
-    """One run of all clients against one telemetry process."""
+    """Run of all clients against one telemetry process."""
 
     def __init__(self, process: TelemetryProcess, bus: Bus) -> None:
         self._bus = bus
@@ -194,7 +194,7 @@ class Soak:
             await asyncio.sleep(_LOOK_S)
 
     async def _look_at_sink(self) -> None:
-        """How long a request takes from the outbox to the table."""
+        """Measure the time of a request from the outbox to the table."""
         for number in itertools.count():
             name = f"probe-{number}"
             began_s = time.monotonic()
@@ -216,8 +216,10 @@ class Soak:
 
 
 class Clients:
-    """Clients of the endpoint, and how their questions ended. They read sockets themselves: a
-    client that takes processor time from the process under test would be measured as well."""
+    """Clients of the endpoint, and how their questions ended.
+
+    They read sockets directly, because a client's CPU time would disturb the process under test.
+    """
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -238,7 +240,7 @@ class Clients:
             await asyncio.sleep(pause_s)
 
     async def leave(self, user: int, sql: str) -> None:
-        """Ask, and close the socket after half a second, without end."""
+        """Ask and close the socket after half a second, without end."""
         outcomes = self.outcomes.setdefault("left", Counter())
         while True:
             try:
@@ -249,8 +251,10 @@ class Clients:
                 outcomes["left"] += 1
 
     async def whole(self, user: int, sql: str) -> tuple[str, bytes]:
-        """How the answer to a statement ended: by its exception's code, cut off, or with 200; and
-        the answer's last bytes."""
+        """Return how the answer to a statement ended, and its last bytes.
+
+        It ends by its exception's code, cut off, or with 200.
+        """
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", self._port, local_addr=(f"127.0.1.{user}", 0), limit=_MIB
         )
@@ -275,7 +279,7 @@ class Clients:
 
 
 def heavy(port: int, seconds: float, told: Connection) -> None:
-    """All clients but those of light queries, in a process of their own."""
+    """Run all clients except those of light queries, in a separate process."""
 
     async def run() -> dict[str, Counter[str]]:
         clients = Clients(port)
@@ -301,7 +305,7 @@ def _quantile(values: list[float], share: float) -> float:
 
 
 async def measure(directory: Path, seconds: float, rate: float) -> Figures:
-    """Start everything, and soak it."""
+    """Start everything and run the soak."""
     with NatsServer(directory / "nats") as server, running_kafka("embedded", directory) as kafka:
         process = TelemetryProcess(directory, server.url, kafka.config, batch_interval_s=1.0)
         process.start()
@@ -318,7 +322,7 @@ async def measure(directory: Path, seconds: float, rate: float) -> Figures:
 
 
 def run(minutes: float = 10.0, rate: float = 100.0, smoke: bool = False) -> Told:
-    """Records come at ``rate`` a second."""
+    """Publish records at ``rate`` a second."""
     seconds = 4.0 if smoke else 60.0 * minutes
     with tempfile.TemporaryDirectory(prefix="millrace-soak-") as folder:
         figures = asyncio.run(measure(Path(folder), seconds, rate))

@@ -38,14 +38,14 @@ _DAY_S = 86_400
 _NUM_TENANTS = 50
 _NUM_USERS = 2_000
 _SAMPLED_DAYS = 14.0
-# What an H200 takes at rest, and more while it computes.
+# Power of an H200 at rest, and additional power while it computes.
 _IDLE_WATTS, _BUSY_WATTS = 120.0, 480.0
 _WORKERS_EACH = 2
 _STEP = Decimal(10) ** -12
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A model: its share of the traffic, times in ms, what it costs."""
+    """Model: its share of the traffic, times in ms, and price."""
 
     name: str
     share: float
@@ -103,7 +103,7 @@ async def fill(
 
 
 def _times(draw: np.random.Generator, num_rows: int, days: float, end_us: int) -> Ints:
-    """When requests end, in order: most at noon, least at midnight."""
+    """Return the ends of requests in order: most at noon, fewest at midnight."""
     span_us = days * _DAY_S * 1e6
     drawn = draw.random(num_rows * 3) * span_us
     load = 0.55 - 0.45 * np.cos(2 * np.pi * ((end_us - drawn) / 1e6 % _DAY_S) / _DAY_S)
@@ -225,7 +225,7 @@ def _requests(draw: np.random.Generator, done_us: Ints, sequences: Ints) -> Colu
 
 
 def _deliveries(draw: np.random.Generator, requests: Columns) -> Columns:
-    """Of what came over HTTP and WebSocket: what the gateway saw."""
+    """Return the deliveries of requests over HTTP and WebSocket."""
     rows = [i for i, source in enumerate(requests["source"]) if source != "nats"]
     size = len(rows)
 
@@ -342,7 +342,7 @@ async def _fill_prices(store: Store, first_seen_us: int) -> None:
 
 
 async def _insert(store: Store, table: Table[Any], columns: Columns, token: str) -> None:
-    """The columns that are left out have their defaults."""
+    """Insert columns; left-out columns have their defaults."""
     types = dict(zip(table.column_names, table.column_types, strict=True))
     into = PlainTable(table.name, tuple(columns), tuple(types[name] for name in columns))
     await store.insert(into, list(columns.values()), token)
@@ -381,5 +381,5 @@ async def _make(path: Path, num_rows: int, days: float, sample_s: int, seed: int
 def run(
     path: Path, rows: int = 1_000_000, days: float = 30.0, sample_s: int = 10, seed: int = 0
 ) -> None:
-    """Make a store in a folder; a worker's samples lie ``sample_s`` apart."""
+    """Make a store in a folder; a worker's samples are ``sample_s`` apart."""
     asyncio.run(_make(path, rows, days, sample_s, seed))

@@ -1,4 +1,4 @@
-"""``outage``: how long a lag lasts after ClickHouse was down.
+"""``outage``: duration of the lag after ClickHouse was down.
 
 nats-server, a Kafka and a publisher of records run as processes; bridge, sink and ClickHouse's
 embedded engine in this one, over a store that takes nothing for ``--outage-s``. Records are
@@ -44,13 +44,13 @@ _SAY_S = 10.0
 
 
 class AwayStore(Store):
-    """Takes no insert while it is ``away``; otherwise the store that it is made of."""
+    """Store that rejects inserts while it is ``away``."""
 
     away = False
 
     @classmethod
     def over(cls, store: Store) -> AwayStore:
-        """The same connections, which ``store`` closes."""
+        """Wrap the connections of ``store``, which still closes them."""
         one = cls.__new__(cls)
         one.__dict__.update(store.__dict__)
         return one
@@ -62,8 +62,11 @@ class AwayStore(Store):
 
 
 class Outage:
-    """One outage, from before it to the counting. ``most_behind`` is the longest queue,
-    ``cpu_s_per_record`` what bridge, sink and engine took together while they caught up."""
+    """Outage, from before it to the counting.
+
+    ``most_behind`` is the longest queue; ``cpu_s_per_record`` is the CPU time of bridge, sink and
+    engine together during the recovery.
+    """
 
     def __init__(
         self, rate: float, limit_s: float, bus: Bus, store: AwayStore, service: TelemetryService
@@ -77,8 +80,10 @@ class Outage:
         self.cpu_s_per_record = 0.0
 
     async def run(self, outage_s: float) -> float:
-        """Seconds from the store's return until the pipeline has caught up. Raises
-        AssertionError if that takes longer than it may."""
+        """Return the seconds from the store's return until the pipeline has caught up.
+
+        Raises AssertionError if that exceeds the limit.
+        """
         await self._until(self._is_level, self._limit_s)
         await asyncio.sleep(_WARM_UP_S)
         self._store.away = True
@@ -102,7 +107,7 @@ class Outage:
         return took_s
 
     async def behind(self) -> int:
-        """Records that are published and not in ClickHouse."""
+        """Return the number of published records that are not in ClickHouse."""
         return await self._bus.outbox.num_waiting() + sum(self._service.sink.lag().values())
 
     def _is_level(self, behind: int) -> bool:
@@ -125,7 +130,7 @@ class Outage:
             await asyncio.sleep(_LOOK_S)
 
     async def settle(self, load: RecordLoad) -> Published:
-        """Stop publishing and wait until all that was published is there."""
+        """Stop publishing and wait until all published records are stored."""
         published = await asyncio.to_thread(load.end)
         num_records = published.requests + published.deliveries + published.samples
 
@@ -137,7 +142,7 @@ class Outage:
 
 
 async def measure(name: str, outage_s: float, rate: float, limit_s: float, directory: Path) -> bool:
-    """Whether the lag was gone in time, and every record there once."""
+    """Return whether the lag was gone in time, and every record stored once."""
     with NatsServer(directory / "nats") as server, running_kafka(name, directory) as kafka:
         store = await Store.open(ClickHouseConfig(path=str(directory / "store")))
         try:
@@ -189,7 +194,7 @@ def run(
     kafka: Literal["apache", "embedded"] | None = None,
     smoke: bool = False,
 ) -> Told:
-    """Records come at ``rate`` a second; catching up may take ``limit_s``."""
+    """Publish ``rate`` records a second; the recovery may take ``limit_s``."""
     if smoke:
         outage_s, rate, kafka = 2.0, 200.0, "embedded"
     with tempfile.TemporaryDirectory(prefix="millrace-outage-") as folder:

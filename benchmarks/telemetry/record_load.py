@@ -34,7 +34,7 @@ CHOICES = ("apache", "embedded")
 
 
 class Kafka(Protocol):
-    """A Kafka that can be killed and started again."""
+    """Kafka that can be killed and restarted."""
 
     forgets: bool
 
@@ -44,11 +44,11 @@ class Kafka(Protocol):
     def start(self) -> None: ...
 
     def kill(self) -> None:
-        """``kill -9``."""
+        """Kill it with ``kill -9``."""
 
 
 class ApacheKafka(KafkaBroker):
-    """A broker that comes back with what it had, at the same address."""
+    """Broker that restarts with its data, at the same address."""
 
     forgets = False
 
@@ -58,7 +58,7 @@ class ApacheKafka(KafkaBroker):
 
 
 class EmbeddedKafkaProcess:
-    """The embedded cluster, which comes back empty and at another address."""
+    """Embedded cluster, which restarts empty and at another address."""
 
     forgets = True
 
@@ -90,13 +90,13 @@ class EmbeddedKafkaProcess:
 
 
 def available() -> list[str]:
-    """Those that this machine can run."""
+    """Return the kinds that this machine can run."""
     return [name for name in CHOICES if name == "embedded" or missing_tool() is None]
 
 
 @contextmanager
 def running_kafka(name: str, directory: Path) -> Iterator[Kafka]:
-    """Started, and killed at the end of the block."""
+    """Start a Kafka, and kill it at the end of the block."""
     kafka = EmbeddedKafkaProcess() if name == "embedded" else ApacheKafka(directory / "kafka")
     kafka.start()
     try:
@@ -112,7 +112,7 @@ _MADE = 2_000
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """How many records of each kind the outbox has, and what their tokens and costs add up to."""
+    """Number of published records of each kind, and sums of their tokens and costs."""
 
     requests: int
     deliveries: int
@@ -122,7 +122,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecordLoad:
-    """The publisher as a process of its own; it dies with this one."""
+    """Publisher in a separate process, which dies with this one."""
 
     def __init__(self, nats_url: str, rate: float) -> None:
         self._process = subprocess.Popen(
@@ -134,7 +134,7 @@ class RecordLoad:
         self._process.stdout.readline()
 
     def end(self) -> Published:
-        """Stop it; what it has published in all. Raises RuntimeError if it failed."""
+        """Stop the publisher; return all that it published. Raises RuntimeError if it failed."""
         self._process.terminate()
         out, _ = self._process.communicate(timeout=60.0)
         if self._process.returncode:
@@ -144,7 +144,7 @@ class RecordLoad:
 
 @contextlib.contextmanager
 def record_load(nats_url: str, rate: float) -> Iterator[RecordLoad]:
-    """Publishing has begun when the block does; it has to be ended in it."""
+    """Publish during the block, which must end the load."""
     load = RecordLoad(nats_url, rate)
     try:
         yield load
@@ -157,7 +157,7 @@ class _Publisher:
     def __init__(self, bus: NatsBus, rate: float) -> None:
         self._bus = bus
         self._rate = rate
-        # Made beforehand: making one takes longer than sending it.
+        # Made in advance, because making a record takes longer than sending it.
         self._requests = [request_record(number) for number in range(_MADE)]
         self._num_records = 0
 
@@ -165,7 +165,7 @@ class _Publisher:
         started_s = time.monotonic()
         while not stopping.is_set():
             due = int((time.monotonic() - started_s) * self._rate)
-            # What a stall of this process has left undone is made up for little by little.
+            # Records delayed by a stall of this process are sent gradually.
             numbers = range(self._num_records, min(due, self._num_records + _AT_ONCE))
             await asyncio.gather(*(self._publish(number) for number in numbers))
             self._num_records = max(self._num_records, numbers.stop)

@@ -35,7 +35,7 @@ from tests.telemetry.records import request_record
 GOAL_ROWS_PER_S = 20_000
 _BATCH_ROWS = 5_000
 _PARTITION = TopicPartition(subjects.REQUESTS_TOPIC, 0)
-# No more than the embedded cluster keeps.
+# No more rows than the embedded cluster keeps.
 _ROUND_ROWS = 4 * _BATCH_ROWS
 
 Steps = dict[str, float]
@@ -43,7 +43,7 @@ Steps = dict[str, float]
 
 def run(rounds: int = 6, smoke: bool = False) -> None:
     with tempfile.TemporaryDirectory() as folder, running_kafka("embedded", Path(folder)) as kafka:
-        # The engine's threads are started later, so they are on this core as well.
+        # The engine's threads start later, so they are on this core as well.
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         asyncio.run(measure(kafka.config, 1 if smoke else rounds))
 
@@ -79,7 +79,7 @@ async def measure(kafka: KafkaConfig, rounds: int) -> None:
 
 
 async def steps_alone(store: Store, payloads: list[bytes]) -> Steps:
-    """Seconds of processor time a row, of each step by itself; the best of some tries."""
+    """Return the CPU seconds per row of each step alone, the best of several tries."""
     messages = [message(payload, number + 1) for number, payload in enumerate(payloads)]
     batch = MessageBatch()
     for one in messages:
@@ -125,7 +125,7 @@ async def cpu_per_row(work: Callable[[], Awaitable[None]], tries: int = 4) -> fl
 
 
 def message(payload: bytes, sequence: int) -> ConsumerRecord:
-    """A message as the consumer hands it over."""
+    """Return a message as the consumer delivers it."""
     return ConsumerRecord(
         topic=_PARTITION.topic,
         partition=_PARTITION.partition,
@@ -146,7 +146,7 @@ def _headers(sequence: int) -> list[tuple[str, bytes]]:
 
 
 async def fill(kafka: KafkaConfig, payloads: list[bytes], after: int) -> None:
-    """Put ``_ROUND_ROWS`` messages into Kafka, all partitions alike."""
+    """Put ``_ROUND_ROWS`` messages into Kafka, spread evenly over partitions."""
     producer = make_producer(kafka)
     await producer.start()
     partitions = sorted(await producer.partitions_for(subjects.REQUESTS_TOPIC))
@@ -165,7 +165,7 @@ async def fill(kafka: KafkaConfig, payloads: list[bytes], after: int) -> None:
 
 
 async def read_only(kafka: KafkaConfig) -> float:
-    """Processor time to receive the newest ``_ROUND_ROWS`` messages and do nothing with them."""
+    """Return the CPU time to receive the newest ``_ROUND_ROWS`` messages and drop them."""
     consumer = AIOKafkaConsumer(
         bootstrap_servers=kafka.bootstrap_servers, max_partition_fetch_bytes=4 * 1024 * 1024
     )
@@ -188,7 +188,7 @@ async def read_only(kafka: KafkaConfig) -> float:
 
 
 async def whole_sink(kafka: KafkaConfig, store: Store) -> tuple[float, float]:
-    """Seconds, of the clock and of the processor, until a sink has stored what a round brought."""
+    """Return the wall and CPU seconds until a sink has stored a round's rows."""
     telemetry = TelemetryConfig(batch_rows=_BATCH_ROWS)
     sink = Sink(kafka, telemetry, store, OutboxLedger(store), SystemClock())
     started_s, started_cpu_s = time.perf_counter(), time.process_time()

@@ -1,1 +1,1 @@
-"""LoRA adapters: their weights in memory, and what they add to a batch."""
+"""LoRA adapters: their weights in memory and their products for a batch."""

@@ -1,4 +1,4 @@
-"""An adapter as the compiled step reads it, see engine/kernels/native/adapters.h."""
+"""Adapter packed for the compiled step, see engine/kernels/native/adapters.h."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from millrace.engine.adapters.weights import LayerSlices, LowRank, contiguous
 from millrace.engine.kernels.cpu import StepAdapters
 from millrace.engine.kernels.packed_weight import PANEL_OUTPUTS
 
-# Of a product: queries, keys and values; gates and what they gate.
+# Most slices of a product: queries, keys and values.
 _MOST_SLICES: Final = 3
-# Of a slice, and of a product's slices together.
+# Ranks of a slice are padded to a multiple of this.
 _SLICE_RANKS: Final = 4
 _PRODUCTS: Final = 4
-# Of an AdapterWeight: the address of A, its ranks; of each slice that of B, its ranks, the first.
+# Numbers of an AdapterWeight: address and ranks of A; then per slice the address of B, its ranks
+# and its first rank.
 _NUMBERS: Final = 2 + 3 * _MOST_SLICES
 
 
 class PackedAdapter:
-    """The layers of one adapter in bfloat16. ``address``: where the compiled step finds them, as
-    long as this lives; ``most_ranks``: the most that one product has, filled up to 16s."""
+    """Layers of one adapter in bfloat16, packed for the compiled step.
+
+    ``address`` is the address of its table, valid while this object lives. ``most_ranks`` is the
+    largest number of ranks of any product, padded to a multiple of 16.
+    """
 
     def __init__(self, layers: Sequence[LayerSlices]) -> None:
         self._kept: list[torch.Tensor] = []
@@ -61,7 +65,7 @@ class PackedAdapter:
 
 
 def step_adapters(adapters: RowAdapters) -> StepAdapters:
-    """The adapters of a batch, all of them packed, for the compiled step."""
+    """Build the compiled step's table of a batch's adapters, which must all be packed."""
     packed = [one for one in adapters.weights if isinstance(one, PackedAdapter)]
     assert len(packed) == len(adapters.weights)
     return StepAdapters(
@@ -84,7 +88,7 @@ def _packed_outputs(b: torch.Tensor) -> torch.Tensor:
 
 
 def _in_panels(weight: torch.Tensor) -> torch.Tensor:
-    """[num_outputs, num_inputs] as [num_outputs / 16, num_inputs / 2, 16, 2]: panels of pairs."""
+    """Pack [num_outputs, num_inputs] as [num_outputs / 16, num_inputs / 2, 16, 2]."""
     num_outputs, num_inputs = weight.shape
     panels = weight.view(num_outputs // PANEL_OUTPUTS, PANEL_OUTPUTS, num_inputs // 2, 2)
     return panels.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""What adapters add to the rows of a batch, by torch."""
+"""Products of adapters for the rows of a batch, computed by torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from millrace.engine.kernels.operations import Linear, SwiGLU
 
 
 class AdapterWeights(Protocol):
-    """An adapter as a decoder multiplies with it; ``num_weights`` are those of all its matrices."""
+    """Adapter in a decoder's format; ``num_weights`` counts the elements of all its matrices."""
 
     @property
     def num_weights(self) -> int: ...
 
 
 class PlainAdapter(NamedTuple):
-    """For products by torch: its layers, in the decoder's dtype."""
+    """Adapter for products by torch: its layers in the decoder's dtype."""
 
     layers: Sequence[LayerSlices]
 
@@ -35,23 +35,27 @@ class PlainAdapter(NamedTuple):
 
 
 class RowAdapters(NamedTuple):
-    """The adapters of a flat batch. ``of_rows``: int32 [num_tokens], which of ``weights`` each row
-    has, -1 for none."""
+    """Adapters of a flat batch.
+
+    ``of_rows``, int32 [num_tokens], gives each row's index into ``weights``, or -1 for none.
+    """
 
     weights: Sequence[AdapterWeights]
     of_rows: torch.Tensor
 
 
 class _Group(NamedTuple):
-    """Rows (int64, their indices) of one adapter."""
+    """Rows of one adapter: their indices, int64."""
 
     layers: Sequence[LayerSlices]
     rows: torch.Tensor
 
 
 class AdaptedProducts:
-    """The products of a batch with adapters: those of the layers, and what is added to them. Rows
-    without an adapter are multiplied as ever."""
+    """Products of a batch with adapters: the layers' products plus the adapters' products.
+
+    Rows without an adapter get the layer's product alone.
+    """
 
     def __init__(self, adapters: RowAdapters) -> None:
         self._groups: list[_Group] = []
@@ -61,7 +65,7 @@ class AdaptedProducts:
             self._groups.append(_Group(weights.layers, rows))
 
     def qkv(self, layer: int, linear: Linear, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs], as ``linear`` does."""
+        """Multiply [num_rows, num_inputs] to [num_rows, num_outputs], adapters included."""
         out = linear(rows)
         for group in self._groups:
             _add(group.layers[layer].qkv, group.rows, rows, out)
@@ -70,15 +74,18 @@ class AdaptedProducts:
     def plus_output(
         self, layer: int, linear: Linear, total: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """``total`` and the product of ``rows``; ``total`` may be overwritten."""
+        """Return ``total`` plus the product of ``rows``; may overwrite ``total``."""
         total = linear.plus(total, rows)
         for group in self._groups:
             _add(group.layers[layer].output, group.rows, rows, total)
         return total
 
     def gated(self, layer: int, linear: Linear, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the product. Rows of an adapter are multiplied once more, since a linear
-        map may apply it without rounding in between."""
+        """Return ``swiglu`` of the product.
+
+        Rows with an adapter are multiplied a second time, because ``linear`` may apply ``swiglu``
+        before it rounds the product.
+        """
         out = linear.gated(rows, swiglu)
         for group in self._groups:
             slices = group.layers[layer].gate_up
@@ -92,7 +99,7 @@ class AdaptedProducts:
     def plus_down(
         self, layer: int, linear: Linear, total: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
-        """As ``plus_output``, behind the MLP."""
+        """Return ``total`` plus the down projection of ``rows``, like ``plus_output``."""
         total = linear.plus(total, rows)
         for group in self._groups:
             _add(group.layers[layer].down, group.rows, rows, total)
@@ -105,14 +112,14 @@ def _add(
     rows: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Add to the rows ``index`` of ``out``, or to all, what slices make of those of ``rows``."""
+    """Add the slices' products of ``rows`` to ``out``, at the rows ``index`` or at all rows."""
     present = [one for one in slices if one is not None]
     if not present:
         return
     inputs = rows if index is None else rows.index_select(0, index)
     outputs = out if index is None else out.index_select(0, index)
-    # Matrices that are not there are as wide as one that is: keys as values, gates as what they
-    # gate; and where queries alone are missing, what is left of the outputs is theirs.
+    # The width of a missing matrix is derived: keys are as wide as values, gates as wide as ups,
+    # and queries take the remaining outputs.
     begin = 0
     for width, one in zip(_widths(slices, out.shape[1]), slices, strict=True):
         if one is not None:
@@ -123,7 +130,7 @@ def _add(
 
 
 def _widths(slices: Sequence[LowRank | None], num_outputs: int) -> list[int]:
-    """How many outputs each matrix of a product has."""
+    """Return the number of outputs of each matrix of a product."""
     if len(slices) == 1:
         return [num_outputs]
     if len(slices) == 2:

@@ -1,4 +1,4 @@
-"""Adapters in slots of a device's memory, as its kernels read them."""
+"""Adapters in slots of a device's memory, in the layout of its kernels."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ class Product(IntEnum):
 
 
 class PackedSlot(NamedTuple):
-    """An adapter on the host as a slot holds it: contiguous ``parts``, one behind the other, and
-    where its matrices are, int64 [num_layers, len(Product), NUM_NUMBERS]."""
+    """Adapter on the host in the layout of a slot.
+
+    The contiguous ``parts`` follow each other in the slot. ``numbers``, int64 [num_layers,
+    len(Product), NUM_NUMBERS], locates the matrices in it.
+    """
 
     parts: list[torch.Tensor]
     numbers: torch.Tensor
@@ -38,18 +41,18 @@ class PackedSlot(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Of a product: its inputs, and the outputs of each slice."""
+    """Shape of a product: its inputs and the outputs of each slice."""
 
     num_inputs: int
     widths: tuple[int, ...]
 
 
 class AdapterSlots:
-    """Memory for ``num_slots`` adapters of ranks up to ``max_rank``, which is taken once and stays
-    where it is. Who may write which slot when is up to its owner: ``data`` [num_slots, slot_size]
-    and ``table`` int64 [num_slots, num_layers, len(Product), NUM_NUMBERS] are read by steps.
+    """Memory for ``num_slots`` adapters of ranks up to ``max_rank``, at a fixed address.
 
-    An adapter fills its slot from the beginning, by its own ranks.
+    Steps read ``data`` [num_slots, slot_size] and ``table`` int64 [num_slots, num_layers,
+    len(Product), NUM_NUMBERS]. The owner decides when a slot may be written. An adapter fills its
+    slot from the beginning, with its own ranks.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class AdapterSlots:
         )
 
     def product(self, layer: int, product: Product) -> AdapterProduct:
-        """What the kernels need of one product of a layer, for whatever adapters there will be."""
+        """Return the kernels' arguments for one product of a layer, valid for any adapters."""
         shape = self._shapes[product]
         return AdapterProduct(
             data=self.data,
@@ -84,7 +87,7 @@ class AdapterSlots:
 
 
 def slot_elements(config: ModelConfig, max_rank: int) -> int:
-    """Of a slot for every projection, at ranks up to ``max_rank``."""
+    """Return the number of elements of a slot with every projection at ``max_rank``."""
     experts = () if config.experts is None else config.experts.layers
     return _filled_up(max_rank) * sum(
         shape.num_inputs * len(shape.widths) + sum(shape.widths)
@@ -95,7 +98,7 @@ def slot_elements(config: ModelConfig, max_rank: int) -> int:
 
 
 def packed_slot(layers: Sequence[LayerSlices]) -> PackedSlot:
-    """The ``layers`` of an adapter, contiguous matrices in one dtype on the host, for a slot."""
+    """Pack ``layers`` of an adapter for a slot: contiguous matrices in one dtype on the host."""
     parts: list[torch.Tensor] = []
     numbers: list[list[list[int]]] = []
     place = 0
@@ -112,7 +115,7 @@ def packed_slot(layers: Sequence[LayerSlices]) -> PackedSlot:
 
 
 def _packed(slices: Sequence[LowRank | None], place: int) -> tuple[list[int], list[torch.Tensor]]:
-    """Where the matrices of a product are from ``place`` on, and these: all A, then each B."""
+    """Return the numbers of a product's matrices from ``place`` on, and all A, then each B."""
     numbers = [0] * NUM_NUMBERS
     numbers[0] = place
     present = [(index, one) for index, one in enumerate(slices) if one is not None]

@@ -1,4 +1,4 @@
-"""An adapter's matrices in memory."""
+"""Matrices of an adapter in memory."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ from millrace.schemas.errors import AdapterError, CheckpointError
 
 
 class LowRank(NamedTuple):
-    """What is added to one matrix of a checkpoint: ``b`` [num_outputs, rank], with the scale in it,
-    times ``a`` [rank, num_inputs]."""
+    """Low-rank update of one matrix of a checkpoint.
+
+    The update is ``b`` [num_outputs, rank], scale included, times ``a`` [rank, num_inputs].
+    """
 
     a: torch.Tensor
     b: torch.Tensor
 
 
 class LayerSlices(NamedTuple):
-    """What is added to each product of a layer, by the matrices that the product is made of:
-    queries, keys and values; the attention's output; gates and what they gate; the MLP's output.
-    None where the adapter has nothing."""
+    """Low-rank updates of each product of a layer, one per matrix of the product.
+
+    The products are queries, keys and values; the attention's output; gate and up; the MLP's
+    output. An entry is None where the adapter has no matrix.
+    """
 
     qkv: tuple[LowRank | None, LowRank | None, LowRank | None]
     output: tuple[LowRank | None]
@@ -41,9 +45,14 @@ class LayerSlices(NamedTuple):
 def read_adapter_weights(
     outline: AdapterOutline, config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE_MODEL
 ) -> list[LayerSlices]:
-    """All layers in ``dtype``, on the CPU; or of the whole model's ``config`` what a ``shard``
-    multiplies with: the layers of its stage, of ``b`` its outputs, or of ``a`` its inputs. Raises
-    AdapterError for a file that cannot be read, and for numbers that are not finite."""
+    """Read all layers of an adapter in ``dtype`` to the CPU.
+
+    With a ``shard`` of the whole model's ``config``, read only its share: the layers of its stage,
+    and its outputs of ``b`` or its inputs of ``a``.
+
+    Raises:
+        AdapterError: The file cannot be read, or a number is not finite.
+    """
     layers = stage_layers(config, shard)
     found: dict[tuple[int, str], LowRank] = {}
     parts = attention_slices(config, shard) | mlp_slices(config.intermediate_size, shard)
@@ -57,7 +66,7 @@ def read_adapter_weights(
             b = outline.tensors.load(matrix.b, b_shape, rows=part.rows)
             if part.columns is not None:
                 a = contiguous(a)
-            # Copies, so that the file may go.
+            # Copies, so that the file can be closed.
             low_rank = LowRank(
                 _finite(converted(a, dtype), matrix.a, outline),
                 _finite(converted(b, dtype, matrix.scale), matrix.b, outline),
@@ -86,13 +95,15 @@ def _finite(made: torch.Tensor | None, name: str, outline: AdapterOutline) -> to
     return made
 
 
-# torch shares what has 32,768 elements or more among threads.
+# torch splits operations on 32,768 elements or more among threads.
 _PIECE_ELEMENTS = 16_384
 
 
 def converted(tensor: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor | None:
-    """A copy of a contiguous ``tensor`` times ``scale``, rounded once; None if one of its numbers
-    is not finite."""
+    """Return a copy of a contiguous ``tensor`` times ``scale``, rounded once.
+
+    Returns None if a number is not finite.
+    """
     out = torch.empty(tensor.shape, dtype=dtype)
     for source, target in zip(_pieces(tensor), _pieces(out), strict=True):
         target.copy_(source if scale == 1.0 else source.float() * scale)
@@ -102,7 +113,7 @@ def converted(tensor: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> t
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of a view whose first dimension is the outermost in memory, too."""
+    """Return a contiguous copy of a view whose first dimension is also the outermost in memory."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype)
     rows = max(1, _PIECE_ELEMENTS // max(1, tensor[0].numel()))
     for source, target in zip(torch.split(tensor, rows), torch.split(out, rows), strict=True):

@@ -1,2 +1,4 @@
-"""Kernels: the operations of a decoder step that torch has no single fast call for, and their
-interface. Called by models and the engine's runners; imports nothing of the other two."""
+"""Kernels: operations of a decoder step for which torch has no single fast call.
+
+Models and the engine's runners call this package, which imports neither.
+"""

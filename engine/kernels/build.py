@@ -1,8 +1,8 @@
-"""Compiles the CPU kernels, once for a machine.
+"""Compiler of the CPU kernels, run once per machine.
 
     python -m millrace.engine.kernels.build
 
-does ahead of time what the first engine on a machine does otherwise.
+compiles them ahead of time. Otherwise the first engine on a machine does.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _log = logging.getLogger(__name__)
 
 
 class KernelBuildError(MillraceError, code="kernels_not_built"):
-    """The CPU kernels cannot be compiled here; the message says why."""
+    """Failure to compile the CPU kernels; the message has the reason."""
 
 
 def cpu_library() -> Path:
-    """The compiled kernels for this machine's CPU, compiled now unless they were before.
+    """Return the library of kernels for this machine's CPU, and compile it if it is missing.
 
     Needs a C++ compiler (``CXX``, else c++, g++ or clang++ on the PATH). Raises KernelBuildError.
     """
@@ -51,8 +51,10 @@ def cpu_library() -> Path:
 
 
 def products_library(*more_flags: str) -> Path:
-    """As ``cpu_library``, the products alone; ``more_flags`` of the compiler can take instructions
-    away that the CPU has."""
+    """Return the library of the products alone, like ``cpu_library``.
+
+    ``more_flags`` of the compiler can disable instructions that the CPU has.
+    """
     return _library(_PRODUCTS, (*_FLAGS, *more_flags))
 
 
@@ -68,8 +70,10 @@ def _library(unit: str, flags: tuple[str, ...]) -> Path:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """While other processes of this machine wait for the same library: compiling it takes half a
-    minute of a core, and workers that start together would each do so."""
+    """Lock a library against other processes of this machine.
+
+    Compiling takes half a minute of a core, and workers that start together would each compile.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with target.with_suffix(".lock").open("w") as lock:
@@ -98,7 +102,7 @@ def _cache_folder() -> Path:
 
 
 def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
-    """Of everything that the library depends on, so that another version never runs a stale one."""
+    """Hash everything that the library depends on, so that no version runs a stale library."""
     digest = hashlib.sha256()
     for file in sorted(_FOLDER.iterdir()):
         digest.update(file.read_bytes())
@@ -113,7 +117,7 @@ def _version(compiler: str) -> str:
 
 
 def _cpu_flags() -> str:
-    """The CPU's instruction sets, as flags of the compiler."""
+    """Return the CPU's instruction sets, as flags of the compiler."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -122,7 +126,7 @@ def _cpu_flags() -> str:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
-    """Compile beside the target and rename, so that a process never loads half a file."""
+    """Compile to a temporary file and rename it, so that a process never loads half a file."""
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
@@ -144,7 +148,7 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) 
 
 
 def main() -> int:
-    """Compile ahead of time; a machine without a compiler is told what it goes without."""
+    """Compile ahead of time, or report that the engine will use torch alone."""
     try:
         sys.stdout.write(f"CPU kernels: {cpu_library()}\n")
     except KernelBuildError as error:

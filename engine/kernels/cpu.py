@@ -1,4 +1,4 @@
-"""The compiled CPU kernels as functions of tensors."""
+"""Compiled CPU kernels as functions of tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SIGNATURES = {
 
 
 class Finish(IntEnum):
-    """What becomes of a product: it is written, added to what is there, or halved by SwiGLU."""
+    """Last step of a product: write it, add it to the output, or apply SwiGLU, which halves it."""
 
     WRITE = 0
     ADD = 1
@@ -48,7 +48,7 @@ class Finish(IntEnum):
 
 
 class DecoderShape(NamedTuple):
-    """``num_key_heads`` as the KV cache has them; ``epsilon`` of every RMSNorm."""
+    """Shape of a decoder; ``num_key_heads`` as in the KV cache, ``epsilon`` of every RMSNorm."""
 
     hidden_size: int
     intermediate_size: int
@@ -60,8 +60,11 @@ class DecoderShape(NamedTuple):
 
 
 class PagedCache(NamedTuple):
-    """Where one layer of a ``KVCache`` is, contiguous; ``is_int8``: its entries are int8 with
-    scales behind those of each block, else of the kernels' dtype."""
+    """Contiguous memory of one layer of a ``KVCache``.
+
+    With ``is_int8``, entries are int8, and each block is followed by its scales. Otherwise entries
+    have the kernels' dtype.
+    """
 
     address: int
     block_size: int
@@ -70,9 +73,12 @@ class PagedCache(NamedTuple):
 
 
 class StepAdapters(NamedTuple):
-    """LoRA adapters of a flat batch. ``addresses``: int64 [num_adapters], those of the layers of
-    each (see ``engine.adapters.packed``); ``of_rows``: int32 [num_tokens], the adapter of each
-    row, -1 for none; ``most_ranks``: the most that one of them has in a product."""
+    """LoRA adapters of a flat batch.
+
+    ``addresses`` is int64 [num_adapters], the address of each adapter's layers (see
+    ``engine.adapters.packed``). ``of_rows`` is int32 [num_tokens], each row's adapter, or -1 for
+    none. ``most_ranks`` is the largest number of ranks of an adapter in a product.
+    """
 
     addresses: torch.Tensor
     of_rows: torch.Tensor
@@ -80,15 +86,17 @@ class StepAdapters(NamedTuple):
 
 
 class StepFeatures(NamedTuple):
-    """Where a step leaves what comes into some of its layers: ``out`` [num_tokens, num_layers,
-    hidden_size], one of each of ``layers``, int64."""
+    """Output for a step's features: the inputs of some of its layers.
+
+    ``out`` is [num_tokens, num_layers, hidden_size], one for each of ``layers``, int64.
+    """
 
     layers: torch.Tensor
     out: torch.Tensor
 
 
 class CpuProducts:
-    """Products with packed weights, of bfloat16 rows. All tensors are contiguous and on the CPU."""
+    """Products of bfloat16 rows with packed weights. All tensors are contiguous and on the CPU."""
 
     def __init__(self, library: Path) -> None:
         self._multiply = _functions(library, "millrace_multiply").millrace_multiply
@@ -96,10 +104,10 @@ class CpuProducts:
     def multiply(
         self, rows: torch.Tensor, weight: PackedWeight, out: torch.Tensor, finish: Finish
     ) -> None:
-        """The product of ``rows`` [num_rows, num_inputs] with a weight, into ``out``.
+        """Multiply ``rows`` [num_rows, num_inputs] with a weight, into ``out``.
 
-        ``out``: [num_rows, num_outputs], half as wide where SwiGLU is applied. A row's result is
-        the same, bit for bit, whatever the other rows are.
+        ``out`` is [num_rows, num_outputs], or half as wide with SwiGLU. The product is
+        batch-invariant: a row's result has the same bits for any other rows.
         """
         self._multiply(
             rows.data_ptr(),
@@ -110,9 +118,9 @@ class CpuProducts:
 
 
 class CpuKernels(CpuProducts):
-    """All tensors are contiguous, on the CPU and of ``dtype`` unless said otherwise.
+    """Compiled kernels. All tensors are contiguous, on the CPU and of ``dtype`` unless noted.
 
-    ``has_products``: whether ``dtype`` is that of ``multiply`` and ``decoder_step``, bfloat16.
+    ``has_products`` is True if ``dtype`` is bfloat16, as ``multiply`` and ``decoder_step`` need.
     """
 
     def __init__(self, library: Path, dtype: torch.dtype) -> None:
@@ -128,7 +136,7 @@ class CpuKernels(CpuProducts):
         self._type = _TYPES[dtype]
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        """``rows`` [num_rows, width] over their root mean square, times ``weight`` [width]."""
+        """Divide ``rows`` [num_rows, width] by their root mean square, times ``weight`` [width]."""
         out = torch.empty_like(rows)
         self._rms_norm(
             self._type,
@@ -140,15 +148,18 @@ class CpuKernels(CpuProducts):
         return out
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of ``gate_up`` [num_rows, 2 * width], the gates first."""
+        """Compute silu(gate) * up of ``gate_up`` [num_rows, 2 * width], the gates first."""
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(num_rows, width)
         self._swiglu(self._type, gate_up.data_ptr(), out.data_ptr(), num_rows, width)
         return out
 
     def likeliest(self, logits: torch.Tensor) -> list[int]:
-        """The first of the largest of each row of ``logits`` [num_rows, vocab_size]; -1 for a row
-        with NaN, and one whose largest is infinite."""
+        """Return the token of the largest logit of each row of ``logits`` [num_rows, vocab_size].
+
+        Of equal logits the first token wins. The result is -1 for a row with NaN, and for a row
+        whose largest logit is infinite.
+        """
         num_rows = len(logits)
         tokens = array("q", bytes(8 * num_rows))
         self._likeliest(self._type, logits.data_ptr(), *logits.shape, tokens.buffer_info()[0])
@@ -164,11 +175,16 @@ class CpuKernels(CpuProducts):
         cache: PagedCache,
         slots: torch.Tensor,
     ) -> None:
-        """Normalise (with ``norms``) and rotate query and key heads in place, and write keys and
-        values to their slots of the cache.
+        """Normalise (with ``norms``) and rotate heads in place, and store keys and values.
 
-        ``heads``: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; ``cosines``, ``sines``:
-        float32 [num_tokens, head_dim / 2]; ``slots``: int64 [num_tokens].
+        Args:
+            heads: [num_tokens, num_heads + 2 * num_kv_heads, head_dim].
+            cosines: float32 [num_tokens, head_dim / 2].
+            sines: float32 [num_tokens, head_dim / 2].
+            norms: Weights of the norms of query and key heads, or None.
+            epsilon: Epsilon of the norms.
+            cache: The layer's cache, written at the slots.
+            slots: int64 [num_tokens].
         """
         num_keys = cache.num_key_heads
         query_norm, key_norm = (0, 0) if norms is None else (t.data_ptr() for t in norms)
@@ -195,12 +211,17 @@ class CpuKernels(CpuProducts):
         *,
         window: int | None,
     ) -> None:
-        """Attention of the first ``len(lengths)`` rows of ``heads`` into the first of ``out``.
+        """Compute attention of the first ``len(lengths)`` rows of ``heads`` into ``out``.
 
-        ``heads`` and ``cache`` as for ``rotate_store``; ``tables``: int32, the block tables one
-        behind the other, that of a row from ``starts`` (int64 [num_rows]) on; ``lengths``: int32
-        [num_rows], the tokens there are, the row's own the last; ``out``: [num_tokens, num_heads,
-        head_dim].
+        Args:
+            heads: As for ``rotate_store``.
+            cache: As for ``rotate_store``.
+            tables: int32, the rows' block tables one after another.
+            starts: int64 [num_rows], the start of each row's table in ``tables``.
+            lengths: int32 [num_rows], the number of tokens including the row's own, which is the
+            last.
+            out: [num_tokens, num_heads, head_dim]; its first rows are written.
+            window: Number of tokens that a row sees, or None for all.
         """
         num_rows, (num_queries, head_dim) = len(lengths), out.shape[1:]
         self._decode_attention(
@@ -232,16 +253,29 @@ class CpuKernels(CpuProducts):
         inputs: torch.Tensor | None = None,
         ranks: SharedRanks | None = None,
     ) -> None:
-        """All layers for a flat batch; ``hidden`` [num_tokens, hidden_size] is replaced.
+        """Compute all layers for a flat batch; replaces ``hidden`` [num_tokens, hidden_size].
 
-        ``layers``: int64 [num_layers, 10], addresses in the order of ``Layer`` in decoder_step.h
-        (0 for what a layer has not), then its window or 0. ``rotation`` and ``slots`` as for
-        ``rotate_store``; ``tables``: the tables, starts and lengths of ``decode_attention`` for
-        all sequences, those of one new token first, by rising length; ``chunk_ends``: int64, the
-        row behind each of the others; ``has_int8_cache``: see ``PagedCache``. ``inputs``
-        [num_tokens, any] are what the attention of the first layer takes in place of the norm of
-        ``hidden``. Of ``ranks`` all compute the same rows at the same time. Raises ValueError for
-        what is not computed.
+        Args:
+            layers: int64 [num_layers, 10], addresses in the order of ``Layer`` in decoder_step.h (0
+            for
+                missing weights), then the layer's window or 0.
+            shape: Shape of the decoder.
+            hidden: [num_tokens, hidden_size].
+            rotation: Cosines and sines, as for ``rotate_store``.
+            slots: As for ``rotate_store``.
+            tables: Tables, starts and lengths of ``decode_attention`` for all sequences. Sequences
+            with
+                one new token come first, by rising length.
+            chunk_ends: int64, for each other sequence the row after its last.
+            has_int8_cache: See ``PagedCache``.
+            adapters: Adapters of the rows, or None.
+            features: Output for the inputs of some layers, or None.
+            inputs: [num_tokens, any], inputs of the first layer's attention in place of the norm of
+                ``hidden``, or None.
+            ranks: Ranks that all compute the same rows at the same time, or None.
+
+        Raises:
+            ValueError: The kernels do not support this shape.
         """
         failed = self._decoder_step(
             layers.data_ptr(),
@@ -274,9 +308,9 @@ def _feature_arguments(features: StepFeatures) -> tuple[int, int, int]:
 
 
 def _functions(library: Path, *names: str) -> ctypes.CDLL:
-    """The library, of which these functions may be called."""
-    # After torch, whose OpenMP runtime the library then shares: two of them would fight for the
-    # cores.
+    """Load the library and declare these functions."""
+    # Loaded after torch, so that the library shares torch's OpenMP runtime: two runtimes would
+    # compete for the cores.
     loaded = ctypes.CDLL(str(library))
     for name in names:
         getattr(loaded, name).argtypes = _SIGNATURES[name]

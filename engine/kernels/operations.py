@@ -1,4 +1,4 @@
-"""What a decoder needs of kernels: matrix products, and the operations between them."""
+"""Interface of kernels to a decoder: matrix products and the operations between them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 
 BatchT_contra = TypeVar("BatchT_contra", bound="TokenBatch", contravariant=True)
 MetadataT = TypeVar("MetadataT")
-# silu(gate) * up: [num_rows, width] of [num_rows, 2 * width], the gates first.
+# Computes silu(gate) * up: [num_rows, width] of [num_rows, 2 * width], the gates first.
 SwiGLU = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenBatch(Protocol):
-    """What a decoder itself reads of a step's input: ``token_ids`` and ``positions``, int64
-    [num_tokens]."""
+    """Input of a step for a decoder: ``token_ids`` and ``positions``, int64 [num_tokens]."""
 
     @property
     def token_ids(self) -> torch.Tensor: ...
@@ -27,15 +26,17 @@ class TokenBatch(Protocol):
 
 
 class WeightSize(NamedTuple):
-    """Of weights: how many there are, and how many bytes a product reads of them, scales included;
-    biases are not counted."""
+    """Size of weights: their number, and the bytes that a product reads, including scales.
+
+    Biases are not counted.
+    """
 
     num_weights: int
     num_bytes: int
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> WeightSize:
-        """Of a wide weight."""
+        """Return the size of a wide weight."""
         return cls(weight.numel(), weight.numel() * weight.element_size())
 
     def plus(self, other: WeightSize) -> WeightSize:
@@ -43,47 +44,50 @@ class WeightSize(NamedTuple):
 
 
 def total_size(sizes: Iterable[WeightSize]) -> WeightSize:
-    """That of all together."""
+    """Return the sum of sizes."""
     return reduce(WeightSize.plus, sizes, WeightSize(0, 0))
 
 
 class Linear(ABC):
-    """A matrix product of rows."""
+    """Linear map of rows."""
 
     size: WeightSize
 
     @abstractmethod
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+        """Multiply [num_rows, num_inputs] to [num_rows, num_outputs]."""
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
+        """Return ``total`` [num_rows, num_outputs] plus the product; may overwrite ``total``."""
         return total.add_(self(rows))
 
     def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the product."""
+        """Return ``swiglu`` of the product."""
         return swiglu(self(rows))
 
 
 class Collectives(Protocol):
-    """What the ranks of a group exchange numbers by. All of them make the same calls in the same
-    order."""
+    """Collectives of a group of ranks, which all make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
 
     def all_reduce(self, rows: torch.Tensor) -> None:
         """Replace contiguous ``rows`` by their sum over the ranks: the same bits on every rank.
-        Sums are in float32 and rounded once."""
+
+        Sums are in float32 and rounded once.
+        """
 
 
 class Rotation(NamedTuple):
-    """RoPE of each token: float32 [num_tokens, head_dim / 2]; element i of a head pairs with
-    i + head_dim / 2."""
+    """Rotation (RoPE) of each token: float32 [num_tokens, head_dim / 2].
+
+    Element i of a head pairs with element i + head_dim / 2.
+    """
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -97,29 +101,31 @@ class HeadNorms(NamedTuple):
 
 
 class Operations(Protocol[BatchT_contra, MetadataT]):
-    """What a decoder needs besides matrix products; the place where kernels come in."""
+    """Operations of a decoder besides matrix products; implementations call the kernels."""
 
     def prepare(self, batch: BatchT_contra, rotation: Rotation) -> MetadataT:
-        """Everything about a step that is the same in all layers."""
+        """Compute the parts of a step that are the same in all layers."""
 
     def rms_norm(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``rows`` [num_rows, width] over their root mean square, times ``weight`` [width]."""
+        """Divide ``rows`` [num_rows, width] by their root mean square, times ``weight`` [width]."""
 
     def add_norm(
         self, total: torch.Tensor, rows: torch.Tensor, linear: Linear, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``total`` and the product of ``rows``, and the RMSNorm of that by ``weight``; ``total``
-        may be overwritten."""
+        """Return ``total`` plus the product of ``rows``, and the RMSNorm of that by ``weight``.
+
+        May overwrite ``total``.
+        """
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up: [num_rows, width] of [num_rows, 2 * width], the gates first."""
+        """Compute silu(gate) * up: [num_rows, width] of [num_rows, 2 * width], the gates first."""
 
     def attend(
         self, layer: int, heads: torch.Tensor, norms: HeadNorms | None, metadata: MetadataT
     ) -> torch.Tensor:
-        """Norm query and key heads, rotate them, store keys and values in the KV cache, and attend
-        causally over all of them, or over the last of them in a layer with a sliding window.
+        """Norm and rotate query and key heads, store keys and values, and attend causally.
 
-        ``heads``: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, queries first,
-        then keys, then values; may be overwritten. Returns [num_tokens, num_heads * head_dim].
+        A layer with a sliding window attends to the last tokens only. ``heads`` is contiguous
+        [num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries first, then keys, then values;
+        it may be overwritten. Returns [num_tokens, num_heads * head_dim].
         """

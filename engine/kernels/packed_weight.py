@@ -1,4 +1,4 @@
-"""Weights laid out as the compiled products read them."""
+"""Weights in the layout of the compiled products."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INPUT_MULTIPLE = 8
 
 
 class Format(IntEnum):
-    """See weights.h."""
+    """Format of weights, see weights.h."""
 
     BFLOAT16 = 0
     INT8 = 1
@@ -27,7 +27,7 @@ class Format(IntEnum):
 
 
 class RowCodes(IntEnum):
-    """What becomes of a row before it is multiplied, ``Activation`` in weights.h."""
+    """Rounding of a row before a product, ``Activation`` in weights.h."""
 
     NONE = 0
     INT8 = 1
@@ -48,7 +48,7 @@ class _Weight(ctypes.Structure):
 
 
 class Panels(NamedTuple):
-    """The tensors that ``Weight`` of weights.h points to."""
+    """Tensors to which ``Weight`` of weights.h points."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None = None
@@ -58,11 +58,13 @@ class Panels(NamedTuple):
 
 
 class PackedWeight:
-    """A weight [num_outputs, num_inputs] that ``CpuKernels`` multiply with.
+    """Weight [num_outputs, num_inputs] for the products of ``CpuKernels``.
 
-    ``group_inputs`` share a scale. Owns ``panels``; ``address`` is that of a ``Weight``, which
-    lives as long. Raises ValueError for inputs that are no multiple of 8, of which a product would
-    read more than there are.
+    ``group_inputs`` inputs share a scale. Owns ``panels``. ``address`` is the address of a
+    ``Weight``, valid while this object lives.
+
+    Raises:
+        ValueError: The inputs are no multiple of 8; a product would read past their end.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class PackedWeight:
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
-    """A bfloat16 ``weight`` [num_outputs, num_inputs] and its ``bias`` [num_outputs]."""
+    """Pack a bfloat16 ``weight`` [num_outputs, num_inputs] and its ``bias`` [num_outputs]."""
     num_outputs, num_inputs = weight.shape
     if num_inputs % INPUT_MULTIPLE:
         raise ValueError(f"{num_inputs} inputs are no multiple of {INPUT_MULTIPLE}")
@@ -104,8 +106,10 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight
 
 
 def in_panels(values: torch.Tensor, width: int) -> torch.Tensor:
-    """[num_outputs, num_inputs] as [num_panels, num_inputs / width, 16, width], the outputs filled
-    up with zeros to a multiple of 32."""
+    """Pack [num_outputs, num_inputs] as [num_panels, num_inputs / width, 16, width].
+
+    Outputs are padded with zeros to a multiple of 32.
+    """
     num_outputs, num_inputs = values.shape
     filled = F.pad(values, (0, 0, 0, -num_outputs % (2 * PANEL_OUTPUTS)))
     panels = filled.view(-1, PANEL_OUTPUTS, num_inputs // width, width)

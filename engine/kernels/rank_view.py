@@ -1,5 +1,7 @@
-"""What the compiled kernels share with ranks and links, see native/ranks.h, and the functions that
-work on it. Without torch: a process learns from it what to load before that is imported."""
+"""Memory that the compiled kernels share with ranks and links, see native/ranks.h, without torch.
+
+A process learns from it what to load before it imports torch.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ import mmap
 from pathlib import Path
 
 MAX_RANKS = 16
-# What RankHeader of ranks.h takes, in whole pages.
+# Size of RankHeader of ranks.h, in whole pages.
 HEADER_BYTES = mmap.PAGESIZE
-# See ``failure`` in ranks.h.
+# Parts of ``failure`` in ranks.h.
 TIMED_OUT, RANK_SHIFT, REASON = 2, 8, 0xFF
 _SIGNATURES = {
     "millrace_ranks_all_reduce": (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64),
@@ -27,11 +29,11 @@ _SIGNATURES = {
 
 
 class RanksFailedError(Exception):
-    """The group can compute nothing any more; the message says why."""
+    """Failure of the group, which cannot compute any more; the message has the reason."""
 
 
 class RankView(ctypes.Structure):
-    """``Ranks`` of ranks.h."""
+    """View of a group: ``Ranks`` of ranks.h."""
 
     _fields_ = (
         ("header", ctypes.c_void_p),
@@ -47,7 +49,7 @@ class RankView(ctypes.Structure):
 
 
 def rank_functions(library: Path) -> ctypes.CDLL:
-    """The functions of ranks.h."""
+    """Load the functions of ranks.h."""
     loaded = ctypes.CDLL(str(library))
     for name, argument_types in _SIGNATURES.items():
         getattr(loaded, name).argtypes = argument_types

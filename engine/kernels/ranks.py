@@ -1,4 +1,4 @@
-"""What ranks of a group exchange numbers through: memory of one machine, see native/ranks.h."""
+"""Exchange of numbers between ranks of a group through shared memory, see native/ranks.h."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class RankShape:
-    """How large the parts of a group's memory are: ``message_bytes`` for what rank 0 says, and
-    buffers of ``buffer_bytes`` for each of ``size`` ranks, two each. Pages that nobody writes to
-    take no memory."""
+    """Shape of a group's memory.
+
+    It has ``message_bytes`` for rank 0's messages, and two buffers of ``buffer_bytes`` for each of
+    ``size`` ranks. Pages that are never written take no memory.
+    """
 
     def __init__(self, size: int, message_bytes: int, buffer_bytes: int) -> None:
         if not 1 <= size <= MAX_RANKS:
@@ -43,16 +45,17 @@ class RankShape:
 
 
 def rank_memory(shape: RankShape) -> int:
-    """A new unnamed file for a group of this shape, which is gone with the last process that has
-    it open or mapped. The caller closes it."""
+    """Create an unnamed file for a group; the caller closes it.
+
+    The file disappears with the last process that has it open or mapped.
+    """
     fd = os.memfd_create("millrace-ranks", os.MFD_CLOEXEC)
     os.ftruncate(fd, shape.size_bytes)
     return fd
 
 
 class RankTraffic(NamedTuple):
-    """How often a rank met the others, with how many bytes (all counted as float32), and for how
-    long it waited for them."""
+    """Traffic of a rank: number of exchanges, bytes (all counted as float32), and waiting time."""
 
     num_exchanges: int
     num_bytes: int
@@ -60,11 +63,11 @@ class RankTraffic(NamedTuple):
 
 
 class SharedRanks:
-    """One rank's view of its group: the sums of all, and messages of rank 0 to the others.
+    """View of a group by one rank: sums over all ranks, and messages of rank 0 to the others.
 
-    A rank that waits for the others for longer than ``timeout_s``, or any ``abort``, ends the
-    group: whoever waits or comes then gets RanksFailedError. For one thread at a time, but for
-    ``abort``.
+    A wait for other ranks beyond ``timeout_s``, or any ``abort``, ends the group. Waits and later
+    calls then raise RanksFailedError. Use from one thread at a time; ``abort`` may be called from
+    any.
     """
 
     def __init__(
@@ -96,25 +99,27 @@ class SharedRanks:
 
     @property
     def address(self) -> int:
-        """Of ``Ranks``, for ``CpuKernels.decoder_step``; valid as long as this."""
+        """Address of ``Ranks`` for ``CpuKernels.decoder_step``, valid while this object lives."""
         return ctypes.addressof(self._view)
 
     @property
     def traffic(self) -> RankTraffic:
-        """Of this rank since it was made."""
+        """Traffic of this rank since it was created."""
         view = self._view
         return RankTraffic(view.exchange, _FLOAT_BYTES * view.brought, view.waited_ns / 1e9)
 
     def all_reduce(self, rows: torch.Tensor) -> None:
-        """Replace contiguous rows by their sum over the ranks: the same bits on every rank. Sums
-        are in float32, in the order of the ranks, and rounded once."""
+        """Replace contiguous rows by their sum over the ranks: the same bits on every rank.
+
+        Sums are in float32, in the order of the ranks, and rounded once.
+        """
         failure = self._library.millrace_ranks_all_reduce(
             self.address, _TYPES[rows.dtype], rows.data_ptr(), rows.numel()
         )
         self._raise_if(failure)
 
     def gather(self, columns: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
-        """All ranks' contiguous ``columns`` [num_rows, widths[rank]] side by side, on rank 0."""
+        """Join all ranks' contiguous ``columns`` [num_rows, widths[rank]] on rank 0."""
         most = self._shape.buffer_bytes // (max(widths) * columns.element_size())
         pieces = [
             self._gather(columns[begin : begin + most], widths)
@@ -137,8 +142,10 @@ class SharedRanks:
         return torch.cat(parts, 1)
 
     def post(self, *parts: bytes | memoryview) -> None:
-        """Say something to all other ranks, which have heard what was said before: by rank 0.
-        Raises ValueError for more than the memory was made for."""
+        """Send a message from rank 0 to all other ranks, which have received the previous one.
+
+        Raises ValueError if it exceeds the memory.
+        """
         at = HEADER_BYTES
         if sum(map(len, parts)) > self._shape.message_bytes:
             raise ValueError(f"a message of {sum(map(len, parts))} bytes is too long for a group")
@@ -149,14 +156,16 @@ class SharedRanks:
         self._library.millrace_ranks_post(self.address, self._num_posted)
 
     def receive(self) -> memoryview:
-        """What rank 0 says next, with whatever was there behind it; valid until the rank meets the
-        others."""
+        """Wait for rank 0's next message; older data may follow it.
+
+        It is valid until the rank meets the others.
+        """
         self._num_posted += 1
         self._raise_if(self._library.millrace_ranks_await(self.address, self._num_posted))
         return self._bytes[HEADER_BYTES : HEADER_BYTES + self._shape.message_bytes]
 
     def abort(self, why: str) -> None:
-        """End the group, and say so where it is asked for; for any thread."""
+        """End the group with a reason; may be called from any thread."""
         self._why = why
         self._library.millrace_ranks_abort(self.address)
 
@@ -173,7 +182,7 @@ class SharedRanks:
             raise RanksFailedError(self._why)
 
     def _word(self, index: int) -> int:
-        """The value of a ``RankWord`` of ranks.h."""
+        """Return the value of a ``RankWord`` of ranks.h."""
         return int.from_bytes(self._bytes[_WORD_BYTES * index : _WORD_BYTES * index + 4], "little")
 
     def _buffer(

@@ -1,4 +1,4 @@
-"""Messages from one stage of a pipeline to another, through memory of one machine."""
+"""Link of messages from one stage of a pipeline to another, through shared memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from millrace.engine.kernels.rank_view import (
     rank_functions,
 )
 
-# How long a part is stands before it, in a cache line of its own, so that parts are aligned.
+# A part's length precedes it in a cache line of its own, so that parts are aligned.
 _LENGTH = struct.Struct("<Q")
 _ALIGNED_BYTES = 64
 
 
 class LinkShape(NamedTuple):
-    """Of a link: who writes each message together, each a part of at most ``part_bytes``, and who
-    reads it; the message of number n is in slot n % ``num_slots``. Pages that nobody writes to take
-    no memory."""
+    """Shape of a link.
+
+    ``num_writers`` write each message together, in parts of at most ``part_bytes``; ``num_readers``
+    read it. Message n is in slot n % ``num_slots``. Pages that are never written take no memory.
+    """
 
     num_writers: int
     num_readers: int
@@ -40,13 +42,16 @@ class LinkShape(NamedTuple):
 
     @property
     def place_bytes(self) -> int:
-        """What a part takes, with its length."""
+        """Bytes of a part with its length."""
         return _ALIGNED_BYTES * (1 - -self.part_bytes // _ALIGNED_BYTES)
 
 
 def link_memory(shape: LinkShape) -> int:
-    """A new unnamed file for a link, which is gone with the last process that has it open or
-    mapped. The caller closes it. Raises ValueError for too many that write and read."""
+    """Create an unnamed file for a link; the caller closes it.
+
+    The file disappears with the last process that has it open or mapped. Raises ValueError for too
+    many writers and readers.
+    """
     if shape.num_writers + shape.num_readers > MAX_RANKS:
         raise ValueError(
             f"a link is between {MAX_RANKS} processes at most, not "
@@ -58,12 +63,11 @@ def link_memory(shape: LinkShape) -> int:
 
 
 class StageLink:
-    """One end of a link: the writer or reader of number ``index``.
+    """End of a link: its writer or reader number ``index``.
 
-    Messages are numbered from 0 on, and neither end goes on to the next number before it is done
-    with one. A wait for longer than ``timeout_s`` where one is bounded, or any ``abort``, ends the
-    link: whoever waits or comes then gets RanksFailedError. For one thread at a time, but for
-    ``abort``.
+    Messages are numbered from 0 on, and an end finishes a message before it begins the next one. A
+    bounded wait beyond ``timeout_s``, or any ``abort``, ends the link. Waits and later calls then
+    raise RanksFailedError. Use from one thread at a time; ``abort`` may be called from any.
     """
 
     def __init__(
@@ -82,12 +86,14 @@ class StageLink:
 
     @property
     def part_bytes(self) -> int:
-        """The most that a part may have."""
+        """Most bytes of a part."""
         return self._shape.part_bytes
 
     def write(self, number: int, *parts: bytes | memoryview) -> None:
-        """This writer's part of a message; waits until its slot is free. Raises ValueError for more
-        than there is room for."""
+        """Write this writer's part of a message, after a wait for a free slot.
+
+        Raises ValueError if it exceeds a slot.
+        """
         shape = self._shape
         size = sum(map(len, parts))
         if size > shape.part_bytes:
@@ -103,24 +109,24 @@ class StageLink:
         self._library.millrace_ranks_set_word(self._address, self._index, number + 1)
 
     def wait_written(self, number: int, *, bound: bool) -> None:
-        """Until all writers have written a message; ``bound``: not for longer than the time."""
+        """Wait until all writers have written a message; ``bound`` applies the timeout."""
         for writer in range(self._shape.num_writers):
             self._await(writer, number + 1, bound=bound)
 
     def part(self, number: int, writer: int = 0) -> memoryview:
-        """What one wrote; valid until it is ``done``."""
+        """Return a writer's part of a message, valid until ``done``."""
         begin = self._begin(number, writer)
         (size,) = _LENGTH.unpack_from(self._bytes, begin)
         begin += _ALIGNED_BYTES
         return self._bytes[begin : begin + size]
 
     def done(self, number: int) -> None:
-        """This reader needs a message no more."""
+        """Release a message for this reader."""
         index = self._shape.num_writers + self._index
         self._library.millrace_ranks_set_word(self._address, index, number + 1)
 
     def abort(self, why: str) -> None:
-        """End the link, and say so where it is asked for; for any thread."""
+        """End the link with a reason; may be called from any thread."""
         self._why = why
         self._library.millrace_ranks_abort(self._address)
 

@@ -1,2 +1,4 @@
-"""Model code: one configurable decoder and what loads its weights. Called by the engine's runners;
-imports kernels and the registry's checkpoints."""
+"""Model code: one configurable decoder and the loader of its weights.
+
+The engine's runners call this package; it imports kernels and the registry's checkpoints.
+"""

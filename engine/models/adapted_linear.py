@@ -1,4 +1,4 @@
-"""Linear layers of a device to whose products adapters add something."""
+"""Linear layers of a device with products of adapters added."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from millrace.engine.models.decoder import DecoderWeights, LayerWeights
 from millrace.engine.models.linears import ReducedLinear
 from millrace.engine.models.mlp import GatedMLP
 
-# Adds to rows of a product, the second, what adapters make of the rows that were multiplied.
+# Adds the adapters' products of the first argument's rows to the second argument's rows.
 AddAdapters = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class AdaptedLinear(Linear):
-    """``linear``, and what ``add`` adds. Rows without an adapter are as ``linear`` leaves them."""
+    """Sum of ``linear`` and the adapters' product; rows without an adapter get ``linear`` alone."""
 
     def __init__(self, linear: Linear, add: AddAdapters) -> None:
         self.size = linear.size
@@ -25,13 +25,13 @@ class AdaptedLinear(Linear):
         self._add = add
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+        """Multiply [num_rows, num_inputs] to [num_rows, num_outputs]."""
         out = self._linear(rows)
         self._add(rows, out)
         return out
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
+        """Return ``total`` [num_rows, num_outputs] plus the product; may overwrite ``total``."""
         total = self._linear.plus(total, rows)
         self._add(rows, total)
         return total
@@ -40,8 +40,10 @@ class AdaptedLinear(Linear):
 def adapted_weights(
     weights: DecoderWeights, adder: Callable[[int, Product], AddAdapters]
 ) -> DecoderWeights:
-    """The same weights, with what ``adder`` gives for each layer and product; of sums over ranks
-    with this rank's part of it. Experts have none."""
+    """Return the weights with the function of ``adder`` for each layer and product.
+
+    In a sum over ranks, adapters are added to this rank's part. Experts have no adapters.
+    """
 
     def adapted(layer: int, product: Product, linear: Linear) -> AdaptedLinear | ReducedLinear:
         if isinstance(linear, ReducedLinear):

@@ -1,4 +1,4 @@
-"""One configurable decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU or experts."""
+"""Configurable decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU or experts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from millrace.registry.checkpoints.shard import WHOLE_MODEL, Shard, vocabulary_r
 
 
 class LayerWeights(NamedTuple):
-    """One layer. ``qkv`` yields query heads, key heads, value heads."""
+    """Weights of a layer; ``qkv`` yields query heads, key heads and value heads."""
 
     attention_norm: torch.Tensor
     qkv: Linear
@@ -54,14 +54,17 @@ class LayerWeights(NamedTuple):
 
 
 class DecoderWeights(NamedTuple):
-    """``embedding``: [vocab_size, hidden_size]; ``head`` yields logits, there is none in a
-    checkpoint that is for embeddings or labels only. ``classifier``: [num_labels, hidden_size] in
-    float32, where there is one. A rank of several has the embeddings and the logits of its
-    ``vocabulary_range`` only, and its own heads and slices of the rest; norms, routers and the
-    classifier are on every rank. A stage has its layers; only the first one has embeddings, others
-    have [0, hidden_size] of the same dtype and device; only the last one has a ``head``
-    and the ``final_norm``, of which others have [0]; the first and the last have a
-    ``classifier``."""
+    """Weights of a decoder.
+
+    ``embedding`` is [vocab_size, hidden_size]. ``head`` yields logits, and is None in a checkpoint
+    for embeddings or labels only. ``classifier`` is [num_labels, hidden_size] in float32, or None.
+
+    One of several ranks has the embeddings and logits of its ``vocabulary_range``, and its own
+    heads and slices of the other weights. Norms, routers and the classifier are on every rank. A
+    pipeline stage has its layers. Only the first stage has embeddings; others have [0, hidden_size]
+    of the same dtype and device. Only the last stage has ``head`` and ``final_norm``, which is [0]
+    on others. The first and the last stage have ``classifier``.
+    """
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
@@ -75,19 +78,19 @@ class DecoderWeights(NamedTuple):
 
     @property
     def size(self) -> WeightSize:
-        """Of what a step may multiply with: layers and head."""
+        """Size of the weights that a step may multiply with: layers and head."""
         layers = total_size(layer.size for layer in self.layers)
         return layers if self.head is None else layers.plus(self.head.size)
 
 
 class Decoder(Generic[BatchT_contra, MetadataT]):
-    """Runs flat batches; its only state between them is the KV cache of ``operations``.
+    """Decoder of flat batches; its only state between them is the KV cache of ``operations``.
 
-    One rank of several runs what ``shard_config`` says, with the rank's ``weights``, beside all
-    others of ``collectives``: each runs the same batches, and has the same hidden states. A stage
-    runs its layers: the first one by ``forward``, each other by ``forward_hidden`` of what came out
-    of the one before it; ``normed`` and ``logits`` are the last one's, and ``labels`` also the
-    first one's.
+    One of several ranks runs its share, by ``shard_config``, with its own ``weights``. All ranks of
+    ``collectives`` run the same batches at the same time and have the same hidden states. A
+    pipeline stage runs its layers: the first stage by ``forward``, later ones by ``forward_hidden``
+    of the previous stage's output. Only the last stage calls ``normed`` and ``logits``; ``labels``
+    is called by the first or the last.
     """
 
     def __init__(
@@ -112,17 +115,19 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
 
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocab_size, hidden_size], or of a rank those of its tokens; of a later stage none."""
+        """Embedding: [vocab_size, hidden_size], a rank's part, or no rows on later stages."""
         return self._weights.embedding
 
     @property
     def weight_size(self) -> WeightSize:
-        """Of layers and head."""
+        """Size of the weights of layers and head."""
         return self._weights.size
 
     def expert_choices(self) -> tuple[int, ...]:
-        """How often each expert was chosen for a row since the start, over the layers that are
-        here; empty where nobody counts, as without experts or where they are stacked."""
+        """Return how often each expert was chosen for a row since the start, over these layers.
+
+        Empty if there are no counts: without experts, or with stacked ones.
+        """
         mixtures = [
             layer.mlp.mixture if isinstance(layer.mlp, ReducedExperts) else layer.mlp
             for layer in self._weights.layers
@@ -135,15 +140,20 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return tuple(np.sum(loads, axis=0).tolist()) if loads else ()
 
     def forward(self, batch: BatchT_contra, adapters: RowAdapters | None = None) -> torch.Tensor:
-        """The hidden states of the batch: [num_tokens, hidden_size] in the weights' dtype. Rows of
-        ``adapters``, as ``adapter`` made them, are those of their fine-tuned models."""
+        """Compute the hidden states of a batch: [num_tokens, hidden_size] in the weights' dtype.
+
+        Rows with one of ``adapters``, made by ``adapter``, are computed by its fine-tuned model.
+        """
         return self.forward_hidden(batch, self._embedded(batch.token_ids), adapters)
 
     def forward_hidden(
         self, batch: BatchT_contra, hidden: torch.Tensor, adapters: RowAdapters | None = None
     ) -> torch.Tensor:
-        """What the layers make of ``hidden``, a contiguous [num_tokens, hidden_size] in the
-        weights' dtype, which may be overwritten; of the batch its token ids are not read."""
+        """Apply the layers to ``hidden``, which may be overwritten.
+
+        ``hidden`` is a contiguous [num_tokens, hidden_size] in the weights' dtype. The batch's
+        token ids are not read.
+        """
         weights, operations = self._weights, self._operations
         metadata = operations.prepare(batch, self._rope.rotation(batch.positions))
         if adapters is not None:
@@ -162,7 +172,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return hidden
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] of ``token_ids`` int64 [num_tokens]."""
+        """Look up ``token_ids`` int64 [num_tokens]: [num_tokens, hidden_size]."""
         embedding = self._weights.embedding
         if self._collectives is None:
             return embedding.index_select(0, token_ids)
@@ -176,7 +186,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
     def _forward_adapted(
         self, hidden: torch.Tensor, products: AdaptedProducts, metadata: MetadataT
     ) -> torch.Tensor:
-        """The same for a batch of which some rows have adapters."""
+        """Apply the layers to a batch in which some rows have adapters."""
         operations = self._operations
         for index, layer in enumerate(self._weights.layers):
             normed = operations.rms_norm(hidden, layer.attention_norm)
@@ -193,7 +203,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return hidden
 
     def adapter(self, layers: list[LayerSlices]) -> AdapterWeights:
-        """An adapter as ``forward`` takes it, of its layers in this dtype on the CPU."""
+        """Convert an adapter's layers, in this dtype on the CPU, for ``forward``."""
         return PlainAdapter(layers)
 
     def _feed_forward(
@@ -203,7 +213,7 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         mlp: MLP,
         following: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states behind ``mlp``, and their norm by the ``following`` layer's weight."""
+        """Return the hidden states after ``mlp``, and their norm by the ``following`` weight."""
         operations = self._operations
         if isinstance(mlp, GatedMLP):
             gated = mlp.gate_up.gated(normed, operations.swiglu)
@@ -212,20 +222,20 @@ class Decoder(Generic[BatchT_contra, MetadataT]):
         return hidden, operations.rms_norm(hidden, following)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows of ``forward`` behind the final norm, as embeddings are made of them."""
+        """Apply the final norm to rows of ``forward``, as for embeddings."""
         return self._operations.rms_norm(hidden, self._weights.final_norm)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, vocab_size] of rows of ``forward``, in the weights' dtype; of a rank the
-        logits of its tokens."""
-        assert self._weights.head is not None, "a checkpoint without a head was asked for logits"
+        """Compute logits [num_rows, vocab_size] of rows of ``forward``, in the weights' dtype.
+
+        One of several ranks computes the logits of its own tokens.
+        """
+        assert self._weights.head is not None, "the checkpoint has no head for logits"
         return self._weights.head(self.normed(hidden))
 
     def labels(self, normed: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_labels] of rows of ``normed``, in float32, before any activation."""
-        assert self._weights.classifier is not None, (
-            "a checkpoint without labels was asked for them"
-        )
+        """Compute labels, float32 [num_rows, num_labels], of ``normed``, before any activation."""
+        assert self._weights.classifier is not None, "the checkpoint has no classifier for labels"
         return torch.nn.functional.linear(normed.float(), self._weights.classifier)
 
 
@@ -236,8 +246,10 @@ def _plus(
     total: torch.Tensor,
     rows: torch.Tensor,
 ) -> torch.Tensor:
-    """``total`` and the ``product`` of a layer's ``linear`` and ``rows``, with what adapters add;
-    of a sum over ranks that is added to each rank's part, of whose inputs the adapters' are."""
+    """Return ``total`` plus the ``product`` of a layer's ``linear`` and ``rows``, with adapters.
+
+    In a sum over ranks, adapters multiply this rank's inputs and are added to its part.
+    """
     if not isinstance(linear, ReducedLinear):
         return product(layer, linear, total, rows)
     return linear.plus_parts(total, product(layer, linear.linear, torch.zeros_like(total), rows))

@@ -1,4 +1,4 @@
-"""Random weights in the place of a checkpoint's, for measurements."""
+"""Random weights in place of a checkpoint's, for measurements."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from zlib import crc32
 
 import torch
 
-# As wide as the usual initialisation, so that activations stay within the range of any dtype.
+# The usual initialisation, which keeps activations within the range of every dtype.
 _STANDARD_DEVIATION = 0.02
 
 
 class DummyTensors:
-    """Any tensor that is asked for: ones for norms, zeros for biases, else normal noise; made on
-    the device, the same for the same name, seed and device, whatever else a rank asks for."""
+    """Source of random tensors: ones for norms, zeros for biases, otherwise normal noise.
+
+    Tensors are made on the device. A tensor depends on its name, the seed and the device only, not
+    on other tensors that a rank loads.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> None:
         self.path = "(random weights)"
@@ -23,7 +26,7 @@ class DummyTensors:
         self._generator = torch.Generator(device)
 
     def __iter__(self) -> Iterator[str]:
-        """No names: no tensor of it can be left over."""
+        """Return no names, so that no tensor counts as unused."""
         return iter(())
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""The weights of an EAGLE-3 head: one decoder layer that drafts from another model's hidden
-states."""
+"""Weights of an EAGLE-3 head: a decoder layer that drafts from another model's hidden states."""
 
 from __future__ import annotations
 
@@ -19,9 +18,12 @@ _INTEGERS = ("I64", "I32")
 
 
 class EagleHeadWeights(NamedTuple):
-    """``fusion`` makes the features of a token one hidden state. ``decoder`` is the one layer,
-    whose attention norm is that of the embeddings, with a head for the draft's own tokens;
-    ``target_ids``, int64 [draft_vocab_size], are which tokens these are."""
+    """Weights of an EAGLE-3 head.
+
+    ``fusion`` maps the features of a token to a hidden state. ``decoder`` is the head's layer, with
+    a head for the draft vocabulary; its attention norm is the norm of the embeddings.
+    ``target_ids``, int64 [draft_vocab_size], maps draft tokens to the target's tokens.
+    """
 
     fusion: Linear
     hidden_norm: torch.Tensor
@@ -35,9 +37,14 @@ def load_eagle_head(
     embedding: torch.Tensor,
     makers: Makers,
 ) -> EagleHeadWeights:
-    """Read the tensors of a head on the CPU, in the dtype of its target's ``embedding``, which
-    stands in where the head has none. Raises CheckpointError naming a tensor that is missing, has
-    another shape than the config asks for, or has no place in a head."""
+    """Read a head to the CPU in the dtype of its target's ``embedding``.
+
+    The target's embedding replaces a missing one.
+
+    Raises:
+        CheckpointError: A tensor is missing, has another shape than the config, or is unknown. The
+            message has its name.
+    """
     reader = WeightReader(tensors, embedding.dtype, embedding.device, makers, None)
     hidden, prefix = config.hidden_size, config.layer_prefix
     target_ids = _target_ids(reader, tensors, config)
@@ -45,8 +52,8 @@ def load_eagle_head(
         embedding = reader.tensor("embed_tokens.weight", (config.vocab_size, hidden))
     elif embedding.shape[1] != hidden:
         raise CheckpointError(
-            f"Tensor embed_tokens.weight is missing from the checkpoint {tensors.path}: the "
-            f"model's own embedding has {embedding.shape[1]} columns and the head takes {hidden}."
+            f"Tensor embed_tokens.weight is missing from the checkpoint {tensors.path}, and the "
+            f"model's own embedding has {embedding.shape[1]} columns instead of {hidden}."
         )
     fusion = reader.weight("fc", hidden, NUM_FEATURE_LAYERS * config.target_hidden_size)
     head = reader.weight("lm_head", config.draft_vocab_size, hidden)
@@ -69,7 +76,7 @@ def load_eagle_head(
 def _target_ids(
     reader: WeightReader, tensors: TensorIndex, config: EagleHeadConfig
 ) -> torch.Tensor:
-    """Which token each of the draft's stands for; what t2d says is said by d2t, too."""
+    """Return the target's token of each draft token, by d2t; t2d is redundant and skipped."""
     size = config.draft_vocab_size
     draft_ids = torch.arange(size)
     reader.skip("t2d")

@@ -1,4 +1,4 @@
-"""The weights of one layer of a checkpoint, or the slices of it that a rank has."""
+"""Loader of one layer's weights, or of a rank's slices of them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def load_layer(
     number: int = 0,
     num_inputs: int | None = None,
 ) -> LayerWeights:
-    """The layer of this number, whose tensors begin with ``prefix``, or the slices of it that the
-    reader's shard has; its attention has so many inputs, the hidden size unless said otherwise."""
+    """Load layer ``number``, with tensors below ``prefix``, or the shard's slices of it.
+
+    Its attention has ``num_inputs`` inputs; the default is the hidden size.
+    """
     hidden = config.hidden_size
     slices = attention_slices(config, reader.shard)
     queries = config.num_attention_heads * config.head_dim
@@ -80,7 +82,7 @@ def load_layer(
 
 
 def _reduced(reader: WeightReader, linear: Linear) -> Linear:
-    """The sum over the ranks of a product with a part of the inputs; itself if it has them all."""
+    """Sum ``linear`` over the ranks if it has a part of the inputs, else return it unchanged."""
     collectives = reader.makers.collectives
     return linear if collectives is None else ReducedLinear(linear, collectives)
 
@@ -155,7 +157,7 @@ def _load_gated(
     has_bias: bool,
     slices: Slices,
 ) -> GatedMLP:
-    """Of so many inputs and so many between the two products, or of some of these."""
+    """Load an MLP, or slices of it, of ``sizes``: its inputs and its inner size."""
     hidden, inner = sizes
     return GatedMLP(
         gate_up=reader.fused(

@@ -1,5 +1,4 @@
-"""Linear layers of wide weights: on a CPU or by torch alone, by compiled kernels, by those of a
-device; and of which each rank of a group has some of the inputs."""
+"""Linear layers of wide weights: by torch, compiled kernels or a device's, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -16,23 +15,23 @@ from millrace.engine.quantization.linear import DequantizedLinear
 from millrace.engine.quantization.packing import can_be_packed, pack_quantized
 from millrace.engine.quantization.weight import QuantizedWeight
 
-# How many rows oneDNN is told to expect when it lays weights out. The layout for this many is as
-# fast as the best for any other number from 1 to 512.
+# Number of rows for which oneDNN chooses a layout of the weights. This one is as fast as the best
+# layout for any number from 1 to 512.
 _EXPECTED_ROWS = 64
 
 
-# rows, weight, bias, name and parameters of what is applied to the result.
+# Arguments: rows, weight, bias, then name and parameters of a function of the result.
 _linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
-# rows, what is combined with the result, weight, bias, and how.
+# Arguments: rows, the tensor to combine with the result, weight, bias, and the operation.
 _linear_with: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class Projection(Linear):
-    """A linear map. ``weight``: [num_outputs, num_inputs]; ``bias``: [num_outputs].
+    """Linear map of ``weight`` [num_outputs, num_inputs] and ``bias`` [num_outputs].
 
-    bfloat16 weights on a CPU are laid out for its matrix units once, here; as they lie in the
-    checkpoint every product would do so again. 100M parameters times one row take 8.5 ms instead
-    of 12 on two cores, times 32 rows 11 instead of 14.
+    bfloat16 weights on a CPU are laid out for its matrix units here, once. In the checkpoint's
+    layout every product would convert them again. A product of 100M parameters and one row takes
+    8.5 ms instead of 12 ms on two cores, and with 32 rows 11 ms instead of 14 ms.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -45,14 +44,13 @@ class Projection(Linear):
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+        """Multiply [num_rows, num_inputs] to [num_rows, num_outputs]."""
         if self._packed:
             return _linear(rows, self._weight, self._bias, "none", [], "")
         return F.linear(rows, self._weight, self._bias)
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the projection of ``rows``; ``total`` may be
-        overwritten."""
+        """Return ``total`` [num_rows, num_outputs] plus the projection; may overwrite ``total``."""
         if self._packed:
             return _linear_with(rows, total, self._weight, self._bias, "add")
         total.addmm_(rows, self._weight.t())
@@ -60,7 +58,7 @@ class Projection(Linear):
 
 
 class PackedProjection(Linear):
-    """A linear map by ``weight``."""
+    """Linear map by ``weight`` in the compiled kernels' layout."""
 
     def __init__(self, kernels: CpuProducts, weight: PackedWeight) -> None:
         self._kernels = kernels
@@ -71,23 +69,24 @@ class PackedProjection(Linear):
     def of_wide(
         cls, kernels: CpuProducts, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> PackedProjection:
-        """``weight``: bfloat16 [num_outputs, num_inputs], a multiple of 8 inputs; ``bias``:
-        [num_outputs]."""
+        """Pack ``weight``, bfloat16 [num_outputs, num_inputs], and ``bias`` [num_outputs].
+
+        The number of inputs must be a multiple of 8.
+        """
         return cls(kernels, pack_weight(weight, bias))
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+        """Multiply [num_rows, num_inputs] to [num_rows, num_outputs]."""
         return self._into(rows.new_empty(len(rows), self.weight.num_outputs), rows, Finish.WRITE)
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the projection of ``rows``; ``total`` may be
-        overwritten."""
+        """Return ``total`` [num_rows, num_outputs] plus the projection; may overwrite ``total``."""
         return self._into(total, rows, Finish.ADD)
 
     def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """SwiGLU of the projection of ``rows``, by ``swiglu`` where the kernel's own cannot be."""
+        """Return SwiGLU of the projection, by ``swiglu`` for widths that the kernel rejects."""
         num_outputs = self.weight.num_outputs
-        if num_outputs % (2 * PANEL_OUTPUTS):  # gates and what they gate share a panel
+        if num_outputs % (2 * PANEL_OUTPUTS):  # a panel would hold both gates and ups
             return swiglu(self(rows))
         return self._into(rows.new_empty(len(rows), num_outputs // 2), rows, Finish.GATE)
 
@@ -99,18 +98,18 @@ class PackedProjection(Linear):
 def packed_quantized(
     kernels: CpuProducts, weight: QuantizedWeight, bias: torch.Tensor | None
 ) -> Linear:
-    """The linear map of a quantized weight; by torch alone where the kernels do not read it."""
+    """Return the linear map of a quantized weight; by torch if the kernels do not support it."""
     if can_be_packed(weight):
         return PackedProjection(kernels, pack_quantized(weight, bias))
     return DequantizedLinear(weight, bias, torch.bfloat16)
 
 
 class DeviceLinear(Linear):
-    """A linear map. ``weight``: [num_outputs, num_inputs]; ``bias``: [num_outputs].
+    """Linear map of ``weight`` [num_outputs, num_inputs] and ``bias`` [num_outputs] on a device.
 
-    By the library's matrix products, or for few rows by a kernel that reads the weights faster.
-    ``fixed``: always by a kernel of one order, so that a row's result does not depend on how many
-    others there are.
+    It uses the library's matrix products, or for few rows a kernel that reads the weights faster.
+    With ``fixed`` it is batch-invariant: always a kernel of one order of summation, so that a row's
+    result does not depend on the number of rows.
     """
 
     def __init__(
@@ -123,14 +122,13 @@ class DeviceLinear(Linear):
         self._fixed = fixed
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+        """Multiply [num_rows, num_inputs] to [num_rows, num_outputs]."""
         if self._is_ours(len(rows)):
             return self._kernels.linear(rows, self._weight, self._bias, fixed=self._fixed)
         return F.linear(rows, self._weight, self._bias)
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the projection of ``rows``; ``total`` may be
-        overwritten."""
+        """Return ``total`` [num_rows, num_outputs] plus the projection; may overwrite ``total``."""
         if self._is_ours(len(rows)):
             return self._kernels.linear(
                 rows, self._weight, self._bias, residual=total, fixed=self._fixed
@@ -139,7 +137,7 @@ class DeviceLinear(Linear):
         return total if self._bias is None else total.add_(self._bias)
 
     def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the projection of ``rows``; by one kernel where that is faster."""
+        """Return ``swiglu`` of the projection, by one kernel if that is faster."""
         if self._is_ours(len(rows)) and not self._fixed and self._bias is None:
             return self._kernels.gated_linear(rows, self._weight)
         return swiglu(self(rows))
@@ -149,22 +147,27 @@ class DeviceLinear(Linear):
 
 
 class ReducedLinear(Linear):
-    """A linear map that is the sum of what the ranks' own ``linear`` make of their inputs; all
-    ranks of ``collectives`` call it at once, and have the same result. A bias is rank 0's."""
+    """Linear map summed over ranks: each rank's ``linear`` multiplies a part of the inputs.
+
+    All ranks of ``collectives`` call it at the same time and get the same result. Rank 0 adds the
+    bias.
+    """
 
     def __init__(self, linear: Linear, collectives: Collectives) -> None:
         self.linear = linear
         self.collectives = collectives
-        self.size = linear.size  # of this rank's part
+        self.size = linear.size  # this rank's part
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, inputs of this rank] to [num_rows, num_outputs]."""
+        """Multiply [num_rows, inputs of this rank] to [num_rows, num_outputs]."""
         part = self.linear(rows)
         self.collectives.all_reduce(part)
         return part
 
     def plus_parts(self, total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """``total`` and the sum of the ranks' parts, of which this rank's is ``part``, a contiguous
-        [num_rows, num_outputs]; both may be overwritten."""
+        """Return ``total`` plus the sum of the ranks' parts; may overwrite both arguments.
+
+        ``part`` is this rank's, a contiguous [num_rows, num_outputs].
+        """
         self.collectives.all_reduce(part)
         return total.add_(part)

@@ -1,4 +1,4 @@
-"""From a checkpoint folder in Hugging Face layout to a decoder's weights."""
+"""Loader of a decoder's weights from a checkpoint folder in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -46,20 +46,22 @@ _DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-# Up to here float32 is affordable on a CPU, where no compiled kernels multiply in bfloat16. It buys
-# tokens that do not change with the company: bfloat16 rounds so coarsely that a batch of another
-# size, hence another kernel, tips close draws.
+# Most parameters that "auto" computes in float32 on a CPU without compiled bfloat16 products.
+# float32 makes tokens independent of the batch: bfloat16 rounds so coarsely that another batch
+# size, hence another kernel, changes close draws.
 _WIDEN_MAX_PARAMETERS = 32_000_000
 
 
 def choose_dtype(
     config: ModelConfig, dtype: str, device: torch.device, *, packs: bool = False
 ) -> torch.dtype:
-    """The dtype to compute in: ``dtype`` by name, or for "auto" the checkpoint's own.
+    """Return the dtype of computation: ``dtype`` by name, or for "auto" the checkpoint's own.
 
-    "auto" on a CPU widens a small checkpoint to float32, which loses nothing of it; but weights
-    that are quantized, or that it ``packs`` for the kernels, are multiplied in bfloat16, as they
-    do. Raises ConfigError for an unknown name.
+    On a CPU, "auto" widens a small checkpoint to float32, which is exact. But quantized weights,
+    and weights that the kernels pack (``packs``), are multiplied in bfloat16, their own dtype.
+
+    Raises:
+        ConfigError: The name is unknown.
     """
     if dtype == "auto":
         if device.type == "cpu" and (packs or config.quantization is not None):
@@ -73,12 +75,12 @@ def choose_dtype(
 
 
 def is_widened(config: ModelConfig, device: torch.device) -> bool:
-    """Whether "auto" computes a checkpoint in float32, whatever its own dtype is."""
+    """Return whether "auto" computes a checkpoint in float32, independent of its dtype."""
     return device.type == "cpu" and num_parameters(config) <= _WIDEN_MAX_PARAMETERS
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """How many weights the decoder has, norms and biases left out."""
+    """Return the number of the decoder's weights, without norms and biases."""
     vocabulary = config.vocab_size * config.hidden_size
     num_vocabularies = 2 if config.has_head and not config.tie_word_embeddings else 1
     return sum(layer_weights(config)) + num_vocabularies * vocabulary
@@ -100,28 +102,37 @@ def load_weights(
     shard: Shard = WHOLE_MODEL,
     collectives: Collectives | None = None,
 ) -> DecoderWeights:
-    """Read every tensor that ``config`` asks for, with q, k, v and gate, up fused, from ``source``
-    or the checkpoint at ``path``; linear maps are made by ``product``, mixtures by ``experts``, or
-    of one product after the other. What of the checkpoint is ignored is logged.
+    """Read all weights of ``config``, with q, k, v and gate, up fused.
 
-    Linear maps with quantized weights are made by ``quantized``, of weights in ``dtype`` if that is
-    None, and those of mixtures by ``experts`` by ``stacks``. Wide weights of attention, MLPs and
-    experts go through ``quantize`` first, that of the head through ``quantize_head``; but experts
-    of mixtures stay wide without ``stacks``. Weights of ``source`` are wide.
+    Ignored tensors of the checkpoint are logged.
 
-    Of ``config``, always the whole model's, only the slices of a ``shard`` are kept, as copies;
-    products of which a rank has a part of the inputs are summed by ``collectives``. Of a stage only
-    the layers are read, and with them what ``DecoderWeights`` says.
+    Args:
+        path: The checkpoint's folder.
+        config: Config of the whole model.
+        dtype: Dtype of wide weights.
+        device: Device of all weights.
+        source: Tensors to read in place of ``path``'s; all of them are wide.
+        product: Maker of linear maps with wide weights.
+        experts: Maker of mixtures; None to compute one expert after another by ``product``.
+        quantized: Maker of linear maps with quantized weights; None to widen them to ``dtype``.
+        quantize: Quantizer of wide weights of attention, MLPs and experts. Experts of mixtures stay
+            wide without ``stacks``.
+        quantize_head: Quantizer of the head's wide weight.
+        stacks: Maker of stacks of quantized experts, for ``experts``.
+        shard: Share to keep, as copies. Of a stage only its layers are read, and the other weights
+            as ``DecoderWeights`` says.
+        collectives: Sums products of which a rank has a part of the inputs.
 
-    Raises CheckpointError naming a tensor that is missing, has another shape than the config asks
-    for (with both shapes), or is in the checkpoint but has no place in this decoder; ConfigError
-    for quantizing what is quantized already.
+    Raises:
+        CheckpointError: A tensor is missing, has another shape than ``config`` (both shapes are
+            given), or is in the checkpoint but not in this decoder. The message has its name.
+        ConfigError: Quantization was requested for weights that are quantized already.
     """
     assert collectives is not None or not shard.is_sliced, "parts of products have to be summed"
     if config.quantization is not None and (quantize or quantize_head):
         raise ConfigError(
-            f"{path} is quantized already, by {config.quantization.method}: leave --quantization "
-            "out, or name the checkpoint that it was made from."
+            f"{path} is quantized already, by {config.quantization.method}. Remove --quantization, "
+            "or name the original wide checkpoint."
         )
     makers = Makers(
         product,
@@ -147,7 +158,8 @@ def load_weights(
     layers: list[LayerWeights] = []
     for number in stage_layers(config, shard):
         layers.append(load_layer(reader, config, f"{prefix}layers.{number}.", number=number))
-        # What a layer was made of would stay with the process, up to half as much as the layer.
+        # Freed memory of a layer's tensors would stay with the process, up to half of the layer's
+        # size.
         release_free_memory()
     final_norm = torch.empty(0, dtype=dtype, device=device)
     head = classifier = None
@@ -158,7 +170,7 @@ def load_weights(
             head = linear_of(weight, None, makers, quantize_head)
         else:
             reader.skip_weight(_HEAD)
-    # The first stage has what leaves the last one, and pools it.
+    # The last stage's output returns to the first stage, which pools it.
     if config.classifier is not None and (shard.is_first or shard.is_last):
         shape = (len(config.classifier.labels), config.hidden_size)
         classifier = reader.tensor(_CLASSIFIER, shape).float()
@@ -175,8 +187,10 @@ def load_embedding(
     device: torch.device,
     source: TensorSource | None = None,
 ) -> torch.Tensor:
-    """[vocab_size, hidden_size], whole, from ``source`` or the checkpoint at ``path``. Raises
-    CheckpointError."""
+    """Load the whole embedding, [vocab_size, hidden_size], from ``source`` or from ``path``.
+
+    Raises CheckpointError.
+    """
     index: TensorSource = open_tensors(path) if source is None else source
     makers = Makers(Projection, partial(DequantizedLinear, dtype=dtype), None, None)
     quantization = config.quantization if source is None else None
@@ -185,7 +199,7 @@ def load_embedding(
 
 
 def _prefix(index: TensorSource) -> str:
-    """Checkpoints of embedding models leave it out."""
+    """Return the prefix of tensor names, which checkpoints of embedding models omit."""
     return _PREFIX if any(name.startswith(_PREFIX) for name in index) else ""
 
 
@@ -200,7 +214,7 @@ def _embedding(reader: WeightReader, config: ModelConfig, prefix: str) -> torch.
 
 
 def _skip_other_stages(reader: WeightReader, config: ModelConfig, prefix: str) -> None:
-    """What they read of what ``config`` asks for; each of them checks its own."""
+    """Skip the tensors that other stages read; each stage checks its own."""
     shard = reader.shard
     own = stage_layers(config, shard)
     others = [number for number in range(config.num_hidden_layers) if number not in own]
@@ -217,8 +231,11 @@ def _skip_other_stages(reader: WeightReader, config: ModelConfig, prefix: str) -
 def _head_weight(
     reader: WeightReader, config: ModelConfig, prefix: str, embedding: torch.Tensor
 ) -> torch.Tensor | QuantizedWeight:
-    """The embedding itself where they are tied, which a last stage that is not the first reads for
-    it; unless the file holds another head, which transformers then goes by."""
+    """Return the head's weight, or the embedding if they are tied.
+
+    A last stage that is not the first reads the embedding for this. If the file holds a different
+    head, it is used in spite of the config, as in transformers.
+    """
     if config.tie_word_embeddings and not reader.shard.is_first:
         embedding = _embedding(reader, config, prefix)
     if config.tie_word_embeddings and not reader.has_weight(_HEAD):
@@ -230,8 +247,8 @@ def _head_weight(
     if isinstance(head, torch.Tensor) and torch.equal(head, embedding):
         return embedding
     _log.warning(
-        "%s: config.json's tie_word_embeddings is not followed, as the checkpoint has a tensor "
-        "%s of its own, which differs from the embedding",
+        "%s: config.json's tie_word_embeddings is ignored, because the checkpoint has a tensor "
+        "%s that differs from the embedding",
         reader.path,
         _HEAD,
     )

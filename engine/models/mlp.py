@@ -1,7 +1,7 @@
-"""The feed-forward part of a layer: a gated MLP, or a mixture of experts.
+"""Feed-forward part of a layer: a gated MLP or a mixture of experts.
 
-A mixture runs one expert after another where the host may read the routing, as on a CPU; where it
-may not, the experts' weights are stacked.
+A mixture runs one expert after another if the host can read the routing, as on a CPU. Otherwise the
+experts' weights are stacked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millrace.engine.models.stacked_experts import StackedExperts
 
 
 class GatedMLP(NamedTuple):
-    """SwiGLU. ``gate_up`` yields the gate, then the input that it gates."""
+    """Gated MLP with SwiGLU; ``gate_up`` yields the gate, then the input that it gates."""
 
     gate_up: Linear
     down: Linear
@@ -34,16 +34,18 @@ class GatedMLP(NamedTuple):
 
 
 class ExpertLoad:
-    """``choices``: how often each expert of a mixture was chosen for a row since the start."""
+    """Load of experts; ``choices`` counts how often each was chosen for a row since the start."""
 
     def __init__(self, num_experts: int) -> None:
         self.choices = np.zeros(num_experts, np.int64)
 
 
 class MixtureOfExperts(NamedTuple):
-    """``num_chosen`` of the experts compute each row. ``router``: [num_experts, hidden_size].
-    ``experts`` are those from ``first_expert`` on, all of them or one rank's; what others compute
-    of a row is left out, but counted in ``load``."""
+    """Mixture of experts, of which ``num_chosen`` compute each row.
+
+    ``router`` is [num_experts, hidden_size]. ``experts`` are all experts or one rank's, from
+    ``first_expert`` on. Results of experts on other ranks are left out, but counted in ``load``.
+    """
 
     router: torch.Tensor
     experts: tuple[GatedMLP, ...]
@@ -58,16 +60,18 @@ class MixtureOfExperts(NamedTuple):
 
 
 class ReducedExperts(NamedTuple):
-    """A mixture whose output is the sum of what the ranks' own ``mixture`` make of the same rows:
-    of slices of all experts, or of some of them. All ranks of ``collectives`` compute it at
-    once."""
+    """Mixture whose output is summed over ranks.
+
+    Each rank's ``mixture`` has slices of all experts, or some experts. All ranks of ``collectives``
+    compute the same rows at the same time.
+    """
 
     mixture: MixtureOfExperts | StackedExperts
     collectives: Collectives
 
     @property
     def size(self) -> WeightSize:
-        """Of this rank's part, the whole router included."""
+        """Size of this rank's part, including the whole router."""
         return self.mixture.size
 
 
@@ -80,8 +84,10 @@ def plus_mlp(
     mlp: MLP,
     swiglu: SwiGLU,
 ) -> torch.Tensor:
-    """``total`` plus the output of ``mlp`` for ``rows``, all [num_rows, hidden_size]; ``total``
-    may be overwritten. ``swiglu``: see ``Operations``."""
+    """Return ``total`` plus the output of ``mlp`` for ``rows``, all [num_rows, hidden_size].
+
+    May overwrite ``total``. ``swiglu``: see ``Operations``.
+    """
     if isinstance(mlp, GatedMLP):
         return mlp.down.plus(total, mlp.gate_up.gated(rows, swiglu))
     if isinstance(mlp, StackedExperts):
@@ -94,8 +100,10 @@ def plus_mlp(
 
 
 def _mixed(rows: torch.Tensor, mixture: MixtureOfExperts, swiglu: SwiGLU) -> torch.Tensor:
-    """Rows sorted by expert, so that each expert that is chosen at all runs once, over its own;
-    then each row's results are summed in the order of its choices, whatever the rest of the batch.
+    """Compute a mixture, one expert after another.
+
+    Rows are sorted by expert, so that each chosen expert runs once over its rows. A row's results
+    are summed in the order of its choices, independent of the rest of the batch.
     """
     scores = F.linear(rows, mixture.router)
     weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(mixture.num_chosen, -1)

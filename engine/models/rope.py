@@ -11,19 +11,18 @@ import torch
 from millrace.engine.kernels.operations import Rotation
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 
-# On a CPU the rotations of so many positions, at most, are made once: 16 MiB for heads of 128.
+# Most positions whose rotations are tabulated on a CPU: 16 MiB for heads of 128.
 _MOST_TABULATED = 32_768
 
 
 class Rope:
     """Sines and cosines of positions.
 
-    They depend on the position alone, whatever else is computed with it, so a token's keys are the
-    same in any chunk, any batch and any cache. That decides what dynamic (NTK) scaling means, whose
-    frequencies are defined by the length of a sequence: the token at position p is turned as the
-    last of p + 1 tokens. So does transformers when it decodes token by token with a cache, and all
-    are alike up to the trained window; in a prompt longer than that window transformers turns each
-    token as if it were the last.
+    A rotation depends on the position alone, so a token's keys are the same in any chunk, any batch
+    and any cache. For dynamic (NTK) scaling, whose frequencies depend on a sequence's length, the
+    token at position p is rotated as the last of p + 1 tokens. transformers does the same when it
+    decodes token by token with a cache, and up to the trained window there is no difference. In a
+    longer prompt, transformers rotates every token as if it were the last.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
@@ -31,8 +30,8 @@ class Rope:
         self._frequencies = inverse_frequencies(config).to(device)
         self._amplitude: float = scaling.get("attention_factor", 1.0)
         self._window = config.max_position_embeddings
-        # Of the dynamic kind only: by how much the base grows with the length, and what a longer
-        # base does to each frequency.
+        # For the dynamic kind only: growth of the base with the length, and exponents of the base
+        # for each frequency.
         is_dynamic = scaling.get("rope_type") == "dynamic"
         self._growth: float | None = scaling["factor"] if is_dynamic else None
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
@@ -43,7 +42,7 @@ class Rope:
             self._table = self._computed(positions)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
-        """How the tokens at ``positions``, int64 [num_tokens], are turned."""
+        """Return the rotations of the tokens at ``positions``, int64 [num_tokens]."""
         if self._table is None:
             return self._computed(positions)
         return Rotation(*(part.index_select(0, positions) for part in self._table))
@@ -61,7 +60,7 @@ class Rope:
 
 
 def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
-    """Radians per position of each pair, within the trained window: float32 [head_dim / 2]."""
+    """Return each pair's radians per position in the trained window: float32 [head_dim / 2]."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     plain = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling or {}
@@ -76,8 +75,11 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
 
 
 def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """Llama 3.1: long wavelengths are stretched by ``factor``, short ones kept, those between
-    blended linearly in how many turns they make over the original context."""
+    """Scale frequencies as Llama 3.1.
+
+    Long wavelengths are stretched by ``factor``, short ones are kept. Between them, the two are
+    blended linearly in the number of turns over the original context.
+    """
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     context = int(scaling["original_max_position_embeddings"])
     turns = context * plain / (2 * math.pi)
@@ -86,8 +88,12 @@ def _llama3(plain: torch.Tensor, scaling: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _yarn(plain: torch.Tensor, config: ModelConfig, scaling: Mapping[str, Any]) -> torch.Tensor:
-    """YaRN: pairs that turn more than ``beta_fast`` times over the original context are kept, those
-    below ``beta_slow`` stretched by ``factor``, those between blended linearly in their index."""
+    """Scale frequencies as YaRN.
+
+    Pairs with more than ``beta_fast`` turns over the original context are kept, pairs below
+    ``beta_slow`` are stretched by ``factor``. Between them, the two are blended linearly in the
+    index.
+    """
     context = scaling["original_max_position_embeddings"]
 
     def index_of(turns: float) -> float:

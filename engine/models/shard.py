@@ -1,4 +1,4 @@
-"""Whether a model can be split over so many ranks and stages; and which part each one has."""
+"""Checks of a model's split over ranks and stages, and each rank's part of its blocks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from millrace.schemas.transfer import BlockPart
 def check_shard(
     config: ModelConfig, shard_size: int, splits_experts: bool, num_stages: int = 1
 ) -> None:
-    """Raises ConfigError if the model of ``config`` cannot be split into ``num_stages`` of some
-    layers each, or a layer over ``shard_size`` ranks: with the numbers that do not divide, and the
-    numbers of ranks that it can be split over."""
+    """Raise ConfigError if a model cannot be split over ranks and stages.
+
+    Each of ``num_stages`` has at least one layer, and each layer is split over ``shard_size``
+    ranks. The message has the numbers that do not divide, and the possible numbers of ranks.
+    """
     _check_stages(config, num_stages)
     if shard_size < 1:
         raise ConfigError(f"engine.tensor_parallel is {shard_size}; there is at least 1 rank.")
@@ -44,7 +46,7 @@ def check_shard(
 
 
 def block_part(config: ModelConfig, shard: Shard) -> BlockPart:
-    """What the rank has of the blocks of the KV cache of a whole model's ``config``."""
+    """Return a rank's part of the KV cache's blocks, for a whole model's ``config``."""
     layers, heads = stage_layers(config, shard), key_head_range(config, shard)
     return BlockPart(layers.start, len(layers), heads.start, len(heads))
 

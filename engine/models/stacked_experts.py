@@ -14,12 +14,15 @@ from millrace.registry.checkpoints.families import ExpertsConfig
 
 
 class StackedExperts(NamedTuple):
-    """``num_chosen`` of the experts compute each row. ``router`` scores them; ``gate_up``:
-    [num_experts, 2 * inner_size, hidden_size]; ``down``: [num_experts, hidden_size, inner_size].
-    Tensors are multiplied by ``kernels``, other stacks by themselves.
+    """Mixture of stacked experts, of which ``num_chosen`` compute each row.
 
-    If ``fixed``, the result of a row does not depend on the other rows. Of a rank's experts, those
-    from ``first_expert`` on with ``is_part``, what others compute of a row is left out.
+    ``router`` scores the experts. ``gate_up`` is [num_experts, 2 * inner_size, hidden_size],
+    ``down`` is [num_experts, hidden_size, inner_size]. ``kernels`` multiply tensors; other stacks
+    multiply themselves.
+
+    With ``fixed`` it is batch-invariant: a row's result does not depend on other rows. With
+    ``is_part`` it has one rank's experts, from ``first_expert`` on; results of experts on other
+    ranks are left out.
     """
 
     router: Linear
@@ -42,8 +45,10 @@ class StackedExperts(NamedTuple):
         rows: torch.Tensor,
         swiglu: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """``total`` plus the mixture's output for ``rows``, both [num_rows, hidden_size]; ``total``
-        is overwritten."""
+        """Return ``total`` plus the mixture's output for ``rows``, both [num_rows, hidden_size].
+
+        Overwrites ``total``.
+        """
         kernels = self.kernels
         scores = self.router(rows)
         weights, chosen = kernels.route(scores, self.num_chosen, normalized=self.normalized)
@@ -51,7 +56,8 @@ class StackedExperts(NamedTuple):
         if self.is_part:
             chosen = chosen - self.first_expert
             elsewhere = (chosen < 0) | (chosen >= len(self.gate_up))
-            # Behind all that are here: the products leave these out, and their results undefined.
+            # An index behind all local experts: the products skip it and leave the results
+            # undefined.
             chosen = chosen.masked_fill(elsewhere, len(self.gate_up))
         choices = sort_by_expert(chosen, len(self.gate_up))
         inner = swiglu(self._products(self.gate_up, rows, choices))
@@ -85,7 +91,7 @@ def stacked_experts(
     *,
     fixed: bool,
 ) -> Callable[[torch.Tensor, Stack, Stack, ExpertsConfig], StackedExperts]:
-    """Makes mixtures by ``kernels``, with routers by ``product``."""
+    """Return a maker of mixtures by ``kernels``, with routers by ``product``."""
 
     def make(
         router: torch.Tensor, gate_up: Stack, down: Stack, experts: ExpertsConfig

@@ -1,4 +1,4 @@
-"""Reading linear maps and other tensors of a checkpoint, each of them once."""
+"""Reader of a checkpoint's linear maps and other tensors, each of which it reads once."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from millrace.schemas.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
-# Scales of what is computed wide here, or whose scale is taken from the inputs themselves.
+# Scales of parts that are computed wide here, or whose scale is computed from the inputs.
 _UNUSED_SCALES = ("k_scale", "v_scale", "kv_scale", "input_scale", "activation_scale")
-# What some writers add to every module: it may be zero, which changes nothing.
+# Tensors that some writers add to every module; they are ignored if all values are 0.
 _ZERO_IF_UNUSED = (".bias", "_zero_point")
 _MAX_NAMED = 8
 
 
 class TensorSource(Protocol):
-    """Where tensors come from: iterates over the names of those that are there."""
+    """Source of tensors; iterates over the names of its tensors."""
 
     @property
     def path(self) -> Path | str: ...
@@ -50,22 +50,25 @@ class TensorSource(Protocol):
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
 
-# Makes a mixture of a router and its experts' weights, see ``StackedExperts``.
+# Maker of a mixture from a router and its experts' weights, see ``StackedExperts``.
 MakeExperts = Callable[[torch.Tensor, Stack, Stack, ExpertsConfig], StackedExperts]
-# Makes a product of a weight [num_outputs, num_inputs] and a bias [num_outputs] or None.
+# Maker of a product from a weight [num_outputs, num_inputs] and a bias [num_outputs] or None.
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 
 
-# Which part is read of the weight of a linear map of that name, where it is not all of it.
+# Part to read of the weight of each named linear map; others are read as a whole.
 Slices = Mapping[str, Slice]
 EVERYTHING: Slices = {}
 
 
 class Makers(NamedTuple):
-    """What linear maps are made by: ``product`` of wide weights, ``quantized`` of others, to which
-    ``quantize`` makes the wide ones; ``experts`` of mixtures, with ``stacks`` of their weights
-    where these are quantized, or widened ones without it. Of a rank's slices, ``collectives`` sum
-    the products of which it has a part of the inputs."""
+    """Makers of linear maps and mixtures.
+
+    ``product`` makes maps of wide weights, ``quantized`` of quantized ones; ``quantize`` quantizes
+    wide weights first. ``experts`` makes mixtures, with ``stacks`` of their quantized weights, or
+    of widened ones without it. ``collectives`` sums products of which a rank has a part of the
+    inputs.
+    """
 
     product: MakeLinear
     quantized: MakeQuantized
@@ -76,11 +79,10 @@ class Makers(NamedTuple):
 
 
 class WeightReader:
-    """Loads tensors of ``source`` to ``dtype`` on ``device``, and remembers which, so that none is
-    left over unnoticed. Without ``quantization`` all weights of it are wide.
+    """Reader of the tensors of ``source`` to ``dtype`` on ``device``; it finds unread tensors.
 
-    Sizes are those of the whole model, whatever slices of it are read; what is read for a
-    ``shard`` of a model are copies, so that no more than its slices stays in memory.
+    Without ``quantization`` all weights are wide. Sizes are the whole model's, even if slices are
+    read. Tensors of a ``shard`` are copies, so that memory holds only its slices.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class WeightReader:
         self._said_wide = False
 
     def tensor(self, name: str, shape: tuple[int, ...], part: Slice = WHOLE) -> torch.Tensor:
-        """A tensor that is wide in every checkpoint, or a part of it."""
+        """Read a tensor that is wide in every checkpoint, or a part of it."""
         tensor = self._load(name, shape, part)
         self._left.discard(name)
         if self.shard.is_whole:
@@ -128,7 +130,7 @@ class WeightReader:
     def weight(
         self, module: str, num_outputs: int, num_inputs: int, part: Slice = WHOLE
     ) -> torch.Tensor | QuantizedWeight:
-        """The weight of a linear map as it is stored, or a part of it."""
+        """Read the weight of a linear map as it is stored, or a part of it."""
         name = f"{module}.weight"
         scheme = self._quantization.scheme_of(module) if self._quantization else None
         if scheme is None or not isinstance(self._source, TensorIndex):
@@ -150,8 +152,8 @@ class WeightReader:
         if not self._said_wide:
             self._said_wide = True
             _log.warning(
-                "%s: the inputs of %s and others are quantized in an order of their own, of which "
-                "a rank's slice is kept in %s; one without activation order stays small",
+                "%s: the inputs of %s and other modules are reordered, so a rank's slice of them "
+                "is kept in %s. A checkpoint without activation order takes less memory",
                 self.path,
                 module,
                 self._dtype,
@@ -167,9 +169,11 @@ class WeightReader:
         *,
         is_looked_up: bool = False,
     ) -> torch.Tensor:
-        """The weight of a module that is computed wide, however it is stored, or a part of it.
-        Raises CheckpointError if its inputs had to be rounded, which those of one that
-        ``is_looked_up`` are not."""
+        """Read the weight of a module that is computed wide, in any stored format, or a part of it.
+
+        Raises CheckpointError if its inputs would have to be rounded. Tables that are looked up
+        (``is_looked_up``) have no inputs to round.
+        """
         weight = self.weight(module, num_outputs, num_inputs, part)
         if is_looked_up and isinstance(weight, QuantizedWeight):
             return weight.values().to(self._dtype)
@@ -181,25 +185,25 @@ class WeightReader:
         if weight.activations is not Activations.WIDE:
             raise CheckpointError(
                 f"{self.path}: the inputs of {module} are rounded ({weight.activations.value}), "
-                "which is not computed for a router, nor for experts on this device; take a "
+                "which is not supported for a router, nor for experts on this device. Use a "
                 "checkpoint with rounded weights only."
             )
         return weight.values().to(self._dtype)
 
     def has_weight(self, module: str) -> bool:
-        """Whether any tensor of a linear ``module`` is there and not yet read."""
+        """Return whether any tensor of a linear ``module`` exists and was not read yet."""
         return any(name in self._left for name in parts_of(module))
 
     def skip(self, name: str) -> None:
-        """A tensor that may be there and is not needed."""
+        """Mark a tensor, if it exists, as not needed."""
         self._left.discard(name)
 
     def skip_weight(self, module: str) -> None:
-        """A linear map that may be there and is not needed."""
+        """Mark a linear map, if it exists, as not needed."""
         self._left.difference_update(parts_of(module))
 
     def skip_below(self, prefixes: tuple[str, ...]) -> None:
-        """What another stage reads: all whose names begin with one of ``prefixes``."""
+        """Mark tensors whose names begin with one of ``prefixes`` as read by another stage."""
         self._left = {name for name in self._left if not name.startswith(prefixes)}
 
     def fused(
@@ -211,8 +215,10 @@ class WeightReader:
         bias: bool,
         slices: Slices = EVERYTHING,
     ) -> Linear:
-        """The projections ``prefix`` + each name, one behind the other, of some of them ``slices``
-        only. Where inputs are sliced, the bias goes with the first."""
+        """Read the projections ``prefix`` + each name, one after another, or ``slices`` of them.
+
+        If inputs are sliced, the bias belongs to the first slice.
+        """
         parts = [
             self._multiplied(prefix + name, size, num_inputs, slices.get(name, WHOLE))
             for name, size in outputs.items()
@@ -230,10 +236,12 @@ class WeightReader:
     def _multiplied(
         self, module: str, num_outputs: int, num_inputs: int, part: Slice
     ) -> torch.Tensor | QuantizedWeight:
-        """The weight of a linear map as it is multiplied, but that the outputs of wide ones have
-        not gone through ``quantize``. Scales are of all inputs of an output, or of groups counted
-        from the first: of sliced inputs the whole weight is quantized, which makes a rank's codes
-        those of the whole model at the cost of reading more than is kept."""
+        """Read the weight of a linear map for multiplication; wide outputs are not quantized yet.
+
+        Scales cover all inputs of an output, or groups counted from the first input. So for sliced
+        inputs the whole weight is quantized: a rank's codes then equal the whole model's, at the
+        cost of reading more than is kept.
+        """
         quantize = self.makers.quantize
         if quantize is None or part.columns is None:
             return self.weight(module, num_outputs, num_inputs, part)
@@ -269,9 +277,11 @@ class WeightReader:
         num_inputs: int,
         slices: Slices = EVERYTHING,
     ) -> Stack:
-        """The weights behind each prefix, of the named outputs one behind the other:
-        [len(prefixes), sum of outputs, num_inputs], or of those ``slices``. Raises CheckpointError
-        for quantized ones that cannot be multiplied together."""
+        """Stack the weights of each prefix, with the named outputs one after another.
+
+        Returns [len(prefixes), sum of outputs, num_inputs], or ``slices`` of it. Raises
+        CheckpointError for quantized weights that cannot be multiplied together.
+        """
         if self.makers.stacks is not None and (self._quantization or self.makers.quantize):
             experts = [self._expert(prefix, outputs, num_inputs, slices) for prefix in prefixes]
             rounded = [expert for expert in experts if isinstance(expert, QuantizedWeight)]
@@ -301,7 +311,7 @@ class WeightReader:
     ) -> torch.Tensor:
         parts = {name: slices.get(name, WHOLE) for name in outputs}
         widths = [len(parts[name].rows or range(size)) for name, size in outputs.items()]
-        # All of them are of the same inputs.
+        # All parts have the same inputs.
         columns = next(iter(parts.values())).columns or range(num_inputs)
         shape = (len(prefixes), sum(widths), len(columns))
         stack = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -311,7 +321,7 @@ class WeightReader:
         return stack
 
     def refuse_leftovers(self) -> None:
-        """Raises CheckpointError naming tensors that were not read."""
+        """Raise CheckpointError with the names of tensors that were not read."""
         if self._quantization is not None:
             self._ignore_leftovers(self._quantization)
         if self._left:
@@ -322,14 +332,14 @@ class WeightReader:
             )
 
     def _ignore_leftovers(self, quantization: QuantizationConfig) -> None:
-        """Those that quantized checkpoints have and that change nothing here."""
+        """Ignore tensors of quantized checkpoints that have no effect here."""
         self._left -= {name for name in self._left if self._is_zero(name)}
         unused = {name for name in self._left if name.rpartition(".")[2] in _UNUSED_SCALES}
         self._left -= unused
         if unused or quantization.has_cache_scales:
             _log.warning(
-                "%s: %d scales are ignored: they are of a KV cache of fewer bits, which here is as "
-                "engine.kv_cache_dtype says, or of inputs whose scale is taken as they come",
+                "%s: %d scales are ignored: engine.kv_cache_dtype sets the KV cache's format, and "
+                "scales of inputs are computed at run time",
                 self.path,
                 len(unused),
             )
@@ -349,7 +359,7 @@ def linear_of(
     makers: Makers,
     quantize: Quantize | None,
 ) -> Linear:
-    """The product of a weight, wide or not; a wide one goes through ``quantize`` if given."""
+    """Return the product of a weight; a wide one goes through ``quantize`` if given."""
     if isinstance(weight, torch.Tensor):
         if quantize is None:
             return makers.product(weight, bias)
@@ -358,12 +368,12 @@ def linear_of(
 
 
 def _is_behind_others(part: Slice) -> bool:
-    """Whether there are inputs before those of ``part``."""
+    """Return whether there are inputs before those of ``part``."""
     return part.columns is not None and part.columns.start > 0
 
 
 class _Stored(NamedTuple):
-    """Those of ``stored`` that are ``left``; what is loaded is not any more."""
+    """Unread (``left``) tensors of ``stored``; loading a tensor marks it as read."""
 
     stored: TensorIndex
     left: set[str]

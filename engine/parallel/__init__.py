@@ -1,2 +1,4 @@
-"""Groups of ranks, one process each, that compute one model: on CPUs or with a device each. Rank 0
-is the engine's own and plans; the others do as it says."""
+"""Groups of ranks that compute one model, on CPUs or with a device each, one process per rank.
+
+Rank 0 is the engine's process and plans the steps; the other ranks follow it.
+"""

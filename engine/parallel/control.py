@@ -1,4 +1,4 @@
-"""What rank 0 and each other rank say beside the steps, one MessagePack message a packet."""
+"""Control messages between rank 0 and each other rank: one MessagePack message a packet."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ MAX_PACKET_BYTES = 1 << 17
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
-    """Load a rank's share of the checkpoint at ``path``, computed in what rank 0 has chosen: by
-    compiled kernels or without, and with their products or others.
+    """Request to load a rank's share of the checkpoint at ``path``.
 
-    Ranks are numbered through all stages. ``memory_fds`` are the files of each stage's memory, none
-    for ranks that meet in ``gloo_folder``; ``link_fds`` those of the links, of ``link_shapes``,
-    from each stage to the next, and from the last to rank 0; ``cache_fd`` that of the KV cache of
-    all ranks, none (-1) for a rank of another host, which has its part in memory of its own.
+    Rank 0 has chosen the dtype, whether to use compiled kernels, and whether they do the products.
+    Ranks are numbered through all stages.
+
+    ``memory_fds`` are the files of each stage's shared memory, empty for ranks that meet in
+    ``gloo_folder``. ``link_fds`` are the files of the links, of ``link_shapes``, from each stage to
+    the next and from the last to rank 0. ``cache_fd`` is the file of the KV cache of all ranks, or
+    -1 for
+    a rank on another host, whose part is in memory of its own.
     """
 
     path: str
@@ -47,14 +50,16 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag="join"):
 
 
 class FolderPlace(msgspec.Struct, frozen=True, array_like=True, tag="folder"):
-    """An empty folder that all ranks see, which are on one host."""
+    """Empty folder that all ranks can reach, for ranks on one host."""
 
     path: str
 
 
 class NetworkPlace(msgspec.Struct, frozen=True, array_like=True, tag="network"):
-    """A TCP store of rank 0's process, at ``host`` and ``port``. A rank's own host is reached by
-    the others at ``own_host``."""
+    """TCP store of rank 0's process at ``host`` and ``port``.
+
+    Other ranks reach a rank's own host at ``own_host``.
+    """
 
     host: str
     port: int
@@ -65,10 +70,11 @@ Place = FolderPlace | NetworkPlace
 
 
 class JoinDevices(msgspec.Struct, frozen=True, array_like=True, tag="join_devices"):
-    """Load a rank's share of the checkpoint at ``path`` onto a ``device`` of its own. Ranks meet at
-    a ``place``; ``link_fd`` is the file of the link, of ``link_shape``, by which a rank that is its
-    reader of this number hears what rank 0 says is to be computed; -1 where that is said by
-    Gloo."""
+    """Request to load a rank's share of the checkpoint at ``path`` onto its own ``device``.
+
+    Ranks meet at ``place``. ``link_fd`` is the file of the link, of ``link_shape``, on which the
+    rank receives rank 0's messages as the reader of this number. It is -1 if they come by Gloo.
+    """
 
     path: str
     config: ResolvedEngineConfig
@@ -81,8 +87,11 @@ class JoinDevices(msgspec.Struct, frozen=True, array_like=True, tag="join_device
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapter"):
-    """Read a rank's slices of an adapter, which the ranks then know by ``number``; those of devices
-    into a ``slot``, once they have computed the first ``num_posted`` messages."""
+    """Request to read a rank's slices of an adapter, which ranks then know by ``number``.
+
+    Ranks with a device read it into ``slot``, after they have computed the first ``num_posted``
+    messages.
+    """
 
     number: int
     adapter: AdapterRef
@@ -92,35 +101,37 @@ class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag="load_adapte
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
-    """No step that is posted from now on has this adapter."""
+    """Notice that no step posted from now on uses this adapter."""
 
     number: int
 
 
 class RankStarted(msgspec.Struct, frozen=True, array_like=True, tag="started"):
-    """The rank is there, and about to meet the others."""
+    """Answer of a rank that has started and is about to meet the others."""
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, tag="joined"):
-    """The rank is loaded and waits for steps."""
+    """Answer of a rank that is loaded and waits for steps."""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The rank ends, and why."""
+    """Answer of a rank that ends because it cannot be loaded, with the reason."""
 
     message: str
 
 
 class AdapterLoaded(msgspec.Struct, frozen=True, array_like=True, tag="adapter_loaded"):
-    """An adapter is there, unless there is an ``error``."""
+    """Answer of a rank that has read an adapter, or failed with ``error``."""
 
     number: int
     error: str = ""
 
 
 class BlocksChecked(msgspec.Struct, frozen=True, array_like=True, tag="blocks_checked"):
-    """Which blocks hold only finite numbers in a rank's part of the KV cache, as was asked under
-    this number."""
+    """Answer of a rank to the check of this number.
+
+    ``finite`` says for each block whether its part of the KV cache has only finite numbers.
+    """
 
     number: int
     finite: list[bool]
@@ -135,7 +146,7 @@ from_member_decoder: msgspec.msgpack.Decoder[FromMember] = msgspec.msgpack.Decod
 
 
 def pack(message: ToMember | FromMember) -> bytes:
-    """A packet. Raises ValueError for what does not fit one."""
+    """Encode a packet. Raises ValueError if the message exceeds the size of a packet."""
     packet = _encoder.encode(message)
     if len(packet) > MAX_PACKET_BYTES:
         raise ValueError(f"a message of {len(packet)} bytes does not fit a packet")
@@ -146,14 +157,13 @@ _log = logging.getLogger(__name__)
 
 
 class ControlSocket:
-    """The member's end of its socket. Once rank 0 is gone, it ends the process: nothing that it
-    computes is of use to anyone then."""
+    """Member's end of its control socket; it ends the process once rank 0 is gone."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
 
     def receive(self) -> ToMember:
-        """The next message; the process ends if there will be none."""
+        """Return the next message, or end the process if the socket is closed."""
         try:
             packet = self._socket.recv(MAX_PACKET_BYTES)
         except ConnectionError:
@@ -163,8 +173,7 @@ class ControlSocket:
         return to_member_decoder.decode(packet)
 
     def hear(self, read: Callable[[LoadAdapter], None], drop: Callable[[int], None]) -> NoReturn:
-        """Obey what rank 0 says beside the steps: ``read`` and ``drop`` adapters. For a thread of
-        its own."""
+        """Handle rank 0's requests to ``read`` and ``drop`` adapters, on a thread of its own."""
         leave_core()
         while True:
             message = self.receive()
@@ -174,13 +183,13 @@ class ControlSocket:
                 drop(message.number)
 
     def _answer(self, load: LoadAdapter, read: Callable[[LoadAdapter], None]) -> None:
-        """Read an adapter, and say that it is there, or why it is not."""
+        """Read an adapter and report success or the error."""
         error = ""
         try:
             read(load)
         except MillraceError as refused:
             error = refused.message
-        except Exception as failed:  # noqa: BLE001 (whatever it is, rank 0 is told)
+        except Exception as failed:  # noqa: BLE001 (any error is reported to rank 0)
             _log.exception("a rank could not load an adapter")
             error = f"{type(failed).__name__}: {failed}"
         self.send(AdapterLoaded(load.number, error))

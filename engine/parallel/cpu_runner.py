@@ -1,4 +1,4 @@
-"""The runner of a group of ranks on CPUs, which is one device to the engine, and its pipeline."""
+"""Runner of a group of ranks on CPUs, one device to the engine, and its pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from millrace.schemas.models.adapters import AdapterRef
 
 
 class GroupAdapter:
-    """An adapter that all ranks know by ``number``: ``own`` is rank 0's slice."""
+    """Adapter that all ranks know by ``number``; ``own`` is rank 0's slice."""
 
     def __init__(self, own: AdapterWeights, number: int) -> None:
         self.own = own
@@ -48,12 +48,12 @@ class GroupAdapter:
 
     @property
     def num_weights(self) -> int:
-        """Of rank 0's slice, as the weights that a step is measured by are."""
+        """Elements of rank 0's slice: steps are measured by rank 0's weights."""
         return self.own.num_weights
 
 
 def _own(adapters: RowAdapters | None) -> RowAdapters | None:
-    """Rank 0's slices."""
+    """Return rank 0's slices."""
     if adapters is None:
         return None
     weights = [one.own for one in adapters.weights if isinstance(one, GroupAdapter)]
@@ -61,7 +61,7 @@ def _own(adapters: RowAdapters | None) -> RowAdapters | None:
 
 
 def adapter_numbers(adapters: RowAdapters | None) -> list[int]:
-    """Those by which the ranks know the adapters of a batch, all of them of the group."""
+    """Return the numbers by which the ranks know a batch's adapters, which all are the group's."""
     if adapters is None:
         return []
     numbers = [one.number for one in adapters.weights if isinstance(one, GroupAdapter)]
@@ -70,15 +70,18 @@ def adapter_numbers(adapters: RowAdapters | None) -> list[int]:
 
 
 class StepResult(NamedTuple):
-    """``logits`` [num_wanted, vocab_size] of the rows that were wanted, and all ``states``
-    [num_tokens, hidden_size] behind the final norm, if they were."""
+    """Result of a step.
+
+    ``logits`` [num_wanted, vocab_size] are of the requested rows; ``states`` [num_tokens,
+    hidden_size] are all rows after the final norm, if requested.
+    """
 
     logits: torch.Tensor
     states: torch.Tensor | None
 
 
 class SentStep(NamedTuple):
-    """A step that is under way."""
+    """Step in flight through the pipeline."""
 
     number: int
     num_tokens: int
@@ -87,11 +90,13 @@ class SentStep(NamedTuple):
 
 
 class Pipeline:
-    """Rank 0's ends of the links: ``first`` goes to the second stage, ``last`` comes from the last
-    one, whose ``size`` ranks have a part of the vocabulary each.
+    """Rank 0's ends of the links.
 
-    As many steps may be under way as the links have slots. Steps are read in the order in which
-    they were sent; one that is not read is dropped when a later one is.
+    ``first`` goes to the second stage. ``last`` comes from the last stage, whose ``size`` ranks
+    have a part of the vocabulary each.
+
+    The number of steps in flight is limited by the links' slots. Results are read in the order in
+    which steps were sent. Reading a step drops the unread results of earlier ones.
     """
 
     def __init__(
@@ -115,8 +120,10 @@ class Pipeline:
     def send(
         self, batch: FlatBatch, hidden: torch.Tensor, wanted: torch.Tensor, *, wants_states: bool
     ) -> SentStep:
-        """Send a step on, of which the first stage has made ``hidden`` [num_tokens, hidden_size].
-        ``wanted``: int64, the rows whose logits are. Raises RankLostError."""
+        """Send a step on with the first stage's output, ``hidden`` [num_tokens, hidden_size].
+
+        ``wanted``, int64, are the rows whose logits are needed. Raises RankLostError.
+        """
         numbers = adapter_numbers(batch.adapters)
         message = encode_stage(StageStep(batch, numbers, hidden, wanted, wants_states))
         number = self._num_sent
@@ -125,8 +132,10 @@ class Pipeline:
         return SentStep(number, len(hidden), len(wanted), wants_states)
 
     def tell(self, command: PartCommand) -> None:
-        """Have the ranks of other hosts obey, between the steps before it and those behind it.
-        Raises RankLostError."""
+        """Send a command to the ranks of other hosts, in order with the steps.
+
+        Raises RankLostError.
+        """
         self._write(encode_command(command))
 
     def _write(self, message: Rows[bytes | memoryview]) -> None:
@@ -135,7 +144,7 @@ class Pipeline:
         self._num_messages += 1
 
     def receive(self, sent: SentStep) -> StepResult:
-        """What became of a step. Raises RankLostError."""
+        """Wait for the result of a step. Raises RankLostError."""
         number, num_tokens, num_wanted, wants_states = sent
         with self._lead.together():
             self._last.wait_written(number, bound=True)
@@ -153,7 +162,7 @@ class Pipeline:
         return StepResult(logits, states)
 
     def settle(self) -> None:
-        """Wait until nothing that was sent is under way any more. Raises RankLostError."""
+        """Wait until no sent step is in flight. Raises RankLostError."""
         if self._num_sent:
             with self._lead.together():
                 self._last.wait_written(self._num_sent - 1, bound=True)
@@ -166,8 +175,11 @@ class Pipeline:
 
 
 class GroupParts(NamedTuple):
-    """What a group's runner is made of; ``config`` is the whole model's, ``cache`` that of all
-    ranks, ``shard`` what rank 0 computes by its ``decoder``, with the ``ranks`` of its stage."""
+    """Parts of a group's runner.
+
+    ``config`` is the whole model's and ``cache`` holds all ranks' blocks. ``shard`` is rank 0's
+    share, computed by ``decoder`` with the ``ranks`` of its stage.
+    """
 
     config: ModelConfig
     decoder: AnyDecoder
@@ -180,11 +192,11 @@ class GroupParts(NamedTuple):
 
 
 class GroupRunner(ModelRunner):
-    """Rank 0's runner, which has the other ranks compute with it. Its KV cache is that of all
-    ranks, so that blocks are moved for all of them at once.
+    """Rank 0's runner, which computes steps together with the other ranks.
 
-    A rank that ends or hangs ends the group, with RankLostError in whatever is launched next;
-    ``watch`` says whom to wake then.
+    Its KV cache covers all ranks, so that blocks are moved for all of them at once. A rank that
+    ends or hangs ends the group: the next launch raises RankLostError, and the function given to
+    ``watch`` is called.
     """
 
     def __init__(self, parts: GroupParts) -> None:
@@ -209,8 +221,7 @@ class GroupRunner(ModelRunner):
         self._lead.members.close()
 
     def figures(self) -> RunnerFigures:
-        """What was counted of its steps, and of what rank 0 has exchanged with the other ranks of
-        its stage where these have memory in common."""
+        """Return the counts of steps, and of rank 0's exchanges with its stage in shared memory."""
         figures, ranks = super().figures(), self._ranks
         if not isinstance(ranks, SharedRanks):
             return figures
@@ -232,8 +243,10 @@ class GroupRunner(ModelRunner):
         return hidden
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits with the other ranks, each of which has a part of the vocabulary. Raises
-        RankLostError."""
+        """Compute logits with the other ranks, which have a part of the vocabulary each.
+
+        Raises RankLostError.
+        """
         if not len(hidden):
             return hidden.new_empty(0, sum(self._widths))
         assert self._ranks is not None, "the last of several stages makes logits"
@@ -251,7 +264,7 @@ class GroupRunner(ModelRunner):
         *,
         max_rank: int,
     ) -> AdapterWeights:
-        """Have every rank read its slices of an adapter. Raises AdapterError, ModelSourceError."""
+        """Read every rank's slices of an adapter. Raises AdapterError, ModelSourceError."""
         number = self.members.load_adapter(adapter, max_rank)
         try:
             own = load_adapter_weights(self._decoder, self.config, adapter, max_rank, self._shard)
@@ -265,8 +278,11 @@ class GroupRunner(ModelRunner):
 
 
 class PipelineRunner(GroupRunner):
-    """The same for several stages. A step that is launched is read when the last stage has computed
-    it; meanwhile the first one computes another."""
+    """Group runner for several stages.
+
+    A launched step is read once the last stage has computed it; meanwhile the first stage computes
+    another step.
+    """
 
     def __init__(self, parts: GroupParts, pipeline: Pipeline, num_stages: int) -> None:
         super().__init__(parts)
@@ -275,7 +291,7 @@ class PipelineRunner(GroupRunner):
         self.cache.settle = pipeline.settle
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """Have a plan's tokens computed. Raises RankLostError."""
+        """Start to compute a plan's tokens. Raises RankLostError."""
         with torch.inference_mode():
             batch = build_batch(plan, self._device, exact=self.is_row_exact)
             num_sampled = len(batch.sampled_rows)
@@ -296,7 +312,7 @@ class PipelineRunner(GroupRunner):
                     labels = self._decoder.labels
                     pooled.extend(pool_rows(batch.pooled, result.states, labels, pooled_places))
                 if batch.scored:
-                    # Where each of the scored rows has its logits.
+                    # Row of the logits for each scored row.
                     places = torch.zeros(sent.num_tokens, 1, dtype=torch.int64)
                     places[scored, 0] = torch.arange(num_sampled, sent.num_wanted)
                     scores.extend(
@@ -308,25 +324,30 @@ class PipelineRunner(GroupRunner):
 
 
 class RemoteParts:
-    """See ``OtherParts``: commands go from stage to stage like steps, and so are obeyed between
-    those before them and those behind them; answers come by the sockets of the ranks."""
+    """Parts of the KV cache on other hosts, see ``OtherParts``.
+
+    Commands go from stage to stage in order with the steps. Answers come by the ranks' sockets.
+    """
 
     def __init__(
         self, pipeline: Pipeline, members: Members, block_bytes: int, timeout_s: float
     ) -> None:
-        """``block_bytes``: of one block in all of these parts. An answer is given up after
-        ``timeout_s``."""
+        """Use ``pipeline`` for commands and ``members`` for answers.
+
+        ``block_bytes`` is the size of one block in all of these parts. Waiting for an answer ends
+        after ``timeout_s``.
+        """
         self.block_bytes = block_bytes
         self._pipeline = pipeline
         self._members = members
         self._timeout_s = timeout_s
 
     def tell(self, command: CacheCommand) -> None:
-        """Have each part obey. Raises RankLostError."""
+        """Send a command to each part. Raises RankLostError."""
         self._pipeline.tell(PartCommand(0, command))
 
     def ask(self, command: CheckBlocks) -> list[bool]:
-        """Which of the blocks hold only finite numbers in all of these parts."""
+        """Return for each block whether all these parts have only finite numbers in it."""
         number = self._members.expect_checked()
         self._pipeline.tell(PartCommand(number, command))
         return self._members.wait_checked(number, self._timeout_s)

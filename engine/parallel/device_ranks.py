@@ -1,4 +1,4 @@
-"""How ranks with a device each exchange numbers, within a stage and from stage to stage."""
+"""Exchanges between ranks with a device each, within a stage and from stage to stage."""
 
 from __future__ import annotations
 
@@ -14,67 +14,73 @@ from millrace.engine.parallel.ranks import GlooRanks
 from millrace.engine.parallel.rendezvous import RankExchange, Rendezvous
 from millrace.registry.checkpoints.shard import Shard, vocabulary_range
 
-# Of the two stages between which results go.
+# Ranks of the exchange between the first and the last stage.
 _FIRST, _LAST = 0, 1
 
 
 class Way:
-    """Tensors from one rank of an exchange to another, which come in the order in which they are
-    sent, and are of the same size and type on both sides."""
+    """Ordered channel of tensors between two ranks; both sides use the same sizes and dtypes."""
 
     def __init__(self, exchange: RankExchange) -> None:
         self.exchange = exchange
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Begin to send one, which must not change before it is ``settle``d."""
+        """Begin to send ``tensor``, which must not change before ``settle`` returns."""
         work = self.exchange.begin(lambda group: group.send([tensor], to, 0))
         self._sent.append((work, tensor))
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Wait for the next one, which takes the place of ``tensor``."""
+        """Wait for the next tensor and write it to ``tensor``."""
         self.exchange.wait(self.exchange.begin(lambda group: group.recv([tensor], source, 0)))
 
     def settle(self) -> None:
-        """Wait until all that was sent has been received."""
+        """Wait until the receiver has all sent tensors."""
         for work, _ in self._sent:
             self.exchange.wait(work)
         self._sent.clear()
 
 
 class StageLinks:
-    """The ways of one rank: hidden states come from the rank of its number in the stage before and
-    go to that in the stage behind; every rank of a stage has the same. From the last stage's rank 0
-    to that of the first go the ``results`` of each step, and ``rows`` of it that are asked for.
+    """Channels of one rank to the ranks of other stages.
 
-    Every rank does all of this in the order in which rank 0 tells of the steps, at most two of
-    which are under way: it launches step t + 1 only when it has read step t - 1, and reads step t
-    behind that launch. A step is, on each rank: receive its hidden states, compute, begin to send
-    what came of it; and before the memory of what was sent is written again, wait until that is
-    received. On rank 0 a read is: receive the results of the step.
+    Hidden states come from the rank of the same number in the previous stage and go to that rank in
+    the next stage; every rank of a stage has the same states. Rank 0 of the last stage sends the
+    ``results`` of each step, and ``rows`` that are asked for, to rank 0 of the first stage.
 
-    So nobody waits for ever, though no send may end before its receiver is there. Number what is
-    done at stage s of S for step t as (t, s), sending from there to the next (t, s + 1/2), and the
-    results of step t as (t + 1, 1/4), between what the first stage computes and sends for step
-    t + 1. Then each rank waits for smaller numbers only. To compute (t, s) it waits for what it
-    sent as (t - 1, s + 1/2), and to receive (t, s - 1/2); the last stage, whose s is 1 at least,
-    for the results of step t - 1, (t, 1/4). Rank 0 waits for results (t + 1, 1/4) when it has
-    computed (t + 1, 0); it has begun to send (t + 1, 1/2), but does not wait for that. It would
-    wait for ever if it did: the last of two stages, which waits until its results are received,
-    would not come to receive them. And as one who is told of a step always comes to that message,
-    since all that is before it is smaller, rank 0 can always tell the next one. ``rows`` are asked
-    for while a step is read, behind step t + 1, whose hidden states are being sent by then: they
-    have a way of their own, as the results of that step are before them on the other one.
+    Every rank works in the order in which rank 0 announces the steps. At most two steps are in
+    flight: rank 0 launches step t + 1 only after it has read step t - 1, and reads step t after
+    that launch. On each rank a step is: receive its hidden states, compute, begin to send the
+    output. A rank waits until its output was received before it overwrites that memory. A read on
+    rank 0 is: receive the results of the step.
 
-    NCCL has one queue for both directions between two ranks of an exchange, in which hidden states
-    of step t + 1 and results of step t would be in another order on either side: so each way is an
-    exchange of its own.
+    This order is free of deadlocks although a send ends only once its receiver arrives. Proof:
+    number the work of stage s (of S stages) for step t as (t, s), its send to the next stage as (t,
+    s + 1/2), and the results of step t as (t + 1, 1/4), between the compute and the send of step t
+    + 1 on the first stage. Then each rank waits for smaller numbers only:
+
+    - To compute (t, s), a rank waits for its send (t - 1, s + 1/2) and its receive (t, s - 1/2).
+    The
+      last stage, whose s is at least 1, also waits for the results of step t - 1, (t, 1/4).
+    - Rank 0 waits for results (t + 1, 1/4) after it has computed (t + 1, 0). It has begun to send
+      (t + 1, 1/2) but does not wait for that send. Waiting would deadlock: the last of two stages
+      first waits until its results are received, and would never receive these states.
+    - A rank always reaches the message that announces a step, since all work before it has smaller
+      numbers. So rank 0 can always announce the next step.
+
+    ``rows`` are asked for while a step is read, after the launch of step t + 1, whose hidden states
+    are being sent by then. They have a channel of their own, because that step's results come first
+    on the other one.
+
+    NCCL has one queue for both directions between two ranks of an exchange. The hidden states of
+    step t + 1 and the results of step t would be in a different order on each side, so each channel
+    is an exchange of its own.
     """
 
     def __init__(
         self, place: Rendezvous, device: torch.device, shard: Shard, *, timeout_s: float
     ) -> None:
-        """Meet the others, see ``DeviceRanks``. Raises RanksFailedError."""
+        """Meet the other ranks, see ``DeviceRanks``. Raises RanksFailedError."""
         self._stage = shard.stage
         self._shard = shard
 
@@ -91,49 +97,49 @@ class StageLinks:
 
     @property
     def exchanges(self) -> list[RankExchange]:
-        """Those that this rank takes part in."""
+        """Return the exchanges that this rank takes part in."""
         ways = (self._hidden, self._results, self._rows)
         return [way.exchange for way in ways if way is not None]
 
     def receive_hidden(self, rows: torch.Tensor) -> None:
-        """Those of the stage before, once nothing of this one is under way any more."""
+        """Receive the hidden states of the previous stage, once this stage's sends are done."""
         self.settle()
         if not self._shard.is_first:
             self._hidden.receive(rows, self._stage - 1)
 
     def send_hidden(self, rows: torch.Tensor) -> None:
-        """To the stage behind, if there is one."""
+        """Send hidden states to the next stage, if there is one."""
         if not self._shard.is_last:
             self._hidden.send(rows, self._stage + 1)
 
     def settle(self) -> None:
-        """Wait until the hidden states and results that were sent have been received."""
+        """Wait until the sent hidden states and results have been received."""
         self._hidden.settle()
         if self._results is not None:
             self._results.settle()
 
     def send_results(self, *tensors: torch.Tensor) -> None:
-        """To rank 0: by the last stage's."""
+        """Send results from the last stage to rank 0."""
         for tensor in tensors:
             _known(self._results).send(tensor, _FIRST)
 
     def receive_results(self, *tensors: torch.Tensor) -> None:
-        """Of the oldest step that was not read: by rank 0."""
+        """Receive the results of the oldest unread step on rank 0."""
         for tensor in tensors:
             _known(self._results).receive(tensor, _LAST)
 
     def send_rows(self, rows: torch.Tensor) -> None:
-        """Those that rank 0 has asked for, who has those before them: by the last stage's."""
+        """Send the rows that rank 0 has asked for, after it has received the previous ones."""
         way = _known(self._rows)
         way.settle()
         way.send(rows, _FIRST)
 
     def receive_rows(self, rows: torch.Tensor) -> None:
-        """Those that were asked for: by rank 0."""
+        """Receive the rows that rank 0 has asked for."""
         _known(self._rows).receive(rows, _LAST)
 
     def _meet(self, nothing: torch.Tensor) -> None:
-        """Ranks with CUDA devices meet when they first exchange something."""
+        """Exchange a tensor once: ranks with CUDA devices connect at their first exchange."""
         self.receive_hidden(nothing)
         self.send_hidden(nothing)
         if self._results is None:
@@ -152,23 +158,25 @@ def _known(way: Way | None) -> Way:
     return way
 
 
-# Up to so many ranks, each one's part of a sum goes to all others and is added up there, which is
-# no more bytes than a sum in float32 that goes round, in fewer turns.
+# Most ranks that sum by gathering: each rank's part goes to all others and is added there. That
+# moves no more bytes than a ring sum in float32, in fewer turns.
 _MOST_GATHERED = 4
 
 
 class DeviceRanks:
-    """One rank's view of its group, see ``Collectives``: the ranks of its stage sum and gather by
-    NCCL on CUDA devices, by Gloo on the CPU, and so does what goes from stage to stage by
-    ``links``. Beside the steps ``hosts``, all ranks of all stages, agree always by Gloo.
+    """Collectives of a rank with a device, see ``Collectives``.
 
-    What is exchanged on a device is in its stream between what was told before and what is told
-    after, and a recorded step has it in it. Sums are in float32 and rounded once: in the order of
-    the ranks, whatever rows there are, with up to 4 of them or if they are to be ``fixed``; else in
-    NCCL's order, which depends on the place of a number among all of them.
+    The ranks of a stage sum and gather by NCCL on CUDA devices and by Gloo on the CPU, and so do
+    the ``links`` between stages. ``hosts`` joins all ranks of all stages beside the steps, always
+    by Gloo.
 
-    Who waits longer than he may, or for a rank that has ended, gets RanksFailedError, see
-    ``RankExchange``. For one thread, but for ``abort``.
+    Exchanges run on the device's stream in the order of the calls, and are part of recorded steps.
+    Sums are in float32 and rounded once. With up to 4 ranks, or if ``fixed``, they are added in the
+    order of the ranks, independent of the number of rows. Otherwise they are added in NCCL's order,
+    which depends on a number's position among all of them.
+
+    A wait that exceeds its limit or involves an ended rank raises RanksFailedError, see
+    ``RankExchange``. Use from one thread; ``abort`` may be called from any.
     """
 
     def __init__(
@@ -180,7 +188,7 @@ class DeviceRanks:
         fixed: bool,
         timeout_s: float,
     ) -> None:
-        """Meet the others there, within ``timeout_s``. Raises RanksFailedError."""
+        """Meet the other ranks at ``place`` within ``timeout_s``. Raises RanksFailedError."""
         self.rank = shard.rank
         self.size = shard.size
         self.hosts = GlooRanks(
@@ -198,7 +206,7 @@ class DeviceRanks:
             size=shard.size,
             timeout_s=timeout_s,
         )
-        # On the stream on which all else is done, not on one of NCCL's own.
+        # Run on the stream of all other work, not on NCCL's own.
         self._gathering = c10d.AllgatherOptions()
         self._gathering.asyncOp = False
         self._summing = c10d.AllreduceOptions()
@@ -206,7 +214,7 @@ class DeviceRanks:
         self._telling = c10d.BroadcastOptions()
         self._telling.asyncOp = False
         self._telling.rootRank = 0
-        # Those of devices meet when they first exchange something, for which they need the place.
+        # Ranks with devices connect at their first exchange, while ``place`` is still available.
         if shard.is_sliced:
             self.share(torch.zeros(1, device=device))
         self.links: StageLinks | None = None
@@ -227,8 +235,10 @@ class DeviceRanks:
         rows.copy_(total)
 
     def gather(self, columns: torch.Tensor, num_columns: int) -> torch.Tensor | None:
-        """[num_rows, num_columns] of all ranks' contiguous ``columns`` side by side, which are
-        those of their ``vocabulary_range``; on rank 0 of the stage."""
+        """Join all ranks' contiguous ``columns`` to [num_rows, num_columns], on rank 0.
+
+        A rank's columns are those of its ``vocabulary_range``.
+        """
         if self.size == 1:
             return columns
         widest = len(vocabulary_range(num_columns, Shard(0, self.size)))
@@ -237,15 +247,15 @@ class DeviceRanks:
         parts = self._all_parts(columns)
         if self.rank:
             return None
-        # Only the last one may have less.
+        # Only the last rank may have fewer columns.
         return parts.transpose(0, 1).reshape(len(columns), -1)[:, :num_columns]
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Replace a contiguous ``tensor`` by that of rank 0 of the stage."""
+        """Replace a contiguous ``tensor`` by the tensor of rank 0 of the stage."""
         self._exchange.do(lambda group: group.broadcast([tensor], self._telling))
 
     def wait_at_most(self, timeout_s: float) -> None:
-        """For the others, from now on."""
+        """Set the limit for waits on other ranks from now on."""
         self.hosts.wait_at_most(timeout_s)
         for exchange in self._exchanges:
             exchange.wait_at_most(timeout_s)
@@ -255,8 +265,10 @@ class DeviceRanks:
         self._exchange.check()
 
     def abort(self, why: str) -> None:
-        """Have the group fail; for any thread. What waits on a CUDA device goes on, with whatever
-        numbers are there."""
+        """Fail the group; may be called from any thread.
+
+        Work that waits on a CUDA device continues with undefined numbers.
+        """
         self.hosts.abort(why)
         for exchange in self._exchanges:
             exchange.abort(why)
@@ -266,7 +278,7 @@ class DeviceRanks:
         return (self._exchange, *(() if self.links is None else self.links.exchanges))
 
     def _all_parts(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_ranks, num_rows, width] of all ranks' contiguous ``rows``."""
+        """Gather all ranks' contiguous ``rows``: [num_ranks, num_rows, width]."""
         num_rows, width = rows.shape
         parts = rows.new_empty(self.size * num_rows, width)
         self._exchange.do(lambda group: group._allgather_base(parts, rows, self._gathering))
@@ -274,7 +286,7 @@ class DeviceRanks:
 
 
 class PipelineStage(Stage):
-    """A stage of several. Hidden states come, are computed with and go in the same place."""
+    """Stage of a pipeline, which receives, computes and sends hidden states at one address."""
 
     def __init__(self, parts: StepParts, shard: Shard, links: StageLinks) -> None:
         self.is_last = shard.is_last

@@ -26,11 +26,13 @@ from millrace.schemas.models.adapters import AdapterRef
 
 
 class DeviceGroupRunner(DeviceRunner):
-    """Tells the other ranks what it tells its own device, before it does, and samples for all of
-    them: the tokens that are chosen go to every rank's state within the step.
+    """Runner of a group of devices on rank 0.
 
-    A rank that ends or hangs ends the group, with RankLostError in whatever is launched or read
-    next; ``watch`` says whom to wake then.
+    It announces each step to the other ranks before it tells its own device, and samples for all of
+    them. Chosen tokens go to every rank's state within the step.
+
+    A rank that ends or hangs ends the group: the next launch or read raises RankLostError, and the
+    function given to ``watch`` is called.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class DeviceGroupRunner(DeviceRunner):
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes of the other ranks."""
+        """Process ids of the other ranks."""
         return self._lead.members.pids
 
     def watch(self, wake: Callable[[], None]) -> None:
@@ -58,8 +60,10 @@ class DeviceGroupRunner(DeviceRunner):
         self._lead.members.close()
 
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
-        """Have every rank read its slices of an adapter into a slot, see ``DeviceRunner``. Raises
-        AdapterError, ModelSourceError."""
+        """Read every rank's slices of an adapter into a slot, see ``DeviceRunner``.
+
+        Raises AdapterError, ModelSourceError.
+        """
         if not self.takes_adapters:
             return super().load_adapter(adapter, slot, max_rank=max_rank)
         lead = self._lead
@@ -72,7 +76,7 @@ class DeviceGroupRunner(DeviceRunner):
         return own
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """See ``DeviceRunner``. Raises RankLostError."""
+        """Launch a step as ``DeviceRunner`` does. Raises RankLostError."""
         self._lead.check()
         self._is_told = False
         step = super().launch(plan)
@@ -84,7 +88,7 @@ class DeviceGroupRunner(DeviceRunner):
         return step._replace(read=read)
 
     def _failed(self, error: Exception) -> BaseException:
-        """What goes wrong before the others were told is of no matter to them."""
+        """Return the error of a step; one before the announcement does not end the group."""
         if self._is_told or isinstance(error, RanksFailedError):
             return self._lead.failure(error)
         return super()._failed(error)
@@ -119,29 +123,30 @@ class DeviceGroupRunner(DeviceRunner):
             return super()._host_logits(places)
 
 
-# Of the sections of what is sampled in a packed vector, see ``PackedInputs``.
+# Sections of the sampled rows in a packed vector, see ``PackedInputs``.
 _SAMPLED_SECTIONS = 3
 _STATE_ROWS, _INDICES = 1, 2
 
 
 class PipelineGroupRunner(DeviceGroupRunner):
-    """The same for several stages, of which it computes the first. A launch ends with what that
-    one made; logits come from the last stage when the step is read, and tokens are chosen from
-    them then. Meanwhile the first stage computes another step, of other sequences.
+    """Runner of a pipeline's first stage.
 
-    So all tokens of a step that is launched are known to the host, and no rank keeps any.
+    A launch ends with the first stage's output. Logits come from the last stage when the step is
+    read, and tokens are chosen then. Meanwhile the first stage computes a step of other sequences.
+
+    The host knows all tokens before a launch, so ranks keep none.
     """
 
     def __init__(
         self, parts: StepParts, lead: DeviceLead, *, is_row_exact: bool, shard: Shard
     ) -> None:
         links = lead.ranks.links
-        assert links is not None, "a stage is one of several"
+        assert links is not None, "a pipeline has several stages"
         stage = PipelineStage(parts, shard, links)
         super().__init__(parts, lead, is_row_exact=is_row_exact, stage=stage)
         self.num_stages = shard.num_stages
         self._links = links
-        # Of steps that keep their states.
+        # Number of launched steps that keep their states.
         self._num_kept = 0
 
     def _warm_up_rest(self) -> None:
@@ -175,7 +180,7 @@ class PipelineGroupRunner(DeviceGroupRunner):
         return InFlightStep(choice.by_device, choice.by_host, logits, pooled, scored, read)
 
     def _receive(self, planned: PlannedStep) -> None:
-        """Have what the last stage made of a step in the buffers, and tokens chosen from it."""
+        """Receive the last stage's output of a step into the buffers, and choose its tokens."""
         _, num_tokens, _, count = planned.told.shape
         _, _, logits, chosen, finite = self._buffers
         if not count:
@@ -186,7 +191,7 @@ class PipelineGroupRunner(DeviceGroupRunner):
         for sequence, place in zip(
             planned.choice.by_device, planned.choice.device_places, strict=True
         ):
-            # One that has ended meanwhile may have left its row to another.
+            # A sequence that has ended meanwhile may have lost its row to another.
             if sequence.state is not SequenceState.RUNNING:
                 sampled[_STATE_ROWS, place] = self._padding_row
         uploaded = self._device.upload(sampled)
@@ -197,7 +202,7 @@ class PipelineGroupRunner(DeviceGroupRunner):
     def _pooled(
         self, planned: PlannedStep, number: int, places: list[ChunkPlace]
     ) -> list[PooledChunk]:
-        """``number``: that of the step among those that keep their states."""
+        """Pool the states of step ``number``, counted among the steps that keep their states."""
         if not planned.layout.pooled:
             return []
         every = torch.arange(planned.told.shape.num_tokens)
@@ -205,14 +210,14 @@ class PipelineGroupRunner(DeviceGroupRunner):
         return pool_rows(planned.layout.pooled, states, self._decoder.labels, places)
 
     def _scored(self, planned: PlannedStep, number: int) -> list[ScoredChunk]:
-        """See ``_pooled``; by the numbers of rows in their place."""
+        """Score the rows of step ``number``, like ``_pooled``, by their indices."""
         every = torch.arange(planned.told.shape.num_tokens)
         return score_rows(
             planned.layout.scored, every, partial(self._rows, number=number, makes_logits=True)
         )
 
     def _rows(self, rows: torch.Tensor, number: int, *, makes_logits: bool) -> torch.Tensor:
-        """Logits or normed states of some rows (int64, on the host) of a step."""
+        """Fetch logits or normed states of some rows (int64, on the host) of a step."""
         config = self.config
         width = config.vocab_size if makes_logits else config.hidden_size
         self._lead.post(WantedRows(rows.numpy(), makes_logits, self._num_kept - number))

@@ -1,4 +1,4 @@
-"""Which rank of a group computes what, and how ranks are linked."""
+"""Shares and links of the ranks of a group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millrace.schemas.errors import ConfigError
 
 
 def shard_of(rank: int, engine: ResolvedEngineConfig) -> Shard:
-    """What a rank computes; they are numbered through all stages."""
+    """Return the share of a rank; ranks are numbered through all stages."""
     stage, own = divmod(rank, engine.tensor_parallel)
     return Shard(
         own, engine.tensor_parallel, engine.expert_parallel, stage, engine.pipeline_parallel
@@ -25,8 +25,10 @@ def shard_of(rank: int, engine: ResolvedEngineConfig) -> Shard:
 
 
 def make_link(join: Join | JoinDevices, number: int = 0, *, index: int) -> StageLink:
-    """An end of a link, for its writer or reader ``index``: of the one behind the stage of this
-    ``number``, or that by which rank 0 says what devices are to compute."""
+    """Open an end of a link, for its writer or reader ``index``.
+
+    ``number`` selects the link after that stage. For devices it is the link of rank 0's messages.
+    """
     if isinstance(join, JoinDevices):
         fd, shape = join.link_fd, join.link_shape
     else:
@@ -35,45 +37,46 @@ def make_link(join: Join | JoinDevices, number: int = 0, *, index: int) -> Stage
 
 
 def num_local_ranks(engine: ResolvedEngineConfig) -> int:
-    """Of the stages that are on the host of rank 0."""
+    """Return the number of ranks on rank 0's host."""
     return engine.tensor_parallel * (engine.pipeline_parallel - engine.remote_stages)
 
 
 def vocabulary_widths(config: ModelConfig, size: int) -> list[int]:
-    """How many tokens' logits each of so many ranks computes."""
+    """Return the number of tokens whose logits each of ``size`` ranks computes."""
     return [len(vocabulary_range(config.vocab_size, Shard(rank, size))) for rank in range(size)]
 
 
 def check_group(config: ModelConfig, engine: ResolvedEngineConfig) -> None:
-    """Raise ConfigError for settings that no group of a model's ranks can have."""
+    """Raise ConfigError for settings that no group of ranks of the model supports."""
     if engine.rank_timeout_s <= 0:
         raise ConfigError(f"engine.rank_timeout_s must be above 0, got {engine.rank_timeout_s}.")
     most = MAX_RANKS if engine.pipeline_parallel == 1 else MAX_RANKS - 1
     if engine.tensor_parallel > most:
         raise ConfigError(
-            f"engine.tensor_parallel is {engine.tensor_parallel}; a stage has at most {most} ranks."
+            f"engine.tensor_parallel is {engine.tensor_parallel}. A stage has at most {most} ranks."
         )
     check_shard(config, engine.tensor_parallel, engine.expert_parallel, engine.pipeline_parallel)
 
 
 def check_remote_stages(engine: EngineConfig) -> None:
-    """Raise ConfigError for stages of other hosts that there cannot be."""
+    """Raise ConfigError for an invalid number or address of remote stages."""
     if not 0 <= engine.remote_stages < engine.pipeline_parallel:
         raise ConfigError(
-            f"engine.remote_stages is {engine.remote_stages}: of the {engine.pipeline_parallel} "
-            "stages of engine.pipeline_parallel the first one is here."
+            f"engine.remote_stages is {engine.remote_stages}, but must be from 0 to "
+            f"{engine.pipeline_parallel - 1}, because the first stage of engine.pipeline_parallel "
+            "runs here."
         )
     if not engine.remote_stages:
         return
     host, _ = stages_address(engine.stages_address)
     if not engine.stages_token and not is_loopback(host):
         raise ConfigError(
-            f"engine.stages_address is {engine.stages_address}, where other machines can join: set "
-            "engine.stages_token, by MILLRACE_WORKER__ENGINE__STAGES_TOKEN_FILE for one, and give "
-            "millrace stages the same."
+            f"engine.stages_address is {engine.stages_address}, which other machines can reach. "
+            "Set engine.stages_token, for example by MILLRACE_WORKER__ENGINE__STAGES_TOKEN_FILE, "
+            "and give millrace stages the same token."
         )
 
 
 def stages_address(address: str) -> tuple[str, int]:
-    """The host and port at which stages of other hosts join. Raises ConfigError."""
+    """Return the host and port at which stages of other hosts join. Raises ConfigError."""
     return host_and_port(address, "engine.stages_address")

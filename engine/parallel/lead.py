@@ -1,5 +1,4 @@
-"""What rank 0 of a group does when another rank is lost; and of a group with a device each its ways
-to the others, and how long it waits for its own device."""
+"""Rank 0's handling of lost ranks, its messages to ranks with devices, and its device timeout."""
 
 from __future__ import annotations
 
@@ -23,14 +22,20 @@ from millrace.schemas.errors import ConfigError
 
 
 class Lead:
-    """Rank 0 of a group. An error on rank 0 after the other ranks were told of a step ends the
-    group, because they wait for rank 0 in the middle of the step."""
+    """Rank 0 of a group.
+
+    An error on rank 0 after it has announced a step ends the group, because the other ranks wait
+    for rank 0 in the middle of that step.
+    """
 
     def __init__(
         self, members: Members, aborts: Sequence[Callable[[str], None]], heard_s: float = 0.0
     ) -> None:
-        """``aborts`` end the ways to the other ranks; ``heard_s``: how long to wait for the news of
-        how a rank ended, after an exchange with it has failed."""
+        """Lead ``members``; ``aborts`` end the exchanges with the other ranks.
+
+        ``heard_s`` is the time to wait for news of a rank's end after an exchange with it has
+        failed.
+        """
         self.members = members
         self._aborts = aborts
         self._heard_s = heard_s
@@ -39,7 +44,7 @@ class Lead:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """End the group for an error that is raised meanwhile. Raises RankLostError for it."""
+        """End the group if the body raises an error; raise RankLostError in its place."""
         self.check()
         try:
             yield
@@ -47,7 +52,7 @@ class Lead:
             raise self.failure(error) from error
 
     def failure(self, error: Exception) -> RankLostError:
-        """End the group for an error."""
+        """End the group for an error, and return the error to raise."""
         if isinstance(error, RanksFailedError):
             self._is_lost.wait(self._heard_s)
         self.abort(str(error))
@@ -59,11 +64,11 @@ class Lead:
             raise RankLostError(f"the group of ranks failed: {self._why}")
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """End the group when a rank has ended, and call ``wake`` then, on another thread."""
+        """End the group when a rank has ended, then call ``wake`` on another thread."""
         self.members.watch(partial(_note_lost, weakref.ref(self), wake))
 
     def abort(self, why: str) -> None:
-        """End the group; for any thread. The first reason counts."""
+        """End the group; the first reason is kept. May be called from any thread."""
         self._why = self._why or why
         for abort in self._aborts:
             abort(why)
@@ -81,8 +86,11 @@ _LOOKS = 4
 
 
 class Patience:
-    """Calls ``give_up`` with a reason, once and on a thread of its own, where a wait takes longer
-    than ``timeout_s``, up to a quarter longer. For one wait at a time."""
+    """Watchdog that calls ``give_up`` with a reason when a wait exceeds ``timeout_s``.
+
+    The call is made once, on a thread of its own, up to a quarter of the limit late. Handles one
+    wait at a time.
+    """
 
     def __init__(self, timeout_s: float, give_up: Callable[[str], None]) -> None:
         self._timeout_s = timeout_s
@@ -99,7 +107,7 @@ class Patience:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Something is waited for; what is waited for within it is part of it."""
+        """Time the body; a nested wait counts as part of the outer one."""
         if self._since_s is not None:
             yield
             return
@@ -110,7 +118,7 @@ class Patience:
             self._since_s = None
 
     def is_over(self) -> bool:
-        """Whether it has given up."""
+        """Return whether the wait has timed out."""
         since_s = self._since_s
         if since_s is None or time.monotonic() - since_s < self._timeout_s:
             return False
@@ -126,35 +134,35 @@ def _look(patience: weakref.ref[Patience], over: threading.Event, period_s: floa
         del own
 
 
-# How far rank 0 may be ahead of the host of another rank; and what most messages fit into, longer
-# ones go in several pieces.
+# Messages that rank 0 may be ahead of another rank's host, and the bytes of a slot. Most messages
+# fit into one slot; longer ones go in several pieces.
 _NUM_SLOTS, _PIECE_BYTES = 8, 1 << 20
 _LENGTH = struct.Struct("=Q")
 
 
 def link_shape(num_readers: int) -> LinkShape:
-    """Of the link from rank 0 to those of one host that it tells what to compute."""
+    """Return the shape of the link from rank 0 to the ranks of one host."""
     return LinkShape(1, num_readers, _NUM_SLOTS, _PIECE_BYTES)
 
 
 class LinkChannel:
-    """By memory that all of them map."""
+    """Message channel in memory that all ranks of a host map."""
 
     def __init__(self, link: StageLink) -> None:
         self._link = link
         self._numbers = itertools.count()
 
     def post(self, *parts: bytes | memoryview) -> None:
-        """Say something to all other ranks: by rank 0. Raises RanksFailedError."""
+        """Send a message from rank 0 to all other ranks. Raises RanksFailedError."""
         whole = b"".join(parts)
         room = _PIECE_BYTES - _LENGTH.size
         for begin in range(0, max(1, len(whole)), room):
-            # Each piece says how much is left, with itself.
+            # Each piece begins with the number of bytes left, itself included.
             left = _LENGTH.pack(len(whole) - begin)
             self._link.write(next(self._numbers), left, whole[begin : begin + room])
 
     def receive(self) -> memoryview:
-        """Wait for what rank 0 says next, without a limit. Raises RanksFailedError."""
+        """Wait for rank 0's next message, without a limit. Raises RanksFailedError."""
         pieces: list[bytes] = []
         while True:
             number = next(self._numbers)
@@ -172,20 +180,23 @@ class LinkChannel:
 
 
 Channel = GlooRanks | LinkChannel
-"""The way of the messages that rank 0 posts and the other ranks receive, each as a copy."""
+"""Channel of rank 0's messages to the other ranks, which receive copies."""
 
-# Within this, how a rank ended is heard after an exchange with it has failed.
+# Time to wait for news of a rank's end after an exchange with it has failed.
 _HEARD_S = 2.0
 
 
 class DeviceLead(Lead):
-    """Rank 0 of a group of devices. The other ranks compute what is posted to them in that order,
-    and rank 0 computes the same at the same time."""
+    """Rank 0 of a group of devices.
+
+    The other ranks compute the posted messages in order, and rank 0 computes the same work at the
+    same time.
+    """
 
     def __init__(
         self, members: Members, ranks: DeviceRanks, channel: Channel, timeout_s: float
     ) -> None:
-        """``timeout_s``: how long rank 0 waits for its device."""
+        """Lead ``members``; waits for rank 0's own device end after ``timeout_s``."""
         super().__init__(members, [channel.abort, ranks.abort], heard_s=_HEARD_S)
         self.ranks = ranks
         self.num_posted = 0
@@ -193,42 +204,44 @@ class DeviceLead(Lead):
         self._patience = Patience(timeout_s, self.abort)
 
     def post(self, message: Message) -> None:
-        """Have all other ranks compute something. Raises RankLostError."""
+        """Post a message that all other ranks compute. Raises RankLostError."""
         with self.together():
             self._channel.post(*encode_told(message))
         self.num_posted += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wait for this rank's device, for a limited time. Raises RankLostError."""
+        """Wait for this rank's device up to the limit. Raises RankLostError."""
         with self._patience.waiting(), self.together():
             yield
         self.check()
 
 
 class DeviceParts:
-    """See ``OtherParts``: what is to be done with blocks goes the way of the steps, and so is done
-    between those that were launched before and after it."""
+    """Parts of the KV cache on the other ranks, see ``OtherParts``.
+
+    Commands are posted like steps, and so run in order with them.
+    """
 
     def __init__(self, lead: DeviceLead, block_bytes: int) -> None:
-        """``block_bytes``: of a block in all of these parts."""
+        """Use ``lead`` for commands; ``block_bytes`` is a block's size in all of these parts."""
         self.block_bytes = block_bytes
         self._lead = lead
 
     def tell(self, command: CacheCommand) -> None:
-        """See ``OtherParts``. Raises ConfigError for slots that a rank has no memory for."""
+        """Send a command to each part. Raises ConfigError if a rank lacks memory for the slots."""
         self._lead.post(command)
         if isinstance(command, ReserveSlots):
             with self._lead.together():
                 [has_memory] = self._lead.ranks.hosts.least([1])
             if not has_memory:
                 raise ConfigError(
-                    f"A rank has no memory of the host for its part of {command.num_slots} blocks. "
+                    f"A rank's host lacks memory for its part of {command.num_slots} blocks. "
                     "Lower engine.host_cache_bytes."
                 )
 
     def ask(self, command: CheckBlocks) -> list[bool]:
-        """See ``OtherParts``."""
+        """Return for each block whether all ranks have only finite numbers in it."""
         self._lead.post(command)
         with self._lead.together():
             return [flag == 1 for flag in self._lead.ranks.hosts.least([1] * len(command.blocks))]

@@ -1,4 +1,4 @@
-"""Starting a group of ranks, on this host and on others: of CPUs, or of a device for each rank."""
+"""Start of a group of ranks on this and other hosts, on CPUs or with a device each."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ _log = logging.getLogger(__name__)
 
 
 def load_group(path: Path, engine: ResolvedEngineConfig) -> GroupRunner | DeviceGroupRunner:
-    """Start the other ranks and load a checkpoint with them. Raises CheckpointError or
-    ConfigError."""
+    """Start the other ranks and load a checkpoint with them.
+
+    Raises CheckpointError or ConfigError.
+    """
     kind = DeviceGroup if engine.has_device_ranks else CpuGroup
     with tempfile.TemporaryDirectory(prefix="millrace-ranks-") as folder:
         group = kind(path, read_model_config(path), engine, folder)
@@ -85,20 +87,25 @@ def load_group(path: Path, engine: ResolvedEngineConfig) -> GroupRunner | Device
     return runner
 
 
-# Rows that ranks can exchange at once, for each of those that a step is planned to have: tokens
-# that are proposed come on top. Memory that is not written to is not taken.
+# Rows that ranks can exchange at once, as a multiple of a step's rows: proposed tokens add to
+# these. Memory that is never written is never allocated.
 _ROWS_AHEAD = 4
 _FLOAT_BYTES = 4
 
 
 class CpuGroup:
-    """Ranks on CPUs: the memory in which those of this host meet, and their KV cache. ``close``
-    closes the files of it once everyone has mapped them."""
+    """Group of ranks on CPUs: the shared memory of this host's ranks, and their KV cache.
+
+    ``close`` closes the files once all ranks have mapped them.
+    """
 
     def __init__(
         self, path: Path, config: ModelConfig, engine: ResolvedEngineConfig, folder: str
     ) -> None:
-        """Raises ConfigError for settings that a group of CPUs cannot have."""
+        """Create the memory.
+
+        Raises ConfigError for settings that a group of CPUs does not support.
+        """
         check_group(config, engine)
         check_engine(engine)
         own = shard_config(config, shard_of(0, engine))
@@ -112,7 +119,7 @@ class CpuGroup:
         pages = SharedPages((num_blocks + 1) * own_layers * layer_bytes, written_by_others=True)
         shape = _rank_shape(config, engine)
         self._link_shapes = _link_shapes(config, engine, shape.message_bytes)
-        # Those of links between ranks of one host; a relay reads the link before a remote stage.
+        # Links between ranks of this host. A relay reads the link before a remote stage.
         first_remote = engine.pipeline_parallel - engine.remote_stages
         shapes = [
             link._replace(num_readers=1) if stage + 1 >= first_remote else link
@@ -146,15 +153,18 @@ class CpuGroup:
         )
 
     def meet_beside(self, remote: Sequence[RemoteMember]) -> None:
-        """Ranks of other hosts are met by the relays of their stages."""
+        """Do nothing: the relays of remote stages connect to ranks of other hosts."""
 
     def join_of(self, rank: int) -> Join:
-        """Say what a rank of this host is to load."""
+        """Return the request to load a rank of this host."""
         return msgspec.structs.replace(self._join, rank=rank)
 
     def remote_stage(self, number: int) -> RemoteStage:
-        """A stage that is linked to others: its host writes to the link before it and reads from
-        the one behind it, for whoever does here, and its relay the reverse."""
+        """Describe a remote stage and the links that its relay uses here.
+
+        The remote host writes to its copy of the link before the stage and reads from the one after
+        it; the relay here does the reverse.
+        """
         join, shapes = self._join, list(self._link_shapes)
         shapes[number] = shapes[number]._replace(num_readers=1)
         theirs = msgspec.structs.replace(
@@ -176,7 +186,7 @@ class CpuGroup:
         return RemoteStage(theirs, links)
 
     def load(self, members: Members) -> GroupRunner:
-        """Load rank 0, and wait for the others."""
+        """Load rank 0 and wait for the other ranks."""
         config, engine, join, arithmetic = self._config, self._engine, self._join, self._arithmetic
         shard = shard_of(0, engine)
         ends = [0, engine.pipeline_parallel - 1] if engine.pipeline_parallel > 1 else []
@@ -214,7 +224,7 @@ class CpuGroup:
 
 
 def _rank_shape(config: ModelConfig, engine: ResolvedEngineConfig) -> RankShape:
-    """Room for the rows of a step, and for as much of the others' block tables."""
+    """Return a shape with room for a step's rows and their block tables."""
     bounds = engine.bounds(config.context_window_tokens)
     most_rows = _ROWS_AHEAD * (bounds.num_tokens + bounds.num_sequences)
     row_bytes = _FLOAT_BYTES * max(config.hidden_size, config.vocab_size // engine.tensor_parallel)
@@ -226,7 +236,7 @@ def _rank_shape(config: ModelConfig, engine: ResolvedEngineConfig) -> RankShape:
 def _link_shapes(
     config: ModelConfig, engine: ResolvedEngineConfig, message_bytes: int
 ) -> list[LinkShape]:
-    """Of the links behind each stage, if there are several: the last one takes results back."""
+    """Return the shapes of the links after each stage; the last link returns the results."""
     size, num_stages = engine.tensor_parallel, engine.pipeline_parallel
     if num_stages == 1:
         return []
@@ -238,40 +248,38 @@ def _link_shapes(
 
 
 class DeviceGroup:
-    """Ranks with a device each: the link by which those of this host hear rank 0, and the place
-    where all of them meet."""
+    """Group of ranks with a device each: the link of rank 0's messages and the meeting place."""
 
     def __init__(
         self, path: Path, config: ModelConfig, engine: ResolvedEngineConfig, folder: str
     ) -> None:
-        """Raises ConfigError for what a group of devices does not compute."""
+        """Prepare the group. Raises ConfigError for settings that it does not support."""
         self._first_device = torch.device(engine.device)
         _check_devices(config, engine, self._first_device)
-        # Some ranks are on other hosts: then all meet at a port of this one, beside the address at
-        # which these join.
+        # With remote stages, all ranks meet at another port of the host of engine.stages_address.
         self._listener = listen_beside(engine) if engine.remote_stages else None
         self._path = str(path)
         self._engine = engine
         self._place: Place = FolderPlace(folder)
         self._link_shape = link_shape(num_local_ranks(engine) - 1 + engine.remote_stages)
-        # A host that joins is told what to compute by its relay, which reads the link.
+        # The relay of a remote host reads the link and passes the messages on.
         has_memory = engine.collectives == "shared_memory"
         self.fds = (link_memory(self._link_shape),) if has_memory else ()
 
     @property
     def _port(self) -> int:
-        assert self._listener is not None, "there are stages of other hosts"
+        assert self._listener is not None, "only remote stages need a port"
         port: int = self._listener.getsockname()[1]
         return port
 
     def meet_beside(self, remote: Sequence[RemoteMember]) -> None:
-        """Have the ranks of this host meet at a place that those of other hosts find, too."""
+        """Choose a meeting place that the ranks of other hosts can reach, too."""
         if remote:
             host = remote[0].our_host
             self._place = NetworkPlace(host, self._port, host)
 
     def join_of(self, rank: int) -> JoinDevices:
-        """Say what a rank of this host is to load."""
+        """Return the request to load a rank of this host."""
         return JoinDevices(
             path=self._path,
             config=self._engine,
@@ -284,8 +292,10 @@ class DeviceGroup:
         )
 
     def remote_stage(self, number: int) -> RemoteStage:
-        """A stage that hears what rank 0 says to all, and finds the others where its host is
-        connected to."""
+        """Describe a remote stage, which gets rank 0's messages from the link.
+
+        It meets the other ranks at the address that its host has connected to.
+        """
         join, engine = self.join_of(0), self._engine
         size = engine.tensor_parallel
         num_local = num_local_ranks(engine)
@@ -301,9 +311,9 @@ class DeviceGroup:
         return RemoteStage(theirs, LinkEnds(source, num_writers=1, targets=[]))
 
     def load(self, members: Members) -> DeviceGroupRunner:
-        """Load rank 0, once all are there."""
+        """Load rank 0 once all ranks have started."""
         join, engine = self.join_of(0), self._engine
-        # A rank that does not come to the meeting is waited for in vain; one that is there comes.
+        # A missing rank would block the meeting until its timeout, so all must have started.
         members.wait_joined(engine.start_timeout_s, RankStarted)
         try:
             ranks = meet(join, self._listener)
@@ -327,12 +337,12 @@ class DeviceGroup:
 
 
 def _device_of_rank(rank: int, first: torch.device) -> torch.device:
-    """The CUDA device of its number, counted from ``first``, or the CPU."""
+    """Return the CUDA device of a rank, counted from ``first``, or the CPU."""
     return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
 
 
 def runner_of_rank_0(lead: DeviceLead, plans: Plans) -> Callable[[StepParts], DeviceGroupRunner]:
-    """What makes it."""
+    """Return the function that makes rank 0's runner."""
     is_row_exact, shard = plans.is_row_exact, plans.shard
     if shard.num_stages == 1:
         return partial(DeviceGroupRunner, lead=lead, is_row_exact=is_row_exact)
@@ -340,18 +350,18 @@ def runner_of_rank_0(lead: DeviceLead, plans: Plans) -> Callable[[StepParts], De
 
 
 def _check_devices(config: ModelConfig, engine: ResolvedEngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for what a group of devices does not compute."""
+    """Raise ConfigError for settings that a group of devices does not support."""
     if not engine.has_device_kernels:
         raise ConfigError(
-            f"engine.kernels is {engine.kernels!r}, but ranks with a GPU each compute by triton; "
-            "leave it out."
+            f"engine.kernels is {engine.kernels!r}, but ranks with a GPU each need triton. Remove "
+            "engine.kernels from the settings."
         )
     check_group(config, engine)
     size = num_local_ranks(engine)
     if size + engine.remote_stages > MAX_RANKS:
         raise ConfigError(
-            f"engine.tensor_parallel times the stages of this host is {size}; ranks with a GPU "
-            f"each are {MAX_RANKS} at most on it, less one for each stage of other hosts."
+            f"engine.tensor_parallel times the stages of this host is {size}. A host has at most "
+            f"{MAX_RANKS} ranks with a GPU each, less one for each stage of other hosts."
         )
     if device.type != "cuda":
         return

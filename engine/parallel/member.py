@@ -1,8 +1,7 @@
-"""``python -m millrace.engine.parallel.member FD PARENT_PID CORES``: the process of a rank that is
-not rank 0, which starts it (``Members``).
+"""Process of a rank: ``python -m millrace.engine.parallel.member FD PARENT_PID CORES``.
 
-The process ends when its socket is closed, which happens when rank 0 ends, and, unless PARENT_PID
-is 0, with the thread of PARENT_PID that started it.
+Rank 0 starts it (``Members``). The process ends when its socket is closed, which happens when rank
+0 ends. Unless PARENT_PID is 0, it also ends with the thread of PARENT_PID that started it.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.sched_setaffinity(0, map(int, cores.split(",")))
-    # While rank 0 finds out what is to be loaded. Torch reads the thread settings when it is
-    # imported, from the environment that rank 0 made for this process.
+    # Import torch while rank 0 finds out what to load. Torch reads its thread settings at import,
+    # from the environment that rank 0 made for this process.
     import_torch()
     control = ControlSocket(fd)
     join = control.receive()
-    assert isinstance(join, Join | JoinDevices), "the first message says what to load"
+    assert isinstance(join, Join | JoinDevices), "the first message is the request to load"
     configure_logging(f"rank {join.rank}", os.environ[_LOG_LEVEL])
     try:
         member = _load(join, control)
@@ -70,7 +69,7 @@ def main(arguments: list[str]) -> int:
     except RanksFailedError as error:
         _log.info("another rank could not be loaded: %s", error)
         return 0
-    except Exception as error:  # noqa: BLE001 (whatever it is, rank 0 is told)
+    except Exception as error:  # noqa: BLE001 (any error is reported to rank 0)
         _log.exception("a rank could not be loaded")
         control.send(Refused(f"{type(error).__name__}: {error}"))
         return 1
@@ -82,7 +81,7 @@ def main(arguments: list[str]) -> int:
     except RanksFailedError as error:
         _log.info("the group has ended: %s", error)
         return 0
-    except Exception as error:  # noqa: BLE001 (whatever it is, it ends the group)
+    except Exception as error:  # noqa: BLE001 (any error ends the group)
         _log.exception("a rank failed")
         member.abort(f"rank {join.rank}: {type(error).__name__}: {error}")
         return 1

@@ -1,4 +1,4 @@
-"""The other ranks, which rank 0 watches and ends: processes here, and ranks of other hosts."""
+"""Ranks other than 0, which rank 0 watches and ends: local processes and ranks of other hosts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Member(ABC):
-    """One rank, as rank 0 sees it: the socket to it."""
+    """Rank as rank 0 sees it: the socket to it."""
 
     name = ""
 
@@ -54,11 +54,11 @@ class Member(ABC):
         self.socket = sock
 
     def send(self, message: ToMember) -> None:
-        with contextlib.suppress(OSError):  # one that has ended is heard of by the watcher
+        with contextlib.suppress(OSError):  # the watcher reports a rank that has ended
             self.socket.send(pack(message))
 
     def receive(self, timeout_s: float) -> FromMember | None:
-        """Its next message, None once it has ended. Raises TimeoutError."""
+        """Return the next message, or None if the rank has ended. Raises TimeoutError."""
         self.socket.settimeout(max(0.0, timeout_s))
         try:
             packet = self.socket.recv(MAX_PACKET_BYTES)
@@ -70,15 +70,15 @@ class Member(ABC):
 
     @abstractmethod
     def how_it_ended(self) -> str:
-        """Of one whose socket is closed."""
+        """Describe the end of a rank whose socket is closed."""
 
     @abstractmethod
     def wait_ended(self) -> None:
-        """Of one that was told to, by its socket."""
+        """Wait for the end of a rank after its socket was shut."""
 
 
 class MemberProcess(Member):
-    """One that is a process of ours."""
+    """Rank that is a child process."""
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class MemberProcess(Member):
         fds: tuple[int, ...],
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """``environment`` of its process, with what it has for its threads."""
+        """Start the process in ``environment``, which includes its thread settings."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(rank, ours)
-        # A member ends with the thread that starts it, if the kernel is told to see to it; the
-        # main thread lives as long as the process.
+        # A member ends with the thread that starts it if the kernel is asked to (die_with_parent).
+        # Only the main thread lives as long as the process.
         lives_as_long = threading.current_thread() is threading.main_thread()
         with theirs:
             command = python_command(
@@ -115,7 +115,7 @@ class MemberProcess(Member):
         return f"{self.name} {how}"
 
     def wait_ended(self) -> None:
-        """One that does not end is killed."""
+        """Wait for the process, and kill it after a timeout."""
         try:
             self.process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -124,8 +124,11 @@ class MemberProcess(Member):
 
 
 class Members:
-    """Ranks 1 and up of a group. They end with ``close``, with this object, or with this process,
-    however it ends. For one thread, but for ``load_adapter``."""
+    """Ranks 1 and up of a group.
+
+    They end with ``close``, with this object, or with any end of this process. Use from one thread;
+    ``load_adapter`` may be called from any.
+    """
 
     def __init__(
         self,
@@ -133,8 +136,10 @@ class Members:
         fds: tuple[int, ...],
         remote: Sequence[Member] = (),
     ) -> None:
-        """Start the processes of a group of ``size`` ranks, which are given the files ``fds``; the
-        ``remote`` ones are there and loading."""
+        """Start the processes of a group of ``size`` ranks and give them the files ``fds``.
+
+        The ``remote`` ranks have already started and are loading.
+        """
         self._processes: list[MemberProcess] = []
         self._members: list[Member] = list(remote)
         self._num_remote = len(remote)
@@ -151,7 +156,7 @@ class Members:
 
     @property
     def pids(self) -> list[int]:
-        """Of ranks 1 and up that are processes of ours."""
+        """Process ids of the local ranks other than 0."""
         return [member.process.pid for member in self._processes]
 
     def __str__(self) -> str:
@@ -162,15 +167,18 @@ class Members:
         )
 
     def join(self, message: Callable[[int], Join | JoinDevices]) -> None:
-        """Tell every rank whose process we have started what to load."""
+        """Send every local rank its request to load."""
         for member in self._processes:
             member.send(message(member.rank))
 
     def wait_joined(
         self, timeout_s: float, until: type[Joined] | type[RankStarted] = Joined
     ) -> None:
-        """Until all are loaded, or say what is named. Raises ConfigError naming one that is not, or
-        not in time; adapters have as much."""
+        """Wait until all ranks are loaded, or have sent ``until``.
+
+        Loading of an adapter later has the same limit. Raises ConfigError with the rank that failed
+        or exceeded ``timeout_s``.
+        """
         self._timeout_s = timeout_s
         deadline_s = time.monotonic() + timeout_s
         for member in self._members:
@@ -189,8 +197,11 @@ class Members:
                 )
 
     def why_refused(self) -> str | None:
-        """Which rank could not be loaded, and why, when others have ended for it: the first that
-        has said so, or else the first that failed."""
+        """Return the reason why a rank could not be loaded, or None.
+
+        Prefers the first rank that reported a reason, else the first that failed: other ranks end
+        because of it.
+        """
         for member in self._members:
             with contextlib.suppress(TimeoutError):
                 answer = member.receive(_END_TIMEOUT_S)
@@ -203,7 +214,7 @@ class Members:
         return None
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call ``on_lost`` with a reason, once, when a rank has ended; on a thread of its own."""
+        """Call ``on_lost`` with a reason, once, on a thread of its own, when a rank has ended."""
         for member in self._members:
             member.socket.settimeout(None)
         threading.Thread(
@@ -216,14 +227,16 @@ class Members:
     def load_adapter(
         self, adapter: AdapterRef, max_rank: int, *, slot: int = 0, num_posted: int = 0
     ) -> int:
-        """Have all ranks begin to read an adapter, see ``LoadAdapter``; the number by which they
-        know it. For any thread."""
+        """Start to read an adapter on all ranks, see ``LoadAdapter``; return its number.
+
+        May be called from any thread.
+        """
         number = self._expect(len(self._members))
         self._send_all(LoadAdapter(number, adapter, max_rank, slot, num_posted))
         return number
 
     def wait_loaded(self, number: int) -> None:
-        """Until all ranks have it. Raises AdapterError."""
+        """Wait until all ranks have read the adapter. Raises AdapterError."""
         wait = self._waits[number]
         if not wait.done.wait(self._timeout_s):
             raise AdapterError(
@@ -234,16 +247,16 @@ class Members:
             raise AdapterError(wait.error)
 
     def drop_adapter(self, number: int) -> None:
-        """No step has it any more, or will have it. For any thread."""
+        """Drop an adapter that no later step uses. May be called from any thread."""
         self._waits.pop(number, None)
         self._send_all(DropAdapter(number))
 
     def expect_checked(self) -> int:
-        """The number under which the remote ranks are to be asked which blocks are finite."""
+        """Return the number for a check of blocks by the remote ranks."""
         return self._expect(self._num_remote)
 
     def wait_checked(self, number: int, timeout_s: float) -> list[bool]:
-        """What all of them found. Raises RankLostError if one does not say in time."""
+        """Return the combined result of a check. Raises RankLostError on a timeout."""
         wait = self._waits[number]
         is_done = wait.done.wait(timeout_s)
         del self._waits[number]
@@ -256,14 +269,14 @@ class Members:
         return wait.finite
 
     def hear(self, rank: int, message: FromMember) -> None:
-        """What a rank says while it is watched."""
+        """Handle a message of a watched rank."""
         if isinstance(message, AdapterLoaded) and message.number in self._waits:
             self._waits[message.number].note(message.error and f"rank {rank}: {message.error}")
         elif isinstance(message, BlocksChecked) and message.number in self._waits:
             self._waits[message.number].note("", message.finite)
 
     def fail(self, why: str) -> None:
-        """A rank has ended: what is waited for does not come."""
+        """Fail all waits because a rank has ended."""
         with self._lock:
             self._lost = why
             for wait in self._waits.values():
@@ -292,7 +305,7 @@ class Members:
 
 
 class _Wait:
-    """For answers of so many ranks."""
+    """Wait for answers of a number of ranks."""
 
     def __init__(self, num_left: int) -> None:
         self.error = ""
@@ -301,7 +314,7 @@ class _Wait:
         self._num_left = num_left
 
     def note(self, error: str, finite: list[bool] | None = None) -> None:
-        """One of them: an error if there is any, and which blocks are finite if that was asked."""
+        """Note an answer: an error, if any, and the finite flags of blocks, if checked."""
         self.error = self.error or error
         if finite is not None and not self.finite:
             self.finite = finite
@@ -319,7 +332,7 @@ class _Wait:
 def _watch(
     members: list[Member], owner: weakref.ref[Members], on_lost: Callable[[str], None]
 ) -> None:
-    """Hear what the ranks say until one of them has ended, or they are ended by their owner."""
+    """Handle the ranks' messages until one of them has ended or the owner has ended them."""
     by_fd = {member.socket.fileno(): member for member in members}
     poll = select.poll()
     for fd in by_fd:
@@ -336,7 +349,8 @@ def _watch(
                 return
             if packet:
                 group.hear(member.rank, from_member_decoder.decode(packet))
-                # It may end while the next packet is waited for.
+                # Release the group, so that it can be collected while this thread waits for a
+                # packet.
                 del group
                 continue
             why = member.how_it_ended()
@@ -350,7 +364,7 @@ def _log_level() -> str:
 
 
 def end_members(members: Sequence[Member]) -> None:
-    """A member ends when its socket is closed; one that cannot is killed."""
+    """End members by closing their sockets; kill a process that does not end."""
     for member in members:
         with contextlib.suppress(OSError):
             member.socket.shutdown(socket.SHUT_RDWR)

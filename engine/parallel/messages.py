@@ -1,8 +1,8 @@
-"""What rank 0 tells the other ranks to compute, and what a stage of CPUs tells the next one.
+"""Messages of rank 0 to the other ranks, and of a stage of CPUs to the next one.
 
-A message is a header of 64-bit numbers, its kind first, and behind it the arrays that the header
-names. Of a request it has only the tokens that the step computes. Ranks on CPUs read messages by
-``decode``; ranks with a device each read what rank 0 tells its own device, by ``decode_told``.
+A message is a header of 64-bit numbers, the kind first, followed by the arrays that the header
+describes. Of a request it holds only the tokens that the step computes. Ranks on CPUs read messages
+by ``decode``. Ranks with a device read rank 0's messages by ``decode_told``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ _command_decoder: msgspec.msgpack.Decoder[CacheCommand] = msgspec.msgpack.Decode
 
 
 class WantedLogits(NamedTuple):
-    """Rows [num_rows, hidden_size] whose logits are wanted."""
+    """Request for the logits of rows [num_rows, hidden_size]."""
 
     rows: torch.Tensor
 
 
 class StageStep(NamedTuple):
-    """A step as it comes from the stage before: ``hidden`` [num_tokens, hidden_size] goes into the
-    next one's layers. In the end the logits of its rows ``wanted`` (int64) are wanted, and with
-    ``wants_states`` all its states behind the final norm. ``adapter_ids`` are those of
-    ``batch.adapters``."""
+    """Step as it comes from the previous stage.
+
+    ``hidden`` [num_tokens, hidden_size] is the input of the next layers. The last stage returns the
+    logits of the rows ``wanted`` (int64), and with ``wants_states`` all states after the final
+    norm. ``adapter_ids`` are the numbers of ``batch.adapters``.
+    """
 
     batch: FlatBatch
     adapter_ids: list[int]
@@ -49,21 +51,20 @@ class StageStep(NamedTuple):
 
 
 class PartCommand(NamedTuple):
-    """What is to be done with the parts of the KV cache that are on other hosts; what answers to it
-    gives its ``number``."""
+    """Command for the parts of the KV cache on other hosts; answers carry its ``number``."""
 
     number: int
     command: CacheCommand
 
 
 def encode_command(told: PartCommand) -> list[bytes | memoryview]:
-    """A command for the next stage, which passes it on."""
+    """Encode a command for the next stage, which passes it on."""
     body = _encoder.encode(told.command)
     return [_header(_CACHE, told.number, len(body)), body]
 
 
 def encode_stage(step: StageStep) -> list[memoryview]:
-    """All of a step that the next stage needs."""
+    """Encode a step for the next stage."""
     rows, wanted = step.hidden, step.wanted
     dtype = _DTYPES.index(rows.dtype)
     parts = [
@@ -77,8 +78,7 @@ def encode_stage(step: StageStep) -> list[memoryview]:
 
 
 def encode_step(batch: FlatBatch, adapter_ids: list[int]) -> list[memoryview]:
-    """What a rank needs of a batch. ``adapter_ids`` are the numbers by which the ranks know the
-    adapters of ``batch.adapters``."""
+    """Encode a batch for a rank; ``adapter_ids`` are the numbers of ``batch.adapters``."""
     tables = array("i")
     ranges = array("q")
     for start, num_tokens, num_context_tokens, table in batch.ranges:
@@ -100,7 +100,7 @@ def encode_step(batch: FlatBatch, adapter_ids: list[int]) -> list[memoryview]:
 
 
 def encode_logits(rows: torch.Tensor) -> list[memoryview]:
-    """That the logits of contiguous ``rows`` [num_rows, hidden_size] are wanted."""
+    """Encode a request for the logits of contiguous ``rows`` [num_rows, hidden_size]."""
     num_rows, width = rows.shape
     return [_header(_LOGITS, num_rows, width, _DTYPES.index(rows.dtype)), bytes_of(rows)]
 
@@ -108,8 +108,7 @@ def encode_logits(rows: torch.Tensor) -> list[memoryview]:
 def decode(
     message: memoryview, adapter: Callable[[int], AdapterWeights]
 ) -> FlatBatch | WantedLogits | StageStep | PartCommand:
-    """What a message says; of a step everything that its layers need. ``adapter``: an adapter by
-    its number."""
+    """Decode a message; ``adapter`` returns the adapter of a number."""
     reader = _Reader(message)
     kind, *numbers = reader.numbers(_HEADER).tolist()
     if kind == _LOGITS:
@@ -129,7 +128,7 @@ def decode(
 def _step(
     reader: _Reader, numbers: list[int], adapter: Callable[[int], AdapterWeights]
 ) -> tuple[FlatBatch, list[int]]:
-    """A step, and the numbers of its adapters."""
+    """Decode a step and the numbers of its adapters."""
     num_tokens, num_ranges, num_single, num_adapters, num_blocks = numbers[:5]
     token_ids = torch.from_numpy(reader.numbers(num_tokens))
     positions = torch.from_numpy(reader.numbers(num_tokens))
@@ -162,17 +161,17 @@ def _step(
 
 
 def _header(*numbers: int) -> memoryview:
-    """What a message is, and the numbers that it begins with, padded to a fixed size."""
+    """Encode the kind and numbers of a message, padded to a fixed size."""
     return memoryview(array("q", (*numbers, *[0] * (_HEADER - len(numbers))))).cast("B")
 
 
 def bytes_of(rows: torch.Tensor) -> memoryview:
-    """Those of contiguous rows."""
+    """Return the bytes of contiguous rows."""
     return rows.view(torch.uint8).numpy().data.cast("B")
 
 
 class _Reader:
-    """Takes arrays from a message, one behind the other, each a copy."""
+    """Reader of consecutive arrays of a message, which it copies."""
 
     def __init__(self, message: memoryview) -> None:
         self._message = message
@@ -202,20 +201,22 @@ class _Reader:
 _TOLD, _SHARED, _ROWS = 5, 6, 7
 _HEADER_BYTES = 8 * _HEADER
 _NO_ADAPTERS = -1
-# What is said of a step by one number.
+# Flags of a step.
 _IS_RECORDED, _KEEPS_STATES = 1, 2
 
 
 class SharedRows(NamedTuple):
-    """The logits of so many rows, which rank 0 shares, are wanted."""
+    """Request for the logits of ``num_rows`` rows, which rank 0 shares next."""
 
     num_rows: int
 
 
 class WantedRows(NamedTuple):
-    """Of a step that keeps its states, the logits of some ``rows`` (int64), or the rows themselves
-    behind the final norm, are wanted from the last stage. ``steps_back``: how many such steps were
-    told of since."""
+    """Request to the last stage for rows of a step that keeps its states.
+
+    It returns the logits of ``rows`` (int64), or the rows themselves after the final norm.
+    ``steps_back`` counts the steps with kept states that were announced since.
+    """
 
     rows: Array
     makes_logits: bool
@@ -226,7 +227,7 @@ Message = ToldStep | SharedRows | WantedRows | CacheCommand
 
 
 def encode_told(message: Message) -> list[bytes | memoryview]:
-    """The parts of a message."""
+    """Encode the parts of a message."""
     if isinstance(message, ToldStep):
         shape, packed, tables, adapters, is_recorded, keeps_states = message
         num_adapters = _NO_ADAPTERS if adapters is None else len(adapters)
@@ -243,8 +244,10 @@ def encode_told(message: Message) -> list[bytes | memoryview]:
 
 
 def decode_told(message: memoryview) -> Message:
-    """What a message says; arrays are those of ``message``. Raises ValueError for one that is
-    shorter than it says."""
+    """Decode a message; its arrays are views of ``message``.
+
+    Raises ValueError if it is shorter than its header says.
+    """
     kind, *numbers = np.frombuffer(message, np.int64, _HEADER).tolist()
     rest = message[_HEADER_BYTES:]
     if kind == _SHARED:

@@ -1,5 +1,4 @@
-"""A rank of a group, on a CPU or on a device of its own: what each makes for itself, and what one
-that is not rank 0 computes."""
+"""Rank of a group, on a CPU or on its own device: its setup, and the work of ranks above 0."""
 
 from __future__ import annotations
 
@@ -65,8 +64,10 @@ _log = logging.getLogger(__name__)
 
 
 def make_ranks(join: Join, shard: Shard) -> Ranks | None:
-    """A rank's way to the others of its stage, which all of them make at the same time; None if
-    there are none. Raises RanksFailedError."""
+    """Connect a rank to the others of its stage, or return None if it is alone.
+
+    All ranks of the stage must call this at the same time. Raises RanksFailedError.
+    """
     if shard.size == 1:
         return None
     timeout_s = join.config.rank_timeout_s
@@ -79,7 +80,7 @@ def make_ranks(join: Join, shard: Shard) -> Ranks | None:
 
 
 def part_layers(config: ModelConfig, engine: ResolvedEngineConfig, ranks: range) -> tuple[int, ...]:
-    """How many layers each of the ranks has of a whole model's ``config``."""
+    """Return the number of layers of each of the ranks, of a whole model's ``config``."""
     shards = [shard_of(rank, engine) for rank in ranks]
     return tuple(shard_config(config, shard).num_hidden_layers for shard in shards)
 
@@ -91,8 +92,10 @@ def group_cache(
     num_blocks: int,
     pages: SharedPages,
 ) -> KVCache:
-    """The KV cache of all ranks of this host, each of which has its layers and heads of a whole
-    model's ``config`` in a part; ``dtype`` of the weights."""
+    """Create the KV cache of all ranks of this host; ``dtype`` is the weights'.
+
+    Each rank's layers and heads of the whole model's ``config`` are one part.
+    """
     ranks = range(num_local_ranks(engine))
     layers = part_layers(config, engine, ranks)
     cache = _cache(config, engine, dtype, num_blocks, shard_of(0, engine), pages, layers)
@@ -101,8 +104,10 @@ def group_cache(
 
 
 def cache_of_rank(join: Join, config: ModelConfig, dtype: torch.dtype) -> KVCache:
-    """A rank's part of the KV cache: of what rank 0 has made, or memory of its own on another host.
-    Raises ConfigError if there is none."""
+    """Return a rank's part of rank 0's KV cache, or on another host a cache of its own.
+
+    Raises ConfigError if memory is short.
+    """
     engine = join.config
     if join.cache_fd < 0:
         return _cache(config, engine, dtype, join.num_blocks, shard_of(join.rank, engine))
@@ -131,7 +136,7 @@ def _cache(
 
 
 class CpuMember:
-    """One rank. Raises MillraceError if it cannot be loaded."""
+    """Rank on a CPU. Raises MillraceError if it cannot be loaded."""
 
     def __init__(self, join: Join, control: ControlSocket) -> None:
         self._control = control
@@ -142,7 +147,7 @@ class CpuMember:
         kernels = CpuKernels(cpu_library(), dtype) if join.has_kernels else None
         self._ranks = make_ranks(join, self._shard)
         cache = cache_of_rank(join, self._config, dtype)
-        # Rank 0 itself does with blocks of its host what is to be done with them.
+        # Rank 0 itself moves the blocks of its host.
         self._part = CachePart(cache) if join.cache_fd < 0 else None
         arithmetic = Arithmetic(dtype, kernels, join.has_own_products)
         self._decoder, _ = load_decoder(
@@ -161,13 +166,15 @@ class CpuMember:
 
     @torch.inference_mode()
     def compute(self) -> NoReturn:
-        """Compute what rank 0 posts, or the stage before sends, until the group fails with
-        RanksFailedError."""
+        """Compute what rank 0 posts or the previous stage sends, until the group fails.
+
+        Raises RanksFailedError then.
+        """
         if self._links:
             for number in itertools.count():
                 self._follow(number, *self._links)
         ranks = self._ranks
-        assert ranks is not None, "a rank of the first stage is one of several"
+        assert ranks is not None, "a rank above 0 of the first stage has others beside it"
         while True:
             message = decode(ranks.receive(), self._adapters.__getitem__)
             if isinstance(message, WantedLogits):
@@ -177,8 +184,10 @@ class CpuMember:
                 ranks.check()
 
     def _follow(self, number: int, before: StageLink, behind: StageLink) -> None:
-        """What the message of this number says, from the link before this stage to the one behind
-        it. The last stage's results have numbers of their own."""
+        """Handle message ``number`` of the link before this stage, and write to the link after it.
+
+        The last stage's results are numbered separately.
+        """
         before.wait_written(number, bound=False)
         message = decode(before.part(number), self._adapters.__getitem__)
         before.done(number)
@@ -192,7 +201,7 @@ class CpuMember:
         self._num_steps += 1
 
     def _obey(self, told: PartCommand) -> None:
-        """Do what is to be done with the part of the KV cache that this rank has."""
+        """Apply a command to this rank's part of the KV cache."""
         if self._part is None:
             return
         finite = self._part.obey(told.command)
@@ -200,7 +209,7 @@ class CpuMember:
             self._control.send(BlocksChecked(told.number, finite))
 
     def _compute_stage(self, number: int, step: StageStep, behind: StageLink) -> None:
-        """A step, whose result has this number in the link behind this stage."""
+        """Compute a step and write its result as ``number`` to the link after this stage."""
         decoder = self._decoder
         hidden = decoder.forward_hidden(step.batch, step.hidden, step.batch.adapters)
         if self._ranks is not None:
@@ -224,7 +233,7 @@ class CpuMember:
             link.abort(why)
 
     def drop_adapter(self, number: int) -> None:
-        """Forget an adapter that no step will have."""
+        """Drop an adapter that no later step uses."""
         self._adapters.pop(number, None)
 
     def load_adapter(self, load: LoadAdapter) -> None:
@@ -235,8 +244,10 @@ class CpuMember:
 
 
 def meet(join: JoinDevices, listener: socket.socket | None = None) -> DeviceRanks:
-    """A rank's way to the others, which all of them make at the same time; ``listener`` is where
-    rank 0 has a place on the network. Raises RanksFailedError."""
+    """Connect a rank to the others; all ranks must call this at the same time.
+
+    ``listener`` is rank 0's socket at a meeting place on the network. Raises RanksFailedError.
+    """
     engine = join.config
     device = torch.device(join.device)
     if device.type == "cuda":
@@ -252,7 +263,7 @@ def meet(join: JoinDevices, listener: socket.socket | None = None) -> DeviceRank
 
 
 def make_channel(join: JoinDevices, ranks: DeviceRanks) -> Channel:
-    """A rank's end of the way of messages."""
+    """Return a rank's end of the message channel."""
     if join.link_fd < 0:
         return ranks.hosts
     return LinkChannel(make_link(join, index=join.link_reader))
@@ -261,9 +272,15 @@ def make_channel(join: JoinDevices, ranks: DeviceRanks) -> Channel:
 def load_steps(
     join: JoinDevices, ranks: DeviceRanks, make: Callable[[Plans], Callable[[StepParts], StepsT]]
 ) -> StepsT:
-    """A rank's share of a checkpoint, ready to compute steps by what ``make`` makes. All ranks load
-    theirs at the same time. Raises CheckpointError, ConfigError, or RanksFailedError where another
-    one could not."""
+    """Load a rank's share of a checkpoint with ``make``, ready to compute steps.
+
+    All ranks load their shares at the same time.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        ConfigError: The settings do not suit the model.
+        RanksFailedError: Another rank could not load.
+    """
     path, engine = Path(join.path), join.config
     device = device_of(torch.device(join.device))
     shard = shard_of(join.rank, engine)
@@ -274,21 +291,23 @@ def load_steps(
         [least] = ranks.hosts.least([num_blocks])
         return least
 
-    # One that cannot load its weights is noticed here, not in the middle of a step.
+    # A rank that cannot load its weights is noticed here, not in the middle of a step.
     ranks.hosts.least([0])
     steps = make_ready(plans, make(plans), agree)
     ranks.wait_at_most(engine.rank_timeout_s)
     return steps
 
 
-# Steps, see ``StageLinks``.
+# Most steps in flight, see ``StageLinks``.
 _MOST_UNDER_WAY = 2
 
 
 class MemberSteps(DeviceSteps):
-    """Computes the steps that rank 0 computes, with whom it exchanges numbers in them; of a
-    pipeline the layers of one stage. Logits go to rank 0, which chooses tokens: within the step,
-    and then these come back, unless there are several stages."""
+    """Steps of a rank other than 0, computed together with rank 0.
+
+    In a pipeline they cover the layers of one stage. Logits go to rank 0, which chooses tokens.
+    With a single stage the tokens come back within the step.
+    """
 
     def __init__(self, parts: StepParts, *, ranks: DeviceRanks, shard: Shard) -> None:
         links = ranks.links
@@ -300,11 +319,11 @@ class MemberSteps(DeviceSteps):
         )
         self._ranks = ranks
         self._links = links
-        # Of the steps under way that keep them.
+        # Kept states of steps in flight.
         self._kept: deque[torch.Tensor] = deque(maxlen=_MOST_UNDER_WAY)
 
     def _warm_up_rest(self) -> None:
-        """Rank 0 alone samples."""
+        """Do nothing: only rank 0 samples."""
 
     def compute(self, step: ToldStep) -> None:
         """Compute a step on this rank's device."""
@@ -315,7 +334,7 @@ class MemberSteps(DeviceSteps):
             return
         if step.keeps_states and self._stage.is_last:
             assert states is not None, "a step that keeps its states is not replayed"
-            # They may be where those of the next step come.
+            # Copy, because the next step's states may overwrite this memory.
             self._kept.append(states.clone())
         if self._sends_results:
             _, num_tokens, _, num_sampled = step.shape
@@ -324,7 +343,7 @@ class MemberSteps(DeviceSteps):
             links.send_results(self._buffers.finite[:num_tokens])
 
     def make_logits(self, num_rows: int) -> None:
-        """Compute those of rows that rank 0 shares."""
+        """Compute the logits of rows that rank 0 shares."""
         embedding = self._decoder.embedding
         rows = embedding.new_empty(num_rows, embedding.shape[1])
         self._ranks.share(rows)
@@ -343,12 +362,12 @@ class MemberSteps(DeviceSteps):
         else:
             made = self._decoder.normed(rows)
         if self._sends_results:
-            assert made is not None, "rank 0 of the stage gathers"
+            assert made is not None, "rank 0 of the stage gathers the logits"
             links.send_rows(made.contiguous())
 
     def load_adapter(self, load: LoadAdapter) -> None:
         """Read the slices of an adapter. Raises AdapterError, ModelSourceError."""
-        assert self._adapted is not None, "rank 0 has slots, too"
+        assert self._adapted is not None, "rank 0 has no slots for adapters"
         self._adapted.adapters.load(load.adapter, load.slot, max_rank=load.max_rank)
 
     def _choose(
@@ -366,12 +385,15 @@ class MemberSteps(DeviceSteps):
 
 
 def member_steps(ranks: DeviceRanks, plans: Plans) -> Callable[[StepParts], MemberSteps]:
-    """What makes those of a rank."""
+    """Return the function that makes a rank's steps."""
     return partial(MemberSteps, ranks=ranks, shard=plans.shard)
 
 
 class DeviceMember:
-    """One rank. Raises MillraceError if it cannot be loaded, RanksFailedError if another cannot."""
+    """Rank with a device.
+
+    Raises MillraceError if it cannot be loaded, RanksFailedError if another rank cannot.
+    """
 
     def __init__(self, join: JoinDevices, control: ControlSocket) -> None:
         control.send(RankStarted())
@@ -384,7 +406,7 @@ class DeviceMember:
 
     @torch.inference_mode()
     def compute(self) -> NoReturn:
-        """What rank 0 posts, until the group fails. Raises RanksFailedError then."""
+        """Compute rank 0's messages until the group fails. Raises RanksFailedError then."""
         while True:
             message = decode_told(self._channel.receive())
             self._ranks.check()
@@ -401,7 +423,7 @@ class DeviceMember:
                 self._is_done.notify_all()
 
     def _obey(self, command: CacheCommand) -> None:
-        """Do something with blocks; how it went is told by the least of all ranks' numbers."""
+        """Apply a command to blocks; ranks report its success by the minimum of their numbers."""
         if isinstance(command, ReserveSlots):
             self._ranks.hosts.least([self._reserve(command)])
             return
@@ -410,7 +432,7 @@ class DeviceMember:
             self._ranks.hosts.least([int(flag) for flag in finite])
 
     def _reserve(self, command: ReserveSlots) -> int:
-        """Whether there is memory for it, 0 or 1."""
+        """Reserve slots; return 1 on success, 0 if there is not enough memory."""
         try:
             self._part.obey(command)
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""How the ranks of a stage exchange numbers; by Gloo where they have no memory in common."""
+"""Exchanges between the ranks of a stage, by Gloo where they share no memory."""
 
 from __future__ import annotations
 
@@ -13,41 +13,46 @@ from millrace.engine.types import DeviceLostError
 
 
 class RankLostError(DeviceLostError):
-    """The group cannot go on: a rank has ended or hangs. It ends the process of rank 0, too."""
+    """Failure of the group: a rank has ended or hangs. It ends rank 0's process, too."""
 
 
 class Ranks(Collectives, Protocol):
-    """One rank's way to the others of its group. Whatever is called after the group has failed, or
-    waits while it does, raises an error."""
+    """Exchanges of one rank with the others of its group.
+
+    Calls raise an error once the group has failed, including calls that already wait.
+    """
 
     def gather(self, columns: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
-        """All ranks' contiguous ``columns`` [num_rows, widths[rank]] side by side, on rank 0."""
+        """Join all ranks' contiguous ``columns`` [num_rows, widths[rank]] on rank 0."""
 
     def post(self, *parts: bytes | memoryview) -> None:
-        """Say something to all other ranks, which have met since the last time: by rank 0."""
+        """Send a message from rank 0 to all other ranks, which have met since the last one."""
 
     def receive(self) -> memoryview:
-        """What rank 0 says next, however long that takes; there may be something behind it. Valid
-        until this rank meets the others."""
+        """Wait without limit for rank 0's next message, which may have padding after it.
+
+        It is valid until this rank meets the others.
+        """
 
     def check(self) -> None:
         """Raise an error if the group has failed."""
 
     def abort(self, why: str) -> None:
-        """Have the group fail; for any thread."""
+        """Fail the group; may be called from any thread."""
 
 
 _NO_LIMIT_S = 365 * 86_400.0
 
 
 class GlooRanks:
-    """One rank's view of its group, see ``Ranks``. One who waits in an exchange for longer than
-    ``timeout_s``, or for a rank that has ended, gets RanksFailedError; what rank 0 posts is waited
-    for as long as that takes.
+    """Exchanges by Gloo, see ``Ranks``.
+
+    A wait in an exchange raises RanksFailedError after ``timeout_s`` or if a rank has ended. Waits
+    for rank 0's messages have no limit.
     """
 
     def __init__(self, place: Rendezvous, *, rank: int, size: int, timeout_s: float) -> None:
-        """Meet the others there. Raises RanksFailedError."""
+        """Meet the other ranks at ``place``. Raises RanksFailedError."""
         self.rank = rank
         self.size = size
         cpu = torch.device("cpu")
@@ -57,26 +62,29 @@ class GlooRanks:
         )
 
     def all_reduce(self, rows: torch.Tensor) -> None:
-        """Replace contiguous rows by their sum over the ranks. Gloo sums in an order of its own,
-        which is the same on every rank; what is narrower than float32 is widened for it."""
+        """Replace contiguous rows by their sum over the ranks.
+
+        Gloo's order of summation is the same on every rank. Dtypes narrower than float32 are
+        widened for the sum.
+        """
         wide = rows.float()
         self._exchange.do(lambda group: group.allreduce([wide]))
         if wide is not rows:
             rows.copy_(wide)
 
     def least(self, numbers: list[int]) -> list[int]:
-        """The least of each of the ranks' numbers, of which all have equally many."""
+        """Return the elementwise minimum of the ranks' lists, which have equal lengths."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         self._exchange.do(lambda group: group.allreduce([tensor], dist.ReduceOp.MIN))
         least: list[int] = tensor.tolist()
         return least
 
     def wait_at_most(self, timeout_s: float) -> None:
-        """For the others in an exchange, from now on."""
+        """Set the limit for waits in an exchange from now on."""
         self._exchange.wait_at_most(timeout_s)
 
     def gather(self, columns: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
-        """All ranks' contiguous ``columns`` [num_rows, widths[rank]] side by side, on rank 0."""
+        """Join all ranks' contiguous ``columns`` [num_rows, widths[rank]] on rank 0."""
         padded = columns.new_zeros(len(columns), max(widths))
         padded[:, : columns.shape[1]] = columns
         options = dist.GatherOptions()
@@ -89,13 +97,13 @@ class GlooRanks:
         return torch.cat([part[:, :width] for part, width in zip(every, widths, strict=True)], 1)
 
     def post(self, *parts: bytes | memoryview) -> None:
-        """Say something to all other ranks."""
+        """Send a message to all other ranks."""
         message = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
         self._broadcast(torch.tensor([len(message)]))
         self._broadcast(message)
 
     def receive(self) -> memoryview:
-        """What rank 0 says next."""
+        """Wait for rank 0's next message."""
         size = self._broadcast(torch.zeros(1, dtype=torch.int64))
         message = self._broadcast(torch.empty(int(size), dtype=torch.uint8))
         return message.numpy().data
@@ -105,7 +113,7 @@ class GlooRanks:
         self._exchange.check()
 
     def abort(self, why: str) -> None:
-        """Have the group fail; the others find its sockets closed."""
+        """Fail the group; the other ranks find its sockets closed."""
         for exchange in (self._exchange, self._messages):
             exchange.abort(why)
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a group meet, and the process groups in which they exchange numbers."""
+"""Meeting places of the ranks of a group, and the process groups of their exchanges."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ _LOOPBACK = "127.0.0.1"
 
 @contextmanager
 def finding() -> Iterator[None]:
-    """What torch finds wrong meanwhile is that ranks do not find one another. Raises
-    RanksFailedError for it."""
+    """Convert torch's errors during a meeting to RanksFailedError."""
     try:
         yield
     except RuntimeError as error:
@@ -32,10 +31,10 @@ def finding() -> Iterator[None]:
 
 
 class Rendezvous:
-    """One rank's way to a place, where ranks say under a name how they are reached."""
+    """Meeting place as one rank sees it: ranks publish their addresses there under a name."""
 
     def __init__(self, own_host: str, store: Callable[[str, int], Any]) -> None:
-        """``store``: that of a name, for so many ranks."""
+        """Use ``store``, which returns the store of a name for a number of ranks."""
         self.store = store
         self._own_host = own_host
 
@@ -43,9 +42,11 @@ class Rendezvous:
     def at(
         cls, place: Place, timeout_s: float, listener: socket.socket | None = None
     ) -> Rendezvous:
-        """Go there; ``listener`` is by whom the store is: it is at what that one listens at, and
-        lives for as long as somebody has it. Raises RanksFailedError if nobody is there in
-        time."""
+        """Go to a place; ``listener`` is the store's socket, given by the rank that owns the store.
+
+        The store lives as long as it is referenced. Raises RanksFailedError if it cannot be reached
+        in time.
+        """
         if isinstance(place, FolderPlace):
             folder = Path(place.path)
             return cls(
@@ -64,13 +65,15 @@ class Rendezvous:
         return cls(place.own_host, lambda name, _: c10d.PrefixStore(name, whole))
 
     def gloo(self, name: str, *, rank: int, size: int, timeout_s: float) -> Any:
-        """A process group of its own, beside whatever there are in this process, of those who come
-        under this name; torch's types leave out what such a one does. Raises RanksFailedError."""
+        """Create a separate Gloo process group of the ranks that meet under ``name``.
+
+        Its type is Any, because torch's types omit its operations. Raises RanksFailedError.
+        """
         gloo: Any = c10d.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = datetime.timedelta(seconds=timeout_s)
         with finding():
-            # By address: where the machine's name leads nowhere Gloo would not find one.
+            # By address: Gloo fails to find a device if the machine's name does not resolve.
             options._devices = [gloo.create_device(hostname=self._own_host)]
             return gloo(self.store(name, size), rank, size, options)
 
@@ -79,12 +82,11 @@ _NCCL_TIMEOUT = datetime.timedelta(days=365)
 
 
 class RankExchange:
-    """One rank's place in it: by NCCL on CUDA devices, by Gloo on the CPU.
+    """Exchange of one rank with the others: by NCCL on CUDA devices, by Gloo on the CPU.
 
-    On a CUDA device to wait for something means that what is told later does; on the CPU the caller
-    waits. Whoever waits longer there than he may, or for a rank that has ended, gets
-    RanksFailedError; with NCCL the one who waits for the device is told by ``abort``. For one
-    thread, but for ``abort``.
+    On a CUDA device a wait holds later work of the stream; on the CPU it blocks the caller. A wait
+    on the CPU that exceeds its limit or involves an ended rank raises RanksFailedError. With NCCL,
+    ``abort`` ends the waits for the device. Use from one thread; ``abort`` may be called from any.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class RankExchange:
         size: int,
         timeout_s: float,
     ) -> None:
-        """Meet the others who come there under this name, within ``timeout_s``. Raises
-        RanksFailedError."""
+        """Meet the ranks of this ``name`` at ``place`` within ``timeout_s``.
+
+        Raises RanksFailedError.
+        """
         self.is_cuda = device.type == "cuda"
         self._why = ""
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -109,13 +113,13 @@ class RankExchange:
             self._group = place.gloo(name, rank=rank, size=size, timeout_s=timeout_s)
 
     def do(self, exchange: Callable[[Any], Any]) -> None:
-        """Have all ranks of the group do something together."""
+        """Run a collective of all ranks and wait for it."""
         work = self.begin(exchange)
         if work is not None:
             self._wait(work.wait)
 
     def begin(self, exchange: Callable[[Any], Any]) -> Any:
-        """Have one rank send something to another, or receive it, to be waited for later."""
+        """Begin a send to or a receive from another rank; wait for it by ``wait``."""
         self.check()
         try:
             return exchange(self._group)
@@ -123,8 +127,8 @@ class RankExchange:
             raise self._failed(error) from error
 
     def wait(self, work: Any) -> None:
-        """For what was begun."""
-        # Gloo knows how long of itself only for what all do together.
+        """Wait for work that ``begin`` returned."""
+        # Gloo applies the group's limit to collectives only.
         self._wait(work.wait if self.is_cuda else partial(work.wait, self._timeout))
 
     def _wait(self, wait: Callable[[], object]) -> None:
@@ -134,7 +138,7 @@ class RankExchange:
             raise self._failed(error) from error
 
     def wait_at_most(self, timeout_s: float) -> None:
-        """For the others, from now on."""
+        """Set the limit for waits on other ranks from now on."""
         self._timeout = datetime.timedelta(seconds=timeout_s)
         if not self.is_cuda:
             self._group._set_default_timeout(self._timeout)
@@ -145,8 +149,10 @@ class RankExchange:
             raise RanksFailedError(self._why)
 
     def abort(self, why: str) -> None:
-        """Have the group fail; for any thread. What waits on a CUDA device goes on, with whatever
-        numbers are there."""
+        """Fail the group; may be called from any thread.
+
+        Work that waits on a CUDA device continues with undefined numbers.
+        """
         if self._why:
             return
         self._why = why
@@ -158,9 +164,11 @@ class RankExchange:
 
 
 def _nccl_group(store: Any, rank: int, size: int) -> Any:
-    """Of CUDA devices. What torch does with a rank that hangs or has ended is to end this process,
-    with no word of which it was; so it is not asked to find out: ``Patience`` does. Raises
-    RanksFailedError."""
+    """Create a process group of CUDA devices.
+
+    Torch's own handling of a lost rank ends this process without naming the rank, so it is
+    disabled; ``Patience`` finds lost ranks. Raises RanksFailedError.
+    """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = _NCCL_TIMEOUT

@@ -1,4 +1,5 @@
-"""Weights of few bits: what they are in any checkpoint's layout, and how they are made and read.
+"""Quantized weights: read from any checkpoint's layout, made by rounding, and multiplied.
 
-The loader, the engine and the quantizer call it; it imports `schemas`, `registry` and the kernels.
+The loader, the engine and the quantizer call this package; it imports `schemas`, `registry` and the
+kernels.
 """

@@ -1,4 +1,4 @@
-"""From the tensors of a quantized module in a checkpoint to its weight, see ``Layout``."""
+"""Reader of a quantized module's tensors in a checkpoint, see ``Layout``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PARTS = (
 
 
 def num_words(num_codes: int, bits: int) -> int:
-    """How many int32 hold ``num_codes``."""
+    """Return the number of int32 words that hold ``num_codes``."""
     return -(-num_codes * bits // _WORD_BITS)
 
 
 def unpacked(words: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
-    """Signed codes: int8 [num_rows, num_codes] of int32 ``words`` [num_rows, num_words].
+    """Unpack int32 ``words`` [num_rows, num_words] to signed codes, int8 [num_rows, num_codes].
 
-    The first code is in the lowest bits; stored are codes plus half their range.
+    The first code is in the lowest bits. Stored codes are offset by half their range.
     """
     stored = words.contiguous().view(torch.uint8)
     if bits == 4:
@@ -41,39 +41,42 @@ def unpacked(words: torch.Tensor, bits: int, num_codes: int) -> torch.Tensor:
 
 
 def unpacked_by_awq(words: torch.Tensor, num_codes: int) -> torch.Tensor:
-    """The same of 4 bits in AutoAWQ's order."""
+    """Unpack 4-bit codes in AutoAWQ's order, see ``unpacked``."""
     codes = unpacked(words, 4, num_codes)
     eights = codes.view(len(codes), -1, len(_AWQ_PLACES))
     return eights[..., list(_AWQ_PLACES)].flatten(1)
 
 
 def plus_one(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """``words`` whose every code is one more.
+    """Add one to every code in ``words``.
 
-    A zero point of 0 is stored as -1 by GPTQModel, which takes 1 from each code in one subtraction
-    of whole words; one addition undoes the borrows, too.
+    GPTQModel stores a zero point of 0 as -1: it subtracts 1 from each code in one subtraction of
+    whole words. One addition also undoes the borrows.
     """
     return words + sum(1 << place for place in range(0, _WORD_BITS, bits))
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint by name; see ``TensorIndex``."""
+    """Tensors of a checkpoint by name, see ``TensorIndex``."""
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
-        """None for a tensor that is not there."""
+        """Return the shape of a tensor, or None if it is missing."""
 
     def load(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> torch.Tensor:
-        """Raises CheckpointError naming a tensor that is not there or is another one."""
+        """Load a tensor. Raises CheckpointError, with its name, if it is missing or differs."""
 
 
 def parts_of(module: str) -> list[str]:
-    """The names that tensors of a linear ``module`` may have, its bias left out."""
+    """Return the names that tensors of a linear ``module`` may have, except its bias."""
     return [f"{module}.{part}" for part in _PARTS]
 
 
 def is_stored_wide(tensors: StoredTensors, module: str) -> bool:
-    """Whether of ``module`` there is a weight and nothing that a quantized one has. Libraries do
-    not agree on what the names of a list mean, but it shows in what they wrote."""
+    """Return whether ``module`` has a plain weight and no tensors of a quantized one.
+
+    Libraries disagree on the names in a config's ignore list, but the stored tensors are
+    unambiguous.
+    """
     there = [name for name in parts_of(module) if tensors.shape_of(name) is not None]
     return there == [f"{module}.weight"]
 
@@ -81,10 +84,10 @@ def is_stored_wide(tensors: StoredTensors, module: str) -> bool:
 def read_quantized(
     tensors: StoredTensors, module: str, scheme: Scheme, num_outputs: int, num_inputs: int
 ) -> QuantizedWeight:
-    """The weight [num_outputs, num_inputs] of ``module``, on the CPU.
+    """Read the weight [num_outputs, num_inputs] of ``module`` to the CPU.
 
-    Raises CheckpointError naming a tensor that is missing, has another shape or dtype than
-    ``scheme`` asks for, or holds numbers that cannot be.
+    Raises CheckpointError, with the tensor's name, if a tensor is missing, does not have the shape
+    or dtype of ``scheme``, or holds invalid numbers.
     """
     read = _Module(tensors, module, scheme, num_outputs, num_inputs)
     if scheme.layout is Layout.PLAIN:
@@ -118,7 +121,7 @@ class _Module(NamedTuple):
         return self.tensors.load(f"{self.name}.{part}", shape, dtypes)
 
     def scales(self, part: str, *shapes: tuple[int, ...]) -> torch.Tensor:
-        """Float32 in the one of ``shapes`` that is stored."""
+        """Load scales in float32 in the one of ``shapes`` that is stored."""
         name = f"{self.name}.{part}"
         stored = self.tensors.shape_of(name)
         shape = stored if stored in shapes else shapes[0]
@@ -157,7 +160,7 @@ class _Module(NamedTuple):
 
 
 def _first_of(module: _Module, parts: tuple[str, ...]) -> str:
-    """The first that is there; to be named as missing, the first."""
+    """Return the first part that exists, else the first name, for the error message."""
     return next((part for part in parts if module.has(part)), parts[0])
 
 
@@ -174,7 +177,7 @@ def _read_plain(module: _Module) -> QuantizedWeight:
 
 
 def _scales_of_outputs(module: _Module, part: str) -> torch.Tensor:
-    """[num_outputs, num_groups], stored so, one a block, or one a channel or tensor."""
+    """Load scales [num_outputs, num_groups], stored so, per block, per channel or per tensor."""
     outputs, blocks = module.num_outputs, module.scheme.block_outputs
     if module.scheme.group_inputs is not None:
         shape = (math.ceil(outputs / blocks), module.num_groups)
@@ -235,7 +238,7 @@ def _read_gptq(module: _Module) -> QuantizedWeight:
 
 
 def _refuse_partial_words(module: _Module, *sizes: int) -> None:
-    """These layouts have none."""
+    """Raise CheckpointError for partly filled words, which these layouts do not have."""
     per_word = _WORD_BITS // module.scheme.bits
     if any(size % per_word for size in sizes):
         raise CheckpointError(
@@ -247,8 +250,11 @@ def _refuse_partial_words(module: _Module, *sizes: int) -> None:
 def _in_groups(
     module: _Module, part: str, codes: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``codes`` with the columns of each group side by side, and which those are; None if they
-    already were. The tensor ``part`` says to which group a column belongs, all -1 to none."""
+    """Sort the columns of ``codes`` by group; return them and their order.
+
+    The order is None if they were sorted. The tensor ``part`` gives each column's group; -1 in all
+    means no groups.
+    """
     if not module.has(part):
         return codes, None
     inputs, size = module.num_inputs, module.group_inputs
@@ -260,6 +266,6 @@ def _in_groups(
     if not torch.equal(groups[order], own):
         raise CheckpointError(
             f"Tensor {module.name}.{part} must have each group from 0 to {module.num_groups - 1} "
-            f"{size} times, the last one for what is left of {inputs} inputs."
+            f"{size} times, the last one for the rest of {inputs} inputs."
         )
     return codes[:, order].contiguous(), order

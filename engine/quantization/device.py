@@ -1,6 +1,6 @@
-"""Linear maps of quantized weights on a device: by its kernels where these take the weight.
+"""Linear maps of quantized weights on a device: by its kernels if they support the weight.
 
-What needs Triton is imported by those who have it.
+Functions that need Triton import it themselves.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _log = logging.getLogger(__name__)
 
 _INT8 = (Activations.INT8_TOKEN, Activations.INT8_TENSOR)
 NO_KERNELS = "the engine's kernels are torch's"
-# From this capability on, compute units know float8.
+# Compute units support float8 from this capability on.
 _FLOAT8_CAPABILITY = (8, 9)
 
 
 class RoundedLinear(Linear):
-    """A linear map of rows that are rounded first."""
+    """Linear map that rounds its input rows first."""
 
     def __init__(self, linear: Linear, rounding: Rounding) -> None:
         self.size = linear.size
@@ -32,15 +32,15 @@ class RoundedLinear(Linear):
         self._rounding = rounding
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
+        """Multiply [num_rows, num_inputs] to [num_rows, num_outputs]."""
         return self._linear(self._rounding(rows))
 
     def plus(self, total: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """``total`` [num_rows, num_outputs] and the product; ``total`` may be overwritten."""
+        """Return ``total`` [num_rows, num_outputs] plus the product; may overwrite ``total``."""
         return self._linear.plus(total, self._rounding(rows))
 
     def gated(self, rows: torch.Tensor, swiglu: SwiGLU) -> torch.Tensor:
-        """``swiglu`` of the product."""
+        """Return ``swiglu`` of the product."""
         return self._linear.gated(self._rounding(rows), swiglu)
 
 
@@ -51,9 +51,12 @@ def quantized_linears(
     fixed: bool,
     has_kernels: bool,
 ) -> MakeQuantized:
-    """Makes linear maps of rows of ``dtype``: by kernels if there are any and they take the weight,
-    else by ``product`` of the weight widened to ``dtype``. ``fixed`` as in QuantizedDeviceLinear;
-    ``product`` must keep it as well."""
+    """Return a maker of linear maps for rows of ``dtype``.
+
+    It uses the kernels if there are any and they support the weight, else ``product`` of the weight
+    widened to ``dtype``. ``fixed`` is as in QuantizedDeviceLinear, and ``product`` must respect it,
+    too.
+    """
     said: set[str] = set()
 
     def make(weight: QuantizedWeight, bias: torch.Tensor | None) -> Linear:
@@ -74,7 +77,7 @@ def quantized_linears(
 
 
 def why_not_packed(weight: QuantizedWeight) -> str | None:
-    """Why the kernels cannot multiply by ``weight``; None if they can."""
+    """Return why the kernels cannot multiply by ``weight``, or None if they can."""
     activations = weight.activations
     is_wide = activations is Activations.WIDE
     is_float8 = weight.codes.dtype is torch.float8_e4m3fn
@@ -89,8 +92,8 @@ def why_not_packed(weight: QuantizedWeight) -> str | None:
             return "groups of rows in another order"
         if group_inputs & (group_inputs - 1):
             return f"rows rounded in groups of {group_inputs}"
-    # Matrix units take 32 neighbours of 8 bits, of wide ones 16; from a byte of two codes, each
-    # half.
+    # Matrix units take 32 neighbours of 8 bits, or 16 of wide rows. A byte of two codes gives one
+    # to each half.
     least = (16 if is_wide else 32) * (2 if weight.bits == 4 else 1)
     if chunk_of(weight.num_inputs, group_inputs, weight.bits) < least:
         return f"{weight.num_inputs} inputs in groups of {weight.group_inputs}"
@@ -101,10 +104,10 @@ def why_not_packed(weight: QuantizedWeight) -> str | None:
         and device.type == "cuda"
         and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY
     ):
-        return "float8 on a device that does not know it"
+        return "float8 on a device that does not support it"
     return None
 
 
 def _group_inputs(weight: QuantizedWeight) -> int:
-    """0 where there is one group."""
+    """Return the inputs of a group, or 0 for a single group."""
     return weight.group_inputs if weight.scales.shape[1] > 1 else 0

@@ -1,6 +1,6 @@
-"""Stacks of quantized experts on a device: by its kernels where these take the weights.
+"""Stacks of quantized experts on a device: by its kernels if they support the weights.
 
-What needs Triton is imported by those who have it.
+Functions that need Triton import it themselves.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from millrace.schemas.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
-# Makes what multiplies by one of the weights of each expert, all of one shape.
+# Maker of the products with one of the weights of each expert, all of one shape.
 MakeStack = Callable[[Sequence[QuantizedWeight]], Stack]
 
 
 class QuantizedStack:
-    """One of the weights of each expert, of one layout. Rows and results are of ``dtype``."""
+    """Stack of one weight of each expert, of one layout; rows and results are of ``dtype``."""
 
     def __init__(self, weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> None:
         self._stack = PackedWeight.stacked([packed(weight) for weight in weights])
@@ -62,7 +62,7 @@ class QuantizedStack:
 
 
 class RoundedStack:
-    """Wide weights ``stack`` [num_experts, num_outputs, num_inputs] of rows that are rounded."""
+    """Stack of wide weights [num_experts, num_outputs, num_inputs] that rounds its input rows."""
 
     def __init__(self, stack: torch.Tensor, rounding: Rounding, kernels: ExpertKernels) -> None:
         self._stack = stack
@@ -93,10 +93,11 @@ class RoundedStack:
 
 
 def quantized_stacks(kernels: ExpertKernels, dtype: torch.dtype, *, has_kernels: bool) -> MakeStack:
-    """Makes stacks for rows of ``dtype``: for the kernels of quantized weights if there are any and
-    they take the weights, else widened to ``dtype`` for ``kernels``.
+    """Return a maker of stacks for rows of ``dtype``.
 
-    What it makes raises CheckpointError for experts whose rows are not rounded alike.
+    It uses the kernels of quantized weights if there are any and they support the weights; else it
+    widens them to ``dtype`` for ``kernels``. It raises CheckpointError for experts whose rows are
+    rounded in different ways.
     """
     said: set[str] = set()
 
@@ -105,7 +106,8 @@ def quantized_stacks(kernels: ExpertKernels, dtype: torch.dtype, *, has_kernels:
         if any(weight.rounding != rounding for weight in weights):
             raise CheckpointError(
                 "the experts of a layer round their inputs in several ways or by several constants "
-                f"({rounding.activations.value}): supported is one for all of them, or dynamic."
+                f"({rounding.activations.value}), but must share one constant or use dynamic "
+                "scales."
             )
         reason = _why_not_stacked(weights) if has_kernels else NO_KERNELS
         if reason is None:
@@ -122,7 +124,7 @@ def quantized_stacks(kernels: ExpertKernels, dtype: torch.dtype, *, has_kernels:
 
 
 def _why_not_stacked(weights: Sequence[QuantizedWeight]) -> str | None:
-    """Why the kernels cannot multiply by a stack of ``weights``; None if they can."""
+    """Return why the kernels cannot multiply by a stack of ``weights``, or None if they can."""
     first = weights[0]
     for weight in weights:
         reason = why_not_packed(weight)

@@ -1,4 +1,4 @@
-"""Products with quantized weights by Triton's kernels."""
+"""Products with quantized weights by Triton kernels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from millrace.engine.quantization.weight import Activations, QuantizedWeight, Ro
 
 
 class QuantizedDeviceLinear(Linear):
-    """A linear map of a weight that ``device.why_not_packed`` has nothing against. ``bias``:
-    [num_outputs]. Rows and results are of ``dtype``.
+    """Linear map of a weight that ``device.why_not_packed`` accepts.
 
-    ``fixed``: always by one kernel of one order, so that a row's result does not depend on how many
-    others there are.
+    ``bias`` is [num_outputs]. Rows and results are of ``dtype``. With ``fixed`` it is
+    batch-invariant: one kernel with one order of summation, so that a row's result does not depend
+    on the number of rows.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class QuantizedDeviceLinear(Linear):
         self._fixed = fixed
         self._order = weight.order
         self._rounding = weight.rounding
-        # float32 [1, num_outputs] where torch may compute this.
+        # float32 [1, num_outputs] if torch may compute this.
         self._library_scales: torch.Tensor | None = None
         is_rounded = weight.activations is not Activations.WIDE
         if is_rounded and not fixed and library_takes(self._weight, dtype):
@@ -73,7 +73,7 @@ class QuantizedDeviceLinear(Linear):
 
 
 def packed(weight: QuantizedWeight) -> PackedWeight:
-    """``weight`` as the kernels read it, on its device."""
+    """Return ``weight`` in the kernels' layout, on its device."""
     return PackedWeight.of(
         weight.codes,
         weight.scales,
@@ -84,7 +84,7 @@ def packed(weight: QuantizedWeight) -> PackedWeight:
 
 
 def rounded(rows: torch.Tensor, rounding: Rounding) -> torch.Tensor | RoundedRows:
-    """``rows`` [num_rows, num_inputs] as the kernels multiply them."""
+    """Return ``rows`` [num_rows, num_inputs] rounded for the kernels."""
     kind = rounding.activations
     if kind is Activations.WIDE:
         return rows

@@ -1,4 +1,4 @@
-"""Products with quantized weights by torch alone, and of several weights at once."""
+"""Products with quantized weights in torch, and with several weights at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import torch.nn.functional as F  # noqa: N812 (its usual name)
 from millrace.engine.kernels.operations import Linear, WeightSize, total_size
 from millrace.engine.quantization.weight import QuantizedWeight
 
-# Makes a product of a quantized weight and a bias [num_outputs] or None.
+# Maker of a product from a quantized weight and a bias [num_outputs] or None.
 MakeQuantized = Callable[[QuantizedWeight, torch.Tensor | None], Linear]
 
 
 class DequantizedLinear(Linear):
-    """A linear map whose weight was widened to ``dtype`` when it was loaded; rows are rounded as
-    the checkpoint asks. It takes the memory of a wide weight and gives the numbers of a quantized
-    one. ``bias``: [num_outputs]."""
+    """Linear map whose weight is widened to ``dtype`` at load.
+
+    Rows are rounded as the checkpoint asks. It takes the memory of a wide weight and returns the
+    numbers of the quantized one. ``bias`` is [num_outputs].
+    """
 
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype
@@ -32,8 +34,11 @@ class DequantizedLinear(Linear):
 
 
 class SplitLinear(Linear):
-    """Linear maps of the same rows whose outputs lie one behind the other, where one weight cannot
-    hold all of them: parts of a fused projection that were quantized in different ways."""
+    """Linear maps of the same rows whose outputs follow each other.
+
+    For parts of a fused projection that were quantized in different ways, so that one weight cannot
+    hold them.
+    """
 
     def __init__(self, parts: Sequence[Linear]) -> None:
         self._parts = tuple(parts)

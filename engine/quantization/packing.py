@@ -1,4 +1,4 @@
-"""Quantized weights laid out as the compiled products read them."""
+"""Quantized weights in the layout of the compiled products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.engine.kernels.packed_weight import (
 )
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 
-# Of inputs and of groups of them: the lanes that rows are rounded in.
+# Widths of inputs and groups must be multiples of this: the lanes in which rows are rounded.
 _WIDTH_MULTIPLE = 16
 _INT4_ZERO = 8
 _NIBBLE_BITS = 4
@@ -29,8 +29,10 @@ _ROW_CODES = {
 
 
 def can_be_packed(weight: QuantizedWeight) -> bool:
-    """Whether the compiled products read it: widths and groups of them are multiples of 16, and
-    all groups are of one size."""
+    """Return whether the compiled products support the weight.
+
+    Its width and group size must be multiples of 16, and all groups of one size.
+    """
     return not (
         weight.num_inputs % _WIDTH_MULTIPLE
         or weight.group_inputs % _WIDTH_MULTIPLE
@@ -39,8 +41,8 @@ def can_be_packed(weight: QuantizedWeight) -> bool:
 
 
 def pack_quantized(weight: QuantizedWeight, bias: torch.Tensor | None) -> PackedWeight:
-    """A ``weight`` that ``can_be_packed``, and its ``bias``, bfloat16 [num_outputs]."""
-    assert can_be_packed(weight), "asked for what no product reads"
+    """Pack a ``weight`` that ``can_be_packed``, and its ``bias``, bfloat16 [num_outputs]."""
+    assert can_be_packed(weight), "the compiled products do not support this weight"
     row_codes = _ROW_CODES[weight.activations]
     form = _format(weight, row_codes)
     scales = in_panels(weight.scales, 1).float()
@@ -73,7 +75,7 @@ def _codes(weight: QuantizedWeight, form: Format) -> torch.Tensor:
         return in_panels(weight.codes, 2)
     if form is Format.INT8_DOT:
         return in_panels(weight.codes, 4)
-    # A nibble of each half word for each of four pairs of inputs.
+    # Each half word has a nibble of each of four pairs of inputs.
     pairs = in_panels(weight.codes, 2)
     octets = pairs.view(len(pairs), -1, 4, *pairs.shape[2:]).to(torch.int32) + _INT4_ZERO
     words = sum(octets[:, :, pair] << _NIBBLE_BITS * pair for pair in range(4))
@@ -82,7 +84,10 @@ def _codes(weight: QuantizedWeight, form: Format) -> torch.Tensor:
 
 
 def _offsets(weight: QuantizedWeight, form: Format) -> torch.Tensor | None:
-    """What is taken from a sum: for bytes of rows, which count from 128, else for the zeros."""
+    """Return the offsets to subtract from a sum, or None.
+
+    For rows in bytes, which are offset by 128, they are sums of codes; otherwise zero points.
+    """
     if form is Format.INT8_DOT:
         sums = weight.codes.sum(1, keepdim=True, dtype=torch.int32)
         return in_panels(sums * _INT8_ZERO, 1)

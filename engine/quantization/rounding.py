@@ -1,4 +1,4 @@
-"""From a wide weight to a quantized one by rounding alone."""
+"""Quantization of a wide weight by rounding alone."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 from millrace.engine.quantization.weight import Activations, QuantizedWeight
 
 GROUP_INPUTS = 128
-# What kernels for packed weights take: their tiles are so many inputs deep.
+# Depth of the tiles of the kernels for packed weights, in inputs.
 GROUP_STEP = 32
 _MOST_INT8, _MOST_FLOAT8 = 127.0, 448.0
 _LEAST_INT4, _MOST_INT4 = -8, 7
-# Scales of this share of the one that clips nothing, and less: groups of normally distributed
-# weights have their least error near 0.85.
+# Least ratio of a candidate scale to the scale that clips nothing, and the number of candidates.
+# Groups of normally distributed weights have their least error near 0.85.
 _LEAST_RATIO, _NUM_RATIOS = 0.5, 20
 
 
 def rounded_int8(
     weight: torch.Tensor, *, scale_dtype: torch.dtype = torch.float32, rounds_rows: bool = True
 ) -> QuantizedWeight:
-    """``weight`` [num_outputs, num_inputs] in int8, symmetric with one scale for each output, the
-    largest magnitude over 127; for rows that are rounded to int8 too, or if not ``rounds_rows`` for
-    wide ones.
+    """Round ``weight`` [num_outputs, num_inputs] to int8, symmetric with one scale per output.
 
-    ``scale_dtype`` is what the scales will be stored as: codes are made for scales so rounded.
+    A scale is the largest magnitude over 127. Rows are rounded to int8, too, or stay wide if not
+    ``rounds_rows``. ``scale_dtype`` is the dtype in which scales will be stored; codes are made for
+    scales rounded to it.
     """
     values = weight.float()
     scales = storable(values.abs().amax(1, keepdim=True) / _MOST_INT8, scale_dtype)
@@ -39,9 +39,11 @@ def rounded_int8(
 def rounded_float8(
     weight: torch.Tensor, *, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedWeight:
-    """``weight`` [num_outputs, num_inputs] in float8_e4m3fn with one scale for each output, the
-    largest magnitude over 448; for rows that are rounded to float8 too. ``scale_dtype``: see
-    ``rounded_int8``."""
+    """Round ``weight`` [num_outputs, num_inputs] to float8_e4m3fn with one scale per output.
+
+    A scale is the largest magnitude over 448. Rows are rounded to float8, too. ``scale_dtype``: see
+    ``rounded_int8``.
+    """
     values = weight.float()
     scales = storable(values.abs().amax(1, keepdim=True) / _MOST_FLOAT8, scale_dtype)
     codes = (values / scales).clamp(-_MOST_FLOAT8, _MOST_FLOAT8).to(torch.float8_e4m3fn)
@@ -57,10 +59,12 @@ def rounded_int4(
     symmetric: bool = True,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """``weight`` [num_outputs, num_inputs] in int4 with a scale, and if not ``symmetric`` a zero
-    point, for each group of ``fitting_group(num_inputs, group_inputs)`` inputs of an output; rows
-    stay wide. Each group has the scale, of those that clip nothing or a part, with the least sum
-    of squared errors. ``scale_dtype``: see ``rounded_int8``."""
+    """Round ``weight`` [num_outputs, num_inputs] to int4 by groups of inputs; rows stay wide.
+
+    Each group of ``fitting_group(num_inputs, group_inputs)`` inputs has a scale and, if not
+    ``symmetric``, a zero point. Of the scales that clip nothing or a part, it gets the one with the
+    least sum of squared errors. ``scale_dtype``: see ``rounded_int8``.
+    """
     size = fitting_group(weight.shape[1], group_inputs)
     groups = weight.float().reshape(len(weight), -1, size)
     scales, zeros = int4_scales(groups, symmetric=symmetric, scale_dtype=scale_dtype)
@@ -75,8 +79,11 @@ def rounded_int4(
 
 
 def fitting_group(num_inputs: int, wanted: int) -> int:
-    """How many inputs share a scale: ``wanted`` if it divides ``num_inputs``, else the largest
-    smaller multiple of 32 that does, else all of them (a scale for each output)."""
+    """Return the number of inputs that share a scale.
+
+    It is ``wanted`` if that divides ``num_inputs``, else the largest smaller multiple of 32 that
+    does, else all inputs (one scale per output).
+    """
     if num_inputs % wanted == 0:
         return wanted
     smaller = range(wanted - wanted % GROUP_STEP, 0, -GROUP_STEP)
@@ -90,9 +97,11 @@ def int4_scales(
     scale_dtype: torch.dtype = torch.float32,
     importance: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and zero points, float32 [num_outputs, num_groups, 1], for ``groups`` float32
-    [num_outputs, num_groups, group_inputs], by the least sum of squared errors; each error counts
-    ``importance`` [num_groups, group_inputs] times."""
+    """Return scales and zero points, float32 [num_outputs, num_groups, 1], with the least error.
+
+    ``groups`` is float32 [num_outputs, num_groups, group_inputs]. The error is the sum of squares,
+    weighted by ``importance`` [num_groups, group_inputs] if given.
+    """
     if symmetric:
         high = groups.abs().amax(-1, keepdim=True)
         low = -high
@@ -107,7 +116,7 @@ def int4_scales(
         scales = storable(widest * ratio, scale_dtype)
         zeros = torch.zeros_like(scales)
         if not symmetric:
-            # The middle of what is represented is the middle of the group.
+            # Map the middle of the codes' range to the middle of the group's values.
             zeros = ((_LEAST_INT4 + _MOST_INT4) / 2 - (low + high) / 2 / scales).round()
             zeros = zeros.clamp(_LEAST_INT4, _MOST_INT4)
         errors = (groups - (int4_codes(groups, scales, zeros) - zeros) * scales).square()
@@ -124,30 +133,33 @@ def int4_scales(
 def int4_codes(
     values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """The nearest codes, whole numbers from -8 to 7 in float32, shaped as ``values``."""
+    """Return the nearest codes, whole numbers from -8 to 7 in float32, shaped as ``values``."""
     return (values / scales + zeros).round().clamp(_LEAST_INT4, _MOST_INT4)
 
 
 def storable(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``scales`` as they come back from ``dtype``, in float32; 1 where all that is scaled is 0, and
-    the least of the dtype where it would be lost in it."""
+    """Return ``scales`` rounded to ``dtype``, in float32.
+
+    A scale of 0, which scales zeros only, becomes 1. A scale too small for the dtype becomes its
+    smallest normal number.
+    """
     stored = scales.to(dtype).float().clamp(min=torch.finfo(dtype).smallest_normal)
     return torch.where(scales == 0, 1.0, stored)
 
 
-# Makes a quantized weight of a wide one, both [num_outputs, num_inputs].
+# Maker of a quantized weight from a wide one, both [num_outputs, num_inputs].
 Quantize = Callable[[torch.Tensor], QuantizedWeight]
 
 
 class QuantizeAtLoad(NamedTuple):
-    """How weights of layers and of the head are rounded; None: not at all."""
+    """Rounding of the weights of layers and of the head; None for no rounding."""
 
     layers: Quantize | None = None
     head: Quantize | None = None
 
 
-# Logits bear less than layers do, so a head has 8 bits at least; its rows stay wide where those of
-# the layers do.
+# Logits tolerate less rounding than layers, so a head has at least 8 bits. Its rows stay wide if
+# the layers' rows do.
 _BY_NAME = {
     "int8": QuantizeAtLoad(rounded_int8, rounded_int8),
     "int4": QuantizeAtLoad(rounded_int4, partial(rounded_int8, rounds_rows=False)),
@@ -156,5 +168,5 @@ _BY_NAME = {
 
 
 def quantize_at_load(quantization: str | None) -> QuantizeAtLoad:
-    """For ``ResolvedEngineConfig.quantization``, which was checked."""
+    """Return the rounding for a checked ``ResolvedEngineConfig.quantization``."""
     return QuantizeAtLoad() if quantization is None else _BY_NAME[quantization]

@@ -1,4 +1,4 @@
-"""A rank's slice of a quantized weight."""
+"""Slice of a quantized weight for a rank."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from millrace.schemas.errors import CheckpointError
 
 
 def sliced(weight: QuantizedWeight, part: Slice, module: str) -> QuantizedWeight | torch.Tensor:
-    """Copies of the ``part`` of a ``weight`` [num_outputs, num_inputs], that of ``module``; its
-    values are those of the same part of the whole.
+    """Copy the ``part`` of a ``weight`` [num_outputs, num_inputs] of ``module``.
 
-    A slice of inputs that begins or ends within a group has smaller groups, each with the scale of
-    the one it was in. Where inputs are in an order of their own, neighbours are of any group and
-    have no scale in common: such a slice is wide, in float32. Rows that are rounded by a scale of
-    their own have it from this rank's inputs alone: rounded a little finer than the whole would.
+    Its values equal those of the same part of the whole. A slice of inputs that begins or ends
+    within a group has smaller groups with the scale of the original group. With inputs in an order
+    of their own, neighbours belong to any group and share no scale: such a slice is wide, in
+    float32. Rows that are rounded by a scale of their own get it from this rank's inputs alone,
+    which rounds a little finer than the whole would.
 
-    Raises CheckpointError where inputs are rounded in groups that the slice does not keep.
+    Raises:
+        CheckpointError: Inputs are rounded in groups that the slice does not keep.
     """
     columns = part.columns
     if columns is not None and weight.order is not None:
         if weight.activations is not Activations.WIDE:
             raise CheckpointError(
-                f"The inputs of {module} are rounded ({weight.activations.value}) and in an order "
-                "of their own, which is not computed over several ranks: take a checkpoint without "
-                "activation order, or set engine.tensor_parallel to 1."
+                f"The inputs of {module} are rounded ({weight.activations.value}) and reordered, "
+                "which several ranks do not support. Use a checkpoint without activation order, or "
+                "set engine.tensor_parallel to 1."
             )
         values = _rows(weight, part.rows).values()
         return _own_columns(values, columns)
@@ -56,9 +57,9 @@ def _columns(weight: QuantizedWeight, columns: range, module: str) -> QuantizedW
     size = _group_inputs(weight, columns)
     if weight.activations is Activations.FLOAT8_GROUP and size != weight.group_inputs:
         raise CheckpointError(
-            f"The inputs of {module} are rounded in groups of {weight.group_inputs}, and a rank's "
-            f"begin at {columns.start} and end at {columns.stop}: set engine.tensor_parallel to a "
-            "number of ranks that divides the groups."
+            f"The inputs of {module} are rounded in groups of {weight.group_inputs}, but a rank's "
+            f"inputs begin at {columns.start} and end at {columns.stop}. Set "
+            "engine.tensor_parallel to a number of ranks that divides the groups."
         )
     groups = torch.arange(columns.start, columns.stop, size) // weight.group_inputs
     groups = groups.to(weight.scales.device)
@@ -77,7 +78,9 @@ def _own_columns(matrix: torch.Tensor, columns: range) -> torch.Tensor:
 
 
 def _group_inputs(weight: QuantizedWeight, columns: range) -> int:
-    """The largest size of groups within the weight's own that fill the slice; but the last of all
-    may be shorter."""
+    """Return the largest group size that divides the weight's groups and fills the slice.
+
+    The last group of the weight may be shorter.
+    """
     size = math.gcd(weight.group_inputs, columns.start)
     return size if columns.stop == weight.num_inputs else math.gcd(size, columns.stop)

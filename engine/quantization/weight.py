@@ -1,4 +1,4 @@
-"""A quantized weight, the same whichever format its checkpoint has."""
+"""Quantized weight, independent of its checkpoint's format."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOST_INT8, _MOST_FLOAT8 = 127.0, 448.0
 
 
 class Activations(enum.Enum):
-    """What rows are rounded to before a quantized weight multiplies them.
+    """Format to which rows are rounded before a quantized weight multiplies them.
 
-    Scales of ``_TOKEN`` are the largest magnitude of each row over that of the type, of
-    ``_GROUP`` the same of each of the weight's groups of inputs, of ``_TENSOR`` a constant.
+    A scale of ``_TOKEN`` is a row's largest magnitude over the largest of the type. ``_GROUP`` has
+    such a scale for each of the weight's groups of inputs. The scale of ``_TENSOR`` is a constant.
     """
 
     WIDE = "wide"
@@ -29,20 +29,23 @@ class Activations(enum.Enum):
 
     @property
     def is_static(self) -> bool:
-        """Whether the scale is a constant."""
+        """True if the scale is a constant."""
         return self in (Activations.INT8_TENSOR, Activations.FLOAT8_TENSOR)
 
 
 class Rounding(NamedTuple):
-    """How rows are rounded: ``scale`` is the constant of static ``activations``, ``group_inputs``
-    the inputs that share a scale of ``FLOAT8_GROUP``."""
+    """Rounding of rows.
+
+    ``scale`` is the constant of static ``activations``. ``group_inputs`` is the number of inputs
+    that share a scale of ``FLOAT8_GROUP``.
+    """
 
     activations: Activations
     scale: float | None
     group_inputs: int
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` [num_rows, num_inputs] as they are multiplied, in their own dtype."""
+        """Return ``rows`` [num_rows, num_inputs] rounded, in their own dtype."""
         kind = self.activations
         if kind is Activations.WIDE:
             return rows
@@ -69,14 +72,14 @@ class Rounding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedWeight:
-    """A linear map's weight [num_outputs, num_inputs], each of them (code - zero) * scale.
+    """Weight [num_outputs, num_inputs] of a linear map; each number is (code - zero) * scale.
 
-    ``codes``: [num_outputs, num_inputs], int8, or float8_e4m3fn with ``bits`` 8; of 4 ``bits`` they
-    are from -8 to 7. ``scales``: float32 [num_outputs, num_groups], one for each ``group_inputs``
-    neighbouring codes of an output, the last group may be shorter. ``zeros``: int16 as ``scales``,
-    None where all are 0, as they are of floats. ``order``: int64 [num_inputs], the input that each
-    column of ``codes`` multiplies, None where that is its own. ``activation_scale`` is the constant
-    of static ``activations``.
+    ``codes`` is [num_outputs, num_inputs], int8, or float8_e4m3fn with ``bits`` 8. With 4 ``bits``,
+    codes are from -8 to 7. ``scales`` is float32 [num_outputs, num_groups], one for each
+    ``group_inputs`` neighbouring codes of an output; the last group may be shorter. ``zeros`` is
+    int16 shaped as ``scales``, or None if all are 0, as for floats. ``order`` is int64
+    [num_inputs], the input that each column of ``codes`` multiplies, or None if columns are in the
+    inputs' order. ``activation_scale`` is the constant of static ``activations``.
     """
 
     codes: torch.Tensor
@@ -90,7 +93,7 @@ class QuantizedWeight:
 
     @property
     def rounding(self) -> Rounding:
-        """What becomes of the rows that it multiplies."""
+        """Rounding of the rows that it multiplies."""
         return Rounding(self.activations, self.activation_scale, self.group_inputs)
 
     @property
@@ -102,7 +105,7 @@ class QuantizedWeight:
         return self.codes.shape[1]
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The weight itself, inputs in their own order: [num_outputs, num_inputs]."""
+        """Return the dequantized weight, inputs in their own order: [num_outputs, num_inputs]."""
         values = self.codes.to(dtype)
         if self.zeros is not None:
             values -= self._of_each_input(self.zeros.to(dtype))
@@ -118,7 +121,7 @@ class QuantizedWeight:
 
 
 def can_be_one(parts: Sequence[QuantizedWeight]) -> bool:
-    """Whether one weight can hold the outputs of all ``parts``, which multiply the same rows."""
+    """Return whether one weight can hold the outputs of all ``parts``, which share their rows."""
     first = parts[0]
     return all(
         part.codes.dtype == first.codes.dtype
@@ -133,7 +136,7 @@ def can_be_one(parts: Sequence[QuantizedWeight]) -> bool:
 
 
 def as_one(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """The outputs of ``parts`` one behind the other, where they ``can_be_one``."""
+    """Join the outputs of ``parts``, for which ``can_be_one`` must hold."""
     zeros = None
     if any(part.zeros is not None for part in parts):
         zeros = torch.cat(

@@ -1,5 +1,5 @@
-"""From a wide checkpoint to a quantized one on disk, layer by layer.
+"""Quantizer: makes a quantized checkpoint on disk from a wide one, layer by layer.
 
-`cli.offline.quantize` calls it; it imports the decoder, and the engine's operations in plain torch
-for what a calibration computes.
+`cli.offline.quantize` calls it. It imports the decoder, and the engine's operations in plain torch
+for the calibration.
 """

@@ -1,4 +1,4 @@
-"""Runs a decoder layer by layer over texts, and quantizes each by what its linear maps multiply."""
+"""Calibration: runs a decoder over texts and quantizes each layer by the inputs of its maps."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from millrace.engine.step.batch import FlatBatch, QueryRange
 from millrace.registry.checkpoints.checkpoint import ModelConfig, TensorIndex
 from millrace.schemas.errors import CheckpointError
 
-# Texts are cut to so many tokens, and run together up to as many.
+# Limit of a text, in tokens, and of the texts that run together.
 MAX_TEXT_TOKENS = 1024
 _BATCH_TOKENS = 4096
 _BLOCK_TOKENS = 16
-# How a decoder of one layer calls that.
+# Prefix of the layer in a decoder of one layer.
 _FIRST = "layers.0."
 
 
 class _RecordedLinear(Linear):
-    """A linear map in float32 that sums up x x^T of the rows x that it multiplies, until it is
-    quantized. ``names`` are the tensors whose outputs it has, each with how many."""
+    """Linear map in float32 that sums x x^T over its input rows x until it is quantized.
+
+    ``names`` are the tensors that make up its outputs, with the number of outputs of each.
+    """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, names: list[tuple[str, int]]
@@ -50,8 +52,10 @@ class _RecordedLinear(Linear):
 
 
 class _LayerTensors:
-    """The tensors of one layer, as those of a decoder that has no other; what its embedding and
-    last norm are does not matter. Remembers which matrices were asked for."""
+    """Tensors of one layer, presented as a decoder of that layer alone.
+
+    Its embedding and last norm are placeholders. Remembers the matrices that were requested.
+    """
 
     def __init__(self, index: TensorIndex, prefix: str) -> None:
         self.path = index.path
@@ -60,7 +64,7 @@ class _LayerTensors:
         self._asked: list[tuple[str, int]] = []
 
     def __iter__(self) -> Iterator[str]:
-        """No names: none is left over."""
+        """Return no names, so that no tensor counts as unused."""
         return iter(())
 
     def load(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -72,7 +76,7 @@ class _LayerTensors:
         return self._index.load(stored, shape)
 
     def taken(self, num_outputs: int) -> list[tuple[str, int]]:
-        """The last matrices that were asked for, which have so many outputs together."""
+        """Pop the last requested matrices that have ``num_outputs`` outputs together."""
         taken: list[tuple[str, int]] = []
         while num_outputs > 0:
             taken.insert(0, self._asked.pop())
@@ -81,11 +85,10 @@ class _LayerTensors:
 
 
 class CalibratedLayers:
-    """Quantizes the layers of a checkpoint in order, each by the inputs that it has behind the
-    quantized ones before it.
+    """Layers of a checkpoint, quantized in order by the outputs of quantized earlier layers.
 
-    ``prefix`` is what the names of all tensors begin with, ``texts`` are token ids, of which the
-    first ``MAX_TEXT_TOKENS`` count. Holds one hidden state for each token, and a layer in float32.
+    ``prefix`` is common to the names of all tensors. ``texts`` are token ids, cut to
+    ``MAX_TEXT_TOKENS``. Holds one hidden state per token, and one layer in float32.
     """
 
     def __init__(
@@ -111,8 +114,10 @@ class CalibratedLayers:
     def quantized(
         self, number: int, *, group_inputs: int, scale_dtype: torch.dtype
     ) -> dict[str, QuantizedWeight]:
-        """The weights of layer ``number`` by their tensors' names; layers are asked for in order.
-        Raises CheckpointError for a layer whose inputs are not finite, naming it."""
+        """Return the weights of layer ``number`` by tensor name; call this for the layers in order.
+
+        Raises CheckpointError, with the tensor's name, if inputs of a layer are not finite.
+        """
         tensors = _LayerTensors(self._index, f"{self._prefix}layers.{number}.")
         linears: list[_RecordedLinear] = []
 
@@ -137,7 +142,7 @@ class CalibratedLayers:
             assert hessian is not None, "each map is quantized once"
             if not torch.isfinite(hessian).all():
                 raise CheckpointError(
-                    f"{self._index.path}: what {linear.names[0][0]} multiplies is not finite for "
+                    f"{self._index.path}: the inputs of {linear.names[0][0]} are not finite for "
                     "the texts of the calibration."
                 )
             whole = gptq_int4(
@@ -153,11 +158,11 @@ class CalibratedLayers:
         return made
 
     def _run(self, config: ModelConfig, weights: DecoderWeights) -> list[torch.Tensor]:
-        """The hidden states behind the layer."""
+        """Compute the hidden states after the layer."""
         operations = _operations(config, self._batches, self._device)
         results = []
         for batch, hidden in zip(self._batches, self._hidden, strict=True):
-            # Each row of the batch is a token of its own, whose embedding is its hidden state.
+            # Each row of the batch is a token whose embedding is its hidden state.
             rows = torch.arange(len(hidden), device=self._device)
             decoder: Decoder[FlatBatch, TorchMetadata] = Decoder(
                 config, weights._replace(embedding=hidden.to(self._device)), operations
@@ -167,7 +172,7 @@ class CalibratedLayers:
 
 
 def _one_layer(config: ModelConfig, number: int) -> ModelConfig:
-    """Of a model that has layer ``number`` alone, and no head."""
+    """Return the config of a model of layer ``number`` alone, without a head."""
     experts = config.experts
     if experts is not None:
         is_mixture = number in experts.layers
@@ -215,7 +220,7 @@ def _batches(texts: Sequence[Sequence[int]], device: torch.device) -> Iterator[F
 
 
 def _batch(texts: Sequence[Sequence[int]], device: torch.device) -> FlatBatch:
-    """A step in which each text is a prompt."""
+    """Build a step in which each text is a prompt."""
     ranges: list[QueryRange] = []
     start = block = 0
     for text in texts:
@@ -236,7 +241,7 @@ def _batch(texts: Sequence[Sequence[int]], device: torch.device) -> FlatBatch:
 
 
 def _parts(whole: QuantizedWeight, names: list[tuple[str, int]]) -> dict[str, QuantizedWeight]:
-    """``whole``, whose outputs are those of the named tensors one behind the other, cut."""
+    """Cut ``whole`` into the outputs of the named tensors, which follow each other."""
     sizes = [size for _, size in names]
     codes, scales = torch.split(whole.codes, sizes), torch.split(whole.scales, sizes)
     return {

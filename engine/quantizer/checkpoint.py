@@ -1,4 +1,4 @@
-"""Makes a quantized checkpoint of a wide one."""
+"""Writer of a quantized checkpoint from a wide one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CONFIG = "config.json"
 _QUANTIZED_FIELDS = ("quantization_config", "compression_config")
 _WEIGHT = ".weight"
 _SHARD_BYTES = 1 << 30
-# What holds weights, in this layout or another.
+# File names of weights, in this layout and others.
 _WEIGHT_ENDINGS = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth"),
     *(".gguf", ".h5", ".msgpack", ".onnx"),
@@ -59,8 +59,11 @@ _Rounded = Callable[..., QuantizedWeight]
 def stored_tensors(
     module: str, weight: QuantizedWeight, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The tensors of ``module``, by their names in the checkpoint, on the CPU; scales in ``dtype``,
-    which they were made for. The weight is symmetric, its inputs are in their own order."""
+    """Return the tensors of ``module`` by their names in the checkpoint, on the CPU.
+
+    Scales are stored in ``dtype``, for which they were made. The weight must be symmetric, with
+    inputs in their own order.
+    """
     assert weight.order is None, "this layout has inputs in their own order"
     assert weight.zeros is None, "the schemes that are made are symmetric"
     tensors = {"weight_scale": weight.scales.to(dtype)}
@@ -73,8 +76,7 @@ def stored_tensors(
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
-    """int32 [num_rows, ceil(num_columns / 8)] of ``codes`` from -8 to 7, [num_rows,
-    num_columns]."""
+    """Pack codes from -8 to 7, [num_rows, num_columns], to int32 [num_rows, ceil(columns / 8)]."""
     nibbles = F.pad(codes.to(torch.int32) + _OFFSET, (0, -codes.shape[1] % _PER_WORD))
     words = nibbles.reshape(len(codes), -1, _PER_WORD)
     shifts = torch.arange(0, _PER_WORD * _BITS, _BITS, dtype=torch.int32, device=codes.device)
@@ -82,7 +84,7 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 
 
 class ShardWriter:
-    """Holds up to ``shard_bytes`` of tensors in memory, or one that is larger."""
+    """Writer of shards; holds up to ``shard_bytes`` of tensors, or one larger tensor, in memory."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder = folder
@@ -93,17 +95,19 @@ class ShardWriter:
         self.num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """``tensor`` is on the CPU. Raises OSError or SafetensorError if a file cannot be
-        written."""
+        """Add ``tensor``, which is on the CPU.
+
+        Raises OSError or SafetensorError on a failed write.
+        """
         if self._waiting and self._waiting_bytes + tensor.nbytes > self._shard_bytes:
             self._write()
-        # What shares memory with another is refused by the format.
+        # The format rejects tensors that share memory.
         self._waiting[name] = tensor.clone(memory_format=torch.contiguous_format)
         self._waiting_bytes += tensor.nbytes
         self.num_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is left, and an index if there are several files. Raises as ``add`` does."""
+        """Write the remaining tensors, and an index for several files. Raises as ``add`` does."""
         self._write()
         if len(self._shards) == 1:
             self._part(0).rename(self._folder / SINGLE_FILE)
@@ -122,15 +126,16 @@ class ShardWriter:
     def _write(self) -> None:
         part = self._part(len(self._shards))
         save_file(self._waiting, part, _METADATA)
-        # The library makes files for the user alone; who may read the folder may read these.
+        # The library creates files readable by the user only; use the folder's permissions instead.
         part.chmod(self._folder.stat().st_mode & 0o666)
         self._shards.append(list(self._waiting))
         self._waiting, self._waiting_bytes = {}, 0
 
 
 class Made(NamedTuple):
-    """What was written: how many linear maps are quantized, and the bytes of all tensors before
-    and after."""
+    """Result: the number of quantized linear maps, and the bytes of all tensors before and
+    after.
+    """
 
     num_quantized: int
     bytes_before: int
@@ -138,47 +143,53 @@ class Made(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How weights are made. ``group_inputs``: of int4, a multiple of 32. ``texts``: token ids for a
-    calibration, of int4 only; None: weights are rounded to nearest."""
+    """Recipe of quantization.
+
+    ``group_inputs`` is the group size of int4, a multiple of 32. ``texts`` are token ids for a
+    calibration of int4, or None to round weights to nearest.
+    """
 
     scheme: QuantizerScheme
     group_inputs: int = GROUP_INPUTS
     texts: Sequence[Sequence[int]] | None = None
 
     def check(self) -> None:
-        """Raise ConfigError for what does not go together."""
+        """Raise ConfigError for settings that exclude each other."""
         if self.group_inputs < GROUP_STEP or self.group_inputs % GROUP_STEP:
             raise ConfigError(
                 f"A group must be a multiple of {GROUP_STEP} inputs, got {self.group_inputs}."
             )
         if self.texts is not None and self.scheme is not QuantizerScheme.W4A16:
             raise ConfigError(
-                f"{self.scheme} needs no calibration: its scales follow from the weights, and from "
-                f"inputs as they come. {QuantizerScheme.W4A16} gains by one."
+                f"{self.scheme} needs no calibration: its scales follow from the weights and from "
+                "the inputs at run time. Remove the calibration, or choose "
+                f"{QuantizerScheme.W4A16}."
             )
         if self.texts is not None and not any(self.texts):
             raise ConfigError("The calibration has no tokens.")
 
 
 def check_input(path: Path) -> ModelConfig:
-    """What the checkpoint at ``path`` says. Raises CheckpointError for one that the decoder does
-    not compute, and for one that is quantized."""
+    """Read the config of the checkpoint at ``path``.
+
+    Raises CheckpointError if the decoder does not support it or it is already quantized.
+    """
     fields = read_json_object(path / _CONFIG)
     for name in _QUANTIZED_FIELDS:
         if fields.get(name) is not None:
             raise CheckpointError(
                 f"{path / _CONFIG} has a field {name}: the weights are quantized already. Name the "
-                "wide checkpoint that it was made of."
+                "original wide checkpoint."
             )
     return read_model_config(path)
 
 
 def check_output(path: Path) -> None:
-    """Raise ConfigError if there is something at ``path`` but an empty folder."""
+    """Raise ConfigError unless ``path`` is missing or an empty folder."""
     if path.exists() and not path.is_dir():
-        raise ConfigError(f"{path} is a file; the output is a folder that is made.")
+        raise ConfigError(f"{path} is a file. The output must be a new or empty folder.")
     if path.is_dir() and any(path.iterdir()):
-        raise ConfigError(f"The folder {path} is not empty; name another, or remove it.")
+        raise ConfigError(f"The folder {path} is not empty. Name another folder, or remove it.")
 
 
 def quantize_checkpoint(
@@ -190,13 +201,15 @@ def quantize_checkpoint(
     on_layer: Callable[[], object] = lambda: None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> Made:
-    """Write the checkpoint folder ``source`` as ``output``, with the linear maps of its layers as
-    ``recipe`` says; heads, embeddings and routers of experts stay wide. The folder is there when it
-    is whole. ``on_layer`` is called after each layer; a layer and ``shard_bytes`` are in memory at
-    a time.
+    """Write the checkpoint folder ``source`` to ``output`` with its layers' linear maps quantized.
 
-    Raises CheckpointError for a source that cannot be read or has weights that are not finite, and
-    ConfigError for a recipe or an output that cannot be.
+    ``recipe`` says how. Heads, embeddings and routers of experts stay wide. ``output`` appears only
+    when it is complete. ``on_layer`` is called after each layer. Memory holds one layer and
+    ``shard_bytes`` at a time.
+
+    Raises:
+        CheckpointError: The source cannot be read or has weights that are not finite.
+        ConfigError: The recipe or the output is invalid.
     """
     recipe.check()
     config = check_input(source)
@@ -220,7 +233,7 @@ def quantize_checkpoint(
 
 
 class _Job:
-    """Goes through the tensors by layer, and remembers what became of each."""
+    """Job that goes through the tensors by layer and records the result for each."""
 
     def __init__(
         self,
@@ -236,14 +249,14 @@ class _Job:
         self._device = device
         self._writer = writer
         self._prefix = "model." if any(name.startswith("model.") for name in index) else ""
-        # Readers hold scales in the dtype that they compute in.
+        # Readers keep scales in the dtype of their computation.
         self._scale_dtype: torch.dtype = getattr(torch, config.dtype)
         self._bytes_before = 0
         self._groups: dict[str, int | None] = {}
 
     @property
     def quantization_config(self) -> dict[str, object]:
-        """What ``config.json`` says of what was written."""
+        """Return the quantization field of ``config.json``."""
         config = self._config
         ignored = ["lm_head"] if config.has_head else []
         if config.classifier is not None:
@@ -319,13 +332,13 @@ class _Job:
 
 
 def _is_linear(name: str) -> bool:
-    """Whether a tensor is the weight of a linear map that is quantized."""
+    """Return whether a tensor is the weight of a linear map that is quantized."""
     parts = name.split(".")
     return parts[-1] == "weight" and parts[-2] in LINEAR_NAMES and "layers" in parts
 
 
 def _write_side_files(source: Path, folder: Path, job: _Job) -> None:
-    """All that is beside the weights, and ``config.json`` with what they are now."""
+    """Copy all files beside the weights, and write ``config.json`` with the quantization."""
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith(_WEIGHT_ENDINGS):
             shutil.copyfile(file, folder / file.name)

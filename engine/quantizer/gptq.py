@@ -1,8 +1,8 @@
-"""Rounding that makes up for its own errors: GPTQ.
+"""GPTQ: rounding that compensates its own errors.
 
 Frantar, Ashkboos, Hoefler and Alistarh: GPTQ: Accurate Post-Training Quantization for Generative
-Pre-trained Transformers, 2022, https://arxiv.org/abs/2210.17323, algorithm 1; the inputs with the
-largest sums of squares first, as its authors' code does with ``--act-order`` and
+Pre-trained Transformers, 2022, https://arxiv.org/abs/2210.17323, algorithm 1. Inputs with the
+largest sums of squares come first, as in the authors' code with ``--act-order`` and
 ``--static-groups``, so that each scale belongs to neighbouring inputs in their own order.
 """
 
@@ -19,7 +19,7 @@ from millrace.engine.quantization.rounding import (
 )
 from millrace.engine.quantization.weight import QuantizedWeight
 
-# Added to the diagonal, as a share of its mean; more where the matrix is still singular.
+# Dampings added to the diagonal, as a share of its mean; the next one if it is still singular.
 _DAMPINGS = (0.01, 0.1, 1.0)
 _BLOCK_INPUTS = 128
 
@@ -31,11 +31,11 @@ def gptq_int4(
     group_inputs: int = GROUP_INPUTS,
     scale_dtype: torch.dtype = torch.float32,
 ) -> QuantizedWeight:
-    """``weight`` [num_outputs, num_inputs] in int4, as ``rounded_int4`` has it, with the error of
-    each input's codes made up for by the inputs that are not yet rounded.
+    """Quantize ``weight`` [num_outputs, num_inputs] to int4, in the format of ``rounded_int4``.
 
-    ``hessian``: float32 [num_inputs, num_inputs], the sum of x x^T over inputs x that the weight
-    multiplies. Where all are 0, the weight is rounded to nearest.
+    The rounding error of each input's codes is compensated by the inputs that are not yet rounded.
+    ``hessian`` is float32 [num_inputs, num_inputs], the sum of x x^T over inputs x of the weight.
+    If it is all 0, the weight is rounded to nearest.
     """
     diagonal = hessian.diagonal()
     mean = diagonal.mean()
@@ -65,8 +65,10 @@ def gptq_int4(
 
 
 def _compensated(rest: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Codes of ``rest``, all [num_inputs, num_outputs]; ``rest`` is overwritten by what is left to
-    represent. Blocks of inputs gather what they change of those behind them into one product."""
+    """Return codes of ``rest``, all [num_inputs, num_outputs]; ``rest`` is overwritten.
+
+    Blocks of inputs collect their changes to later inputs in one product.
+    """
     codes = torch.empty_like(rest)
     for begin in range(0, len(rest), _BLOCK_INPUTS):
         end = min(begin + _BLOCK_INPUTS, len(rest))
@@ -80,7 +82,7 @@ def _compensated(rest: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor)
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """The upper triangular U with U^T U the inverse of the damped ``hessian``."""
+    """Return the upper triangular U with U^T U the inverse of the damped ``hessian``."""
     mean = hessian.diagonal().mean()
     identity = torch.eye(len(hessian), device=hessian.device)
     for damping in _DAMPINGS:
@@ -91,5 +93,5 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
         upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
         if not failed:
             return upper
-    # So nearly singular that nothing can be told of how inputs go together: none makes up for any.
+    # Too close to singular for any compensation.
     return identity

@@ -1,6 +1,6 @@
-"""What can be made, and how a checkpoint's ``config.json`` says so.
+"""Schemes of quantization, and their description in a checkpoint's ``config.json``.
 
-The words are those of compressed-tensors: https://github.com/vllm-project/compressed-tensors,
+The terms are those of compressed-tensors: https://github.com/vllm-project/compressed-tensors,
 ``QuantizationConfig``, ``QuantizationScheme`` and ``QuantizationArgs``.
 """
 
@@ -11,19 +11,19 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-# The modules that are quantized, by the last part of their names.
+# Modules that are quantized, by the last part of their names.
 LINEAR_NAMES = frozenset(
     {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         *("w1", "w2", "w3"),
     }
 )
-# Those that choose experts, which stay wide, as each family calls them.
+# Routers of experts, which stay wide, by each model family's name.
 ROUTERS = (r"re:.*\.mlp\.gate$", r"re:.*\.block_sparse_moe\.gate$")
 
 
 class QuantizerScheme(StrEnum):
-    """Bits of weights (w) and of what they multiply (a)."""
+    """Scheme by the bits of weights (w) and activations (a)."""
 
     W8A8_INT8 = "w8a8-int8"
     W8A8_FP8 = "w8a8-fp8"
@@ -40,9 +40,11 @@ _FORMATS = {
 def quantization_config(
     scheme: QuantizerScheme, groups: Mapping[str, int | None], ignored: Sequence[str]
 ) -> dict[str, Any]:
-    """The field ``quantization_config``. ``groups`` has the names of the modules that are
-    quantized, and how many inputs of each share a scale, None: all; ``ignored`` are linear maps
-    that stay wide."""
+    """Return the field ``quantization_config``.
+
+    ``groups`` maps the names of quantized modules to the number of inputs that share a scale, None
+    for all. ``ignored`` are linear maps that stay wide.
+    """
     targets: dict[int | None, list[str]] = {}
     for pattern, size in {_pattern(name): size for name, size in groups.items()}.items():
         targets.setdefault(size, []).append(pattern)
@@ -51,7 +53,8 @@ def quantization_config(
     inputs = None if is_wide else _arguments(scheme, 8, "token", size=None, dynamic=True)
     config_groups = {
         f"group_{number}": {
-            # Several sizes are told apart by names; one is for all linear maps.
+            # Groups of several sizes are told apart by names; a single group covers all linear
+            # maps.
             "targets": ["Linear"] if len(targets) == 1 else sorted(patterns),
             "weights": _arguments(
                 scheme, bits, "group" if size else "channel", size=size, dynamic=False
@@ -74,7 +77,7 @@ def quantization_config(
 
 
 def _pattern(name: str) -> str:
-    """What the names of such modules in all layers, and of all experts, match."""
+    """Return a pattern for such modules in all layers and of all experts."""
     layers = name[name.index("layers.") :]
     return "re:.*" + re.sub(r"\d+(?=\\\.)", r"\\d+", re.escape(layers)) + "$"
 

@@ -1,1 +1,1 @@
-"""Threads: how many the engine computes with, those beside it, and how they wake it."""
+"""Threads: the engine's compute threads, its task threads, and the bell that wakes it."""

@@ -1,4 +1,4 @@
-"""How many threads the engine computes with, chosen before torch starts them."""
+"""Choice of the engine's compute threads, before torch starts them."""
 
 from __future__ import annotations
 
@@ -12,43 +12,42 @@ from millrace.schemas.config import EngineConfig
 
 _MAX_DEFAULT_THREADS = 16
 _CGROUP_CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
-# Turns of GNU OpenMP's waiting loop, some tenths of a millisecond: long enough for the gaps between
-# the operations of a step, so that no thread has to be woken inside it (with 2,000 turns a step of
-# 11 ms took 25), and short beside a time slice.
+# Turns of GNU OpenMP's spin loop, some tenths of a millisecond: long enough for the gaps between
+# the operations of a step, so that threads stay awake within it (with 2,000 turns a step of 11 ms
+# took 25 ms), and short compared to a time slice.
 _SPIN_COUNT = "20000"
-# By which a user binds threads to cores himself.
+# Variables by which users bind threads to cores.
 _BINDING = frozenset({"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"})
 _cores: set[int] = set()
-# Of each rank of a group, those that its threads are bound to, for OMP_PLACES; none are if empty.
+# OMP_PLACES of each rank of a group; empty if threads are not bound.
 _places_of_ranks: list[str] = []
 
 
 def configure_threads(
     config: EngineConfig, shared: bool, environ: MutableMapping[str, str] | None = None
 ) -> int:
-    """Fix the number of compute threads for this process and the ones it starts; returns it.
+    """Set the number of compute threads for this process and its children; return it.
 
-    Must be called before torch is imported: OpenMP reads its environment once. ``shared`` says
-    that other processes of the system run on the machine: of four cores they get one.
-    ``num_threads`` above 0 is taken as it is; what the user has put into OMP_* and GOMP_* himself
-    is respected otherwise.
+    Must be called before torch is imported: OpenMP reads its environment once. ``shared`` means
+    that other processes of the system run on the machine; they get one of four cores. A
+    ``num_threads`` above 0 is used as it is. Otherwise the user's own OMP_* and GOMP_* variables
+    are respected.
 
-    Threads that wait for the next operation sleep on a shared machine; else they spin for a moment
-    first. By OpenMP's default they spin for milliseconds, in the way of the very thread they wait
-    for when another process is busy: two threads beside one made a step of a 100M model take
-    155 ms instead of 19.
+    Threads that wait for the next operation sleep on a shared machine; otherwise they spin briefly
+    first. OpenMP's default is to spin for milliseconds, which blocks the thread that they wait for
+    when another process is busy: with two threads beside one busy process, a step of a 100M model
+    took 155 ms instead of 19 ms.
 
-    Where there is a thread for each core that this process may run on, each is bound to one. Two
-    that wait for each other may else be kept on one core for as long as they run, while the other
-    has nothing, or something of low priority, to do: Linux takes that for busy. Beside such work
-    half of the starts on 2 cores made steps three times as long. Threads that are no part of the
-    team ``leave_core``. The ranks of a group that are on this host share the cores, each with its
-    own.
+    If there is a thread for each core that this process may use, each is bound to one. Otherwise
+    Linux may keep two threads that wait for each other on one core, while another core is idle or
+    runs low-priority work, which Linux counts as busy. Beside such work, half of the starts on 2
+    cores made steps three times as long. Threads outside the team call ``leave_core``. The ranks of
+    a group on this host share the cores, each with its own.
     """
     environ = os.environ if environ is None else environ
     num_stages = config.pipeline_parallel - config.remote_stages
     num_ranks = max(1, config.tensor_parallel * num_stages)
-    if not _cores:  # a thread that is bound sees one only
+    if not _cores:  # a bound thread would see one core only
         _cores.update(os.sched_getaffinity(0))
     if config.num_threads > 0:
         environ["OMP_NUM_THREADS"] = str(config.num_threads)
@@ -75,36 +74,41 @@ def configure_threads(
 
 
 def environment_of_rank(rank: int) -> dict[str, str]:
-    """What the environment of another rank's process has for its threads, beside this one's."""
+    """Return the environment variables for the threads of another rank's process."""
     return {"OMP_PLACES": _places_of_ranks[rank]} if rank < len(_places_of_ranks) else {}
 
 
 def cores_of_process() -> set[int]:
-    """The cores that this process may use, whatever its threads are bound to."""
+    """Return the cores that this process may use, regardless of the binding of its threads."""
     return _cores or os.sched_getaffinity(0)
 
 
 def places(cores: Sequence[int], number: int) -> str:
-    """The cores in turn, for OMP_PLACES. Engines of other numbers begin at other cores: the first
-    thread of each does more than the rest."""
+    """Return the cores in rotated order for OMP_PLACES.
+
+    Each engine ``number`` begins at another core, because the first thread does more work than the
+    others.
+    """
     first = number % len(cores)
     return ",".join(f"{{{core}}}" for core in (*cores[first:], *cores[:first]))
 
 
 def leave_core() -> None:
-    """Let the thread that calls run on any core that this process may use. A thread begins on the
-    core of the one that started it, which is the engine's own."""
+    """Allow the calling thread to run on any core of this process.
+
+    A thread starts on the core of its creator, which is the engine's own.
+    """
     if _cores:
         os.sched_setaffinity(0, _cores)
 
 
 def default_num_threads(num_cores: int, shared: bool) -> int:
-    """All cores, or three of four on a shared machine; at least 1, at most 16."""
+    """Return all cores, or three of four on a shared machine: at least 1, at most 16."""
     return max(1, min(num_cores - num_cores // 4 * shared, _MAX_DEFAULT_THREADS))
 
 
 def usable_cores(cpu_max: Path = _CGROUP_CPU_MAX) -> int:
-    """Cores that this process may run on: its affinity, and the quota of its cgroup if any."""
+    """Return the number of cores that this process may use, by affinity and cgroup quota."""
     cores = len(os.sched_getaffinity(0))
     if cpu_max.is_file():
         quota, period = cpu_max.read_text().split()
@@ -114,7 +118,7 @@ def usable_cores(cpu_max: Path = _CGROUP_CPU_MAX) -> int:
 
 
 def choose_threads(config: EngineConfig, shared: bool) -> str:
-    """See ``configure_threads``; returns ``N threads, how they wait, because …``."""
+    """Call ``configure_threads``; return ``N threads, how they wait, because …``."""
     asked = dict(os.environ)
     num_threads = configure_threads(config, shared)
     return explain_threads(num_threads, config, shared, asked)
@@ -126,7 +130,7 @@ def explain_threads(
     shared: bool,
     asked: Mapping[str, str],
 ) -> str:
-    """``asked`` is the environment before the choice."""
+    """Explain the choice; ``asked`` is the environment before it."""
     if config.num_threads > 0:
         why = "engine.num_threads says so"
     elif "OMP_NUM_THREADS" in asked:

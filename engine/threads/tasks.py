@@ -1,4 +1,4 @@
-"""Threads for work that must not hold up a step."""
+"""Threads for work that must not delay a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _start_lock = threading.Lock()
 
 
 class TaskQueue(Protocol):
-    """Tasks that wait for a thread. ``get`` waits for one; each None that was put is got once."""
+    """Queue of tasks. ``get`` waits for a task; each None that was put is returned once."""
 
     def put(self, task: Task | None, /) -> None: ...
 
@@ -30,12 +30,11 @@ class TaskQueue(Protocol):
 
 
 class TaskThreads:
-    """Runs tasks in the order in which they come, or in that of ``tasks``, on threads that start
-    with the first of them.
+    """Threads that run tasks in order of arrival, or in the order of the queue ``tasks``.
 
-    The threads end with this object, and do not keep the process from ending. An error of
-    a task is logged. ``stack_bytes`` 0 is the system's stack. A higher ``niceness`` leaves
-    the cores to others.
+    The threads start with the first task, end with this object, and do not keep the process alive.
+    Errors of a task are logged. ``stack_bytes`` 0 means the system's default stack. A higher
+    ``niceness`` leaves the cores to other threads.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class TaskThreads:
         self._started = False
 
     def submit(self, task: Task) -> None:
-        """Have ``task`` run soon. For one thread at a time."""
+        """Run ``task`` soon. For one thread at a time."""
         if not self._started:
             self._started = True
             self._start()
@@ -79,14 +78,14 @@ class TaskThreads:
 def _run(tasks: TaskQueue, niceness: int) -> None:
     leave_core()
     if niceness:
-        # Of this thread alone: Linux schedules threads one by one.
+        # Applies to this thread alone: Linux schedules each thread by itself.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     while (task := tasks.get()) is not None:
         try:
             task()
-        except Exception:  # noqa: BLE001 (whatever it is, the next task can run)
+        except Exception:  # noqa: BLE001 (after any error the next task can run)
             _log.exception("a task of %s failed", threading.current_thread().name)
-        # Not kept until the next one comes: it holds what it works on.
+        # Release the task's data before the wait for the next one.
         del task
 
 
@@ -96,8 +95,10 @@ def _stop(tasks: TaskQueue, count: int) -> None:
 
 
 class Bell:
-    """Rung by any thread, heard by one: while it waits here, or for other things beside ``fd``,
-    which can be read once it was rung."""
+    """Bell that any thread rings and one thread waits for, here or by polling ``fd``.
+
+    ``fd`` is readable once the bell was rung.
+    """
 
     def __init__(self) -> None:
         self._rung = threading.Event()
@@ -105,30 +106,30 @@ class Bell:
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def ring(self) -> None:
-        """What it is rung for has to be there already."""
+        """Ring; the reason must be visible before this call."""
         self._rung.set()
         os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
-        """Wait for the next time; what it was rung for is looked at after this."""
+        """Reset the bell; look for the reasons after this call."""
         self._rung.clear()
         try:
             os.eventfd_read(self.fd)
         except BlockingIOError:
-            return  # it was not
+            return  # it was not rung
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is rung, for some time at most."""
+        """Wait until the bell is rung, for at most ``timeout_s``."""
         self._rung.wait(timeout_s)
 
 
 class FairTasks:
-    """Runs tasks on ``count`` threads. The next task is always one of the owner who has used the
-    least time. Each owner's tasks run in order of arrival.
+    """Threads that always run the next task of the owner who has used the least time.
 
-    One owner has at most ``count`` - 1 threads at a time, and at least one, so that a thread is
-    free for another owner's first task. An owner who was idle gets no credit for that time: it
-    starts with the used time of the owner whose task began last.
+    There are ``count`` threads. Each owner's tasks run in order of arrival. One owner has at most
+    ``count`` - 1 threads at a time, and at least one, so that a thread is free for another owner's
+    first task. An owner who was idle gets no credit for that time: it starts with the used time of
+    the owner whose task began last.
     """
 
     def __init__(
@@ -142,12 +143,12 @@ class FairTasks:
         self._threads = TaskThreads(name, count, stack_bytes, tasks=self._queue)
 
     def submit(self, owner: str, task: Task) -> None:
-        """Have ``task`` run when it is the owner's turn. For one thread at a time."""
+        """Run ``task`` when it is the owner's turn. For one thread at a time."""
         self._threads.submit(OwnedTask(owner, task))
 
 
 class OwnedTask:
-    """A task and the owner whose time it uses."""
+    """Task, and the owner to whom its time is charged."""
 
     def __init__(self, owner: str, task: Task) -> None:
         self.owner = owner
@@ -158,9 +159,10 @@ class OwnedTask:
 
 
 class FairTaskQueue:
-    """The waiting tasks and the time that each owner has used. Safe for several threads.
+    """Queue of waiting tasks, with the time that each owner has used. Safe for several threads.
 
-    A task that ``get`` returns must be run: running it counts its time."""
+    A task that ``get`` returns must be run: the run counts its time.
+    """
 
     def __init__(self, max_running: int, monotonic: Callable[[], float]) -> None:
         self._max_running = max_running
@@ -169,7 +171,7 @@ class FairTaskQueue:
         self._waiting: dict[str, collections.deque[Task]] = {}
         self._running: collections.Counter[str] = collections.Counter()
         self._used_s: dict[str, float] = {}
-        # The time that the owner of the most recently started task had used.
+        # Used time of the owner of the most recently started task.
         self._level_s = 0.0
         self._num_ends = 0
 
@@ -190,7 +192,7 @@ class FairTaskQueue:
             self._changed.notify()
 
     def get(self) -> Task | None:
-        """The next task, as soon as there is one that may run; None: end."""
+        """Wait for the next task that may run; return None to end the thread."""
         with self._changed:
             while (owner := self._next_owner()) is None:
                 if self._num_ends and not self._waiting:

@@ -1,2 +1,4 @@
-"""Blocks of the KV cache on their way from one worker's engine to another's: what is said, the
-memory that is handed over, who serves and who pulls. Called by ``engine``; no sequences here."""
+"""Transfer of KV cache blocks between engines of workers: protocol, memory, server and client.
+
+``engine`` uses this package, which knows nothing of sequences.
+"""

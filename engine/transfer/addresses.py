@@ -1,4 +1,4 @@
-"""Where blocks are served: a Unix socket for peers on the same machine, TCP for others."""
+"""Addresses of block servers: a Unix socket for peers on the same machine, TCP for others."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from millrace.schemas.errors import ConfigError
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ENDING, _LOCK = ".sock", "lock"
 _BACKLOG = 64
-# Of an address of a Unix socket, with its closing zero.
+# Bytes of a Unix socket's address, without the closing zero.
 _MAX_PATH_BYTES = 107
 
 
 def this_host() -> str:
-    """What processes have in common that run under the same kernel since it was started."""
+    """Return the kernel's boot id, which is the same for all processes of one running machine."""
     return _BOOT_ID.read_text().strip()
 
 
 def default_folder() -> Path:
-    """Where the Unix sockets of this user's processes are."""
+    """Return the folder of the Unix sockets of this user's processes."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / "millrace"
@@ -35,8 +35,10 @@ def default_folder() -> Path:
 
 
 def listen_on_path(folder: Path) -> tuple[socket.socket, Path]:
-    """A Unix socket in ``folder``, which is made if need be and is this user's alone. Those that
-    processes left there which were killed are removed. Raises OSError."""
+    """Listen on a new Unix socket in ``folder``, which is created for this user alone if missing.
+
+    Sockets that killed processes left there are removed. Raises OSError.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat(follow_symlinks=False)
     if (
@@ -44,11 +46,11 @@ def listen_on_path(folder: Path) -> tuple[socket.socket, Path]:
         or status.st_uid != os.getuid()
         or stat.S_IMODE(status.st_mode) & 0o077
     ):
-        raise PermissionError(f"{folder} is not a folder of this user's alone")
+        raise PermissionError(f"{folder} must be a folder that only this user can access")
     path = folder / f"kv-{os.getpid()}-{secrets.token_hex(4)}{_ENDING}"
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise OSError(f"{path} is too long for a socket's address")
-    # One after the other: what is bound and does not listen yet looks like what was left.
+    # Under a lock, because a socket that is bound but not yet listening looks like a stale one.
     with _locked(folder):
         for other in folder.glob(f"*{_ENDING}"):
             if not _is_served(other):
@@ -71,7 +73,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _is_served(path: Path) -> bool:
-    """Whether a process listens there; one that is too busy to say so does."""
+    """Return whether a process listens there; a busy process counts."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -84,8 +86,10 @@ def _is_served(path: Path) -> bool:
 
 
 def host_and_port(address: str, setting: str = "engine.transfer_address") -> tuple[str, int]:
-    """The parts of ``host:port``; an IPv6 address is in brackets. Raises ConfigError naming where
-    it was set."""
+    """Split ``host:port``; an IPv6 address is in brackets.
+
+    Raises ConfigError with the name of the ``setting``.
+    """
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not host or not port.isdecimal() or int(port) > 0xFFFF:
@@ -97,7 +101,10 @@ def host_and_port(address: str, setting: str = "engine.transfer_address") -> tup
 
 
 def listen_on_address(address: str) -> tuple[socket.socket, str]:
-    """A TCP socket at ``address``, and that with its port. Raises ConfigError."""
+    """Listen on TCP at ``address``; return the socket and the address with its port.
+
+    Raises ConfigError.
+    """
     host, port = host_and_port(address)
     try:
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""Pulls blocks over a connection to a peer."""
+"""Client that pulls blocks over a connection to a peer."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ from millrace.engine.transfer.reslicing import Reslicer
 from millrace.engine.transfer.streams import Stream, failed
 from millrace.engine.transfer.wire import PeerError
 
-# Copied between two looks at the clock.
+# Bytes copied between two checks of the deadline.
 _COPY_BYTES = 32 << 20
 
 
 class PullTarget(NamedTuple):
-    """Where blocks go: the first of them to the first of ``slots``, in memory of one's own."""
+    """Target of a pull: the first block goes to the first of ``slots``, in own memory."""
 
     blocks: Blocks
     slots: list[int]
 
 
 class PulledBlocks(NamedTuple):
-    """How many blocks came, after how long the first of them could be read, and how long reading
-    them took then."""
+    """Result of a pull: the number of blocks, the seconds until they could be read, and to read."""
 
     num_blocks: int
     wait_s: float
@@ -47,12 +46,12 @@ class PulledBlocks(NamedTuple):
 
 
 class PeerConnection(ABC):
-    """A peer that has taken the hello. Owns its socket until ``close``."""
+    """Connection to a peer that has accepted the hello; owns its socket until ``close``."""
 
     answer: ClassVar = wire.TransferFrameKind.LENT
 
     def __init__(self, stream: Stream, hello: bytes, reslicer: Reslicer | None) -> None:
-        """``reslicer``: for a peer whose blocks are split otherwise. Raises PeerError."""
+        """Send the hello. ``reslicer`` is for a peer with another block split. Raises PeerError."""
         self._stream = stream
         self._reslicer = reslicer
         if stream.sock.family != socket.AF_UNIX:
@@ -60,12 +59,14 @@ class PeerConnection(ABC):
         stream.send(hello)
 
     def fileno(self) -> int:
-        """Of its socket, which can be read while nothing is pulled only once the peer has gone."""
+        """File descriptor of the socket; while idle it is readable only once the peer has gone."""
         return self._stream.sock.fileno()
 
     def pull(self, keys: list[bytes], target: PullTarget, timeout_s: float) -> PulledBlocks:
-        """Copy the first blocks that the peer has of these. Raises PeerError; the target may hold
-        anything then, and the connection is of no more use."""
+        """Copy the first of these blocks that the peer has.
+
+        Raises PeerError; the target's contents are undefined then, and the connection is unusable.
+        """
         stream = self._stream
         stream.allow(timeout_s)
         begin_s = time.monotonic()
@@ -73,30 +74,32 @@ class PeerConnection(ABC):
         _, count, body = stream.receive_frame(self.answer)
         lent_s = time.monotonic()
         if count > len(keys):
-            raise PeerError("it has more than was asked for")
+            raise PeerError("it lends more blocks than were requested")
         self._read(count, body, target)
         _, is_valid, _ = stream.receive_frame(wire.TransferFrameKind.OVER)
         if not is_valid:
-            raise PeerError("it had to give the blocks to others before they were read")
+            raise PeerError("it reused the blocks before they were read")
         return PulledBlocks(count, lent_s - begin_s, time.monotonic() - lent_s)
 
     @abstractmethod
     def _read(self, count: int, body: bytes, target: PullTarget) -> None:
-        """Copy so many blocks, as the ``body`` of the answer says. Raises PeerError."""
+        """Copy ``count`` blocks as the ``body`` of the answer describes. Raises PeerError."""
 
     def close(self) -> None:
-        """Have the peer lend nothing more."""
+        """Close the connection, which ends the peer's loans."""
         self._stream.sock.close()
 
 
 class LentConnection(PeerConnection):
-    """To a peer whose memory is read here. ``_num_blocks`` has the size of each of its regions."""
+    """Connection to a peer whose memory is read here; ``_num_blocks`` has its regions' sizes."""
 
     _num_blocks: list[int]
 
     def _checked(self, shapes: list[BlockShape], own: BlockShape) -> BlockShape:
-        """The shape of the peer's regions but for their ``num_blocks``: that of blocks here, or the
-        one that the reslicer says. Raises PeerError for another one."""
+        """Check the shapes of the peer's regions and return their shape, except for ``num_blocks``.
+
+        It must be the shape of own blocks, or the reslicer's. Raises PeerError for another one.
+        """
         shape = own if self._reslicer is None else self._reslicer.shape(own.num_blocks)
         if any(one._replace(num_blocks=shape.num_blocks) != shape for one in shapes):
             raise PeerError("its blocks are of another shape")
@@ -108,7 +111,7 @@ class LentConnection(PeerConnection):
         for place, slot in zip(wire.parse_places(body), target.slots, strict=False):
             region, number = wire.region_and_number(place)
             if region >= len(by_region) or number >= self._num_blocks[region]:
-                raise PeerError("it lends a block that it has not")
+                raise PeerError("it lends a block that does not exist")
             sources, slots = by_region[region]
             sources.append(number)
             slots.append(slot)
@@ -131,7 +134,7 @@ class LentConnection(PeerConnection):
 
 
 class LocalConnection(LentConnection):
-    """To a peer on the same machine, whose memory is mapped here."""
+    """Connection to a peer on the same machine, whose memory is mapped here."""
 
     def __init__(
         self,
@@ -141,8 +144,10 @@ class LocalConnection(LentConnection):
         timeout_s: float,
         reslicer: Reslicer | None = None,
     ) -> None:
-        """Raises PeerError unless the peer answers, with memory for blocks of such a ``shape``, or
-        of the one that the reslicer says."""
+        """Connect and map the peer's memory for blocks of ``shape``, or of the reslicer's shape.
+
+        Raises PeerError if the peer does not answer or its blocks have another shape.
+        """
         super().__init__(Stream(sock, timeout_s), hello, reslicer)
         self._regions = self._receive_regions(shape)
 
@@ -157,12 +162,12 @@ class LocalConnection(LentConnection):
             raise failed(error) from error
         try:
             if not header:
-                raise PeerError("it does not take the hello")
+                raise PeerError("it does not accept the hello")
             header += self._stream.receive(wire.HEADER_BYTES - len(header))
             _, count, size = wire.parse_header(header, wire.TransferFrameKind.WELCOME)
             shapes = wire.parse_shapes(self._stream.receive(size))
             if len(fds) != count:
-                raise PeerError("it hands over other memory than it says")
+                raise PeerError("it hands over other memory than it announced")
             self._at_a_time = max(1, _COPY_BYTES // self._checked(shapes, shape).block_bytes)
             return [map_blocks(fd, one) for fd, one in zip(fds, shapes, strict=True)]
         finally:
@@ -181,7 +186,7 @@ class LocalConnection(LentConnection):
 
 
 class RemoteConnection(PeerConnection):
-    """To a peer on another machine, which sends its blocks."""
+    """Connection to a peer on another machine, which sends its blocks."""
 
     answer = wire.TransferFrameKind.SENT
 
@@ -192,11 +197,11 @@ class RemoteConnection(PeerConnection):
         timeout_s: float,
         reslicer: Reslicer | None = None,
     ) -> None:
-        """Raises PeerError unless the peer answers."""
+        """Connect. Raises PeerError if the peer does not answer."""
         super().__init__(Stream(sock, timeout_s), hello, reslicer)
         header = self._stream.receive(wire.HEADER_BYTES)
         if wire.parse_header(header, wire.TransferFrameKind.WELCOME)[1]:
-            raise PeerError("it hands over memory")
+            raise PeerError("it hands over memory on a remote connection")
 
     def _read(self, count: int, _body: bytes, target: PullTarget) -> None:
         reslicer = self._reslicer
@@ -213,15 +218,18 @@ class RemoteConnection(PeerConnection):
         checksum = bytearray(wire.CHECKSUM.size)
         self._stream.receive_into([memoryview(checksum), *pieces])
         if wire.CHECKSUM.unpack(checksum)[0] != checksum_of(pieces):
-            raise PeerError("a block came with other bytes than were sent")
+            raise PeerError("a block's checksum does not match")
 
 
 def map_blocks(fd: int, shape: BlockShape) -> Blocks:
-    """A peer's blocks, to read. Raises PeerError unless the file is as large as that needs, and
-    stays so: to read behind the end of one that was cut would end this process."""
+    """Map a peer's blocks for reading.
+
+    Raises PeerError unless the file is large enough and sealed against shrinking: a read behind the
+    end of a shrunken file would kill this process.
+    """
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise PeerError("its memory may shrink")
     if os.fstat(fd).st_size < shape.size_bytes:
-        raise PeerError("its memory is smaller than it says")
+        raise PeerError("its memory is smaller than it announced")
     pages = mmap.mmap(fd, shape.size_bytes, prot=mmap.PROT_READ)
     return np.frombuffer(pages, dtype=np.uint8).reshape(shape)

@@ -1,4 +1,4 @@
-"""Memory for blocks: its layout, copies and checksums, and pages that other processes may map."""
+"""Memory for blocks: its layout, copies and checksums, and pages that other processes can map."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-# fcntl does not name it before Python 3.13: mappings that there are may write, later ones not.
+# fcntl lacks this name before Python 3.13: existing mappings may write, later ones may not.
 _F_SEAL_FUTURE_WRITE = 0x0010
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
-# mmap does not name it before Python 3.13.
+# mmap lacks this name before Python 3.13.
 _MAP_NORESERVE = 0x4000
 
 Blocks = npt.NDArray[np.uint8]
@@ -26,8 +26,10 @@ _SCALE_BYTES = 4
 
 
 class BlockShape(NamedTuple):
-    """Of an allocation for blocks, [num_layers, num_blocks, layer_bytes]: what is of a block in a
-    layer is in one piece."""
+    """Shape of an allocation of blocks, [num_layers, num_blocks, layer_bytes].
+
+    A block's bytes in a layer are contiguous.
+    """
 
     num_layers: int
     num_blocks: int
@@ -43,9 +45,11 @@ class BlockShape(NamedTuple):
 
 
 class BlockLayout(NamedTuple):
-    """Where things are in the bytes of a block in one layer: a key and a value of each of
-    ``num_heads`` heads of each of ``num_tokens``, ``head_bytes`` each, and behind them, for entries
-    of 8 bits, a float32 each that these are multiplied by."""
+    """Layout of a block's bytes in one layer.
+
+    They hold a key and a value of ``head_bytes`` for each of ``num_heads`` heads of each of
+    ``num_tokens``. For 8-bit entries, float32 scales follow, one for each key and value.
+    """
 
     num_tokens: int
     num_heads: int
@@ -54,7 +58,7 @@ class BlockLayout(NamedTuple):
 
     @property
     def num_vectors(self) -> int:
-        """Keys and values."""
+        """Number of keys and values."""
         return self.num_tokens * 2 * self.num_heads
 
     @property
@@ -63,7 +67,7 @@ class BlockLayout(NamedTuple):
 
     @property
     def scales_at(self) -> int:
-        """Where the scales begin, or would."""
+        """Offset of the scales, or of the end if there are none."""
         return _aligned(self.data_bytes) if self.has_scales else self.data_bytes
 
     @property
@@ -73,9 +77,11 @@ class BlockLayout(NamedTuple):
         return _aligned(self.scales_at + self.num_vectors * _SCALE_BYTES)
 
     def vectors(self, blocks: Blocks) -> list[npt.NDArray[np.uint8]]:
-        """What there is for each head in blocks of [num_layers, num_blocks, size_bytes], seen in
-        their memory: [num_layers, num_blocks, num_tokens, 2, num_heads, bytes] of entries and of
-        scales."""
+        """Return views of blocks [num_layers, num_blocks, size_bytes] by head.
+
+        Each is [num_layers, num_blocks, num_tokens, 2, num_heads, bytes], of the entries and, if
+        there are any, of the scales.
+        """
         shape = (*blocks.shape[:2], self.num_tokens, 2, self.num_heads)
         data = blocks[:, :, : self.data_bytes].reshape(*shape, self.head_bytes, copy=False)
         if not self.has_scales:
@@ -86,11 +92,12 @@ class BlockLayout(NamedTuple):
 
 
 class SharedPages:
-    """Zero pages that are taken as they are first written, in an unnamed file.
+    """Zero pages in an unnamed file, allocated when first written.
 
-    Whoever is given ``fd`` may map them, but not write to them, nor cut the file under those who
-    have: both are sealed. They go when the last process that has them has ended, however. With
-    ``written_by_others`` those who map them before ``seal`` may write, too.
+    Processes that get ``fd`` can map them for reading. Seals prevent them from writing and from
+    shrinking the file under other mappings. The pages are freed when the last process that maps
+    them ends in any way. With ``written_by_others``, processes that map them before ``seal`` may
+    write, too.
     """
 
     def __init__(self, size_bytes: int, *, written_by_others: bool = False) -> None:
@@ -104,7 +111,7 @@ class SharedPages:
 
     @classmethod
     def mapped(cls, fd: int, size_bytes: int) -> SharedPages:
-        """Those of another process that lets this one write, by its file, which this then owns."""
+        """Map another process's writable pages by its file, which this object then owns."""
         pages = cls.__new__(cls)
         pages.size_bytes, pages.fd = size_bytes, fd
         weakref.finalize(pages, os.close, fd)
@@ -112,7 +119,7 @@ class SharedPages:
         return pages
 
     def seal(self) -> None:
-        """From now on others may only read them."""
+        """Allow new mappings to read only."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
@@ -127,10 +134,10 @@ def private_pages(size_bytes: int) -> mmap.mmap:
 
 
 def map_pages(fd: int, size_bytes: int) -> mmap.mmap:
-    """The pages of a file, to read and write."""
+    """Map the pages of a file for reading and writing."""
     pages = mmap.mmap(fd, size_bytes)
     with contextlib.suppress(OSError):
-        # Where the system has large pages for those who ask.
+        # Request huge pages, on systems that give them on request only.
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
@@ -147,12 +154,12 @@ class Region(NamedTuple):
 
 
 def _aligned(size_bytes: int) -> int:
-    """So many bytes or a few more, so that what follows can be read 16 at a time."""
+    """Round up to a multiple of 16 bytes, so that following data can be read 16 bytes at a time."""
     return -(-size_bytes // 16) * 16
 
 
 def checksum_of(pieces: Iterable[memoryview]) -> int:
-    """64 bits of all the bytes: XXH3, at the speed of memory, while other threads run."""
+    """Return the 64-bit XXH3 checksum of all bytes; other threads run meanwhile."""
     checksum = xxhash.xxh3_64()
     for piece in pieces:
         checksum.update(piece)
@@ -160,7 +167,7 @@ def checksum_of(pieces: Iterable[memoryview]) -> int:
 
 
 class BlockRun(NamedTuple):
-    """``length`` neighbouring blocks."""
+    """Run of ``length`` neighbouring blocks."""
 
     source: int
     target: int
@@ -168,7 +175,7 @@ class BlockRun(NamedTuple):
 
 
 def runs_of(sources: list[int], targets: list[int]) -> list[BlockRun]:
-    """The pairs by rising target, with neighbours that stay neighbours taken together."""
+    """Return the pairs by rising target, with runs of neighbours merged."""
     runs: list[BlockRun] = []
     for to, from_ in sorted(zip(targets, sources, strict=True)):
         if runs:
@@ -181,7 +188,7 @@ def runs_of(sources: list[int], targets: list[int]) -> list[BlockRun]:
 
 
 def shares_of(runs: list[BlockRun], num_blocks: int, num_shares: int) -> list[list[BlockRun]]:
-    """The runs, cut where need be, in shares of about equally many blocks."""
+    """Split the runs into shares of about equally many blocks."""
     size = -(-num_blocks // num_shares)
     shares: list[list[BlockRun]] = [[]]
     room = size
@@ -196,7 +203,7 @@ def shares_of(runs: list[BlockRun], num_blocks: int, num_shares: int) -> list[li
 
 
 def cut(run: BlockRun, size: int, first: int = 0) -> Iterator[BlockRun]:
-    """A run in pieces of ``size`` at most, the first of them of ``first`` if that is above 0."""
+    """Cut a run into pieces of at most ``size``; the first has ``first`` blocks if above 0."""
     source, target, count = run
     room = first or size
     while count:

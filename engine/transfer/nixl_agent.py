@@ -1,12 +1,12 @@
-"""Reads other processes' memory by NIXL: UCX over RDMA, TCP or shared memory.
+"""Reads of other processes' memory by NIXL: UCX over RDMA, TCP or shared memory.
 
-NIXL cannot take back a read that is under way: it may write to its target at any later time. So
-blocks are read into scratch memory and copied from there. Scratch of a read that was given up is
-used again only once that has ended.
+NIXL cannot cancel a read in flight: it may write to its target at any later time. So blocks are
+read into scratch memory and copied from there. The scratch of an abandoned read is reused only once
+that read has ended.
 
-UCX has no thread here: one of NIXL's polls without a pause for as long as there is an agent. What
-UCX has to do is done while somebody waits for it: by ``finish`` where blocks are read, and by
-``progress`` where they are read from. An agent that nobody uses costs no time.
+UCX has no thread here, because NIXL's thread would poll without pause while an agent exists. UCX
+makes progress during waits: in ``finish`` on the reading side and in ``progress`` on the side that
+is read. An unused agent costs no time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from millrace.engine.transfer.memory import Blocks
 from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.errors import ConfigError
 
-# What is read at a time, unless a single block is larger.
+# Bytes read at a time, unless a single block is larger.
 SCRATCH_BYTES = 8 << 20
-# With so many reads that were given up and are under way no others are begun.
+# Most abandoned reads in flight; above that, no new read begins.
 _MAX_STRAYS = 8
-# Of a read that failed, parts may be under way: devices give up much sooner.
+# Time after which a failed read cannot write any more: devices give up much sooner.
 _REST_S = 60.0
-# Whoever reads a peer's memory again waits so long for earlier reads of it that were given up: the
-# peer does its part of them meanwhile.
+# Time that a new connection to a peer waits for earlier abandoned reads of it: the peer makes
+# progress on them meanwhile.
 _STRAYS_WAIT_S = 0.2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 250e-6
 _NAME_BYTES = 16
@@ -44,25 +44,25 @@ _BACKEND = "UCX"
 _DONE, _UNDER_WAY, _FAILED = "DONE", "PROC", "ERR"
 
 Scratch = npt.NDArray[np.uint8]
-"""Memory that NIXL may write to, in one piece."""
+"""Contiguous memory that NIXL may write to."""
 
 Pieces = npt.NDArray[np.uint64]
-"""Of memory, [num_pieces, 3]: address, size in bytes, and 0, for memory of the host."""
+"""Pieces of memory, [num_pieces, 3]: address, size in bytes, and 0 for host memory."""
 
 
 def check_nixl() -> None:
-    """Raise ConfigError unless the package is here."""
+    """Raise ConfigError if the package nixl is not installed."""
     if find_spec("nixl") is None:
         raise ConfigError(
             "engine.transfer_transport is nixl, which needs the package nixl. Install "
-            "millrace[rdma], which brings it."
+            "millrace[rdma]."
         )
 
 
 def _load_nixl() -> ModuleType:
     check_nixl()
-    # What it says at the start is nothing to be told, what UCX says is no output of this program,
-    # and faults of this process are not for UCX to catch.
+    # Hide NIXL's start messages, send UCX's log to stderr instead of the program's output, and keep
+    # UCX from handling this process's faults.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
     os.environ.setdefault("UCX_ERROR_SIGNALS", "")
@@ -73,8 +73,11 @@ def _load_nixl() -> ModuleType:
 
 
 class Remote:
-    """A peer's agent as it is loaded here, for so many connections; ``num_reads`` of it have not
-    ended. ``is_broken`` once one has failed or was given up: no more are begun."""
+    """Peer's agent loaded here for a number of connections.
+
+    ``num_reads`` reads of it have not ended. ``is_broken`` is set once a read has failed or was
+    abandoned; no more begin.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -84,7 +87,7 @@ class Remote:
 
 
 class Read(NamedTuple):
-    """One that is under way, from ``remote`` into ``scratch``."""
+    """Read in flight from ``remote`` into ``scratch``."""
 
     remote: Remote
     scratch: Scratch
@@ -92,22 +95,22 @@ class Read(NamedTuple):
 
 
 class _Resting(NamedTuple):
-    """Scratch that something may still be written to until then."""
+    """Scratch that a failed read may still write to until ``until_s``."""
 
     scratch: Scratch
     until_s: float
 
 
 class NixlAgent:
-    """The agent of an engine, for threads. ``regions`` stay registered until ``close``, so that
-    peers which are told the ``metadata`` can read them.
+    """NIXL agent of an engine, safe for several threads.
 
+    ``regions`` stay registered until ``close``, so that peers with the ``metadata`` can read them.
     Owns its scratch and the peers' agents that are loaded. Each read ends in ``finish`` or in
     ``give_up``.
     """
 
     def __init__(self, regions: Sequence[Blocks]) -> None:
-        """Raises ConfigError where there is no NIXL, or memory cannot be registered."""
+        """Create the agent. Raises ConfigError if NIXL is missing or cannot register the memory."""
         nixl = _load_nixl()
         known = vars(import_module("nixl._bindings")).values()
         self._errors: tuple[type[Exception], ...] = (
@@ -126,7 +129,7 @@ class NixlAgent:
             self._agent = nixl.nixl_agent(self.name, config)
             for blocks in regions:
                 self._register(blocks)
-            # Before there is any scratch: what that holds is nobody else's.
+            # Taken before any scratch is registered: peers must not read the scratch.
             self.metadata: bytes = self._agent.get_agent_metadata()
         except self._errors as error:
             raise ConfigError(
@@ -147,20 +150,25 @@ class NixlAgent:
     def _open_agent(self) -> Any:
         agent = self._agent
         if agent is None:
-            raise PeerError("this engine reads no more")
+            raise PeerError("the NIXL agent of this engine is closed")
         return agent
 
     def progress(self) -> None:
-        """Have UCX do now what is to be done here, without waiting for anything: peers whose reads
-        are no RDMA, or the first, need it."""
+        """Let UCX progress without waiting.
+
+        Peers need it for reads that do not use RDMA, and for their first read.
+        """
         agent = self._agent
         if agent is not None:
             with suppress(*self._errors):
-                agent.get_new_notifs()  # nobody sends any
+                agent.get_new_notifs()  # returns none, but makes UCX progress
 
     def load(self, name: str, metadata: bytes, deadline_s: float) -> Remote:
-        """The agent of a peer, by what that says of itself, for one more user. Raises PeerError
-        unless it has that ``name``, and while earlier reads of it that failed have not ended."""
+        """Load a peer's agent by its metadata, for one more user.
+
+        Raises PeerError if its name is not ``name``, or while earlier failed reads of it have not
+        ended.
+        """
         self._await_strays(name, min(deadline_s, time.monotonic() + _STRAYS_WAIT_S))
         with self._lock:
             remote = self._remotes.get(name)
@@ -183,20 +191,20 @@ class NixlAgent:
 
     def _load(self, name: str, metadata: bytes) -> Remote:
         if name == self.name:
-            raise PeerError("it says that it is this engine")
+            raise PeerError("it sent the metadata of this engine's own agent")
         agent = self._open_agent()
         try:
             loaded = agent.add_remote_agent(metadata)
         except self._errors as error:
-            self._remove(name)  # it may have been taken in by half
-            raise PeerError(f"NIXL makes nothing of what it says: {error}") from error
+            self._remove(name)  # it may be partly loaded
+            raise PeerError(f"NIXL cannot load its agent: {error}") from error
         if loaded != name.encode():
             self._remove(loaded)
-            raise PeerError("it says that it is another")
+            raise PeerError("it sent the metadata of another agent")
         return Remote(name)
 
     def unload(self, remote: Remote) -> None:
-        """For one user fewer."""
+        """Release a peer's agent for one user."""
         with self._lock:
             remote.num_users -= 1
             self._forget_unused(remote)
@@ -216,12 +224,14 @@ class NixlAgent:
         try:
             self._agent.remove_remote_agent(name)
         except self._errors:
-            return  # it is not known
-        self.progress()  # the connection is closed now
+            return  # it is not loaded
+        self.progress()  # closes the connection
 
     def take_scratch(self, size_bytes: int) -> Scratch:
-        """Memory to read into, to be given back unless a read into it is given up. Raises
-        PeerError."""
+        """Return memory to read into; give it back unless a read into it was abandoned.
+
+        Raises PeerError.
+        """
         with self._lock:
             self._end_strays()
             if len(self._strays) >= _MAX_STRAYS:
@@ -237,13 +247,15 @@ class NixlAgent:
         return scratch
 
     def give_back(self, scratch: Scratch) -> None:
-        """Nothing is read into it any more."""
+        """Return scratch that is not read into any more."""
         with self._lock:
             self._free.append(scratch)
 
     def begin(self, remote: Remote, scratch: Scratch, theirs: Pieces, own: Pieces) -> Read:
-        """Read ``theirs`` into ``own``, pieces of ``scratch`` of the same sizes. Raises PeerError,
-        also for memory that the peer has not registered."""
+        """Begin to read ``theirs`` into ``own``, pieces of ``scratch`` of the same sizes.
+
+        Raises PeerError, also for memory that the peer has not registered.
+        """
         agent = self._count(remote, scratch)
         try:
             handle = agent.initialize_xfer(
@@ -261,14 +273,14 @@ class NixlAgent:
             raise PeerError(f"NIXL cannot read its memory: {error}") from error
         read = Read(remote, scratch, handle)
         try:
-            agent.transfer(handle)  # `finish` says whether that went well
+            agent.transfer(handle)  # `finish` reports errors
         except self._errors as error:
             self._note_failed(read)
             raise PeerError(f"NIXL cannot read its memory: {error}") from error
         return read
 
     def _count(self, remote: Remote, scratch: Scratch) -> Any:
-        """One read more; the agent, which stays while it has not ended."""
+        """Count one more read; return the agent, which stays open until the read has ended."""
         with self._lock:
             agent = self._open_agent()
             if remote.is_broken:
@@ -278,8 +290,10 @@ class NixlAgent:
             return agent
 
     def finish(self, read: Read, deadline_s: float) -> None:
-        """Wait until it is done. Raises PeerError if it fails or takes too long: it is given up
-        then."""
+        """Wait until a read is done.
+
+        Raises PeerError if it fails or exceeds the deadline; it is abandoned then.
+        """
         pause_s = _FIRST_PAUSE_S
         while True:
             state = self._state(read)
@@ -298,7 +312,7 @@ class NixlAgent:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def give_up(self, read: Read) -> None:
-        """Nobody waits for it any more: it may end at any time."""
+        """Abandon a read, which may end at any later time."""
         with self._lock:
             read.remote.is_broken = True
             self._strays.append(read)
@@ -321,7 +335,7 @@ class NixlAgent:
             read.handle.release()
 
     def _end_strays(self) -> None:
-        """Take back the scratch of reads that have ended."""
+        """Reclaim the scratch of reads that have ended."""
         now_s = time.monotonic()
         self._free += [scratch for scratch, until_s in self._resting if until_s <= now_s]
         self._resting = [one for one in self._resting if one.until_s > now_s]
@@ -339,8 +353,10 @@ class NixlAgent:
             self._forget_unused(read.remote)
 
     def close(self) -> None:
-        """Let nobody read here any more. While something may be written to here, all stays as it
-        is until the process ends."""
+        """End reads of this engine's memory.
+
+        While a read may still write to the scratch, everything is kept until the process ends.
+        """
         with self._lock:
             self._end_strays()
             is_read = any(remote.num_reads for remote in self._remotes.values())
@@ -353,7 +369,7 @@ class NixlAgent:
             for memory in registered:
                 with suppress(*self._errors):
                     self._agent.deregister_memory(memory, [_BACKEND])
-            self._agent = None  # which ends it
+            self._agent = None  # the last reference: ends the agent
 
 
 _kept: list[NixlAgent] = []

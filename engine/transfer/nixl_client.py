@@ -1,4 +1,4 @@
-"""Pulls blocks out of a peer's memory by NIXL."""
+"""Client that pulls blocks out of a peer's memory by NIXL."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from millrace.engine.transfer.reslicing import Reslicer
 from millrace.engine.transfer.streams import Stream
 from millrace.engine.transfer.wire import PeerError
 
-# One is read into while the other is copied out of.
+# One scratch is read into while the other is copied from.
 _NUM_SCRATCHES = 2
 _ADDRESS_BITS = 63
 
 
 class _Share(NamedTuple):
-    """Blocks that are on their way into a scratch, as runs from there to where they go."""
+    """Blocks on their way into a scratch, as runs from there to their targets."""
 
     read: Read
     blocks: Blocks
@@ -41,7 +41,7 @@ class _Share(NamedTuple):
 
 
 class NixlConnection(LentConnection):
-    """To a peer whose memory is read by NIXL; the connection is for what is said."""
+    """Connection to a peer whose memory is read by NIXL; the socket carries the messages."""
 
     def __init__(
         self,
@@ -52,9 +52,11 @@ class NixlConnection(LentConnection):
         name: str,
         reslicer: Reslicer | None = None,
     ) -> None:
-        """``agent`` is that of this engine, and ``name`` that of the peer's. Raises PeerError
-        unless the peer answers, with memory for blocks of such a ``shape``, or of the one that the
-        reslicer says."""
+        """Connect with this engine's ``agent`` to the peer's agent of this ``name``.
+
+        Raises PeerError unless the peer answers with memory for blocks of ``shape``, or of the
+        reslicer's shape.
+        """
         super().__init__(stream, hello, reslicer)
         self._agent = agent
         _, _, body = stream.receive_frame(wire.TransferFrameKind.AGENT)
@@ -62,12 +64,12 @@ class NixlConnection(LentConnection):
         self._checked(said.shapes, shape)
         regions = zip(said.addresses, said.shapes, strict=True)
         if any((address + one.size_bytes) >> _ADDRESS_BITS for address, one in regions):
-            raise PeerError("its memory is where there can be none")
+            raise PeerError("it announced memory at an invalid address")
         self._shapes, self._addresses = said.shapes, said.addresses
         self._remote: Remote | None = agent.load(name, said.metadata, stream.deadline_s)
 
     def _read_region(self, region: int, runs: list[BlockRun], target: Blocks) -> None:
-        """As much at a time as there is scratch for."""
+        """Copy runs of a region's blocks, as many at a time as fit into a scratch."""
         block_bytes = self._shapes[region].block_bytes
         num_blocks = sum(run.length for run in runs)
         at_a_time = max(1, SCRATCH_BYTES // block_bytes)
@@ -85,7 +87,7 @@ class NixlConnection(LentConnection):
             raise
 
     def _begin(self, region: int, runs: list[BlockRun]) -> _Share:
-        """Have blocks of a region read into scratch, one behind the other."""
+        """Begin to read blocks of a region into scratch, one after another."""
         shape = self._shapes[region]
         num_blocks = sum(run.length for run in runs)
         scratch = self._agent.take_scratch(num_blocks * shape.block_bytes)
@@ -102,7 +104,7 @@ class NixlConnection(LentConnection):
         return _Share(read, _blocks(scratch, here), from_scratch)
 
     def _finish(self, coming: deque[_Share], target: Blocks) -> None:
-        """Wait for the first share and copy it to where it goes."""
+        """Wait for the first share and copy it to its targets."""
         read, blocks, runs = coming.popleft()
         self._agent.finish(read, self._stream.deadline_s)
         try:
@@ -118,7 +120,7 @@ class NixlConnection(LentConnection):
 
 
 def _pieces(address: int, shape: BlockShape, firsts: list[int], lengths: list[int]) -> Pieces:
-    """Where runs of blocks are: a piece for each of them in each layer."""
+    """Return the pieces of runs of blocks: one for each run in each layer."""
     layers = np.arange(shape.num_layers, dtype=np.uint64)[:, None] * np.uint64(shape.num_blocks)
     numbers = layers + np.array(firsts, dtype=np.uint64)
     pieces = np.zeros((numbers.size, 3), np.uint64)

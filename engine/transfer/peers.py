@@ -1,4 +1,4 @@
-"""Connections to peers that stay open for the next time."""
+"""Pool of connections to peers."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ from millrace.engine.transfer.wire import PeerError
 from millrace.schemas.errors import ConfigError
 from millrace.schemas.transfer import BlockPart, TransferEndpoint
 
-# A connection that is kept maps the peer's memory once.
+# Each idle connection maps the peer's memory once.
 _MAX_IDLE_PER_PEER, _MAX_IDLE_PEERS = 4, 16
 _IDLE_S = 60.0
-# How often connections that have become idle are taken up by who watches them.
+# Interval at which the watcher picks up connections that have become idle.
 _WATCH_MS = 500
 
 
 class _Idle(NamedTuple):
-    """A connection that nobody uses, and since when."""
+    """Idle connection and the time since when it is idle."""
 
     connection: PeerConnection
     since_s: float
 
 
 class BlockSplit(NamedTuple):
-    """How blocks are kept here: each rank's part of them in ``layout``, which ``parts`` say.
-    ``kind`` is equal where blocks may be taken."""
+    """Split of own blocks: each rank's part in ``layout``, given by ``parts``.
+
+    Blocks can be pulled from peers of equal ``kind``.
+    """
 
     kind: str
     layout: BlockLayout
@@ -50,7 +52,7 @@ class BlockSplit(NamedTuple):
 
 
 class Peers:
-    """Connections to other workers' engines, for threads. Owns those that are idle."""
+    """Connections to other workers' engines, safe for several threads; owns the idle ones."""
 
     def __init__(
         self,
@@ -61,9 +63,11 @@ class Peers:
         *,
         nixl_here: bool = False,
     ) -> None:
-        """``split`` and ``shape`` are those of blocks here, and ``host`` is this machine. With an
-        ``agent`` peers on others that have one, too, are read by NIXL, and those on this one where
-        it says ``nixl_here``."""
+        """Use ``split`` and ``shape`` of own blocks, and ``host`` for this machine.
+
+        With an ``agent``, peers on other machines that have one, too, are read by NIXL. With
+        ``nixl_here``, so are peers on this machine.
+        """
         self._agent = agent
         self._nixl_here = nixl_here
         self._split = split
@@ -74,16 +78,16 @@ class Peers:
         self._lock = threading.Lock()
 
     def is_local(self, endpoint: TransferEndpoint) -> bool:
-        """Whether its memory can be mapped here."""
+        """Return whether the peer's memory can be mapped here."""
         return bool(endpoint.socket) and endpoint.host == self._host
 
     def _nixl_agent(self, endpoint: TransferEndpoint) -> NixlAgent | None:
-        """What its memory is read with, if that is to be by NIXL."""
+        """Return the agent to read the peer's memory with, or None without NIXL."""
         wanted = self._nixl_here or not self.is_local(endpoint)
         return self._agent if wanted and endpoint.nixl else None
 
     def can_reach(self, endpoint: TransferEndpoint) -> bool:
-        """Whether blocks can be pulled from there at all."""
+        """Return whether blocks can be pulled from there at all."""
         return endpoint.layout == self._split.kind and (
             self.is_local(endpoint) or bool(endpoint.address)
         )
@@ -91,8 +95,10 @@ class Peers:
     def pull(
         self, endpoint: TransferEndpoint, keys: list[bytes], target: PullTarget, timeout_s: float
     ) -> PulledBlocks:
-        """Copy the first blocks that a peer has of these. Raises PeerError; the target may hold
-        anything then."""
+        """Copy the first of these blocks that a peer has.
+
+        Raises PeerError; the target's contents are undefined then.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
             kept = self._idle.get(endpoint)
@@ -101,7 +107,7 @@ class Peers:
             try:
                 return self._pull(idle.connection, endpoint, keys, target, timeout_s)
             except PeerError:
-                # It may have been closed at the other end since; a new one says.
+                # The peer may have closed the idle connection, so try a new one.
                 timeout_s = deadline_s - time.monotonic()
         connection = self._connect(endpoint, timeout_s)
         return self._pull(connection, endpoint, keys, target, deadline_s - time.monotonic())
@@ -123,7 +129,7 @@ class Peers:
         return pulled
 
     def _keep(self, endpoint: TransferEndpoint, connection: PeerConnection) -> None:
-        """For the next time; of those that were used least recently some make room."""
+        """Keep a connection for reuse; drop the least recently used above the limits."""
         with self._lock:
             kept = [*self._idle.pop(endpoint, []), _Idle(connection, time.monotonic())]
             self._idle[endpoint] = kept[-_MAX_IDLE_PER_PEER:]
@@ -137,11 +143,11 @@ class Peers:
             threading.Thread(target=self._watch, name="kv-peers", daemon=True).start()
 
     def _watch(self) -> None:
-        """Let those go whose peer has gone, with its memory, as long as there are any."""
+        """Close connections whose peer has gone, and so free its memory, while any are idle."""
         while idle := self._all_idle():
             poll = select.poll()
             for one in idle:
-                if (fd := one.connection.fileno()) >= 0:  # nobody has closed it meanwhile
+                if (fd := one.connection.fileno()) >= 0:  # not closed meanwhile
                     poll.register(fd, select.POLLIN)
             gone = {fd for fd, _ in poll.poll(_WATCH_MS)}
             oldest_s = time.monotonic() - _IDLE_S
@@ -157,7 +163,7 @@ class Peers:
             return idle
 
     def _take_out(self, idle: _Idle) -> bool:
-        """Whether it was there: it may be used again by now."""
+        """Remove an idle connection; return False if it is gone, because it is in use again."""
         with self._lock:
             for endpoint, kept in self._idle.items():
                 if idle in kept:
@@ -187,21 +193,21 @@ class Peers:
             raise
 
     def _reslicer(self, endpoint: TransferEndpoint) -> Reslicer | None:
-        """None where blocks are split as they are here. Raises PeerError."""
+        """Return a reslicer for another split of blocks, or None for the same. Raises PeerError."""
         _, layout, parts = self._split
         if endpoint.parts in ((), parts):
             return None
         return Reslicer(layout, parts, endpoint.parts)
 
     def _dial(self, endpoint: TransferEndpoint, timeout_s: float) -> socket.socket:
-        """A socket that is connected. Raises PeerError."""
+        """Return a connected socket. Raises PeerError."""
         if timeout_s <= 0:
             raise PeerError("it takes too long")
         if self.is_local(endpoint):
             try:
                 return _connected(endpoint.socket, timeout_s)
             except OSError as error:
-                # A container has folders of its own.
+                # A container does not see this machine's folders, so try TCP.
                 if not endpoint.address:
                     raise failed(error) from error
         try:
@@ -212,7 +218,7 @@ class Peers:
             raise PeerError(f"{endpoint.address!r:.80} is no address") from error
 
     def close(self) -> None:
-        """End all idle connections."""
+        """Close all idle connections."""
         with self._lock:
             idle, self._idle = self._idle, {}
         for kept in idle.values():

@@ -1,4 +1,4 @@
-"""Blocks of a model that is split over other ranks than here: which bytes of them are whose."""
+"""Reslicing of blocks between models that are split over ranks in different ways."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from millrace.schemas.transfer import BlockPart
 
 
 class _Move(NamedTuple):
-    """Layers and heads that a part there and a part here have in common, by their places in
-    each."""
+    """Layers and heads that a part there and a part here have in common, as slices of each."""
 
     their_layers: slice
     their_heads: slice
@@ -23,18 +22,19 @@ class _Move(NamedTuple):
 
 
 class Reslicer:
-    """Copies blocks from memory in which they are split into the parts ``theirs`` to memory in
-    which they are split into ``own`` ones; in either, parts lie one behind the other and have
-    equally many heads each.
+    """Copier of blocks from memory split into the parts ``theirs`` to memory split into ``own``.
 
-    A head that several parts have is taken from the first of them.
+    In either memory, parts follow each other and have equally many heads. A head that several parts
+    have is taken from the first of them.
     """
 
     def __init__(
         self, layout: BlockLayout, own: Sequence[BlockPart], theirs: Sequence[BlockPart]
     ) -> None:
-        """``layout`` is that of the blocks here. Raises PeerError for parts that lack something of
-        what is here, or are none."""
+        """Plan the copies; ``layout`` is that of own blocks.
+
+        Raises PeerError if parts are invalid, or if their parts lack layers or heads of own parts.
+        """
         _check(own)
         _check(theirs)
         self._own = layout
@@ -43,7 +43,7 @@ class Reslicer:
         self._moves = [move for part in _placed(own) for move in _moves_to(part, _placed(theirs))]
 
     def shape(self, num_blocks: int) -> BlockShape:
-        """That of so many blocks there."""
+        """Return the shape of ``num_blocks`` blocks there."""
         return BlockShape(self._num_their_layers, num_blocks, self._theirs.size_bytes)
 
     def copy(
@@ -58,7 +58,7 @@ class Reslicer:
 
 
 class _Placed(NamedTuple):
-    """A part, and the place of its first layer among those of all parts."""
+    """Part, and the index of its first layer among the layers of all parts."""
 
     part: BlockPart
     first_row: int
@@ -69,7 +69,7 @@ def _check(parts: Sequence[BlockPart]) -> None:
     bad = [part for part in parts if min(part.num_layers, part.num_heads) < 1]
     bad += [part for part in parts if min(part.first_layer, part.first_head) < 0]
     if bad or len({part.num_heads for part in parts}) != 1:
-        raise PeerError("its blocks are split in a way that makes no sense")
+        raise PeerError("its blocks are split in an invalid way")
 
 
 def _placed(parts: Sequence[BlockPart]) -> list[_Placed]:
@@ -81,7 +81,7 @@ def _placed(parts: Sequence[BlockPart]) -> list[_Placed]:
 
 
 def _moves_to(own: _Placed, theirs: list[_Placed]) -> list[_Move]:
-    """Of all that a part here has. Raises PeerError if the parts there lack some of it."""
+    """Return the copies for an own part. Raises PeerError if their parts lack some of it."""
     moves: list[_Move] = []
     part = own.part
     missing = np.ones((part.num_layers, part.num_heads), np.bool_)
@@ -106,11 +106,11 @@ def _moves_to(own: _Placed, theirs: list[_Placed]) -> list[_Move]:
 
 
 def _common(one: tuple[int, int], other: tuple[int, int]) -> range:
-    """What two ranges have in common, each given by its first number and its length."""
+    """Return the intersection of two ranges, each given by its first number and its length."""
     begin = max(one[0], other[0])
     return range(begin, max(begin, min(one[0] + one[1], other[0] + other[1])))
 
 
 def _at(numbers: range, first: int) -> slice:
-    """Where these numbers are in what begins with ``first``."""
+    """Return the slice of ``numbers`` in a sequence that begins with ``first``."""
     return slice(numbers.start - first, numbers.stop - first)

@@ -1,4 +1,4 @@
-"""Serves blocks to peers: a thread for each socket that is listened on, and one for each peer."""
+"""Server of blocks to peers, with a thread for each listening socket and for each peer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from millrace.engine.transfer.wire import PeerError
 
 
 class Loan:
-    """Blocks that a peer has asked for: asked, granted, over. For two threads: the engine's grants
-    and expires it, the one that serves the peer waits for it and ends it.
+    """Loan of blocks to a peer: requested, granted, over.
 
-    ``end`` says whether the blocks were the peer's to read until now. ``on_end`` is called once,
-    with a granted loan that the peer has ended.
+    Used by two threads: the engine's grants and expires it, the peer's thread waits for it and ends
+    it. ``end`` returns whether the blocks were valid until now. ``on_end`` is called once, with a
+    granted loan that the peer has ended.
     """
 
     def __init__(self, keys: list[bytes], on_end: Callable[[Loan], None]) -> None:
@@ -34,7 +34,7 @@ class Loan:
         self._answered = threading.Event()
 
     def grant(self, places: Sequence[int]) -> bool:
-        """Lend the blocks at these places; False if nobody waits for them any more."""
+        """Lend the blocks at these places; return False if the loan is over already."""
         with self._lock:
             if self._is_over:
                 return False
@@ -44,19 +44,19 @@ class Loan:
         return True
 
     def expire(self) -> bool:
-        """Lend them no longer; False if the peer has ended it before."""
+        """End the loan from the engine's side; return False if the peer has ended it before."""
         with self._lock:
             was_over, self._is_over = self._is_over, True
         self._answered.set()
         return not was_over
 
     def wait(self, timeout_s: float) -> Sequence[int]:
-        """Where the blocks are that it was granted; none if that took too long."""
+        """Return the places of the granted blocks, or none after the timeout."""
         self._answered.wait(timeout_s)
         return self.places
 
     def end(self) -> bool:
-        """The peer reads no more; whether what it has read is whole."""
+        """End the loan from the peer's side; return whether the blocks read are valid."""
         with self._lock:
             was_over, self._is_over = self._is_over, True
         if was_over:
@@ -68,23 +68,25 @@ class Loan:
 
 _log = logging.getLogger(__name__)
 
-# Each has a thread, which waits most of the time.
+# Each peer has a thread, which waits most of the time.
 _MAX_PEERS = 256
 _HELLO_TIMEOUT_S = 2.0
 _FRAME_TIMEOUT_S = 2.0
-# A peer that asks for nothing for so long may connect again.
+# A peer without a request for this time is disconnected and may connect again.
 _IDLE_TIMEOUT_S = 300.0
-# Between two tries to accept where the system has no room for another connection.
+# Pause after a failed accept, if the system has no room for another connection.
 _ACCEPT_PAUSE_S = 0.1
-# While a peer reads by NIXL: how long UCX is called at short intervals, and the short and the later
-# ones.
+# Polling of UCX while a peer reads by NIXL: time at the short interval, the short interval, and the
+# interval afterwards.
 _BUSY_S, _BUSY_PAUSE_S, _PAUSE_MS = 0.02, 50e-6, 1
 
 
 @dataclass(frozen=True)
 class PeerIdentity:
-    """What peers have to show: the token, and that their blocks are of the same layout. A loan
-    lasts ``loan_s`` at most."""
+    """Identity that peers have to prove: the token and the layout of blocks.
+
+    A loan lasts at most ``loan_s``.
+    """
 
     token: str = field(repr=False)
     layout: str
@@ -92,8 +94,10 @@ class PeerIdentity:
 
 
 class BlockServer:
-    """Owns its sockets: it serves from ``start`` until ``close``. What a peer does ends its own
-    connection at most, with one line in the log."""
+    """Server of blocks from ``start`` until ``close``; owns its sockets.
+
+    An error of a peer ends its own connection only, with one line in the log.
+    """
 
     def __init__(
         self,
@@ -103,9 +107,11 @@ class BlockServer:
         listeners: Sequence[socket.socket],
         agent: NixlAgent | None = None,
     ) -> None:
-        """``regions`` are the memory where lent blocks are. ``ask``, for any thread, asks for the
-        first blocks of a prefix. With an ``agent``, which has registered the regions, peers may
-        read by NIXL."""
+        """Serve lent blocks from the memory of ``regions``.
+
+        ``ask``, which any thread may call, asks for the first blocks of a prefix. With an
+        ``agent``, which has registered the regions, peers may read by NIXL.
+        """
         self._regions = regions
         self._ask = ask
         self._agent = agent
@@ -116,14 +122,14 @@ class BlockServer:
         self._is_closed = threading.Event()
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start the threads."""
         for listener in self._listeners:
             threading.Thread(
                 target=self._accept, args=(listener,), name="kv-accept", daemon=True
             ).start()
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         self._is_closed.set()
         with self._lock:
             for sock in (*self._listeners, *self._peers):
@@ -154,17 +160,16 @@ class BlockServer:
         except PeerGoneError:
             pass
         except PeerError as error:
-            _log.warning("a peer of the KV cache is served no more: %s", error.message)
-        except Exception:  # noqa: BLE001 (whatever it is, it ends one connection only)
-            _log.exception("a peer of the KV cache could not be served")
+            _log.warning("closed the connection of a peer of the KV cache: %s", error.message)
+        except Exception:  # noqa: BLE001 (any error ends one connection only)
+            _log.exception("failed to serve a peer of the KV cache")
         finally:
             with self._lock:
                 self._peers.discard(sock)
             sock.close()
 
     def _answer(self, sock: socket.socket) -> None:
-        """Answer one peer until it goes. Raises PeerError; PeerGoneError when it went as it
-        should."""
+        """Answer a peer until it goes. Raises PeerError; PeerGoneError after a regular end."""
         identity = self._identity
         stream = Stream(sock, _HELLO_TIMEOUT_S)
         hello = stream.receive(wire.HELLO_BYTES, may_end=True)
@@ -175,7 +180,7 @@ class BlockServer:
         read_by: NixlAgent | None = None
         if by_nixl:
             read_by = _tell_agent(stream, self._regions, self._agent)
-            # Reads that were given up may be on their way since an earlier connection.
+            # Abandoned reads of an earlier connection may still be in flight.
             _let_read(stream, read_by, time.monotonic() + _FRAME_TIMEOUT_S)
         elif is_local:
             _hand_over(sock, self._regions)
@@ -205,7 +210,7 @@ class BlockServer:
 
 
 def _hand_over(sock: socket.socket, regions: Sequence[Region]) -> None:
-    """Say where the memory is, with the files that it is in."""
+    """Send the shapes of the memory together with its files."""
     shapes = [region.shape for region in regions]
     sock.settimeout(_FRAME_TIMEOUT_S)
     data = wire.welcome(shapes)
@@ -213,14 +218,14 @@ def _hand_over(sock: socket.socket, regions: Sequence[Region]) -> None:
         sent = socket.send_fds(sock, [data], [region.fd for region in regions])
     except OSError as error:
         raise PeerError(f"the connection failed: {error.strerror or error}") from error
-    if sent != len(data):  # it is smaller than any buffer
+    if sent != len(data):  # impossible: any socket buffer is larger
         raise PeerError("it takes nothing")
 
 
 def _tell_agent(stream: Stream, regions: Sequence[Region], agent: NixlAgent | None) -> NixlAgent:
-    """Say where the memory is, and how NIXL gets there: by this agent."""
+    """Send the memory's addresses and NIXL's metadata; return the agent that serves the reads."""
     if agent is None:
-        raise PeerError("it wants to read by NIXL, which is not used here")
+        raise PeerError("it asks to read by NIXL, which is not enabled here")
     blocks = [region.blocks for region in regions]
     shapes = [region.shape for region in regions]
     addresses = [one.ctypes.data for one in blocks]
@@ -229,7 +234,7 @@ def _tell_agent(stream: Stream, regions: Sequence[Region], agent: NixlAgent | No
 
 
 def _let_read(stream: Stream, agent: NixlAgent, until_s: float) -> None:
-    """Have UCX do its part of what the peer reads, until that says something."""
+    """Let UCX progress on the peer's reads until the peer sends something."""
     begin_s = time.monotonic()
     while not stream.hears(0) and (now_s := time.monotonic()) < until_s:
         agent.progress()
@@ -249,7 +254,7 @@ def _send_blocks(stream: Stream, regions: Sequence[Region], places: Sequence[int
 
 
 def _shut(sock: socket.socket) -> None:
-    """Wake whoever waits for it."""
+    """Shut a socket down, which wakes the threads that wait for it."""
     try:
         sock.shutdown(socket.SHUT_RDWR)
     except OSError:

@@ -1,4 +1,4 @@
-"""Whole frames over a socket, to a deadline."""
+"""Frames over a socket, with a deadline."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from collections.abc import Sequence
 from millrace.engine.transfer import wire
 from millrace.engine.transfer.wire import PeerError
 
-# What one call may hand to the system.
+# Limits of one system call.
 _MAX_PIECES = 512
 _SEND_BYTES = 4 << 20
 
 
 class PeerGoneError(PeerError, code="kv_peer_gone"):
-    """The peer has closed the connection between two frames."""
+    """End of the connection by the peer between two frames."""
 
 
 class Stream:
-    """A connection whose every call ends by ``deadline_s`` on the system's monotonic clock,
-    whatever the peer does. Raises PeerError, also for what the system says."""
+    """Connection of which every call ends by ``deadline_s`` on the system's monotonic clock.
+
+    Raises PeerError, also for the system's errors.
+    """
 
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self.sock = sock
@@ -34,20 +36,23 @@ class Stream:
 
     @property
     def left_s(self) -> float:
-        """Time to the deadline. Raises PeerError once it is over."""
+        """Seconds to the deadline. Raises PeerError once it has passed."""
         left_s = self.deadline_s - time.monotonic()
         if left_s <= 0:
             raise PeerError("it takes too long")
         return left_s
 
     def hears(self, within_ms: int) -> bool:
-        """Whether the peer says something, or ends the connection, within so long."""
+        """Return whether the peer sends something or closes the connection within ``within_ms``."""
         poll = select.poll()
         poll.register(self.sock, select.POLLIN)
         return bool(poll.poll(within_ms))
 
     def receive(self, size: int, *, may_end: bool = False) -> bytes:
-        """So many bytes. With ``may_end`` raises PeerGoneError if there is not even one."""
+        """Return ``size`` bytes.
+
+        With ``may_end``, raises PeerGoneError if the end comes before any.
+        """
         data = bytearray(size)
         self._fill([memoryview(data)], may_end=may_end)
         return bytes(data)
@@ -55,7 +60,9 @@ class Stream:
     def receive_frame(
         self, *expected: wire.TransferFrameKind, may_end: bool = False
     ) -> tuple[wire.TransferFrameKind, int, bytes]:
-        """Kind, number of items and body of the next frame, which is of one of those kinds."""
+        """Return kind, number of items and body of the next frame, which must be an expected
+        one.
+        """
         header = self.receive(wire.HEADER_BYTES, may_end=may_end)
         kind, count, size = wire.parse_header(header, *expected)
         return kind, count, self.receive(size)
@@ -86,11 +93,11 @@ class Stream:
             first = _advance(pieces, first, done)
 
     def send(self, data: bytes) -> None:
-        """All of it."""
+        """Send all of ``data``."""
         self.send_pieces([memoryview(data)])
 
     def send_pieces(self, pieces: Sequence[memoryview]) -> None:
-        """All of them, a few megabytes a call."""
+        """Send all pieces, a few megabytes per call."""
         rest, first = list(pieces), 0
         while first < len(rest):
             if not rest[first]:
@@ -113,7 +120,7 @@ def _next_pieces(pieces: list[memoryview], first: int) -> list[memoryview]:
 
 
 def _advance(pieces: list[memoryview], first: int, done: int) -> int:
-    """The first piece that is not done after so many bytes; it is cut."""
+    """Skip ``done`` bytes, cut the piece at that point, and return its index."""
     while done and done >= len(pieces[first]):
         done -= len(pieces[first])
         first += 1
@@ -123,7 +130,7 @@ def _advance(pieces: list[memoryview], first: int, done: int) -> int:
 
 
 def failed(error: OSError) -> PeerError:
-    """What the system said, as what is to be said of the peer."""
+    """Convert an error of the system to the error of the peer."""
     if isinstance(error, TimeoutError):
         return PeerError("it takes too long")
     return PeerError(f"the connection failed: {error.strerror or error}")

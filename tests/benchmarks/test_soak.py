@@ -63,7 +63,7 @@ def _answer(**changes: Any) -> dict[str, Any]:
         ({"max_tokens": 3}, {}, "for its length with 2"),
         ({"max_tokens": 1}, {}, "more than max_tokens"),
         ({}, {"finish_reason": None}, "finish_reason is None"),
-        ({}, {"finish_reason": None, "cancelled": True}, "by nobody"),
+        ({}, {"finish_reason": None, "cancelled": True}, "without a request to cancel"),
         ({"cancel_after_tokens": 2}, {"finish_reason": None, "cancelled": True}, ""),
         ({"cancel_after_tokens": 1}, {"finish_reason": None, "cancelled": True}, "after 2 tokens"),
         ({"min_tokens": 2}, {"token_ids": [1], "completion_tokens": 1}, "length with 1"),

@@ -1,3 +1,5 @@
-"""The runner that computes each step at once, in torch or by compiled kernels on a CPU, and leaves
-every token to the host to choose. Called by ``step.runners``; imports models, kernels, and the
-engine's rooms from ``step.runner`` down."""
+"""Runner for CPUs: computes each step synchronously, in torch or by compiled kernels.
+
+The host chooses every token. ``step.runners`` calls this package, which imports models, kernels and
+the engine's packages from ``step.runner`` down.
+"""

@@ -12,8 +12,8 @@ from millrace.engine.kernels.cpu import PagedCache
 from millrace.engine.kv.cache import KVCache
 from millrace.engine.step.batch import FlatBatch, QueryRange
 
-# Keys and values that one gather copies, at most: what is read again at once should still be in
-# the core's own cache. Measured on 2 MiB of L2: tiles of 1 MiB take 830 us where one tile of
+# Most bytes of keys and values in one gather, so that they are still in the core's own cache
+# when they are read again. Measured with 2 MiB of L2: tiles of 1 MiB take 830 us, one tile of
 # 6.8 MiB takes 1,250 us.
 TILE_BYTES = 1 << 20
 _MOST_INT8 = 127.0
@@ -22,9 +22,9 @@ _MOST_INT8 = 127.0
 class DecodeTile(NamedTuple):
     """Single-token rows ``start`` … ``end - 1``, attended together over padded block tables.
 
-    ``block_ids``: int64 [num_rows * num_blocks], of which the tokens ``begin`` … ``end_token - 1``
-    of each row are taken. ``mask``: [num_rows, 1, 1, that many], 0 or -inf; None for one row,
-    which sees all that it takes.
+    ``block_ids`` is int64 [num_rows * num_blocks]; each row reads its tokens ``begin`` …
+    ``end_token - 1``. ``mask`` is [num_rows, 1, 1, end_token - begin] of 0 or -inf, or None for a
+    single row, which sees all of its tokens.
     """
 
     start: int
@@ -36,9 +36,12 @@ class DecodeTile(NamedTuple):
 
 
 class PrefillChunk(NamedTuple):
-    """Rows of one sequence. With context: ``block_ids`` of the last ``length`` tokens; without,
-    the rows attend to one another only. ``mask``: [num_rows, length], 0 or -inf; None if plainly
-    causal."""
+    """Rows of one sequence.
+
+    With context, ``block_ids`` are the blocks of the last ``length`` tokens. Without context, the
+    rows attend to one another only. ``mask`` is [num_rows, length] of 0 or -inf, or None for a
+    plain causal mask.
+    """
 
     start: int
     end: int
@@ -48,7 +51,7 @@ class PrefillChunk(NamedTuple):
 
 
 class TorchAttentionMetadata(NamedTuple):
-    """``slots``: int64 [num_tokens], where each row's key and value go; the others by window."""
+    """Metadata of a step: ``slots`` int64 [num_tokens] for keys and values, the rest by window."""
 
     slots: torch.Tensor
     tiles: dict[int | None, list[DecodeTile]]
@@ -56,12 +59,13 @@ class TorchAttentionMetadata(NamedTuple):
 
 
 class TorchAttention:
-    """Gathers blocks into contiguous scratch, tile by tile, and calls torch's own attention. Of a
-    cache in int8 all is read as it is stored, a chunk's own keys and values too, so that it makes
-    no difference how a prompt is cut.
+    """Attention that gathers blocks into scratch, tile by tile, and calls torch's attention.
 
-    ``windows``: of each layer, how many tokens a token sees, itself the last; None is all. Blocks
-    that lie before the window of every row that asks for them are not read.
+    A cache in int8 is always read as stored, including a chunk's own keys and values, so that
+    results do not depend on how a prompt is cut.
+
+    ``windows`` gives the number of tokens that a token sees in each layer, itself included, or None
+    for all. Blocks before the windows of all rows of a tile are not read.
     """
 
     def __init__(
@@ -91,13 +95,13 @@ class TorchAttention:
             self._scratch = blocks.new_empty(self._tile_blocks, block_size * token_values)
 
     def prepare(self, batch: FlatBatch) -> TorchAttentionMetadata:
-        """Everything about a step that is the same in all layers."""
+        """Compute the parts of a step that are the same in all layers."""
         single, several = batch.ranges[: batch.num_single], batch.ranges[batch.num_single :]
         tiles = {window: self._tiles(single, window) for window in set(self.windows)}
         return TorchAttentionMetadata(self.slots(batch.ranges), tiles, self.chunks(several))
 
     def slots(self, ranges: Rows[QueryRange]) -> torch.Tensor:
-        """Where each row's key and value go: int64 [num_tokens]."""
+        """Return the slot of each row's key and value: int64 [num_tokens]."""
         size = self.block_size
         slots: list[int] = []
         for _, num_tokens, context, table in ranges:
@@ -109,7 +113,7 @@ class TorchAttention:
         return torch.tensor(slots, device=self._device)
 
     def chunks(self, ranges: Rows[QueryRange]) -> dict[int | None, list[PrefillChunk]]:
-        """The ranges as layers of each window see them."""
+        """Return the chunks of the ranges for each window of the layers."""
         return {
             window: [self._chunk(query, window) for query in ranges] for window in set(self.windows)
         }
@@ -138,7 +142,7 @@ class TorchAttention:
             block_ids += table
             block_ids += [self._null_block] * (width - len(table))
         ids = torch.tensor(block_ids, device=self._device)
-        # Both counted from the first token of the row's first block.
+        # Offsets and ends are counted from the first token of the row's first block.
         offsets = [self._first_block(query, window) * size for query in ranges]
         ends = [
             q.num_context_tokens + 1 - offset for q, offset in zip(ranges, offsets, strict=True)
@@ -176,7 +180,7 @@ class TorchAttention:
         return PrefillChunk(query.start, end, ids, length, self._additive(visible))
 
     def _first_block(self, query: QueryRange, window: int | None) -> int:
-        """The first block of the range's sequence that one of its rows sees."""
+        """Return the first block of the range's sequence that one of its rows sees."""
         return first_visible(query.num_context_tokens, window) // self.block_size
 
     def _end_block(self, query: QueryRange) -> int:
@@ -187,13 +191,13 @@ class TorchAttention:
         return zeros.masked_fill_(~visible, float("-inf"))
 
     def layer_tokens(self, layer: int) -> torch.Tensor:
-        """One layer's keys and values by slots: [num_slots, 2, num_kv_heads, head_dim]."""
+        """Return one layer's keys and values by slots: [num_slots, 2, num_kv_heads, head_dim]."""
         if self._cache.scales is not None:
             return self._widened(layer, torch.arange(self._cache.data.shape[1])).flatten(0, 1)
         return self._slots[layer].view(-1, 2, self.num_kv_heads, self._head_dim)
 
     def paged(self, layer: int) -> PagedCache:
-        """One layer's cache, as the compiled kernels see it."""
+        """Return one layer's cache for the compiled kernels."""
         cache = self._cache
         return PagedCache(
             cache.blocks[layer].data_ptr(),
@@ -209,11 +213,18 @@ class TorchAttention:
         keys_values: torch.Tensor,
         metadata: TorchAttentionMetadata,
     ) -> torch.Tensor:
-        """Store the new keys and values in the cache, then attend causally over all of them, or
-        over the last of them in a layer with a sliding window.
+        """Store the new keys and values in the cache, then attend causally.
 
-        ``queries``: [num_tokens, num_heads, head_dim]; ``keys_values``: [num_tokens,
-        2 * num_kv_heads, head_dim], keys first. Returns [num_tokens, num_heads * head_dim].
+        A layer with a sliding window attends to the last tokens only.
+
+        Args:
+            layer: Index of the layer.
+            queries: [num_tokens, num_heads, head_dim].
+            keys_values: [num_tokens, 2 * num_kv_heads, head_dim], keys first.
+            metadata: Return value of ``prepare`` for this step.
+
+        Returns:
+            [num_tokens, num_heads * head_dim].
         """
         self._store(layer, metadata.slots, keys_values)
         attended = queries.new_empty(queries.shape)
@@ -231,9 +242,11 @@ class TorchAttention:
         attended: torch.Tensor,
         chunks: Rows[PrefillChunk],
     ) -> None:
-        """The rows of ``chunks`` of ``attended`` [num_tokens, num_heads, head_dim]; their keys and
-        values are in the cache already."""
-        # Key heads are the batch; each is seen, not copied, by the query heads that share it.
+        """Compute the rows of ``chunks`` of ``attended`` [num_tokens, num_heads, head_dim].
+
+        Their keys and values must be in the cache already.
+        """
+        # Key heads are the batch; query heads that share a key head see it without a copy.
         shape = (-1, self.num_kv_heads, self._group_size, self._head_dim)
         for chunk in chunks:
             rows = slice(chunk.start, chunk.end)
@@ -259,7 +272,7 @@ class TorchAttention:
         num_rows = tile.end - tile.start
         gathered = self._gather(layer, tile.block_ids, num_rows)
         keys, values = gathered[:, tile.begin : tile.end_token].unbind(2)
-        # The query heads that share a key head become the rows of one small matrix.
+        # Query heads that share a key head become the rows of one small matrix.
         shape = (num_rows, self.num_kv_heads, self._group_size, self._head_dim)
         out = F.scaled_dot_product_attention(
             queries[tile.start : tile.end].view(shape),
@@ -270,8 +283,10 @@ class TorchAttention:
         attended[tile.start : tile.end].view(shape).copy_(out)
 
     def _gather(self, layer: int, block_ids: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Contents of padded block tables: [num_rows, num_blocks * block_size, 2, num_kv_heads,
-        head_dim], keys first, valid until the next gather."""
+        """Gather the contents of padded block tables, valid until the next gather.
+
+        Returns [num_rows, num_blocks * block_size, 2, num_kv_heads, head_dim], keys first.
+        """
         if self._cache.scales is not None:
             widened = self._widened(layer, block_ids)
             return widened.view(num_rows, -1, 2, self.num_kv_heads, self._head_dim)
@@ -294,17 +309,19 @@ class TorchAttention:
         cache.scales[layer].index_put_(at, scales)
 
     def _widened(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
-        """Blocks of a cache in int8: [num_blocks, block_size, 2, num_kv_heads, head_dim]."""
+        """Dequantize int8 blocks to [num_blocks, block_size, 2, num_kv_heads, head_dim]."""
         cache = self._cache
-        assert cache.scales is not None, "a wide cache is read as it is"
+        assert cache.scales is not None, "only an int8 cache is dequantized"
         codes = cache.data[layer].index_select(0, block_ids).float()
         scales = cache.scales[layer].index_select(0, block_ids)
         return (codes * scales.unsqueeze(-1)).to(self.dtype)
 
 
 def _rounded(heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Heads in float32 as int8 [..., head_dim], and their scales [...]: the largest magnitude over
-    127, or NaN for one that is not finite."""
+    """Quantize heads in float32 to int8 [..., head_dim] and their scales [...].
+
+    A scale is the largest magnitude over 127, or NaN for a head that is not finite.
+    """
     scales = heads.abs().amax(-1) / _MOST_INT8
     scales = torch.where(scales == 0, 1.0, scales)
     scales = torch.where(heads.isfinite().all(-1), scales, torch.nan)
@@ -313,5 +330,5 @@ def _rounded(heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def first_visible(position: int, window: int | None) -> int:
-    """The first token that the token at ``position`` sees."""
+    """Return the first token that the token at ``position`` sees."""
     return 0 if window is None else max(0, position + 1 - window)

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head: a layer computed in one call, and the runner that computes plans by it."""
+"""EAGLE-3 head: its layer, computed in one call, and the runner of its plans."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from millrace.schemas.errors import ConfigError
 
 
 class FusedHead:
-    """Computes flat batches in which a token stands beside the features of the token before it.
+    """EAGLE-3 head that computes flat batches of tokens beside the features of the tokens before.
 
-    What comes out for a token is what the head takes for its features where the target has not
-    computed it; its logits are for the token behind it.
+    Its output for a token replaces the token's features where the target has not computed them. Its
+    logits are for the next token.
     """
 
     def __init__(
@@ -53,12 +53,14 @@ class FusedHead:
         self._knows_all_in_order = torch.equal(weights.target_ids, all_ids)
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, 3 * target_hidden_size] to [num_tokens, hidden_size]."""
+        """Fuse [num_tokens, 3 * target_hidden_size] to [num_tokens, hidden_size]."""
         return self._weights.fusion(features)
 
     def forward(self, batch: FlatBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden`` [num_tokens, hidden_size], of the token before each, is overwritten; returns
-        what comes out for it."""
+        """Compute a batch from ``hidden`` [num_tokens, hidden_size], the preceding features.
+
+        Overwrites ``hidden`` and returns the output for each token.
+        """
         operations, layer = self._operations, self._weights.decoder.layers[0]
         embedded = self._decoder.embedding.index_select(0, batch.token_ids)
         normed = operations.rms_norm(hidden, self._weights.hidden_norm)
@@ -67,7 +69,10 @@ class FusedHead:
         return self._decoder.forward_from(batch, total, both)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, vocab_size] of rows of ``forward``; -inf for tokens the head does not know."""
+        """Compute logits [num_rows, vocab_size] of rows of ``forward``.
+
+        Tokens outside the head's vocabulary have -inf.
+        """
         known = self._decoder.logits(hidden)
         if self._knows_all_in_order:
             return known
@@ -79,7 +84,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Item(NamedTuple):
-    """``num_tokens`` of a sequence from its token ``begin`` on."""
+    """Item of a plan: ``num_tokens`` of a sequence from its token ``begin`` on."""
 
     sequence: Sequence
     begin: int
@@ -88,8 +93,10 @@ class _Item(NamedTuple):
 
 
 class HeadRunner(DraftRunner):
-    """Owns a head's weights and the memory of its keys and values, in as many blocks as its
-    target's. The sequences of its plans have ``HeadInputs`` as their features."""
+    """Runner of a head: owns its weights and a KV cache of as many blocks as the target's.
+
+    The sequences of its plans have ``HeadInputs`` as their features.
+    """
 
     def __init__(
         self,
@@ -105,16 +112,22 @@ class HeadRunner(DraftRunner):
 
     @classmethod
     def load(cls, path: Path, target: ModelRunner, embedding: torch.Tensor) -> HeadRunner:
-        """Load a head for a target whose rows are exact, which keeps the features for it from now
-        on, and whose whole ``embedding`` [vocab_size, hidden_size] is given. Raises
-        CheckpointError or ConfigError."""
+        """Load a head for ``target``, whose rows must be exact.
+
+        The target keeps its features for the head from now on. ``embedding`` is the target's whole
+        embedding, [vocab_size, hidden_size].
+
+        Raises:
+            CheckpointError: The head cannot be read.
+            ConfigError: The kernels do not compute a head of this shape.
+        """
         config, tensors = read_eagle_head(path, target.config)
         device = target.host_device
         if not suits(config, embedding.dtype, device):
             raise ConfigError(
-                f"engine.speculation: the compiled kernels do not compute the head {path}, with "
+                f"engine.speculation: the compiled kernels do not support the head {path}, with "
                 f"heads of {config.head_dim} in layers of {config.hidden_size} and "
-                f"{config.intermediate_size}; leave it out."
+                f"{config.intermediate_size}. Remove it from the setting."
             )
         kernels = CpuKernels(cpu_library(), embedding.dtype)
         makers = Makers(
@@ -149,14 +162,16 @@ class HeadRunner(DraftRunner):
         return self.cache.data.device
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """Compute a plan's tokens; logits come only for sequences that are now complete. The
-        features that were used are forgotten, but for those of the last token."""
+        """Compute a plan's tokens, and logits of the sequences that are now complete.
+
+        Features that were used are dropped, except those of the last token.
+        """
         with torch.inference_mode():
             items = [
                 _Item(sequence, sequence.num_computed_tokens, num_tokens, sequence.features)
                 for sequence, num_tokens in plan
             ]
-            # Rows of single tokens come first, by rising length, as attention takes them.
+            # Attention takes single-token rows first, by rising length.
             items.sort(key=lambda item: (item.num_tokens > 1, item.begin - item.inputs.start))
             batch = _batch(items)
             hidden = self._head.forward(batch, self._inputs(items))
@@ -170,8 +185,10 @@ class HeadRunner(DraftRunner):
             return InFlightStep([], batch.sampled, logits, [], [], nothing_chosen)
 
     def _inputs(self, items: list[_Item]) -> torch.Tensor:
-        """What stands beside each token. It is either the target's for all items or the head's own
-        for all: those that are drafted for go on together."""
+        """Return the features beside each token: the target's for all items, or the head's for all.
+
+        Sequences that are drafted for advance together, so the two kinds never mix.
+        """
         own = [item.inputs.own for item in items if item.inputs.own is not None]
         if own:
             return torch.stack(own)
@@ -183,8 +200,11 @@ class HeadRunner(DraftRunner):
 
 
 def _batch(items: list[_Item]) -> FlatBatch:
-    """The head's own positions begin with the first token that it has the features for, and its
-    keys and values with the block that this token's features are in."""
+    """Lay out a batch with the head's own positions and blocks.
+
+    Its positions begin with the first token that has features, its keys and values with the block
+    of that token's features.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     ranges: list[QueryRange] = []

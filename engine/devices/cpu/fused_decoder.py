@@ -1,4 +1,4 @@
-"""A decoder that computes a step in one call."""
+"""Decoder that computes a whole step in one call."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ class _Layer(NamedTuple):
 
 
 class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
-    """As ``Decoder`` computes it. Where threads sleep while they wait, as they do beside other
-    processes, each operation that they share would wake them anew."""
+    """Decoder with the results of ``Decoder``, computed in one call of the compiled kernels.
+
+    Threads that sleep while they wait, as they do beside other processes, are woken once a step
+    instead of once an operation.
+    """
 
     def __init__(
         self,
@@ -41,13 +44,13 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
         kernels: CpuKernels,
         ranks: SharedRanks | None = None,
     ) -> None:
-        """``ranks``: those that have the other slices of these weights."""
+        """Build the decoder; ``ranks`` have the other slices of these weights."""
         super().__init__(config, weights, operations, ranks)
         self._kernels = kernels
         self._ranks = ranks
         self._cpu_operations = operations
         layers = packed_layers(weights)
-        assert layers is not None, "layers of another kind cannot be computed in one call"
+        assert layers is not None, "only packed layers with an MLP can be computed in one call"
         self._layers = _addresses(layers, operations)
         self._has_int8_cache = operations.attention.paged(0).is_int8
         self._shape = DecoderShape(
@@ -72,8 +75,11 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
     def forward_with_features(
         self, batch: FlatBatch, adapters: RowAdapters | None, layers: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, and what each row brings into some layers, one behind the other: [num_tokens,
-        len(layers) * hidden_size]. The layer behind the last stands for what comes out of it."""
+        """Return hidden states as ``forward_hidden`` does, and the inputs of some layers.
+
+        The features are [num_tokens, len(layers) * hidden_size], layer by layer. The index after
+        the last layer stands for the output of the last layer.
+        """
         num_layers, width = len(self._layers), self._shape.hidden_size
         out = self._weights.embedding.new_empty(len(batch.token_ids), len(layers), width)
         hidden = self._embedded(batch.token_ids)
@@ -86,8 +92,10 @@ class FusedDecoder(Decoder[FlatBatch, CpuMetadata]):
     def forward_from(
         self, batch: FlatBatch, hidden: torch.Tensor, inputs: torch.Tensor
     ) -> torch.Tensor:
-        """``hidden`` [num_tokens, hidden_size], replaced by what becomes of it where ``inputs``
-        are what the first attention takes."""
+        """Compute ``hidden`` [num_tokens, hidden_size] in place.
+
+        ``inputs`` are the inputs of the first attention.
+        """
         self._step(batch, hidden, inputs=inputs)
         return hidden
 
@@ -125,8 +133,11 @@ def compiled_decoder(
     kernels: CpuKernels,
     collectives: Collectives | None = None,
 ) -> Decoder[FlatBatch, CpuMetadata]:
-    """By the compiled kernels: a step in one call where its layers can be computed so, else in one
-    for each operation. ``collectives``: of the ranks that have the other slices of the weights."""
+    """Build a decoder of the compiled kernels.
+
+    A step is one call if its layers allow it, else one call per operation. ``collectives`` joins
+    the ranks that have the other slices of the weights.
+    """
     operations = CpuOperations(attention, kernels, epsilon=config.rms_norm_eps)
     ranks = collectives if isinstance(collectives, SharedRanks) else None
     if packed_layers(weights) is None or (collectives is not None and ranks is None):
@@ -135,7 +146,7 @@ def compiled_decoder(
 
 
 def packed_layers(weights: DecoderWeights) -> list[_Layer] | None:
-    """The layers, if all of them have packed weights and an MLP; else None."""
+    """Return the layers if all have packed weights and an MLP, else None."""
     layers = []
     for layer in weights.layers:
         mlp = layer.mlp
@@ -151,7 +162,7 @@ def packed_layers(weights: DecoderWeights) -> list[_Layer] | None:
 
 
 def _addresses(layers: list[_Layer], operations: CpuOperations) -> torch.Tensor:
-    """See ``CpuKernels.decoder_step``."""
+    """Return the addresses of the layers' weights, see ``CpuKernels.decoder_step``."""
     rows = []
     for index, (weights, qkv, output, gate_up, down) in enumerate(layers):
         query_norm, key_norm = weights.head_norms or (None, None)

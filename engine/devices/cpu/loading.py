@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder that computes at once, and what it is computed by."""
+"""Loading of a checkpoint into a decoder for CPUs, and the choice of its kernels."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ AnyDecoder = Decoder[FlatBatch, TorchMetadata] | Decoder[FlatBatch, CpuMetadata]
 
 
 class Arithmetic(NamedTuple):
-    """What a model is computed in, by which compiled kernels if any, and whether its products are
-    theirs, too."""
+    """Arithmetic of a model: its dtype, its compiled kernels if any, and the maker of its products.
+
+    ``has_own_products`` is True if the compiled kernels do the products, False if torch does.
+    """
 
     dtype: torch.dtype
     kernels: CpuKernels | None
@@ -58,21 +60,23 @@ class Arithmetic(NamedTuple):
         engine: ResolvedEngineConfig,
         share: ModelConfig | None = None,
     ) -> Arithmetic:
-        """For a model, of which one rank computes a ``share`` if that is given; steps are measured
-        where it is not clear what is faster."""
+        """Choose the arithmetic of a model, or of a rank's ``share`` of it.
+
+        Steps are measured where it is not known which products are faster.
+        """
         dtype = getattr(torch, engine.dtype)
         if engine.kernels != "native":
             return cls(dtype, None, has_own_products=False)
         kernels = CpuKernels(cpu_library(), dtype)
-        # What stays wide of quantized weights goes by the kernels, too, as a step whose layers are
-        # all theirs is one call.
+        # Wide layers of quantized models go by the compiled kernels, too: if all layers do, a step
+        # is one call.
         only_own = engine.only_own_products or config.quantization is not None
         own = kernels.has_products and only_own
         return cls(dtype, kernels, own or choose_product(kernels, share or config))
 
     @property
     def makers(self) -> tuple[MakeLinear, MakeQuantized | None]:
-        """What makes the linear maps of wide and of quantized weights."""
+        """Return the makers of linear maps for wide and for quantized weights."""
         if self.kernels is None or not self.kernels.has_products:
             return Projection, None
         quantized = partial(packed_quantized, self.kernels)
@@ -82,8 +86,11 @@ class Arithmetic(NamedTuple):
 
 
 class LoadedDecoder(NamedTuple):
-    """``is_row_exact``: whether a row of logits has the same bits whatever rows are beside it; of a
-    stage before the last, a row of hidden states."""
+    """Decoder with its weights.
+
+    ``is_row_exact`` is True if a row of logits has the same bits for any other rows in the batch.
+    For a pipeline stage before the last, it is about rows of hidden states.
+    """
 
     decoder: AnyDecoder
     is_row_exact: bool
@@ -98,8 +105,12 @@ def load_decoder(
     shard: Shard = WHOLE_MODEL,
     collectives: Collectives | None = None,
 ) -> LoadedDecoder:
-    """A checkpoint of ``config``, or a rank's ``shard`` of it, over ``cache``, which is that rank's
-    own. Raises CheckpointError or ConfigError."""
+    """Load a checkpoint of ``config``, or a rank's ``shard`` of it, over that rank's ``cache``.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        ConfigError: The settings do not suit the model.
+    """
     dtype, kernels, _ = arithmetic
     device = cache.data.device
     product, quantized = arithmetic.makers
@@ -143,8 +154,12 @@ def load_adapter_weights(
     max_rank: int,
     shard: Shard = WHOLE_MODEL,
 ) -> AdapterWeights:
-    """An adapter of at most such a rank for a whole model's ``config``, or a rank's ``shard`` of
-    it. Raises AdapterError, ModelSourceError."""
+    """Load an adapter of at most ``max_rank`` for a whole model's ``config``, or a ``shard`` of it.
+
+    Raises:
+        AdapterError: The adapter cannot be read or does not suit the model.
+        ModelSourceError: The adapter's source cannot be read.
+    """
     folder = adapter_folder(adapter.source, adapter.name, adapter.version)
     outline = read_adapter_outline(folder, config, max_rank)
     with torch.inference_mode():
@@ -158,7 +173,7 @@ def _decoder(
     kernels: CpuKernels | None,
     collectives: Collectives | None,
 ) -> AnyDecoder:
-    """The fastest that computes these weights."""
+    """Return the fastest decoder for these weights."""
     if kernels is None:
         operations = TorchOperations(attention, epsilon=config.rms_norm_eps)
         return Decoder(config, weights, operations, collectives)

@@ -1,4 +1,4 @@
-"""The operations of a decoder step on a CPU: in plain torch, or by compiled kernels."""
+"""Operations of a decoder step on a CPU: in plain torch or by compiled kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 
 
 class TorchMetadata(NamedTuple):
-    """``cosines`` and signed ``sines``: [num_tokens, 1, head_dim] in the dtype of the heads."""
+    """Metadata of a step: ``cosines``, signed ``sines`` [num_tokens, 1, head_dim], heads' dtype."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -28,7 +28,7 @@ class TorchMetadata(NamedTuple):
 
 
 class TorchOperations:
-    """Any device, any shape."""
+    """Operations in torch, for any device and any shape."""
 
     def __init__(self, attention: TorchAttention, *, epsilon: float) -> None:
         self._attention = attention
@@ -76,9 +76,12 @@ class TorchOperations:
 
 
 class CpuMetadata(NamedTuple):
-    """``slots``: int64 [num_tokens], where each row's key and value go. ``tables``, ``starts`` and
-    ``lengths`` are those of the single-token rows, see ``CpuKernels.decode_attention``; ``chunks``
-    are the other rows, by window."""
+    """Metadata of a step for the compiled kernels.
+
+    ``slots`` is int64 [num_tokens], the slot of each row's key and value. ``tables``, ``starts``
+    and ``lengths`` describe the single-token rows, see ``CpuKernels.decode_attention``. ``chunks``
+    holds the other rows by window.
+    """
 
     rotation: Rotation
     slots: torch.Tensor
@@ -89,8 +92,11 @@ class CpuMetadata(NamedTuple):
 
 
 class CpuOperations:
-    """Single-token rows attend straight over the paged cache; chunks by torch's own attention,
-    which multiplies matrices faster."""
+    """Operations by the compiled kernels.
+
+    Single-token rows attend directly over the paged cache. Chunks use torch's attention, which
+    multiplies matrices faster.
+    """
 
     def __init__(self, attention: TorchAttention, kernels: CpuKernels, *, epsilon: float) -> None:
         self.attention = attention
@@ -112,8 +118,10 @@ class CpuOperations:
         )
 
     def tables(self, ranges: list[QueryRange]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tables, starts and lengths of the ranges' sequences, see
-        ``CpuKernels.decode_attention``; a length counts the new tokens."""
+        """Return tables, starts and lengths of the ranges' sequences.
+
+        See ``CpuKernels.decode_attention``. Lengths include the new tokens.
+        """
         tables, starts, lengths = array("i"), array("q"), array("i")
         for query in ranges:
             starts.append(len(tables))
@@ -169,7 +177,7 @@ class CpuOperations:
 
 
 def suits(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels compute models of this shape."""
+    """Return whether the compiled kernels compute models of this shape."""
     widths = [config.hidden_size, config.intermediate_size]
     if config.experts is not None:
         widths.append(config.experts.intermediate_size)

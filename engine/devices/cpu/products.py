@@ -1,4 +1,4 @@
-"""Who multiplies on this CPU: oneDNN or the compiled kernels, by a measurement."""
+"""Choice between oneDNN and the compiled kernels for products on this CPU, by measurement."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from millrace.engine.models.weight_reader import MakeLinear
 from millrace.engine.step.batch import FlatBatch, QueryRange
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 
-# A model's own layers up to this width, of which a pair is more than a core's caches hold and less
-# than is measured in a tenth of a second. Wider ones take their time for the products alone, whose
-# rates are those of this width.
+# Limits of the sample. Two layers of this width exceed a core's caches and are measured in under a
+# tenth of a second. Wider layers spend their time in products, at the same rates.
 _NUM_LAYERS = 2
 _MOST_HIDDEN, _MOST_INTERMEDIATE = 1024, 4096
 _MOST_EXPERTS = 8
-# A decode of one and of several streams, and a prefill.
+# Batches: decodes of 1, 8 and 32 streams, and a prefill.
 _NUM_STREAMS = (1, 8, 32)
 _NUM_PROMPT_TOKENS = 128
 _CONTEXT_TOKENS = 63
 _BLOCK_TOKENS = 16
-# Where a step takes longer, fewer repeats: what disturbs it is a smaller part of it.
+# Repeats of a batch, and the fewest once they have taken 0.2 s: disturbances weigh less in long
+# steps.
 _REPEATS, _FEWEST_REPEATS = 5, 2
 _ENOUGH_S = 0.2
 _VOCAB_SIZE = 16
@@ -47,11 +47,11 @@ _log = logging.getLogger(__name__)
 def choose_product(
     kernels: CpuKernels, config: ModelConfig, clock: Callable[[], float] = time.perf_counter
 ) -> bool:
-    """Whether the compiled kernels make the linear maps of a model: they have products of its
-    dtype, and steps take less time with these than with oneDNN's, as a mean over sizes of batches.
+    """Return whether the compiled kernels should make the linear maps of a model.
 
-    Steps are timed, not products: layers of the kernels' own products are computed in one call
-    where that can be (``compiled_decoder``), which may be worth more than the products differ by.
+    True if they have products of its dtype and their steps take less time than oneDNN's, as a mean
+    over batch sizes. Whole steps are timed, because layers of the kernels' own products may be
+    computed in one call (``compiled_decoder``), which can save more than the products differ by.
     """
     if not kernels.has_products:
         return False
@@ -65,7 +65,7 @@ def choose_product(
 
 
 def sample_config(config: ModelConfig) -> ModelConfig:
-    """Two layers as a model has them, narrower where it is wide, and none of its vocabulary."""
+    """Return a config of two layers of a model, of limited width and without vocabulary."""
     group = config.num_attention_heads // config.num_key_value_heads
     most_key_heads = max(1, _MOST_HIDDEN // config.head_dim // group)
     num_key_heads = min(config.num_key_value_heads, most_key_heads)
@@ -97,8 +97,11 @@ def sample_config(config: ModelConfig) -> ModelConfig:
 def time_ratio(
     own: Step, other: Step, batches: list[FlatBatch], clock: Callable[[], float]
 ) -> float:
-    """The mean over batches of the least time of one over that of the other, measured in turns:
-    whatever else runs on the machine disturbs both. What a first time costs does not count."""
+    """Return the mean over batches of the least time of ``own`` over that of ``other``.
+
+    The two are measured in turns, so that other load on the machine disturbs both. The first turn
+    is not counted.
+    """
     total = 0.0
     for batch in batches:
         least_s = [float("inf"), float("inf")]
@@ -118,7 +121,7 @@ def time_ratio(
 
 
 class _FilledTensors:
-    """Weights that are all alike: how long a product takes does not depend on them."""
+    """Weights of one constant: the time of a product does not depend on their values."""
 
     path = "(a sample)"
 
@@ -132,7 +135,7 @@ class _FilledTensors:
 def sample_decoder(
     kernels: CpuKernels, config: ModelConfig, product: MakeLinear
 ) -> Decoder[FlatBatch, CpuMetadata]:
-    """As a model's own is made, with a KV cache for the largest of the batches."""
+    """Build a decoder like a model's own, with a KV cache for the largest of the batches."""
     dtype, device = torch.bfloat16, torch.device("cpu")
     weights = load_weights(
         Path(), config, dtype=dtype, device=device, source=_FilledTensors(), product=product
@@ -151,13 +154,13 @@ def sample_decoder(
 
 
 def sample_batches() -> list[FlatBatch]:
-    """Decodes of rising numbers of streams, then a prefill; for decoders of samples."""
+    """Build decodes of rising numbers of streams, then a prefill, for sample decoders."""
     decodes = [_batch([(_CONTEXT_TOKENS, 1)] * num_streams) for num_streams in _NUM_STREAMS]
     return [*decodes, _batch([(0, _NUM_PROMPT_TOKENS)])]
 
 
 def _batch(lengths: list[tuple[int, int]]) -> FlatBatch:
-    """Of sequences with so many tokens in the cache and new ones."""
+    """Build a batch of sequences from pairs of tokens in the cache and new tokens."""
     ranges: list[QueryRange] = []
     positions: list[int] = []
     num_blocks = 0

@@ -1,4 +1,4 @@
-"""Runs the model on a plan's flat batch."""
+"""Runner that computes a plan's flat batch on a CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from millrace.schemas.models.adapters import AdapterRef
 
 
 class ModelRunner(Runner):
-    """The runner of a CPU. A launch computes the whole step, and the host chooses all tokens."""
+    """Runner for a CPU. A launch computes the whole step, and the host chooses all tokens."""
 
     overlaps = False
 
@@ -86,12 +86,14 @@ class ModelRunner(Runner):
 
     @property
     def embedding(self) -> torch.Tensor:
-        """[vocab_size, hidden_size]."""
+        """Return the embedding, [vocab_size, hidden_size]."""
         return self._decoder.embedding
 
     def keep_features(self, layers: tuple[int, ...]) -> None:
-        """Hand the sequences of every step the hidden states that come into these layers, see
-        ``FusedDecoder.forward_with_features``; of a runner whose rows are exact."""
+        """Give the sequences of every step the inputs of these layers as features.
+
+        Only for a runner whose rows are exact. See ``FusedDecoder.forward_with_features``.
+        """
         self._feature_layers = layers
 
     def load_adapter(
@@ -101,11 +103,11 @@ class ModelRunner(Runner):
         *,
         max_rank: int,
     ) -> AdapterWeights:
-        """Read an adapter of at most such a rank. Raises AdapterError, ModelSourceError."""
+        """Read an adapter of at most ``max_rank``. Raises AdapterError, ModelSourceError."""
         return load_adapter_weights(self._decoder, self.config, adapter, max_rank)
 
     def launch(self, plan: Rows[ScheduledSequence]) -> InFlightStep:
-        """Compute a plan's tokens; logits come only for sequences that are now complete."""
+        """Compute a plan's tokens, and logits of the sequences that are now complete."""
         with torch.inference_mode():
             batch = build_batch(plan, self._device, exact=self.is_row_exact)
             hidden = self._forward(batch, batch.adapters)
@@ -135,10 +137,10 @@ class ModelRunner(Runner):
 
 
 def check_engine(engine: ResolvedEngineConfig) -> None:
-    """Raise ConfigError for what is computed by the kernels of a GPU only."""
+    """Raise ConfigError for settings that only the kernels of a GPU support."""
     if engine.kv_cache_dtype == "fp8" or engine.deterministic:
         raise ConfigError(
-            "A KV cache in fp8 and engine.deterministic are for the kernels of a GPU: set "
-            "engine.kernels to 'triton', or to 'reference' for a try on a CPU; a KV cache of 8 "
-            "bits is int8 here."
+            "A KV cache in fp8 and engine.deterministic need the kernels of a GPU. Set "
+            "engine.kernels to 'triton', or to 'reference' to try them on a CPU. An 8-bit KV "
+            "cache on a CPU is int8."
         )

@@ -1,2 +1,5 @@
-"""Steps on a device that computes by itself: inputs, graphs, sampling, memory. Called by
-``step.runners``; imports models, kernels, and the engine's rooms from ``step.runner`` down."""
+"""Steps on an asynchronous device: inputs, graphs, sampling and memory.
+
+``step.runners`` calls this package, which imports models, kernels and the engine's packages from
+``step.runner`` down.
+"""

@@ -1,4 +1,4 @@
-"""Adapters on a device: their slots, and which rows of a step have which of them."""
+"""Adapters on a device: their slots and the rows of a step that use them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ _adapter_weights = attrgetter("adapter_weights")
 
 
 class SlotAdapter(NamedTuple):
-    """An adapter in a slot; ``num_weights`` are those of all its matrices."""
+    """Adapter in a slot; ``num_weights`` counts the elements of all its matrices."""
 
     slot: int
     num_weights: int
 
 
 class DeviceAdapters:
-    """Owns the slots, and the buffer from which the kernels of a step read who has which. Which
-    adapter is in which slot is the pool's to say."""
+    """Slots of adapters, and the buffer that tells a step's kernels which rows use which slot.
+
+    ``AdapterPool`` decides which adapter is in which slot.
+    """
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class DeviceAdapters:
         max_tokens: int,
         shard: Shard = WHOLE_MODEL,
     ) -> None:
-        """``config`` is the whole model's; of its adapters the slots have what ``shard`` says."""
+        """Allocate the buffer; slots hold ``shard``'s part of adapters of the whole ``config``."""
         self._config = config
         self._shard = shard
         self._device = device
@@ -56,12 +58,14 @@ class DeviceAdapters:
         self._tiling = tiling
         longest = max(map(tiling.num_packed, range(1, max_tokens + 1)))
         self._packed = torch.zeros(longest, dtype=torch.int32, device=device.torch_device)
-        # What the device needs for it, it takes now, not while steps run.
+        # The device allocates its staging memory now, not while steps run.
         device.fill(slots.table, [torch.zeros(slots.table.shape, dtype=torch.int64)])
 
     def weights(self, weights: DecoderWeights, kernels: KernelSet) -> DecoderWeights:
-        """``weights`` with what adapters add to them, to be multiplied by all rows of the step that
-        was told of last."""
+        """Return ``weights`` with products that add the adapters of the current step.
+
+        They must be multiplied by all rows of the step that ``tell`` was last called for.
+        """
 
         def adder(layer: int, kind: Product) -> AddAdapters:
             product = self._slots.product(layer, kind)
@@ -75,8 +79,12 @@ class DeviceAdapters:
         return adapted_weights(weights, adder)
 
     def load(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> SlotAdapter:
-        """Read an adapter of at most such a rank into a slot. Raises AdapterError,
-        ModelSourceError."""
+        """Read an adapter of at most ``max_rank`` into a slot.
+
+        Raises:
+            AdapterError: The adapter cannot be read or does not suit the model.
+            ModelSourceError: The adapter's source cannot be read.
+        """
         folder = adapter_folder(adapter.source, adapter.name, adapter.version)
         outline = read_adapter_outline(folder, self._config, max_rank)
         data, table = self._slots.data[slot], self._slots.table[slot]
@@ -88,21 +96,21 @@ class DeviceAdapters:
         return SlotAdapter(slot, packed.num_weights)
 
     def pack(self, layout: BatchLayout, shape: StepShape) -> Array:
-        """Who has which adapter in a step that is padded to ``shape``."""
+        """Pack the adapters of the rows of a step padded to ``shape``."""
         return pack_adapters(layout, shape, self._tiling)
 
     def tell(self, packed: Array) -> None:
-        """Bring the device what ``pack`` made."""
+        """Copy the result of ``pack`` to the device."""
         self._device.write(self._packed[: len(packed)], packed)
 
 
 def has_adapters(layout: BatchLayout) -> bool:
-    """Whether a row of the step has an adapter."""
+    """Return whether a row of the step has an adapter."""
     return any(map(_adapter_weights, layout.sequences))
 
 
 def pack_adapters(layout: BatchLayout, shape: StepShape, tiling: AdapterTiling) -> Array:
-    """``AdapterTiling.pack`` of a step that is padded to ``shape``."""
+    """Return ``AdapterTiling.pack`` of a step padded to ``shape``."""
     rows_of_slots: collections.defaultdict[int, list[int]] = collections.defaultdict(list)
     count = layout.num_single
     for row, weights in enumerate(map(_adapter_weights, layout.sequences[:count])):

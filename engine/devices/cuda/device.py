@@ -1,4 +1,4 @@
-"""Where the engine computes: the seam between the runner and a CUDA device, and the host as one."""
+"""Devices that compute steps: the interface, a CUDA device, and the host in place of one."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Two of these are pinned: one is filled while the other one is copied.
+# Two pinned pieces: one is filled while the other is copied.
 _PIECE_BYTES = 8 << 20
 
 Array = npt.NDArray[Any]
 _Bytes = npt.NDArray[np.uint8]
-# torch has no types for these.
+# torch has no type annotations for these.
 _stream: Callable[[torch.device], Any] = torch.cuda.Stream
 _event: Callable[..., Any] = torch.cuda.Event
 
 
 class PinnedStaging:
-    """Copies from the host on a stream of its own, through pinned memory that it keeps: pinning
-    holds up the device. For any thread, of which one at a time copies."""
+    """Copies from the host on its own stream through pinned memory that it keeps.
+
+    The memory is pinned once, because pinning stalls the device. Any thread may call ``fill``; one
+    thread at a time copies.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._computing = torch.cuda.default_stream(device)
         self._stream = _stream(device)
         self._pieces = [torch.empty(_PIECE_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
-        # Whoever waits for them sleeps.
+        # Blocking events: a thread that waits for them sleeps.
         self._copied = [_event(blocking=True) for _ in range(2)]
         self._lock = threading.Lock()
 
@@ -51,12 +54,12 @@ class PinnedStaging:
         assert place == len(data), f"{place} bytes came for {len(data)}"
 
     def _filled(self, parts: Rows[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Any]]:
-        """Pinned bytes of ``parts``, and what is to be recorded when they have been copied."""
+        """Yield pinned bytes of ``parts``, and the event to record once they have been copied."""
         halves = itertools.cycle(zip(self._pieces, self._copied, strict=True))
         half, copied = next(halves)
         used = 0
         for part in parts:
-            # By numpy, which copies on this thread alone and lets others run meanwhile.
+            # numpy copies on this thread alone and releases the GIL meanwhile.
             source: _Bytes = part.view(-1).view(torch.uint8).numpy()
             while len(source):
                 taken = min(len(source), _PIECE_BYTES - used)
@@ -72,8 +75,7 @@ class PinnedStaging:
 
 
 class MemoryInfo(NamedTuple):
-    """Bytes of a device's memory: all of it, what nobody uses, and what this process's tensors do
-    of the rest."""
+    """Bytes of a device's memory: total, free, and allocated by this process's tensors."""
 
     total: int
     free: int
@@ -81,46 +83,49 @@ class MemoryInfo(NamedTuple):
 
 
 class Device(Protocol):
-    """Does what it is told in the order it is told, possibly later than the call returns.
+    """Device that executes work in the order of its calls, possibly after they return.
 
-    Only ``synchronize``, ``fill`` and what ``read_back`` returns wait for it.
+    Only ``synchronize``, ``fill`` and the function that ``read_back`` returns wait for it.
     """
 
     torch_device: torch.device
-    # Programs of a kernel that run at a time when each takes half a multiprocessor.
+    # Programs of a kernel that run concurrently when each takes half a multiprocessor.
     num_programs: int
 
     def upload(self, values: Array) -> torch.Tensor:
-        """A new tensor of ``values``, which may change as soon as this returns."""
+        """Return a new tensor of ``values``, which may change once this returns."""
 
     def write(self, target: torch.Tensor, values: Array) -> None:
-        """Have ``target`` hold ``values``, of the same size and type, which may change as soon as
-        this returns."""
+        """Write ``values`` to ``target``, of equal size and dtype; they may change afterwards."""
 
     def fill(self, target: torch.Tensor, parts: Rows[torch.Tensor]) -> None:
-        """Have ``target`` hold ``parts`` of the host, of its size and type together, one behind the
-        other; all are contiguous. It is written after what was told before and beside what is told
-        meanwhile, which must not use it, and is there when this returns. For any thread."""
+        """Write the host's contiguous ``parts`` to ``target``, one after another, and wait.
+
+        Together they have the size and dtype of ``target``. The copy runs after earlier work and
+        beside later work, which must not use ``target``. Any thread may call this.
+        """
 
     def read_back(self, tensors: Rows[torch.Tensor]) -> Callable[[], list[Array]]:
-        """The contents of new ``tensors`` (nobody else writes them), brought to the host beside the
-        work that follows; what is returned waits for them."""
+        """Start to copy new ``tensors`` to the host beside later work; return a waiting function.
+
+        No other work may write to the tensors.
+        """
 
     def record(self, work: Callable[[], object]) -> Callable[[], object]:
-        """What does again the work on the device that ``work`` does, on the same tensors."""
+        """Record ``work`` on the device; return a function that replays it on the same tensors."""
 
     def synchronize(self) -> None:
-        """Wait until all that was told is done."""
+        """Wait until all work is done."""
 
     def memory(self) -> MemoryInfo | None:
-        """None if the device has no memory of its own."""
+        """Return the state of the device's memory, or None if it has no memory of its own."""
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
-        """By how much ``work`` makes tensors take more memory while it runs."""
+        """Return the peak of additional bytes that tensors take while ``work`` runs."""
 
 
 class HostDevice:
-    """The CPU in the place of a device: everything is done when its call returns."""
+    """CPU in the place of a device: work is done when its call returns."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -145,7 +150,7 @@ class HostDevice:
         return work
 
     def synchronize(self) -> None:
-        """Nothing is ever pending."""
+        """Do nothing: work is never pending."""
 
     def memory(self) -> MemoryInfo | None:
         return None
@@ -156,8 +161,7 @@ class HostDevice:
 
 
 class CudaDevice:
-    """A CUDA device: one stream computes, another one brings results to the host, a third one
-    brings what is to be used later."""
+    """CUDA device with three streams: one computes, one copies results to the host, one uploads."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -169,8 +173,7 @@ class CudaDevice:
         self._pool = torch.cuda.graph_pool_handle()
 
     def upload(self, values: Array) -> torch.Tensor:
-        # Pinned memory comes from torch's own cache, which does not give it out again before the
-        # copies from it are done.
+        # torch's cache of pinned memory does not reuse this memory before its copies are done.
         pinned = torch.from_numpy(values).pin_memory()
         return pinned.to(self.torch_device, non_blocking=True)
 
@@ -192,7 +195,7 @@ class CudaDevice:
             for tensor in tensors:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 copies.append(copy.copy_(tensor, non_blocking=True))
-                # Not given out again by torch's cache before it has been copied.
+                # torch's cache must not reuse this memory before it has been copied.
                 tensor.record_stream(self._side)
             done.record(self._side)
 
@@ -213,7 +216,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
 
     def memory(self) -> MemoryInfo | None:
-        # What torch's cache holds and no tensor uses counts as free.
+        # Memory that torch's cache holds for no tensor counts as free.
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return MemoryInfo(total, free, torch.cuda.memory_allocated(self.torch_device))
@@ -227,12 +230,12 @@ class CudaDevice:
 
 
 def device_of(device: torch.device) -> Device:
-    """What computes on a torch device."""
+    """Return the ``Device`` of a torch device."""
     return CudaDevice(device) if device.type == "cuda" else HostDevice()
 
 
 class Stopwatch:
-    """Seconds of work on a device, from one lap to the next."""
+    """Stopwatch of a device's work, from one lap to the next."""
 
     def __init__(self, device: Device, monotonic: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
@@ -240,7 +243,7 @@ class Stopwatch:
         self._since_s = monotonic()
 
     def lap_s(self) -> float:
-        """Wait for the device; the time since the last lap."""
+        """Wait for the device and return the seconds since the last lap."""
         self._device.synchronize()
         now_s = self._monotonic()
         lap_s, self._since_s = now_s - self._since_s, now_s

@@ -1,4 +1,4 @@
-"""What a step brings the device: a packed vector, and the state rows of its sequences."""
+"""Inputs of a step on a device: a packed vector, and the state rows of its sequences."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ NO_TABLES: Array = np.empty((2, 0), dtype=np.int64)
 
 
 class ToldStep(NamedTuple):
-    """What devices are told of a step: the vector ``packed`` of its ``shape``, see
-    ``PackedInputs``; ``tables``, int64 [2, count]: places in the block tables, flat, and the blocks
-    that are there from now on; ``adapters``, int32: ``AdapterTiling.pack``, None where no row has
-    one. ``is_recorded``: whether it is one that was recorded. ``keeps_states``: whether its hidden
-    states are wanted, of which some are asked for later where they are on another rank."""
+    """Description of a step for devices.
+
+    ``packed`` is the vector of its ``shape``, see ``PackedInputs``. ``tables``, int64 [2, count],
+    holds flat places in the block tables and their new blocks. ``adapters``, int32, is from
+    ``AdapterTiling.pack``, or None if no row has an adapter. ``is_recorded`` is True if the step's
+    shape was recorded. ``keeps_states`` is True if its hidden states are needed; a rank keeps them
+    until some are asked for later.
+    """
 
     shape: StepShape
     packed: Array
@@ -36,8 +39,7 @@ class ToldStep(NamedTuple):
 
 
 class SampledRow(NamedTuple):
-    """A row of the batch whose logits are wanted, the state row of its sequence, and the number of
-    the token that is chosen from them."""
+    """Row of the batch to sample: its index, its sequence's state row, and its token's number."""
 
     row: int
     state_row: int
@@ -45,7 +47,7 @@ class SampledRow(NamedTuple):
 
 
 def exact_shape(layout: BatchLayout) -> StepShape:
-    """A shape without padding."""
+    """Return the shape of a layout without padding."""
     return StepShape(
         num_single=layout.num_single,
         num_tokens=len(layout.token_ids),
@@ -55,18 +57,18 @@ def exact_shape(layout: BatchLayout) -> StepShape:
 
 
 def fits(shape: StepShape, into: StepShape) -> bool:
-    """Whether a step of one shape can be padded to another."""
+    """Return whether a step of one shape can be padded to another."""
     single, tokens, sequences, sampled = shape
     if single > into.num_single or sampled > into.num_sampled:
         return False
     padding = into.num_tokens - into.num_single - (tokens - single)
     free = into.num_sequences - into.num_single - (sequences - single)
-    # Padding behind the chunks is a sequence of its own.
+    # Padding after the chunks is a sequence of its own.
     return padding == 0 <= free or (padding > 0 and free > 0)
 
 
 def shifted(row: int, layout: BatchLayout, shape: StepShape) -> int:
-    """Where a row of the layout is in a step padded to ``shape``."""
+    """Return the row of the padded step that holds a ``row`` of the layout."""
     return row if row < layout.num_single else row + shape.num_single - layout.num_single
 
 
@@ -77,8 +79,10 @@ def pack(
     shape: StepShape,
     padding_row: int,
 ) -> _Longs:
-    """The vector of a step, see ``PackedInputs``, padded to ``shape``. ``state_rows`` are those of
-    the layout's sequences."""
+    """Pack the vector of a step, padded to ``shape``, see ``PackedInputs``.
+
+    ``state_rows`` are the rows of the layout's sequences.
+    """
     exact = exact_shape(layout)
     packed: _Longs = np.empty(shape.num_packed, dtype=np.int64)
     single, chunks = layout.num_single, exact.num_tokens - layout.num_single
@@ -123,7 +127,7 @@ def _pack_sequences(
         starts[padded + 1 : padded + 1 + num_chunks] = padded + np.cumsum(sizes)
         lengths[chunks] = ends[count:]
         rows[chunks] = state_rows[count:]
-    # What is left over is the last sequence's, which has no length.
+    # The remaining entries belong to the last sequence, which has no length.
     starts[padded + 1 + num_chunks :] = starts[padded + num_chunks]
     starts[total] = shape.num_tokens
 
@@ -146,21 +150,26 @@ def finite_items(
     layout: BatchLayout,
     shape: StepShape,
 ) -> list[bool]:
-    """Whether all rows of each item of a plan are finite, by the flags of a step's rows; those of
-    proposed tokens, which may never come, are left out."""
+    """Return for each item of a plan whether all its rows are finite, by the rows' flags.
+
+    Rows of proposed tokens are left out, because the proposals may be rejected.
+    """
     starts = [shifted(query.start, layout, shape) for query in layout.ranges]
     ends = [start + query.num_tokens for start, query in zip(starts, layout.ranges, strict=True)]
     totals = np.concatenate(([0], np.cumsum(~flags)))
     bad = (totals[ends] - totals[starts]).tolist()
-    # The rows of a sequence with proposed tokens are one range each, that of its own token first.
+    # A sequence with proposed tokens has a range for each row, its own token's first.
     by_sequence = dict(zip(reversed(layout.sequences), reversed(bad), strict=True))
     return [by_sequence[sequence] == 0 for sequence, _ in plan]
 
 
 class StateRow:
-    """A sequence's row. ``table`` is the block table whose first ``num_sent`` entries the device
-    has, ``last_sent`` the last of them. ``suits``: whether the device's sampler can choose the
-    sequence's tokens; ``begun``: whether it knows the sequence and all its tokens."""
+    """Row of a sequence on the device.
+
+    ``table`` is the block table whose first ``num_sent`` entries the device has; ``last_sent`` is
+    the last of these. ``suits`` is True if the device's sampler can choose the sequence's tokens.
+    ``begun`` is True if the sampler has the sequence and all its tokens.
+    """
 
     __slots__ = ("begun", "last_sent", "num_sent", "number", "suits", "table")
 
@@ -176,9 +185,9 @@ class StateRow:
 class DeviceState:
     """Rows of running sequences on the device, see ``StepState``.
 
-    A sequence keeps its row as long as it runs. Rows of sequences that do not run any more are
-    taken back when one is needed; there are as many as sequences may run. ``suits`` says whose
-    tokens the device can choose.
+    There is one row for each sequence that may run, and a sequence keeps its row while it runs.
+    Rows of ended sequences are freed when a row is needed. ``suits`` returns whether the device can
+    choose a sequence's tokens.
     """
 
     def __init__(
@@ -195,7 +204,7 @@ class DeviceState:
         self._unsent: dict[int, int] = {}
 
     def row_of(self, sequence: Sequence) -> StateRow:
-        """The row of a running sequence; notes what its block table has gained."""
+        """Return the row of a running sequence, and note the new blocks of its table."""
         row = self._rows.get(sequence)
         if row is None:
             row = self._rows[sequence] = StateRow(self._take_free(), suits=self._suits(sequence))
@@ -209,7 +218,7 @@ class DeviceState:
         if table is not row.table or first > len(table):
             first = 0
         elif first and table[first - 1] != row.last_sent:
-            first -= 1  # the last block was shared, and copied by its first writer
+            first -= 1  # a shared last block was copied on write
         begin = row.number * self._max_blocks
         self._unsent.update(
             zip(range(begin + first, begin + len(table)), table[first:], strict=True)
@@ -217,8 +226,10 @@ class DeviceState:
         row.table, row.num_sent, row.last_sent = table, len(table), table[-1]
 
     def forget_behind(self, sequence: Sequence, num_blocks: int) -> None:
-        """Send the blocks behind the first ``num_blocks`` of a sequence again with its next step:
-        they may be given back until then, and others taken in their places."""
+        """Send the blocks after the first ``num_blocks`` of a sequence again with its next step.
+
+        Until then they may be freed and replaced by others.
+        """
         row = self._rows[sequence]
         if row.table is not None and row.num_sent > num_blocks:
             row.num_sent, row.last_sent = num_blocks, row.table[num_blocks - 1]
@@ -230,13 +241,13 @@ class DeviceState:
         return self._free.pop()
 
     def distrust(self) -> None:
-        """A launch or a read has failed: who knows what the device has of anybody."""
+        """Assume after a failed launch or read that the device has no state of any sequence."""
         for row in self._rows.values():
             row.begun = False
             row.table = None
 
     def take_unsent(self) -> Array:
-        """What was noted since the last time, see ``ToldStep.tables``."""
+        """Return the block table entries noted since the last call, see ``ToldStep.tables``."""
         if not self._unsent:
             return NO_TABLES
         taken: Array = np.array([[*self._unsent.keys()], [*self._unsent.values()]], dtype=np.int64)

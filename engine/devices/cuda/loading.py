@@ -1,4 +1,4 @@
-"""From a checkpoint to a runner on a device, with a KV cache of the size that is left for it."""
+"""Loading of a checkpoint into a device's runner, with a KV cache of the remaining memory."""
 
 from __future__ import annotations
 
@@ -45,11 +45,14 @@ _GIB = float(1 << 30)
 
 
 def cache_bytes(info: MemoryInfo, *, fraction: float, work_bytes: int, block_bytes: int) -> int:
-    """Bytes for the KV cache, so that it, all that is there now and the work of a step take
-    ``fraction`` of the memory.
+    """Return the bytes for the KV cache within ``fraction`` of the device's memory.
 
-    ``work_bytes`` is what the largest step needs while it runs. It is set aside twice: recorded
-    steps keep a pool of their own. Raises ConfigError, with the numbers, if not one block fits.
+    The cache, all memory in use now, and the work of a step share that fraction. ``work_bytes`` is
+    the peak of the largest step; it is set aside twice, because recorded steps keep a memory pool
+    of their own.
+
+    Raises:
+        ConfigError: Not even one block fits; the message has the numbers.
     """
     taken = info.total - info.free
     left = int(fraction * info.total) - taken - 2 * work_bytes
@@ -57,8 +60,8 @@ def cache_bytes(info: MemoryInfo, *, fraction: float, work_bytes: int, block_byt
         return left
     raise ConfigError(
         f"The model does not fit: of the device's {info.total / _GIB:.2f} GiB, "
-        f"engine.gpu_memory_fraction {fraction:g} gives {fraction * info.total / _GIB:.2f} GiB; "
-        f"weights and buffers take {info.allocated / _GIB:.2f} GiB, others on the device "
+        f"engine.gpu_memory_fraction {fraction:g} gives {fraction * info.total / _GIB:.2f} GiB. "
+        f"Weights and buffers take {info.allocated / _GIB:.2f} GiB, other processes "
         f"{(taken - info.allocated) / _GIB:.2f} GiB, the work of a step "
         f"{2 * work_bytes / _GIB:.2f} GiB, and one block of the KV cache needs "
         f"{block_bytes / _GIB:.4f} GiB. Raise the fraction, lower engine.max_batch_tokens or "
@@ -72,8 +75,11 @@ StepsT = TypeVar("StepsT", bound=DeviceSteps)
 
 
 class Plans(NamedTuple):
-    """What computes steps is made of, apart from its KV cache: all of a model of ``config``, or a
-    rank's ``shard`` of it, whose parts ``collectives`` sum where it is a slice."""
+    """Parts of a runner apart from its KV cache.
+
+    They cover all of a model of ``config`` or a rank's ``shard`` of it. ``collectives`` sums
+    partial products where the shard is a slice.
+    """
 
     config: ModelConfig
     weights: DecoderWeights
@@ -87,13 +93,15 @@ class Plans(NamedTuple):
 
     @property
     def own(self) -> ModelConfig:
-        """The heads, widths and layers of the shard."""
+        """Config of the shard: its heads, widths and layers."""
         return shard_config(self.config, self.shard)
 
     @property
     def is_row_exact(self) -> bool:
-        """Whether a row of logits has the same bits whatever rows are beside it: sums over ranks
-        are in an order of their own where the kernels' are."""
+        """True if a row of logits has the same bits for any other rows in the batch.
+
+        Sums over ranks keep a fixed order where the kernels' sums do.
+        """
         return self.engine.deterministic and self.config.experts is None
 
 
@@ -116,8 +124,10 @@ def load_plans(
     shard: Shard = WHOLE_MODEL,
     collectives: Collectives | None = None,
 ) -> Plans:
-    """Load the weights of a checkpoint, or of a rank's ``shard`` of it, onto a device. Raises
-    CheckpointError or ConfigError."""
+    """Load the weights of a checkpoint, or of a rank's ``shard`` of it, onto a device.
+
+    Raises CheckpointError or ConfigError.
+    """
     watch = Stopwatch(device)
     where = device.torch_device
     dtype: torch.dtype = getattr(torch, engine.dtype)
@@ -127,7 +137,9 @@ def load_plans(
             "Triton's interpreter rounds bfloat16 and float16 wrongly: set engine.dtype to float32."
         )
     if engine.kv_cache_dtype == "int8":
-        raise ConfigError("A KV cache in int8 is for CPUs: a GPU's of 8 bits is fp8.")
+        raise ConfigError(
+            "A KV cache in int8 is for CPUs. Set engine.kv_cache_dtype to fp8 for a GPU."
+        )
     fixed, has_kernels = engine.deterministic, kernels.name == "triton"
     at_load = quantize_at_load(engine.quantization)
     product = partial(DeviceLinear, kernels=kernels, fixed=fixed)
@@ -157,14 +169,18 @@ def make_ready(
     make: Callable[[StepParts], StepsT],
     agree: Callable[[int], int] = lambda num_blocks: num_blocks,
 ) -> StepsT:
-    """What computes steps by ``plans``, made by ``make``, with recorded ones if that is wanted and
-    a KV cache of as many blocks as there is memory for, or those that ranks ``agree`` on. Raises
-    ConfigError if the model does not fit."""
+    """Build the steps of ``plans`` by ``make``, with a KV cache, and record them if enabled.
+
+    The cache gets as many blocks as memory allows, or the number that ranks ``agree`` on.
+
+    Raises:
+        ConfigError: The model does not fit.
+    """
     watch = Stopwatch(plans.device)
     num_blocks = agree(_num_blocks(plans, make))
     steps = _assemble(plans, num_blocks, make)
     where = plans.device.torch_device
-    # The references look at what is on their device, which a recording must not.
+    # References read values on their device, which a recording must not do.
     is_looked_at = plans.kernels.name == "reference" and where.type == "cuda"
     if plans.engine.cuda_graphs and not is_looked_at:
         steps.record()
@@ -185,8 +201,11 @@ def make_ready(
 def _adapter_slots(
     config: ModelConfig, engine: ResolvedEngineConfig, dtype: torch.dtype, device: Device
 ) -> AdapterSlots | None:
-    """The slots that the settings ask for, if any. Raises ConfigError, with the numbers, if they do
-    not fit beside the weights."""
+    """Return the adapter slots of the settings, or None.
+
+    Raises:
+        ConfigError: The slots do not fit beside the weights; the message has the numbers.
+    """
     num_slots, max_rank = engine.max_adapters, engine.max_adapter_rank
     if not num_slots:
         return None
@@ -196,8 +215,8 @@ def _adapter_slots(
         if num_slots * slot_bytes > info.free:
             raise ConfigError(
                 f"engine.max_adapters: {num_slots} slots of {slot_bytes / _GIB:.2f} GiB each, for "
-                f"adapters of ranks up to {max_rank}, do not fit into the {info.free / _GIB:.2f} "
-                "GiB that the device has left. Lower it, or engine.max_adapter_rank."
+                f"adapters of ranks up to {max_rank}, do not fit into the device's remaining "
+                f"{info.free / _GIB:.2f} GiB. Lower engine.max_adapters or engine.max_adapter_rank."
             )
     return AdapterSlots(
         config, num_slots=num_slots, max_rank=max_rank, dtype=dtype, device=device.torch_device
@@ -205,8 +224,10 @@ def _adapter_slots(
 
 
 def _num_blocks(plans: Plans, make: Callable[[StepParts], StepsT]) -> int:
-    """Blocks of the KV cache: as many as the settings say, whose bytes are those of all ranks, or
-    as the device has memory for."""
+    """Return the number of KV cache blocks, from the settings or from the device's free memory.
+
+    A size in the settings is for all ranks together.
+    """
     engine, own = plans.engine, plans.own
     size = engine.kv_cache_size
     if not isinstance(size, KVMemoryShare):
@@ -220,8 +241,10 @@ def _num_blocks(plans: Plans, make: Callable[[StepParts], StepsT]) -> int:
 def _profiled_bytes(
     plans: Plans, fraction: float, size_bytes: int, make: Callable[[StepParts], StepsT]
 ) -> int:
-    """What the KV cache may take of such a share of the memory, by trying the largest step without
-    one."""
+    """Return the bytes for the KV cache at a ``fraction`` of the memory.
+
+    Runs the largest step with a cache of one block to measure its memory.
+    """
     engine, device = plans.engine, plans.device
     probe = _assemble(plans, 1, make)
     bounds = engine.bounds(plans.own.context_window_tokens)

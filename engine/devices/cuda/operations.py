@@ -1,4 +1,4 @@
-"""The operations of a decoder step by the kernels of a device."""
+"""Operations of a decoder step by the kernels of a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.engine.kernels.operations import HeadNorms, Linear, Rotation
 
 
 class DeviceMetadata(NamedTuple):
-    """``work``: how attention cuts the step."""
+    """Metadata of a step; ``work`` is how attention divides it."""
 
     batch: DeviceBatch
     rotation: Rotation
@@ -21,7 +21,7 @@ class DeviceMetadata(NamedTuple):
 
 
 class DeviceOperations:
-    """Nothing here looks at what is on the device, so that a step can be recorded and replayed."""
+    """Operations by a device's kernels; none reads values, so that a step can be recorded."""
 
     def __init__(
         self,

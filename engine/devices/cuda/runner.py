@@ -1,4 +1,4 @@
-"""Runs plans on a device that computes by itself: the host only tells it what the next step is."""
+"""Runner of plans on an asynchronous device: the host only describes the next step."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ from millrace.schemas.models.adapters import AdapterRef
 
 
 class TokenChoice(NamedTuple):
-    """Which sampled rows there are, and who chooses from them: the device or the host; places are
-    indices of ``rows``."""
+    """Sampled rows, and which of them the device or the host chooses; places index ``rows``."""
 
     rows: list[SampledRow]
     by_device: list[Sequence]
@@ -49,7 +48,7 @@ class TokenChoice(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """A plan, and what the device is told of it."""
+    """Plan and the step that describes it to the device."""
 
     plan: Rows[ScheduledSequence]
     layout: BatchLayout
@@ -58,12 +57,13 @@ class PlannedStep(NamedTuple):
 
 
 class DeviceRunner(DeviceSteps, Runner):
-    """The runner of a device. A launch tells the device what the next step is and returns. Tokens
-    that the device chose are the next step's inputs there before the host has read them. Steps are
-    padded to shapes that were recorded.
+    """Runner for a device.
 
-    Tokens that are proposed for a sequence are single rows like those of others, and the host draws
-    from them: so a step has no more rows with proposals than ``bounds`` has sequences.
+    A launch describes the next step to the device and returns. Tokens that the device chose are
+    inputs of the next step before the host has read them. Steps are padded to recorded shapes.
+
+    Tokens proposed for a sequence are single rows, and the host draws from their logits. A step has
+    at most as many rows with proposals as ``bounds`` has sequences.
     """
 
     overlaps = True
@@ -102,7 +102,7 @@ class DeviceRunner(DeviceSteps, Runner):
     def load_adapter(self, adapter: AdapterRef, slot: int, *, max_rank: int) -> AdapterWeights:
         if self._adapted is None:
             raise AdapterError(
-                f"This engine has no slot for {adapter.name}; engine.max_adapters says how many."
+                f"The engine has no slot for {adapter.name}. Raise engine.max_adapters."
             )
         return self._adapted.adapters.load(adapter, slot, max_rank=max_rank)
 
@@ -145,7 +145,7 @@ class DeviceRunner(DeviceSteps, Runner):
         return PlannedStep(plan, layout, choice, told)
 
     def _begin(self, planned: PlannedStep) -> InFlightStep:
-        """Compute a step that all were told of."""
+        """Compute a step that all ranks were told of."""
         _, layout, choice, told = planned
         states = self._run(told)
         pooled: list[PooledChunk] = []
@@ -160,9 +160,9 @@ class DeviceRunner(DeviceSteps, Runner):
         return InFlightStep(choice.by_device, choice.by_host, logits, pooled, scored, read)
 
     def _failed(self, error: Exception) -> BaseException:
-        """What a launch or a read fails with: after an error on the device itself nothing works.
+        """Return the error for a failed launch or read: after a device error the engine is lost.
 
-        Not all who come upon such an error say so by its type, so the device is asked.
+        Device errors do not always have a specific type, so the device is synchronized to check.
         """
         self._state.distrust()
         try:
@@ -176,7 +176,7 @@ class DeviceRunner(DeviceSteps, Runner):
     def _divide(
         self, layout: BatchLayout, rows: dict[Sequence, StateRow], shape: StepShape
     ) -> TokenChoice:
-        """Who chooses the next token of which sequence; behind proposed tokens the host does."""
+        """Assign next tokens to the device or the host, which chooses after proposals."""
         choice = TokenChoice([], [], [], [], [])
         for place, (sequence, row) in enumerate(
             zip(layout.sampled, layout.sampled_rows, strict=True)
@@ -196,21 +196,21 @@ class DeviceRunner(DeviceSteps, Runner):
             choice.rows.append(
                 SampledRow(shifted(row, layout, shape), number, sequence.num_output_tokens)
             )
-        # They are in the order of their sequences, all of which are the host's.
+        # Proposed rows are in the order of their sequences, and the host draws all of them.
         first, padding_row = len(choice.rows), self._padding_row
         choice.host_places.extend(range(first, first + len(layout.proposed_rows)))
         choice.rows.extend([SampledRow(row, padding_row, 0) for row in layout.proposed_rows])
         return choice
 
     def _forget_proposed(self, sequences: list[Sequence]) -> None:
-        """Nobody knows yet which of the blocks behind their own tokens they keep."""
+        """Forget blocks after the sequences' own tokens: rejected proposals may free them."""
         size = self.cache.block_size_tokens
         for sequence in sequences:
             if sequence.proposed:
                 self._state.forget_behind(sequence, sequence.num_computed_tokens // size + 1)
 
     def _tell_all(self, step: ToldStep) -> None:
-        """Tell whoever computes a step."""
+        """Tell all ranks that compute a step."""
         self._tell(step)
 
     def _tell(self, step: ToldStep) -> None:
@@ -229,15 +229,15 @@ class DeviceRunner(DeviceSteps, Runner):
         self._sampler.sample(logits, state_rows, token_indices, chosen)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """[num_rows, vocab_size] of rows of ``_compute``, in a step."""
+        """Compute logits [num_rows, vocab_size] of rows of ``_compute``, during a step."""
         return self._decoder.logits(rows)
 
     def _scored_logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """The same behind a step."""
+        """Compute the same logits after a step."""
         return self._logits(rows)
 
     def _read_back(self, planned: PlannedStep) -> Callable[[], ChosenTokens]:
-        """Have what came of a step brought to the host."""
+        """Start to copy a step's results to the host; return a function that waits for them."""
         plan, layout, choice, told = planned
         shape = told.shape
         _, _, logits, chosen, finite = self._buffers
@@ -277,7 +277,7 @@ class DeviceRunner(DeviceSteps, Runner):
         return read
 
     def _host_logits(self, places: list[int]) -> torch.Tensor:
-        """Logits of sampled rows, on the host; waits for them."""
+        """Return logits of sampled rows on the host, and wait for them."""
         if not places:
             return torch.empty(0, self.config.vocab_size)
         rows = self._device.upload(np.array(places, dtype=np.int64))
@@ -285,7 +285,7 @@ class DeviceRunner(DeviceSteps, Runner):
 
 
 def _suits(sequence: Sequence) -> bool:
-    """Whether the device can choose a sequence's tokens; forks are led by a client."""
+    """Return whether the device can choose a sequence's tokens; it cannot for forks."""
     if sequence.fork_group is not None:
         return False
     return sequence.prompt_logprobs is None and DeviceSampler.suits(sequence.request.sampling)

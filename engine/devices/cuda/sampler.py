@@ -1,4 +1,4 @@
-"""Choosing tokens without leaving the device: the state of its rows, and what is asked of it."""
+"""Sampler on the device: the state of its rows and the kernels that choose tokens."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from millrace.engine.step.sequence import Sequence
 from millrace.schemas.frames import TokenLogprob
 from millrace.schemas.sampling import SamplingParams
 
-# An asynchronous copy of an array to the device: the device's tensor of the same shape and type.
+# Asynchronous copy of an array to a tensor of the same shape and dtype on the device.
 Copy = Callable[[npt.NDArray[Any]], torch.Tensor]
 
 
 class LogprobBuffers(NamedTuple):
-    """Log-probabilities under way to the host.
+    """Log-probabilities on their way to the host.
 
-    ``values``: float64 [num_rows, 1 + 2 * num_top] on the device, to be copied to the host for
-    ``entries``; row i belongs to row ``row_indices[i]`` of the logits, and ``counts[i]``
-    alternatives of it are reported.
+    ``values`` is float64 [num_rows, 1 + 2 * num_top] on the device, to be copied to the host for
+    ``entries``. Row i belongs to row ``row_indices[i]`` of the logits, of which ``counts[i]``
+    alternatives are reported.
     """
 
     values: torch.Tensor
@@ -40,8 +40,11 @@ class LogprobBuffers(NamedTuple):
     counts: list[int]
 
     def entries(self, values: torch.Tensor, tokens: Rows[int]) -> list[TokenLogprob | None]:
-        """What is reported of each of ``tokens``, those chosen of *all* rows of the logits; None of
-        rows that did not ask or have no token. ``values`` are those of the buffers on the host."""
+        """Return the report for each of ``tokens``, chosen from *all* rows of the logits.
+
+        ``values`` are the buffers' values on the host. The report is None for rows that did not ask
+        for log-probabilities or have no token.
+        """
         entries: list[TokenLogprob | None] = [None] * len(tokens)
         num_top = values.shape[1] // 2
         rows: list[list[float]] = values.tolist()
@@ -54,14 +57,14 @@ class LogprobBuffers(NamedTuple):
 
 
 class DeviceSampler:
-    """Chooses tokens on the device, the same ones as ``Sampler`` from the same logits.
+    """Sampler on the device that chooses the same tokens as ``Sampler`` from the same logits.
 
-    A sequence has one of ``num_rows`` rows of state while it runs; the last is for padding, whose
-    tokens are greedy and mean nothing. ``add`` notes what a row holds from now on, ``upload``
-    brings that to the device, and ``sample`` and ``logprobs`` launch kernels and wait for nothing.
-    All of them are called from one thread, and their work is done in order on one stream.
+    A running sequence has one of ``num_rows`` rows of state. The last row is for padding; its
+    tokens are greedy and ignored. ``add`` notes a row's new content, ``upload`` copies it to the
+    device, ``sample`` and ``logprobs`` launch kernels and do not wait. All are called from one
+    thread, and their work is done in order on one stream.
 
-    Holds 48 bytes a row, and two for each row and token of the vocabulary for penalties.
+    Uses 48 bytes a row, and two bytes for each row and token of the vocabulary for penalties.
     ``kernels`` is "triton" or "reference", which is plain torch.
     """
 
@@ -71,13 +74,13 @@ class DeviceSampler:
         self._vocab_size = vocab_size
         self._state = new_state(num_rows, vocab_size, device)
         self._choose_tokens, self._token_logprobs = _functions(kernels)
-        # Of the rows begun since the last upload: their records, and entries of penalised ones.
+        # Rows begun since the last upload: their records, and the counts of penalised sequences.
         self._records: dict[int, npt.NDArray[np.void]] = {}
         self._entries: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
 
     @staticmethod
     def suits(sampling: SamplingParams) -> bool:
-        """Whether the device can choose the tokens of a sequence with these parameters."""
+        """Return whether the device can choose the tokens of a sequence with these parameters."""
         return (
             not sampling.is_guided
             and not sampling.bad_words
@@ -88,10 +91,10 @@ class DeviceSampler:
         )
 
     def add(self, row: int, sequence: Sequence) -> None:
-        """From the next upload on, ``row`` is that of ``sequence`` with the tokens that it has.
+        """Assign ``row`` to ``sequence`` with its current tokens, from the next upload on.
 
-        Has to be called again if a token of a penalised sequence was not chosen by this sampler.
-        All of the sequence's tokens must have been read.
+        All of the sequence's tokens must have been read. Call this again if a token of a penalised
+        sequence was not chosen by this sampler.
         """
         sampling = sequence.request.sampling
         assert self.suits(sampling)
@@ -111,8 +114,10 @@ class DeviceSampler:
             self._entries[row] = self._counted(sequence)
 
     def upload(self, copy: Copy) -> None:
-        """Bring what was begun to the device, by one ``copy`` if there is anything. Must be done
-        before the next ``sample`` of these rows, on the same stream."""
+        """Copy the begun rows to the device by one ``copy``, if there are any.
+
+        Must run before the next ``sample`` of these rows, on the same stream.
+        """
         if not self._records:
             return
         rows = np.array(list(self._records), dtype=np.int64)
@@ -140,13 +145,19 @@ class DeviceSampler:
         token_indices: torch.Tensor,
         tokens_out: torch.Tensor,
     ) -> None:
-        """Choose a token from each row of ``logits`` [num_rows, vocab_size], of any float dtype,
-        which stay as they are.
+        """Choose a token from each row of ``logits``, which stay unchanged.
 
-        ``rows`` (int32 [num_rows]) are the rows of state, ``token_indices`` (int64 [num_rows]) say
-        which number of its stream each draws: how many output tokens its sequence has. Writes to
-        ``tokens_out`` (int64 [num_rows]), ``NOT_FINITE`` where the logits have NaN or +inf or are
-        all -inf. Kernels alone, that a CUDA graph may hold.
+        Launches kernels only, so that a CUDA graph can hold it.
+
+        Args:
+            logits: [num_rows, vocab_size] of any float dtype.
+            rows: int32 [num_rows], the rows of state.
+            token_indices: int64 [num_rows], the number of output tokens of each row's sequence,
+            which
+                selects the number that it draws from its stream.
+            tokens_out: int64 [num_rows], written; ``NOT_FINITE`` where the logits have NaN or +inf
+            or
+                are all -inf.
         """
         self._choose_tokens(logits, rows, token_indices, self._state, tokens_out)
 
@@ -158,16 +169,18 @@ class DeviceSampler:
         counts: list[int],
         copy: Copy,
     ) -> LogprobBuffers:
-        """Launch the log-probabilities of some rows of ``logits`` [num_rows, vocab_size] as the
-        model left them, with ``counts`` alternatives each. ``tokens`` (int64 [num_rows]) are those
-        chosen, on the device."""
+        """Launch the log-probabilities of some rows of the model's raw logits.
+
+        ``logits`` is [num_rows, vocab_size]. ``tokens``, int64 [num_rows], are the chosen tokens on
+        the device. ``counts`` gives the number of alternatives of each row.
+        """
         num_top = min(max(counts, default=0), self._vocab_size)
         picked = copy(np.array(row_indices, dtype=np.int64))
         values = self._token_logprobs(logits, picked, tokens, num_top)
         return LogprobBuffers(values, list(row_indices), list(counts))
 
     def _counted(self, sequence: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The tokens that a penalised sequence has, and their entries of the counts."""
+        """Return the tokens of a penalised sequence and their entries of the counts."""
         ids = np.array(sequence.token_ids, dtype=np.int64)
         num_prompt_tokens = sequence.num_prompt_tokens
         output = np.bincount(ids[num_prompt_tokens:], minlength=self._vocab_size)
@@ -179,7 +192,7 @@ class DeviceSampler:
 
 
 def _functions(kernels: str) -> tuple[Callable[..., None], Callable[..., torch.Tensor]]:
-    """Triton is imported only where it is used."""
+    """Return the sampling functions; Triton is imported only if it is used."""
     if kernels == "triton":
         from millrace.engine.kernels.gpu import sampling
 

@@ -1,4 +1,4 @@
-"""Computing steps on a device that is told of them, by one runner or by each rank of a group."""
+"""Steps on a device, for a single runner or for each rank of a group."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ from millrace.registry.checkpoints.checkpoint import ModelConfig
 
 
 class Buffers(NamedTuple):
-    """What steps read and leave, always in the same place: the packed vector and what is made of
-    it, logits and tokens of what is sampled, and which rows are finite."""
+    """Buffers of steps at fixed addresses.
+
+    They hold the packed vector and the inputs made of it, logits and tokens of sampled rows, and
+    which rows are finite.
+    """
 
     packed: torch.Tensor
     inputs: StepInputs
@@ -40,7 +43,7 @@ class Buffers(NamedTuple):
         cls, bounds: StepBounds, vocab_size: int, dtype: torch.dtype, device: torch.device
     ) -> Buffers:
         sequences = bounds.num_sequences
-        # Padding may be a sequence more than there are.
+        # Padding may add one sequence beyond the bound.
         largest = StepShape(sequences, bounds.num_tokens, 2 * sequences + 1, sequences)
         return cls(
             packed=torch.zeros(largest.num_packed, dtype=torch.int64, device=device),
@@ -55,46 +58,45 @@ DeviceDecoder = Decoder[DeviceBatch, DeviceMetadata]
 
 
 class Stage:
-    """Which of a model's layers steps are computed with: all of them here. A stage of a pipeline
-    receives hidden states from the stage before and sends them to the one behind.
+    """Pipeline stage that computes steps; this one computes all layers.
 
-    ``receive`` and ``send`` are outside of what is recorded, ``forward`` and ``leave`` within it.
+    A stage of a pipeline receives hidden states from the stage before and sends them to the next.
+    ``forward`` and ``leave`` are recorded, ``receive`` and ``send`` are not.
     """
 
     is_last = True
 
     def receive(self, num_tokens: int) -> None:
-        """Bring what the stage before has made of so many rows."""
+        """Receive ``num_tokens`` rows from the stage before."""
 
     def forward(self, decoder: DeviceDecoder, batch: DeviceBatch) -> torch.Tensor:
-        """Compute what the layers make of a step: [num_tokens, hidden_size]."""
+        """Compute a step by the layers: [num_tokens, hidden_size]."""
         return decoder.forward(batch)
 
     def leave(self, states: torch.Tensor) -> None:
-        """Keep the states where ``send`` finds them; of a stage that is not the last."""
+        """Store the states for ``send``, on a stage that is not the last."""
 
     def send(self, num_tokens: int) -> None:
-        """Give so many rows to the stage behind."""
+        """Send ``num_tokens`` rows to the next stage."""
 
 
 ALL_LAYERS = Stage()
 
 
-# Up to here a step decodes so few sequences that each more would be felt.
+# Decodes of up to this many sequences are recorded exactly: padding would cost noticeable time.
 _FEW = (1, 2, 4)
 _FINE_STEP, _FINE_END = 8, 256
 _COARSE_STEP = 32
-# Prompts beside decodes: steps of more tokens take the device longer than the host needs to launch
-# them one kernel at a time.
+# Tokens of recorded steps with prompts. For larger steps the device takes longer than the host
+# needs to launch the kernels one at a time.
 _CHUNK_TOKENS = (32, 64, 128, 256)
 _CHUNK_SINGLES = (0, 8, 32, 128)
-# Prompts that a recorded step of them has room for; one sequence more is padding.
+# Prompts in a recorded step; one more sequence is padding.
 _MOST_CHUNKS = 8
 
 
 def ladder(bounds: StepBounds) -> list[StepShape]:
-    """The shapes worth recording, the largest first, so that the smaller ones find their memory in
-    what the larger ones took."""
+    """Return the shapes to record, largest first, so that smaller ones reuse their memory."""
     num_sequences, num_tokens, _ = bounds
     most = min(num_sequences, num_tokens)
     sizes = {most, *(size for size in _FEW if size < most)}
@@ -113,7 +115,7 @@ def ladder(bounds: StepBounds) -> list[StepShape]:
 
 
 class RecordedSteps:
-    """What replays each of some shapes."""
+    """Recorded steps by shape."""
 
     def __init__(self) -> None:
         self._replays: dict[StepShape, Callable[[], object]] = {}
@@ -126,8 +128,10 @@ class RecordedSteps:
     def record(
         self, device: Device, shapes: Iterable[StepShape], compute: Callable[[StepShape], object]
     ) -> None:
-        """Record ``compute`` of each of the shapes. What it returns is dropped: what is wanted of
-        it, it leaves in tensors of its own."""
+        """Record ``compute`` of each shape, whose return value is dropped.
+
+        ``compute`` must leave its results in tensors of its own.
+        """
         for shape in shapes:
             self._replays[shape] = device.record(partial(compute, shape))
         known = sorted(self._replays, key=lambda shape: shape.num_tokens)
@@ -135,7 +139,7 @@ class RecordedSteps:
         self._mixed = [shape for shape in known if not _is_decode(shape)]
 
     def find(self, exact: StepShape) -> StepShape | None:
-        """The smallest of the shapes that a step can be padded to."""
+        """Return the smallest recorded shape that a step can be padded to, or None."""
         if _is_decode(exact):
             place = bisect_left(self._decodes, exact.num_single)
             if place == len(self._decodes):
@@ -149,7 +153,7 @@ class RecordedSteps:
 
 
 def _is_decode(shape: StepShape) -> bool:
-    """Single tokens only."""
+    """Return whether a shape has single-token rows only."""
     return shape.num_single == shape.num_tokens
 
 
@@ -157,15 +161,17 @@ _log = logging.getLogger(__name__)
 
 
 class Adapted(NamedTuple):
-    """``decoder`` computes steps with ``adapters``."""
+    """Decoder that computes steps with ``adapters``."""
 
     adapters: DeviceAdapters
     decoder: DeviceDecoder
 
 
 class StepParts(NamedTuple):
-    """What steps are computed by. ``config`` is the whole model's, of which a rank's ``decoder``,
-    ``cache`` and adapters are its share."""
+    """Parts of ``DeviceSteps``.
+
+    ``config`` is the whole model's; ``decoder``, ``cache`` and adapters are the rank's share.
+    """
 
     config: ModelConfig
     decoder: DeviceDecoder
@@ -177,16 +183,15 @@ class StepParts(NamedTuple):
 
 
 class DeviceSteps(ABC):
-    """Owns a share of the weights, of the KV cache's memory and of what stays on the device from
-    step to step.
+    """Owner of shares of the weights and the KV cache's memory, and of the state between steps.
 
-    Steps of shapes that were recorded are replayed. Those with adapters are computed by another
-    decoder of the same weights, and recorded by themselves: a step without any costs what it does
-    where there are none.
+    Steps of recorded shapes are replayed. Steps with adapters have another decoder of the same
+    weights and recordings of their own, so that a step without adapters costs no more than in an
+    engine without any.
     """
 
     def __init__(self, parts: StepParts, *, num_logits: int, stage: Stage = ALL_LAYERS) -> None:
-        """``num_logits``: of a row, that are kept here."""
+        """Allocate the buffers; ``num_logits`` is the number of logits of a row kept here."""
         config, decoder, cache, kernels, device, bounds, adapted = parts
         self.config = config
         self.cache = cache
@@ -209,8 +214,10 @@ class DeviceSteps(ABC):
         self._recorded_adapted = RecordedSteps()
 
     def record(self) -> None:
-        """Record the steps that will come again and again, and have all kernels ready. Steps of
-        embeddings are never recorded: their hidden states are wanted, which do not stay."""
+        """Warm up all kernels and record the steps of common shapes.
+
+        Steps of embeddings are never recorded, because their hidden states are needed afterwards.
+        """
         shapes = ladder(self._bounds)
         watch = Stopwatch(self._device)
         for shape in shapes:
@@ -234,11 +241,13 @@ class DeviceSteps(ABC):
 
     @abstractmethod
     def _warm_up_rest(self) -> None:
-        """Have those kernels ready that steps have besides."""
+        """Warm up the remaining kernels of steps."""
 
     def warm_up(self, shape: StepShape, *, adapted: bool = False) -> None:
-        """Compute a step that is padding only, so that all its kernels are there; without logits
-        where the model has none. Each stage does so for itself."""
+        """Compute a step of padding only to compile its kernels; each stage does so for itself.
+
+        A model without a head computes no logits.
+        """
         if not self.config.has_head:
             shape = shape._replace(num_sampled=0)
         layout = lay_out(())
@@ -252,19 +261,18 @@ class DeviceSteps(ABC):
             self._run_stage(step)
 
     def _tell(self, step: ToldStep) -> None:
-        """Bring the device what it needs to know for the next step."""
+        """Send the device the inputs of the next step."""
         _, packed, tables, adapters, *_ = step
         if tables.shape[1]:
             places, blocks = self._device.upload(tables)
             self._tensors.block_tables.view(-1).index_copy_(0, places, blocks.int())
         self._device.write(self._buffers.packed[: len(packed)], packed)
         if adapters is not None:
-            assert self._adapted is not None, "a step has adapters where none are taken"
+            assert self._adapted is not None, "the step has adapters, but the engine has no slots"
             self._adapted.adapters.tell(adapters)
 
     def _run(self, step: ToldStep) -> torch.Tensor | None:
-        """Compute the step that the device was told of, behind the stage before and before the one
-        behind; see ``_run_stage``."""
+        """Receive, compute and send the step that the device was told of, see ``_run_stage``."""
         num_tokens = step.shape.num_tokens
         self._stage.receive(num_tokens)
         states = self._run_stage(step)
@@ -272,7 +280,7 @@ class DeviceSteps(ABC):
         return states
 
     def _run_stage(self, step: ToldStep) -> torch.Tensor | None:
-        """What is computed here; states as ``_compute`` returns them, None where it is replayed."""
+        """Compute this stage; return states as ``_compute`` does, or None if it was replayed."""
         if step.is_recorded:
             steps = self._recorded if step.adapters is None else self._recorded_adapted
             steps.replay(step.shape)
@@ -281,14 +289,16 @@ class DeviceSteps(ABC):
         return compute(step.shape)
 
     def _compute_adapted(self, shape: StepShape) -> torch.Tensor:
-        """``_compute``, with the adapters that the device was told of."""
+        """Run ``_compute`` with the adapters that the device was told of."""
         assert self._adapted is not None
         return self._compute(shape, self._adapted.decoder)
 
     def _compute(self, shape: StepShape, decoder: DeviceDecoder | None = None) -> torch.Tensor:
-        """What the layers make of the step that the device was told of: [shape.num_tokens,
-        hidden_size]. The rest is left in the buffers, chosen tokens in the state too, by the last
-        stage; by another, what goes to the next."""
+        """Compute the step that the device was told of: [shape.num_tokens, hidden_size].
+
+        The last stage also leaves logits and tokens in the buffers, and chosen tokens in the state.
+        Another stage leaves the states for the next stage.
+        """
         packed, all_inputs, _, tokens, finite = self._buffers
         inputs = all_inputs.of_shape(shape)
         self._kernels.prepare_inputs(
@@ -329,5 +339,7 @@ class DeviceSteps(ABC):
         token_indices: torch.Tensor,
         chosen: torch.Tensor,
     ) -> None:
-        """Choose a token from the logits of each of the rows ``wanted`` [num_sampled, hidden_size],
-        into ``chosen``; see ``DeviceSampler.sample``."""
+        """Choose a token from the logits of each row of ``wanted`` [num_sampled, hidden_size].
+
+        Writes to ``chosen``; see ``DeviceSampler.sample``.
+        """

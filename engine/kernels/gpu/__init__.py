@@ -1,1 +1,1 @@
-"""Kernels for CUDA devices, in Triton, and references of them in plain torch."""
+"""Kernels for CUDA devices in Triton, and their references in plain torch."""

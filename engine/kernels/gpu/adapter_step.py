@@ -1,4 +1,4 @@
-"""Arguments of the kernels for adapters: one product's slots, and which rows have which slot."""
+"""Arguments of the kernels for adapters: a product's slots, and the slots of a step's rows."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# Ranks in a slot are filled up to a multiple of this: what matrix units take.
+# Ranks in a slot are padded to a multiple of this, as matrix units require.
 RANK_MULTIPLE = 16
-# Slices of a product: queries, keys and values; gates and what they gate.
+# Most slices of a product: queries, keys and values.
 MOST_SLICES = 3
-# Of a product in a slot, see ``AdapterProduct``; a multiple of 16 bytes.
+# Numbers of a product in a slot, see ``AdapterProduct``; a multiple of 16 bytes.
 NUM_NUMBERS = 2 + 3 * MOST_SLICES + 1
-# Of a tile, see ``AdaptedRows``.
+# Numbers of a tile, see ``AdaptedRows``.
 TILE_NUMBERS = 4
 _NO_SLOT = -1
-# From here on the rows of an adapter fill larger tiles, and its weights are read less often.
+# From this number on, rows use larger tiles, and an adapter's weights are read less often.
 _MANY_ROWS = 512
 
 
@@ -26,17 +26,18 @@ _Ints = npt.NDArray[np.int32]
 
 
 class AdapterProduct(NamedTuple):
-    """What adapters add to one product of a layer, in slots.
+    """Adapters of one product of a layer, in slots.
 
-    ``data`` [num_slots, slot_size] holds matrices in the dtype that is computed in: A of all slices
-    together, [ranks, num_inputs], and B of each, [its outputs, its ranks], with ranks of zeros up
-    to multiples of RANK_MULTIPLE. ``table`` int64 [num_slots, NUM_NUMBERS], whose rows may lie
-    apart, says where in its slot: the first element of A and the ranks; of each slice the first
-    element of B, its ranks, which are 0 where the adapter changes nothing, and the first of them
-    among the ranks of A; and a number that is not read.
+    ``data`` [num_slots, slot_size] holds matrices in the dtype of computation: A of all slices
+    together, [ranks, num_inputs], then B of each slice, [its outputs, its ranks]. Ranks are padded
+    with zeros to multiples of RANK_MULTIPLE.
 
-    ``widths``: the outputs of each slice, those behind the first all of one width. ``max_ranks``
-    that a slot has for all slices together.
+    ``table``, int64 [num_slots, NUM_NUMBERS], may have strided rows. A row locates the matrices in
+    the slot: the first element of A and its ranks; then for each slice the first element of B, its
+    ranks (0 if the adapter has no matrix) and its first rank in A; and an unused number.
+
+    ``widths`` gives the outputs of each slice; all slices after the first have one width.
+    ``max_ranks`` is the maximum of ranks of all slices of a slot together.
     """
 
     data: torch.Tensor
@@ -47,12 +48,12 @@ class AdapterProduct(NamedTuple):
 
 
 class AdaptedRows(NamedTuple):
-    """Which rows of a step have an adapter, in buffers that stay where they are.
+    """Rows of a step that have an adapter, in buffers at fixed addresses.
 
-    Rows of one slot are cut into tiles. ``tiles``: int32 [num_tiles, TILE_NUMBERS], of each the
-    slot, -1 where there is no tile, its first place in ``order``, how many rows it has, and a
-    number that is not read. ``order``: int32 [num_rows], the rows that have adapters, those of one
-    slot together; what lies behind them is not read.
+    Rows of one slot are cut into tiles. ``tiles`` is int32 [num_tiles, TILE_NUMBERS]: each tile's
+    slot (-1 for no tile), its first place in ``order``, its number of rows, and an unused number.
+    ``order`` is int32 [num_rows], the rows with adapters grouped by slot; entries after these are
+    not read.
     """
 
     tiles: torch.Tensor
@@ -60,27 +61,30 @@ class AdaptedRows(NamedTuple):
 
 
 class AdapterTiling(NamedTuple):
-    """How steps are cut: by the number of their rows alone, or, ``fixed``, by nothing, so that a
-    row's result depends on no other row."""
+    """Tiling of steps.
+
+    It depends on the number of rows only. If ``fixed`` it depends on nothing, so that results are
+    batch-invariant: a row's result does not depend on other rows.
+    """
 
     num_slots: int
     fixed: bool
 
     def tile_rows(self, num_rows: int) -> int:
-        """The most rows of a tile."""
+        """Return the most rows of a tile."""
         return 16 if self.fixed or num_rows < _MANY_ROWS else 64
 
     def num_tiles(self, num_rows: int) -> int:
-        """The most tiles there can be: each slot may have one that is not full, none is empty."""
+        """Return the most tiles: each slot may have a partial tile, and none is empty."""
         full = -(-num_rows // self.tile_rows(num_rows))
         return min(num_rows, full + self.num_slots - 1)
 
     def num_packed(self, num_rows: int) -> int:
-        """Elements of the vector that ``pack`` makes."""
+        """Return the number of elements that ``pack`` returns."""
         return TILE_NUMBERS * self.num_tiles(num_rows) + num_rows
 
     def pack(self, rows_of_slots: Mapping[int, Sequence[int]], num_rows: int) -> _Ints:
-        """The vector of a step in which each slot's adapter has some of ``num_rows`` rows."""
+        """Pack the vector of a step in which each slot has some of ``num_rows`` rows."""
         packed: _Ints = np.full(self.num_packed(num_rows), _NO_SLOT, dtype=np.int32)
         end = TILE_NUMBERS * self.num_tiles(num_rows)
         tiles, order = packed[:end].reshape(-1, TILE_NUMBERS), packed[end:]
@@ -95,7 +99,7 @@ class AdapterTiling(NamedTuple):
         return packed
 
     def views(self, packed: torch.Tensor, num_rows: int) -> AdaptedRows:
-        """The step of ``num_rows`` rows that such a vector begins with."""
+        """Return views of a vector of ``pack`` for a step of ``num_rows`` rows."""
         end = TILE_NUMBERS * self.num_tiles(num_rows)
         return AdaptedRows(
             packed[:end].view(-1, TILE_NUMBERS), packed[end : self.num_packed(num_rows)]

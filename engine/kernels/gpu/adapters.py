@@ -1,4 +1,4 @@
-"""What adapters add to products of a step's rows, each row by the adapter that it has."""
+"""Addition of adapters' products to a step's rows, each row by its own adapter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from millrace.engine.kernels.gpu.tiles import power_of_two
 
 
 class _Tile(NamedTuple):
-    """``splits`` programs share the inputs of a tile's rows, and take ``inputs`` and ``ranks`` at a
-    time; others take ``outputs`` of these rows and ``expand_ranks`` at a time."""
+    """Tile shape of the adapter kernels.
+
+    In the first kernel, ``splits`` programs share the inputs of a tile's rows; each takes
+    ``inputs`` and ``ranks`` at a time. In the second, a program takes ``outputs`` and
+    ``expand_ranks`` at a time.
+    """
 
     splits: int
     inputs: int
@@ -23,8 +27,11 @@ class _Tile(NamedTuple):
 
 
 def _tile(tile_rows: int, product: AdapterProduct, itemsize: int) -> _Tile:
-    """Few rows make few tiles, so their inputs are split to occupy the device. Many rows, which
-    come in larger tiles, occupy it as they are."""
+    """Choose the tile shape.
+
+    Few rows make few tiles, so their inputs are split to occupy the device. Many rows have larger
+    tiles and occupy it without a split.
+    """
     ranks = power_of_two(product.max_ranks)
     if itemsize > 2:
         return _Tile(4, 32, min(32, ranks), 32, min(32, ranks))
@@ -40,14 +47,14 @@ def add_adapters(
     step: AdaptedRows,
     tiling: AdapterTiling,
 ) -> None:
-    """Add to rows of ``out`` [num_rows, num_outputs], which are ``rows`` [num_rows, num_inputs]
-    times a weight, what their adapters have for this weight: B times A times the row. In place;
-    rows without an adapter are not touched.
+    """Add the adapters' products B A x of ``rows`` to ``out``, in place.
 
-    Sums over inputs are of float32, rounded to the dtype of B once; so is what is added, once more
-    with what it is added to. If the ``tiling`` is fixed, what becomes of a row is the same to the
-    bit whatever other rows there are; otherwise, for given shapes. Elements of a row may not lie
-    apart.
+    ``out`` [num_rows, num_outputs] holds the product of ``rows`` [num_rows, num_inputs] with a
+    weight. Rows without an adapter stay unchanged. A row must be contiguous; rows may be strided.
+
+    Sums over inputs are in float32 and rounded to the dtype of B once. The added product is rounded
+    once, together with its target. With a fixed ``tiling`` a row's result has the same bits for any
+    other rows, otherwise for equal shapes.
     """
     num_rows, num_inputs = rows.shape
     num_tiles = len(step.tiles)
@@ -55,7 +62,7 @@ def add_adapters(
         return
     block_rows = tiling.tile_rows(num_rows)
     tile = _tile(block_rows, product, rows.itemsize)
-    # So many whole blocks that the splits are no more than asked for.
+    # Whole blocks, so that there are at most the requested number of splits.
     split_inputs = -(-num_inputs // (tile.splits * tile.inputs)) * tile.inputs
     num_splits = -(-num_inputs // split_inputs)
     partials = rows.new_empty(num_splits, num_rows, product.max_ranks, dtype=torch.float32)
@@ -85,5 +92,5 @@ def add_adapters(
         BLOCK_RANKS=tile.expand_ranks,
         BLOCK_OUTPUTS=tile.outputs,
         num_warps=4,
-        num_stages=1,  # Most adapters have ranks for one turn of its loop.
+        num_stages=1,  # Most adapters need only one turn of the loop over ranks.
     )

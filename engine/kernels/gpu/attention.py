@@ -23,19 +23,19 @@ from millrace.engine.kernels.gpu.jit.attention_decode import (
 )
 from millrace.engine.kernels.gpu.jit.attention_prefill import prefill_kernel
 
-# More tokens than any sequence has: the window of a layer that has none.
+# Window of a layer without one: more tokens than any sequence has.
 EVERYTHING = 2**31 - 1
-# What a program of the kernels around the decode kernel takes at a time.
+# Elements that one program takes at a time in the kernels before and after the decode kernel.
 CUT_SEQUENCES, CUT_SHARES, COMBINE_SHARES = 256, 16, 16
 _LOG2_E = math.log2(math.e)
 
 
 class AttentionWork(NamedTuple):
-    """How the tiles of keys of the sequences with one row are shared out, by distinct window.
+    """Division of single-row sequences' tiles of keys into shares, by distinct window.
 
-    ``tile_starts``: int32 [num_windows, num_single + 1], how many tiles the sequences before have.
-    Share s of n shares begins with tile s * total // n. ``first_sequences``: int32 [num_windows,
-    n], which sequence that tile belongs to.
+    ``tile_starts`` is int32 [num_windows, num_single + 1], the number of tiles of earlier
+    sequences. Share s of n begins with tile s * total // n. ``first_sequences`` is int32
+    [num_windows, n], the sequence of that tile.
     """
 
     tile_starts: torch.Tensor
@@ -45,14 +45,15 @@ class AttentionWork(NamedTuple):
 class PagedAttention:
     """Causal attention of a step's rows over their sequences' blocks, in every layer of a model.
 
-    ``num_programs``: how many programs the decode kernel has, which all run at once: two for each
-    multiprocessor, since its tiles are such that two of them fit; what they have to do is cut into
-    equal shares, one for each, so their number is best a multiple of the shape's ``num_kv_heads``.
-    ``deterministic``: a row's result does not depend on the batch around it, nor on how its
-    sequence was cut into steps, bit by bit; single rows of long contexts then take longer.
+    ``num_programs`` is the number of programs of the decode kernel that run at the same time: two
+    per multiprocessor, because tiles are sized so that two fit. The work is cut into equal shares,
+    one per program, so the number is best a multiple of the shape's ``num_kv_heads``.
 
-    Owns the memory for partial results, so one stream at a time may use it. Nothing here waits for
-    the device or looks at what is there, so all of it may be captured in a graph.
+    ``deterministic`` makes it batch-invariant: a row's result has the same bits for any batch and
+    any cut of its sequence into steps. Single rows of long contexts then take longer.
+
+    Owns the memory for partial results, so one stream at a time may use it. It never waits for the
+    device or reads from it, so a graph can capture all of it.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class PagedAttention:
         self.deterministic = deterministic
         self._group = shape.num_heads // num_kv_heads
         self._max_sequences = max_sequences
-        # Scores go to exp2 times ``factor``: plain ones, or tanh(score * cap_factor / log2(e) / 2).
+        # Scores are scaled by ``factor`` for exp2, directly or by tanh(score * cap_factor / log2(e)
+        # / 2).
         self._capped = softcap is not None
         self._factor = (scale if softcap is None else softcap) * _LOG2_E
         self._cap_factor = 0.0 if softcap is None else 2.0 * _LOG2_E * scale / softcap
@@ -86,9 +88,10 @@ class PagedAttention:
         self._stats = torch.empty(*partial, 2, dtype=torch.float32, device=device)
 
     def prepare(self, batch: DeviceBatch) -> AttentionWork:
-        """Everything about a step that is the same in all layers.
+        """Compute the parts of a step that are the same in all layers.
 
-        Raises ValueError if more than ``max_sequences`` sequences have one row.
+        Raises:
+            ValueError: More than ``max_sequences`` sequences have one row.
         """
         num_single = 0 if self.deterministic else batch.num_single
         if num_single > self._max_sequences:
@@ -118,12 +121,12 @@ class PagedAttention:
         work: AttentionWork,
         out: torch.Tensor,
     ) -> None:
-        """Write ``out`` [num_tokens, num_heads, head_dim] in the rows of all sequences; those of
-        padding become zeros.
+        """Write the attention of all sequences' rows to ``out`` [num_tokens, num_heads, head_dim].
 
-        ``queries``: the same shape, the last dimension contiguous. ``cache`` holds this step's keys
-        and values already. Positions that a row does not see have no influence on it, whatever is
-        there, except those of its own sequence's later rows in this step, which must be numbers.
+        Rows of padding become zeros. ``queries`` has the same shape, with a contiguous last
+        dimension. ``cache`` holds this step's keys and values already. Positions that a row does
+        not see have no effect on it, except later rows of its own sequence in this step, which must
+        not be NaN.
         """
         window = self.windows[layer]
         num_sequences = len(batch.lengths)
@@ -183,7 +186,7 @@ class PagedAttention:
         num_single = batch.num_single
         first_tile = 0 if self.deterministic else num_single
         num_sequences = len(batch.lengths)
-        # Each sequence of many rows may have one tile more than its rows fill.
+        # Each sequence with several rows may have one partial tile.
         full_tiles = (len(queries) - num_single) // (tile.rows // self._group)
         prefill_kernel[(full_tiles + num_sequences - first_tile, self.num_kv_heads)](
             *(queries, *cache, batch.query_starts, batch.lengths),
@@ -201,7 +204,7 @@ class PagedAttention:
     def _strides(
         self, queries: torch.Tensor, cache: CacheLayer, batch: DeviceBatch, out: torch.Tensor
     ) -> tuple[float, ...]:
-        """The arguments that both kernels have behind those of their own."""
+        """Return the arguments that both kernels have after their own."""
         scales = (0, 0, 0, 0) if cache.scales is None else cache.scales.stride()
         return (
             *(*queries.stride()[:2], *out.stride()[:2]),
@@ -220,6 +223,6 @@ class PagedAttention:
             "WINDOWED": window != EVERYTHING,
             "SCALED": cache.scales is not None,
             "CAPPED": self._capped,
-            # Products of float32 in full; other dtypes have one way only.
+            # Multiply float32 in full precision; other dtypes have one precision only.
             "PRECISION": "ieee" if queries.dtype == torch.float32 else "tf32",
         }

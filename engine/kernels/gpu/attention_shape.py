@@ -1,4 +1,4 @@
-"""The shape of a model's attention: heads, blocks and windows."""
+"""Shape of a model's attention: heads, blocks and windows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """``windows``: of each layer, how many tokens a token sees, itself the last; None is all.
-    ``softcap``: scores s become softcap * tanh(s / softcap). ``scale``: what scores are multiplied
-    by before; None is head_dim**-0.5. ``block_size``: tokens of a block of the KV cache.
+    """Shape of a model's attention.
 
-    Raises ValueError for a shape that no model has.
+    ``windows`` gives the number of tokens that a token sees in each layer, itself included, or None
+    for all. ``softcap`` turns a score s into softcap * tanh(s / softcap). ``scale`` multiplies
+    scores before that; None means head_dim**-0.5. ``block_size`` is the number of tokens in a block
+    of the KV cache.
+
+    Raises:
+        ValueError: The shape is invalid.
     """
 
     num_heads: int
@@ -35,5 +39,5 @@ class AttentionShape:
 
     @property
     def score_scale(self) -> float:
-        """What scores are multiplied by."""
+        """Factor of scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale

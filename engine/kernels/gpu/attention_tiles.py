@@ -10,8 +10,11 @@ from millrace.engine.kernels.gpu.tiles import power_of_two
 
 
 class AttentionTile(NamedTuple):
-    """``rows``: of queries, tokens times the query heads that share a key head; ``tokens``: keys
-    and values that one step of the loop takes."""
+    """Tile shape of attention.
+
+    ``rows`` counts queries: tokens times the query heads that share a key head. ``tokens`` is the
+    number of keys and values of one turn of the loop.
+    """
 
     rows: int
     tokens: int
@@ -20,12 +23,12 @@ class AttentionTile(NamedTuple):
 
 
 def padded(size: int) -> int:
-    """The power of two at or above ``size``, and 16 at least: what a matrix instruction takes."""
+    """Return the power of two at or above ``size``, at least 16, as matrix instructions require."""
     return max(16, power_of_two(size))
 
 
 def decode_tokens(head_dim: int) -> int:
-    """Keys and values that one step of the decode kernel takes, of any dtype."""
+    """Return the keys and values of one turn of the decode kernel, for any dtype."""
     width = padded(head_dim)
     if width <= 64:
         return 128
@@ -33,15 +36,18 @@ def decode_tokens(head_dim: int) -> int:
 
 
 def decode_tile(head_dim: int, group: int, cache_dtype: torch.dtype) -> AttentionTile:
-    """Of such a size that two programs fit one multiprocessor, each with three tiles of keys and
-    values on their way; of bytes in the widest heads only one does, for their registers."""
+    """Return a tile of which two programs fit one multiprocessor, each with three tiles in flight.
+
+    For 8-bit caches with the widest heads, only one program fits, because of its registers.
+    """
     tokens = decode_tokens(head_dim)
     rows = padded(group)
     if cache_dtype.itemsize == 4:
         return AttentionTile(rows, tokens, 16, 2)
     if cache_dtype.itemsize == 1:
-        # Bytes become numbers on their way from shared memory to shared memory, whence the
-        # instruction for 64 rows takes them; for that of 16 each thread would gather bytes singly.
+        # 8-bit entries are converted from shared memory to shared memory, where the instruction for
+        # 64 rows reads them. For the instruction for 16 rows, each thread would gather single
+        # bytes.
         rows = max(rows, 64)
         return AttentionTile(rows, tokens, 8 if padded(head_dim) > 128 else 4, 4)
     return AttentionTile(rows, tokens, 4, 4 if rows <= 32 else 3)
@@ -55,15 +61,17 @@ def prefill_tile(
     *,
     deterministic: bool,
 ) -> AttentionTile:
-    """Tiles that keep the tensor cores busy; in the deterministic mode one size that also suits
-    single rows."""
+    """Return a tile that keeps the tensor cores busy.
+
+    The deterministic mode has one size, which also suits single rows.
+    """
     width = padded(head_dim)
     rows = padded(group)
     if dtype.itemsize == 4:
         return AttentionTile(max(rows, 32), 16, 8, 2)
     tokens = 32 if width > 128 else 64
     if cache_dtype.itemsize == 1 and width > 64:
-        # What bytes become takes registers, of which larger tiles leave none.
+        # Converted bytes need registers, and larger tiles leave none.
         return AttentionTile(max(rows, 64), tokens, 8 if width > 128 else 4, 3)
     if deterministic:
         return AttentionTile(max(rows, 64), tokens, 4, 3)
@@ -71,6 +79,9 @@ def prefill_tile(
 
 
 def masks_all_tiles(head_dim: int, cache_dtype: torch.dtype) -> bool:
-    """Whether the prefill kernel has one loop over all tiles of keys, with masks, instead of one
-    without for those that need none: several of the largest take too many registers."""
+    """Return whether the prefill kernel has one masked loop over all tiles of keys.
+
+    Otherwise it has an unmasked loop for tiles that need no mask. Several loops over the largest
+    tiles take too many registers.
+    """
     return cache_dtype.itemsize == 1 and padded(head_dim) > 128

@@ -7,7 +7,7 @@ import torch
 from millrace.engine.kernels.gpu.jit.blocks import copy_blocks_kernel
 from millrace.engine.kernels.gpu.tiles import COPY_WARPS, COPY_WORDS, power_of_two
 
-# From the widest: a thread loads two of eight bytes at once.
+# Widest first: a thread loads two words of eight bytes at once.
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -17,14 +17,14 @@ def copy_blocks(
     source_ids: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> None:
-    """Give block ``target_ids[i]`` of ``target`` [num_layers, M, ...] the contents of block
-    ``source_ids[i]`` of ``source`` [num_layers, N, ...], in every layer.
+    """Copy block ``source_ids[i]`` to block ``target_ids[i]`` in every layer.
 
-    Both may be the same tensor, but no block may be both read and written, nor written twice.
-    A block is contiguous in a layer; layers and blocks may lie apart. Either tensor may be locked
-    memory of the host, which the device then reads or writes itself. The ids: int64 [num_pairs],
-    on the device. Returns when the copy is queued on the current stream. Each byte is read once
-    and written once; between device and host their link is the limit.
+    ``source`` is [num_layers, N, ...] and ``target`` [num_layers, M, ...]. They may be one tensor,
+    but no block may be both read and written, or written twice. A block is contiguous in a layer;
+    layers and blocks may be strided. Either tensor may be pinned host memory, which the device
+    accesses directly. The ids are int64 [num_pairs] on the device. Returns when the copy is queued
+    on the current stream. Each byte is read once and written once, so between device and host the
+    link is the limit.
     """
     num_pairs, num_layers = source_ids.shape[0], source.shape[0]
     source, target = source.flatten(2), target.flatten(2)
@@ -46,7 +46,7 @@ def copy_blocks(
 
 
 def _divides(word: torch.dtype, blocks: torch.Tensor) -> bool:
-    """Whether blocks can be seen as so wide words."""
+    """Return whether blocks can be viewed as words of this width."""
     lengths = (blocks.shape[2], blocks.stride(0), blocks.stride(1), blocks.storage_offset())
     return word.itemsize >= blocks.itemsize and all(
         length * blocks.itemsize % word.itemsize == 0 for length in lengths

@@ -19,8 +19,10 @@ from millrace.engine.kernels.gpu.tiles import ProductTile, power_of_two
 
 
 def _tile(num_choices: int, num_experts: int, itemsize: int, *, fixed: bool) -> ProductTile:
-    """For rows of one expert, by how many it has on average, which shapes tell. One for all if
-    ``fixed``."""
+    """Return the tile for one expert's rows, by their average number; one for all if ``fixed``.
+
+    The average follows from the shapes.
+    """
     if itemsize > 2:
         return ProductTile(32, 64, 32, 4, 2)
     if fixed:
@@ -36,9 +38,12 @@ def _tile(num_choices: int, num_experts: int, itemsize: int, *, fixed: bool) -> 
 def route(
     scores: torch.Tensor, num_chosen: int, *, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``num_chosen`` experts with the highest of ``scores`` [num_rows, num_experts], the best
-    first, of equals the first: their softmax weights, float32 [num_rows, num_chosen], summing to
-    1 if ``normalized``, and their numbers, int16. NaN scores make NaN weights."""
+    """Choose the ``num_chosen`` experts with the highest ``scores`` [num_rows, num_experts].
+
+    Returns their softmax weights, float32 [num_rows, num_chosen], summing to 1 if ``normalized``,
+    and their numbers, int16. The best expert comes first, of equal ones the first. NaN scores give
+    NaN weights.
+    """
     num_rows, num_experts = scores.shape
     weights = scores.new_empty(num_rows, num_chosen, dtype=torch.float32)
     chosen = scores.new_empty(num_rows, num_chosen, dtype=torch.int16)
@@ -64,14 +69,14 @@ def products(
     weights: torch.Tensor | None = None,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """``rows`` times the weights of each expert that they chose, of ``stack`` [num_experts,
-    num_outputs, num_inputs], contiguous.
+    """Multiply ``rows`` with the weights of the experts that they chose.
 
-    The first product of a mixture has no ``weights``: it takes rows as they are, [num_rows,
-    num_inputs], and returns [num_choices, num_outputs], sorted by expert. The second one takes such
-    rows, [num_choices, num_inputs], and returns them times ``weights`` [num_rows, num_chosen], in
-    the order of the choices: [num_rows, num_chosen, num_outputs]. If ``fixed``, a row's result does
-    not depend on the others'.
+    ``stack`` is [num_experts, num_outputs, num_inputs], contiguous. The first product of a mixture
+    has no ``weights``: it takes rows [num_rows, num_inputs] and returns [num_choices, num_outputs],
+    sorted by expert. The second takes such sorted rows, [num_choices, num_inputs], and returns them
+    times ``weights`` [num_rows, num_chosen] in the order of the choices: [num_rows, num_chosen,
+    num_outputs]. With ``fixed`` it is batch-invariant: a row's result does not depend on other
+    rows.
     """
     num_experts, num_outputs, num_inputs = stack.shape
     out = rows.new_empty(*choices.shape_of(weights), num_outputs)
@@ -79,11 +84,11 @@ def products(
     if not num_choices:
         return out
     tile = _tile(num_choices, num_experts, rows.element_size(), fixed=fixed)
-    # Every expert may have a tile that is not full, but no tile is without a row.
+    # Every expert may have a partial tile, but no tile is empty.
     num_tiles = min(num_choices, -(-num_choices // tile.rows) + num_experts - 1)
     expert_products_kernel[(num_tiles, -(-num_outputs // tile.outputs))](
         *(rows, stack, choices.ends, choices.order),
-        out if weights is None else weights,  # Read only behind the second product.
+        out if weights is None else weights,  # Read by the second product only.
         *(out, rows.stride(0)),
         NUM_INPUTS=num_inputs,
         NUM_OUTPUTS=num_outputs,
@@ -101,11 +106,13 @@ def products(
 
 
 def add_choices(total: torch.Tensor, results: torch.Tensor) -> torch.Tensor:
-    """``total`` [num_rows, width] plus the sum of each row's ``results`` [num_rows, num_chosen,
-    width], in their order and rounded once; in place."""
+    """Add the sum of each row's ``results`` [num_rows, num_chosen, width] to ``total``, in place.
+
+    ``total`` is [num_rows, width]. Results are added in order and rounded once.
+    """
     num_rows, num_chosen, width = results.shape
     if num_rows:
-        # At least an element for each thread, since the sum takes the place of what it adds to.
+        # At least one element per thread, because the sum overwrites its input.
         block = max(128, min(1024, power_of_two(width)))
         add_choices_kernel[(num_rows, -(-width // block))](
             *(total, results, total.stride(0)),

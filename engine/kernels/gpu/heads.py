@@ -19,16 +19,16 @@ def rotate_store(
     cache: CacheLayer,
     slots: torch.Tensor,
 ) -> None:
-    """Norm (with ``norms``) and rotate query and key heads; queries stay in place, keys and values
-    go to the slots of their tokens.
+    """Norm (with ``norms``) and rotate query and key heads, and store keys and values.
 
-    ``heads``: [num_tokens, num_queries + 2 * num_kv_heads, head_dim], contiguous within a token;
-    key and value heads are left as they were. ``cosines``, ``sines``: float32 [num_tokens,
-    head_dim / 2]. ``slots``: int64 [num_tokens], block * block_size + offset, -1 where nothing is
-    to be stored. Computed in float32 and rounded once.
+    Queries stay in place; key and value heads stay unchanged. Computed in float32 and rounded once.
 
-    In a cache with scales, that of a head of a token is its largest magnitude over FP8_MAX; NaN
-    if the head has an element that is not finite, instead of which zeros are stored.
+    ``heads`` is [num_tokens, num_queries + 2 * num_kv_heads, head_dim], contiguous within a token.
+    ``cosines`` and ``sines`` are float32 [num_tokens, head_dim / 2]. ``slots`` is int64
+    [num_tokens], block * block_size + offset, or -1 to store nothing.
+
+    In a cache with scales, a head's scale is its largest magnitude over FP8_MAX. A head with an
+    element that is not finite is stored as zeros with the scale NaN.
     """
     num_tokens, num_heads, head_dim = heads.shape
     _, block_size, _, num_keys, _ = cache.data.shape

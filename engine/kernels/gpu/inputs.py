@@ -1,4 +1,4 @@
-"""A step's inputs, unpacked on the device; tokens of the last step are read there."""
+"""Inputs of a step, unpacked on the device; it inserts the tokens of the previous step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels of a device step, from one of two sources: Triton's, or plain torch."""
+"""Kernels of a device step from one of two sources: Triton or plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Attention(Protocol):
     """Attention over the paged cache."""
 
     def prepare(self, batch: DeviceBatch) -> Any:
-        """Everything about a step that is the same in all layers."""
+        """Compute the parts of a step that are the same in all layers."""
 
     def attend(
         self,
@@ -29,11 +29,11 @@ class Attention(Protocol):
         work: Any,
         out: torch.Tensor,
     ) -> None:
-        """Attention of ``queries`` [num_tokens, num_heads, head_dim] into ``out``."""
+        """Write the attention of ``queries`` [num_tokens, num_heads, head_dim] to ``out``."""
 
 
 class ExpertKernels(Protocol):
-    """The interface of both modules ``experts``; see ``engine.kernels.gpu.experts``."""
+    """Interface of both modules ``experts``, see ``engine.kernels.gpu.experts``."""
 
     def route(
         self, scores: torch.Tensor, num_chosen: int, *, normalized: bool
@@ -54,14 +54,16 @@ class ExpertKernels(Protocol):
 
 
 class ExpertStack(Protocol):
-    """One of the weights of each expert, that is not a plain tensor; its products are those of
-    ``engine.kernels.gpu.experts``."""
+    """Stack of one weight of each expert that is not a plain tensor.
+
+    Its products are as in ``engine.kernels.gpu.experts``.
+    """
 
     @property
     def size(self) -> WeightSize: ...
 
     def __len__(self) -> int:
-        """The number of experts."""
+        """Return the number of experts."""
 
     def products(
         self,
@@ -74,15 +76,17 @@ class ExpertStack(Protocol):
     ) -> torch.Tensor: ...
 
 
-# Of experts' weights: a tensor [num_experts, num_outputs, num_inputs], or another.
+# Experts' weights: a tensor [num_experts, num_outputs, num_inputs], or another stack.
 Stack = torch.Tensor | ExpertStack
 
 
 class KernelSet(NamedTuple):
-    """Functions of tensors on one device, documented where they are: in ``engine.kernels.gpu`` the
-    modules ``inputs``, ``rows``, ``heads``, ``matmul``, ``attention``, ``experts`` and
-    ``adapters``; those of ``reference`` have the same names. Triton's neither wait for the device
-    nor read from it on the host."""
+    """Functions of tensors on one device.
+
+    They are documented in ``engine.kernels.gpu``, in the modules ``inputs``, ``rows``, ``heads``,
+    ``matmul``, ``attention``, ``experts`` and ``adapters``. Modules of ``reference`` have the same
+    names. Triton's functions neither wait for the device nor read from it on the host.
+    """
 
     name: str
     prepare_inputs: Callable[..., None]
@@ -99,24 +103,24 @@ class KernelSet(NamedTuple):
 
 
 def choose_kernels(name: str, device: torch.device) -> KernelSet:
-    """The kernels "triton" or "reference". Raises ConfigError where Triton's cannot run."""
+    """Return the kernels "triton" or "reference". Raises ConfigError if Triton's cannot run."""
     if name == "reference":
         return _reference_kernels()
     if device.type != "cuda" and not is_interpreted():
         raise ConfigError(
-            "engine.kernels is 'triton', which needs a CUDA device; with TRITON_INTERPRET=1 in the "
-            "environment its interpreter runs them on the CPU, very slowly."
+            "engine.kernels is 'triton', which needs a CUDA device. With TRITON_INTERPRET=1 in the "
+            "environment, its interpreter runs them on the CPU, very slowly."
         )
     return triton_kernels()
 
 
 def is_interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter."""
+    """Return whether Triton's kernels run in its interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def triton_kernels() -> KernelSet:
-    """The Triton kernels: compiled on a CUDA device, else interpreted."""
+    """Return the Triton kernels: compiled on a CUDA device, otherwise interpreted."""
     from millrace.engine.kernels.gpu import (
         adapters,
         attention,

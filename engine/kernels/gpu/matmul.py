@@ -13,7 +13,7 @@ from millrace.engine.kernels.gpu.tiles import (
     product_tile,
 )
 
-# Tiles of rows that use the same weights one after the other.
+# Tiles of rows that use the same weights one after another.
 _GROUP = 8
 
 
@@ -25,14 +25,15 @@ def linear(
     residual: torch.Tensor | None = None,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """``rows`` [num_rows, num_inputs] times ``weight`` [num_outputs, num_inputs] transposed, and
-    ``bias`` [num_outputs], and ``residual`` [num_rows, num_outputs]: [num_rows, num_outputs].
+    """Multiply ``rows`` [num_rows, num_inputs] with the transposed ``weight``.
 
-    Summed in float32 and rounded once, in the dtype of ``rows``. Rows and weights may lie apart,
-    elements of one may not. With ``fixed``, what becomes of a row is the same to the bit whatever
-    other rows there are; otherwise, for given shapes.
+    ``weight`` is [num_outputs, num_inputs]. Adds ``bias`` [num_outputs] and ``residual`` [num_rows,
+    num_outputs] if given; returns [num_rows, num_outputs]. Sums are in float32 and rounded once, in
+    the dtype of ``rows``. Rows and weights may be strided, but each must be contiguous in itself.
+    With ``fixed`` it is batch-invariant: a row's result has the same bits for any other rows,
+    otherwise for equal shapes.
 
-    Weights are read once by up to MAX_SKINNY_ROWS rows: reading them is the limit then.
+    Up to MAX_SKINNY_ROWS rows read the weights once, and reading them is the limit.
     """
     if fixed:
         tile = fixed_product_tile(rows.shape[1], rows.itemsize)
@@ -42,17 +43,19 @@ def linear(
 
 
 def gated_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up: [num_rows, width] of the product of ``rows`` and ``weight`` [2 * width,
-    num_inputs], the gates first. Summed in float32 and rounded once, at the end."""
+    """Compute silu(gate) * up of the product of ``rows`` and ``weight`` [2 * width, num_inputs].
+
+    The gates come first. Returns [num_rows, width], summed in float32 and rounded once, at the end.
+    """
     width = weight.shape[0] // 2
     tile = gated_product_tile(rows.shape[0], width, rows.shape[1], rows.itemsize)
     return tiled_linear(rows, weight, None, None, tile, gated=True)
 
 
 def prefers_skinny(num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-    """Whether ``linear`` should take less time than the vendor's library for 16-bit weights.
+    """Return whether ``linear`` should be faster than the vendor's library for 16-bit weights.
 
-    It should where reading the weights is the limit and they can be read 16 bytes at a time.
+    It should if reading the weights is the limit and they can be read 16 bytes at a time.
     """
     return num_rows <= MAX_SKINNY_ROWS and num_outputs >= 16 and num_inputs % 16 == 0
 
@@ -66,8 +69,7 @@ def tiled_linear(
     *,
     gated: bool = False,
 ) -> torch.Tensor:
-    """``linear``, or ``gated_linear``, by a tile of choice; one of a single row is for a single
-    row."""
+    """Compute ``linear`` or ``gated_linear`` with a tile; one-row tiles are for single rows."""
     (num_rows, num_inputs), num_outputs = rows.shape, weight.shape[0] // (1 + gated)
     out = rows.new_empty(num_rows, num_outputs)
     if num_rows == 0:

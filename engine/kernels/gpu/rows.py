@@ -1,4 +1,4 @@
-"""Norms and gates of rows. Sums are taken in float32, and each result is rounded once."""
+"""Norms and gates of rows. Sums are in float32, and each result is rounded once."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from millrace.engine.kernels.gpu.tiles import norm_tile, swiglu_tile
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """``rows`` [num_rows, width] over their root mean square, times ``weight`` [width].
+    """Divide ``rows`` [num_rows, width] by their root mean square, times ``weight`` [width].
 
-    Rows may lie apart. Reads and writes each element once: memory is the limit.
+    Rows may be strided. Each element is read once and written once, so memory is the limit.
     """
     num_rows, width = rows.shape
     out = rows.new_empty(num_rows, width)
@@ -33,10 +33,9 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 def add_rms_norm(
     total: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
-    """Add ``delta`` to ``total`` in place, both [num_rows, width], and return the norm of the sum
-    as it was rounded.
+    """Add ``delta`` to ``total`` in place, both [num_rows, width]; return the sum's norm.
 
-    Reads two elements and writes two for each: memory is the limit.
+    For each element, two are read and two are written, so memory is the limit.
     """
     num_rows, width = total.shape
     out = total.new_empty(num_rows, width)
@@ -52,9 +51,9 @@ def add_rms_norm(
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up: [num_rows, width] of ``gate_up`` [num_rows, 2 * width], the gates first.
+    """Compute silu(gate) * up: [num_rows, width] of ``gate_up`` [num_rows, 2 * width], gates first.
 
-    Reads each element once: memory is the limit.
+    Each element is read once, so memory is the limit.
     """
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)

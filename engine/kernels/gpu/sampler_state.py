@@ -1,5 +1,4 @@
-"""The sampler's state on the device: a row of sampling parameters for each sequence, and token
-counts of the penalised ones."""
+"""State of the sampler on the device: sampling parameters by sequence, and token counts."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ import torch
 
 GROUP_TOKENS = 64
 
-# A row of parameters, as numpy writes it and the kernels read it. ``key``: of the random stream.
-# ``temperature`` 0 is greedy. ``top_k`` is the vocabulary's size, ``top_p`` 1 and ``log_min_p``
-# -inf where they are off.
+# Row of parameters, as numpy writes it and the kernels read it. ``key`` is the random stream's key.
+# ``temperature`` 0 is greedy. ``top_k`` equal to the vocabulary size, ``top_p`` 1 and ``log_min_p``
+# -inf disable these limits.
 RECORD = np.dtype(
     [
         ("key", "<i8"),
@@ -27,23 +26,26 @@ RECORD = np.dtype(
 )
 RECORD_WORDS = RECORD.itemsize // 8
 
-# Of an entry of ``SamplerState.counts``: the sign bit says that the token is in the prompt, the
-# others how often it came in the completion, at most so often.
+# Bits of an entry of ``SamplerState.counts``: the sign bit is set if the token is in the prompt,
+# the others count it in the completion, up to a maximum.
 IN_PROMPT = -(1 << 15)
 MOST_COUNTED = (1 << 15) - 1
 
 
 class SamplerState(NamedTuple):
-    """``params``: int64 [num_rows, RECORD_WORDS], each row a ``RECORD``. ``counts``: int16
-    [num_rows, vocab_size], valid in rows that are penalised; two bytes for each token of the
-    vocabulary and row. Prompts are noted for rows with a repetition penalty only."""
+    """State of the sampler.
+
+    ``params`` is int64 [num_rows, RECORD_WORDS], each row a ``RECORD``. ``counts`` is int16
+    [num_rows, vocab_size], valid in penalised rows: two bytes for each row and token of the
+    vocabulary. Prompts are noted for rows with a repetition penalty only.
+    """
 
     params: torch.Tensor
     counts: torch.Tensor
 
 
 def new_state(num_rows: int, vocab_size: int, device: torch.device) -> SamplerState:
-    """Rows that are greedy and not penalised."""
+    """Return a state of greedy rows without penalties."""
     record = np.zeros((), dtype=RECORD)
     record["top_p"] = record["repetition"] = 1.0
     record["log_min_p"] = -np.inf

@@ -1,8 +1,7 @@
-"""The choice of each row's next token, and log-probabilities, on the device alone.
+"""Choice of each row's next token, and log-probabilities, on the device alone.
 
-Nothing here waits for the device or reads from it, and all grids depend on shapes, so that a CUDA
-graph may hold it. A row's token depends on its logits and its state alone, whatever the rest of the
-batch.
+No function waits for the device or reads from it, and all grids depend on shapes, so that a CUDA
+graph can hold them. A row's token depends on its logits and its state alone, not on other rows.
 """
 
 from __future__ import annotations
@@ -19,9 +18,12 @@ from millrace.engine.kernels.gpu.tiles import power_of_two
 
 
 class SamplingTiles(NamedTuple):
-    """A program summarises ``summary_groups`` of 64 tokens, in parts of ``part_groups`` where they
-    are penalised. Narrowing looks among the ``likeliest_groups`` first, then reads ``pass_groups``
-    at a time, and bisects among at most ``capacity`` tokens. All are powers of two."""
+    """Tile shapes of sampling; all numbers are powers of two.
+
+    A program summarises ``summary_groups`` of 64 tokens, in parts of ``part_groups`` if they are
+    penalised. Narrowing looks at the ``likeliest_groups`` first, then reads ``pass_groups`` at a
+    time, and bisects at most ``capacity`` tokens.
+    """
 
     summary_groups: int = 64
     part_groups: int = 16
@@ -43,16 +45,22 @@ def choose_tokens(
     tokens_out: torch.Tensor,
     tiles: SamplingTiles = _TILES,
 ) -> None:
-    """Write the next token of each row to ``tokens_out`` (int64 [num_rows]), -1 where the logits
-    have NaN or +inf or are all -inf; count it for rows that are penalised.
+    """Choose the next token of each row, and count it for penalised rows.
 
-    ``logits``: [num_rows, vocab_size] of any float dtype, whose rows may lie apart; they stay as
-    they are. ``state_rows`` (int32 [num_rows]) say which row of ``state`` each has; rows that are
-    penalised must not share one. ``token_indices`` (int64 [num_rows]): which number of its stream
-    each draws.
+    Reads all logits once. Rows with top-k or top-p read some groups of 64 tokens again: the 64
+    likeliest groups if these hold all kept tokens, otherwise all groups that may, three to four
+    times.
 
-    Reads all logits once. Rows with top-k or top-p read some groups of 64 again: the 64 likeliest
-    where these hold all that stays, else all that may, three to four times.
+    Args:
+        logits: [num_rows, vocab_size] of any float dtype; rows may be strided. They stay unchanged.
+        state_rows: int32 [num_rows], each row's row of ``state``. Penalised rows must not share
+        one.
+        token_indices: int64 [num_rows], the number of each row's draw in its random stream.
+        state: The sampler's state.
+        tokens_out: int64 [num_rows], written: the token, or -1 if the logits have NaN or +inf or
+        are
+            all -inf.
+        tiles: Tile shapes.
     """
     num_rows, vocab_size = logits.shape
     if not num_rows:
@@ -89,12 +97,15 @@ def token_logprobs(
     num_top: int,
     tiles: SamplingTiles = _TILES,
 ) -> torch.Tensor:
-    """Log-probabilities by the ``picked`` rows (int64 [num_picked]) of ``logits`` [num_rows,
-    vocab_size], before penalties and at temperature 1: float64 [num_picked, 1 + 2 * num_top].
+    """Compute log-probabilities of the ``picked`` rows of ``logits`` [num_rows, vocab_size].
 
-    First that of the row's token in ``tokens`` (int64 [num_rows]; nothing of meaning where that is
-    negative), then the ``num_top`` likeliest tokens in falling order, the first of equals first,
-    then theirs. ``num_top`` is at most ``vocab_size``. Reads the picked rows once.
+    They are before penalties and at temperature 1. ``picked`` is int64 [num_picked] and ``num_top``
+    is at most ``vocab_size``. The picked rows are read once.
+
+    Returns:
+        float64 [num_picked, 1 + 2 * num_top]: the log-probability of the row's token in ``tokens``
+        (int64 [num_rows]; undefined for a negative token), then the ``num_top`` likeliest tokens in
+        falling order, of equal ones the first, then their log-probabilities.
     """
     num_picked, vocab_size = len(picked), logits.shape[1]
     out = torch.empty(num_picked, 1 + 2 * num_top, dtype=torch.float64, device=logits.device)

@@ -1,4 +1,4 @@
-"""The layout of the one vector that the host sends for a step, and the tensors made of it."""
+"""Layout of the packed vector of a step, and the tensors unpacked from it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import torch
 
-# Sections of a packed vector: so many per token, per sequence and per sampled row.
+# Sections of a packed vector: numbers per token, per sequence and per sampled row.
 _TOKEN_SECTIONS = 3
 _SEQUENCE_SECTIONS = 3
 _SAMPLED_SECTIONS = 3
 
 
 class StepShape(NamedTuple):
-    """How large a step is, padding included; what a recorded step is found by.
+    """Size of a step, padding included; the key of a recorded step.
 
-    The first ``num_single`` of the sequences have one token each.
+    The first ``num_single`` sequences have one token each.
     """
 
     num_single: int
@@ -25,7 +25,7 @@ class StepShape(NamedTuple):
 
     @property
     def num_packed(self) -> int:
-        """Elements of a packed vector of this shape."""
+        """Number of elements of a packed vector of this shape."""
         return (
             _TOKEN_SECTIONS * self.num_tokens
             + _SEQUENCE_SECTIONS * self.num_sequences
@@ -35,13 +35,13 @@ class StepShape(NamedTuple):
 
 
 class PackedInputs(NamedTuple):
-    """The sections of a packed int64 vector, in their order.
+    """Sections of a packed int64 vector, in order.
 
-    Of tokens: ``token_ids``, negative for the token that was chosen last for the sequence;
-    ``positions``, negative for padding; ``token_rows``, the state row of the token's sequence. Of
-    sequences: ``query_starts`` (one more), ``lengths`` and ``table_rows``, see ``DeviceBatch``. Of
-    what is sampled: ``sampled_rows`` of the batch, the ``state_rows`` of their sequences and the
-    ``token_indices`` of what is chosen for them.
+    Tokens: ``token_ids``, negative to use the token chosen last for the sequence; ``positions``,
+    negative for padding; ``token_rows``, the state row of the token's sequence. Sequences:
+    ``query_starts`` (one more than sequences), ``lengths`` and ``table_rows``, see ``DeviceBatch``.
+    Samples: ``sampled_rows`` of the batch, the ``state_rows`` of their sequences, and the
+    ``token_indices`` of the chosen tokens.
     """
 
     token_ids: torch.Tensor
@@ -56,24 +56,29 @@ class PackedInputs(NamedTuple):
 
     @classmethod
     def of(cls, packed: torch.Tensor, shape: StepShape) -> PackedInputs:
-        """Views of ``packed`` [shape.num_packed]."""
+        """Return views of ``packed`` [shape.num_packed]."""
         tokens, sequences, sampled = shape.num_tokens, shape.num_sequences, shape.num_sampled
         sizes = [tokens] * 3 + [sequences + 1, sequences, sequences] + [sampled] * 3
         return cls(*torch.split_with_sizes(packed, sizes))
 
 
 class StepState(NamedTuple):
-    """What stays on the device from step to step, one row a running sequence and a last one for
-    padding: ``last_tokens`` int64 [num_rows], ``block_tables`` int32 [num_rows, max_blocks]."""
+    """State kept on the device between steps: a row per running sequence, one for padding.
+
+    ``last_tokens`` is int64 [num_rows], ``block_tables`` int32 [num_rows, max_blocks].
+    """
 
     last_tokens: torch.Tensor
     block_tables: torch.Tensor
 
 
 class StepInputs(NamedTuple):
-    """What ``prepare_inputs`` makes of a packed vector. Of tokens: ``token_ids``, ``positions`` and
-    ``slots``, int64 [num_tokens]; of sequences: ``query_starts`` int32 [num_sequences + 1],
-    ``lengths`` and ``table_rows`` int32 [num_sequences]; ``state_rows`` int32 [num_sampled]."""
+    """Inputs unpacked by ``prepare_inputs``.
+
+    Tokens: ``token_ids``, ``positions`` and ``slots``, int64 [num_tokens]. Sequences:
+    ``query_starts`` int32 [num_sequences + 1], ``lengths`` and ``table_rows`` int32
+    [num_sequences]. Samples: ``state_rows`` int32 [num_sampled].
+    """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -85,7 +90,7 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def empty(cls, shape: StepShape, device: torch.device) -> StepInputs:
-        """Buffers for steps of up to this shape."""
+        """Allocate buffers for steps of up to this shape."""
 
         def longs(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int64, device=device)
@@ -101,7 +106,7 @@ class StepInputs(NamedTuple):
         )
 
     def of_shape(self, shape: StepShape) -> StepInputs:
-        """The first of each, as many as ``shape`` says."""
+        """Return views of the first elements, as many as ``shape`` needs."""
         tokens, sequences = shape.num_tokens, shape.num_sequences
         sizes = (tokens, tokens, tokens, sequences + 1, sequences, sequences, shape.num_sampled)
         return StepInputs(*(part[:size] for part, size in zip(self, sizes, strict=True)))

@@ -1,4 +1,4 @@
-"""How the kernels cut their work, by the shapes that are fixed for a model."""
+"""Tile shapes of the kernels, by the shapes of a model."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import NamedTuple
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is not below ``count``, which is positive."""
+    """Return the smallest power of two at or above a positive ``count``."""
     return 1 << (count - 1).bit_length()
 
 
 class RowTile(NamedTuple):
-    """A program takes ``block`` neighbouring elements of a row with ``num_warps`` warps."""
+    """Tile of ``block`` neighbouring elements of a row, by ``num_warps`` warps."""
 
     block: int
     num_warps: int
 
 
 def norm_tile(width: int) -> RowTile:
-    """A whole row, by as many threads as have 16 bytes of it each, within reason.
+    """Return a tile of a whole row with up to 16 bytes per thread.
 
-    No element has two threads, of which one might read a sum in place of what the other added to.
+    No element has two threads, because one might read the sum that the other has written.
     """
     block = max(128, power_of_two(width))
     if block <= 1024:
@@ -31,12 +31,12 @@ def norm_tile(width: int) -> RowTile:
 
 
 def swiglu_tile(width: int) -> RowTile:
-    """Parts of a row: a single row occupies several processors."""
+    """Return a tile of a part of a row, so that a single row occupies several processors."""
     return RowTile(min(1024, power_of_two(width)), 4)
 
 
 class HeadTile(NamedTuple):
-    """A program takes ``heads`` heads of one token; ``half`` is what half a head is padded to."""
+    """Tile of ``heads`` heads of one token; ``half`` is the padded size of half a head."""
 
     heads: int
     half: int
@@ -44,19 +44,21 @@ class HeadTile(NamedTuple):
 
 
 def head_tile(head_dim: int) -> HeadTile:
-    """16 KiB of float32 at most, in both halves together."""
+    """Return a tile of at most 16 KiB of float32 in both halves together."""
     half = power_of_two(head_dim // 2)
     return HeadTile(max(1, 1024 // half), half, 4)
 
 
-# Words of 8 bytes that a program of ``copy_blocks`` moves: eight loads of 16 bytes a thread.
+# Words of 8 bytes that a program of ``copy_blocks`` moves: eight loads of 16 bytes per thread.
 COPY_WORDS = 2048
 COPY_WARPS = 4
 
 
 class ProductTile(NamedTuple):
-    """A program takes ``rows`` by ``outputs`` results and so many inputs at a time, the next
-    ``num_stages`` - 1 times of which are on their way meanwhile."""
+    """Tile of a product: ``rows`` by ``outputs`` results, and ``inputs`` per turn of the loop.
+
+    The inputs of the next ``num_stages`` - 1 turns are in flight.
+    """
 
     rows: int
     outputs: int
@@ -65,22 +67,23 @@ class ProductTile(NamedTuple):
     num_stages: int
 
 
-# The most rows whose product takes as long as reading the weights, even in tiles of 16 rows.
+# Most rows whose product takes as long as reading the weights, in tiles of 16 rows.
 MAX_SKINNY_ROWS = 16
 
 
-# For widths whose rows do not begin at multiples of 16 bytes: elements are then loaded one by one.
+# Tile for widths whose rows are not aligned to 16 bytes: elements are loaded one by one.
 _ODD_TILE = ProductTile(16, 32, 64, 4, 2)
 
 
 def product_tile(
     num_rows: int, num_outputs: int, num_inputs: int, element_bytes: int
 ) -> ProductTile:
-    """One row is multiplied element by element, more by the matrix units, which take 16.
+    """Return the tile for a number of rows.
 
-    Up to MAX_SKINNY_ROWS every processor needs tens of KiB of weights on their way, so there are
-    few outputs a program, and hundreds of programs; and as many outputs as that allows, since
-    each program reads the rows again, from the cache.
+    One row is multiplied element by element; several use matrix units, which take 16. Up to
+    MAX_SKINNY_ROWS, every processor needs tens of KiB of weights in flight, so there are few
+    outputs per program and hundreds of programs. Within that, a tile has as many outputs as
+    possible, because each program reads the rows again, from the cache.
     """
     wide = 4 // element_bytes
     if num_inputs % 16:
@@ -104,7 +107,7 @@ def product_tile(
 
 
 def fixed_product_tile(num_inputs: int, element_bytes: int) -> ProductTile:
-    """For any number of rows."""
+    """Return the tile for any number of rows."""
     if num_inputs % 16:
         return _ODD_TILE
     if element_bytes == 4:
@@ -115,13 +118,15 @@ def fixed_product_tile(num_inputs: int, element_bytes: int) -> ProductTile:
 def gated_product_tile(
     num_rows: int, width: int, num_inputs: int, element_bytes: int
 ) -> ProductTile:
-    """For ``width`` gates and as many outputs that they gate: half of each in a tile, and smaller
-    tiles for many rows, which have two sums in registers."""
+    """Return the tile for ``width`` gates and as many ups, half of a tile each.
+
+    Tiles for many rows are smaller, because they have two sums in registers.
+    """
     if num_rows > 64 and element_bytes == 2 and num_inputs % 16 == 0:
         return ProductTile(64, 64, 64, 4, 4)
     tile = product_tile(num_rows, 2 * width, num_inputs, element_bytes)
     if tile.rows == 1:
         return tile._replace(outputs=max(tile.outputs // 2, 4))
-    # Two warps have enough to do with 16 outputs.
+    # 16 outputs are enough work for two warps.
     outputs = max(tile.outputs // 2, 16)
     return tile._replace(outputs=outputs, num_warps=min(tile.num_warps, outputs // 8))

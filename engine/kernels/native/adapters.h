@@ -1,10 +1,10 @@
-// What LoRA adapters add to products: B (A x) for each row, by the adapter of its own. Hu et al.,
-// "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685); rows of any adapters go
-// together as in Chen et al., "Punica" (arXiv:2310.18547).
+// LoRA adapters' products: adds B (A x) to each row, by the row's own adapter. Hu et al., "LoRA:
+// Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685). Rows of different adapters are
+// computed together as in Chen et al., "Punica" (arXiv:2310.18547).
 //
-// A row's ranks (A x) are computed before the product, which then adds B times them to its own sums
-// before anything becomes of these: so a row without an adapter is computed as ever, and one with an
-// adapter the same in every company.
+// A row's ranks (A x) are computed before the product, which then adds B times them to its sums
+// before it finishes them. So a row without an adapter is computed as in a batch without adapters,
+// and a row with an adapter is the same in any batch.
 
 #pragma once
 
@@ -18,9 +18,9 @@
 
 namespace {
 
-// Of the outputs that belong to one matrix of the checkpoint, such as the queries: B [num_outputs,
-// num_ranks] as panels of 16 outputs, of which each pair of ranks is a vector; the scale is in it.
-// `first_rank` is where its ranks begin among all of the product's.
+// Slice of the outputs of one matrix of the checkpoint, such as the queries. B [num_outputs,
+// num_ranks] is in panels of 16 outputs, in which each pair of ranks is a vector; it includes the
+// scale. `first_rank` is the slice's first rank among all ranks of the product.
 struct AdapterSlice {
   const BFloat16* b;
   int64_t num_ranks, first_rank;
@@ -28,29 +28,29 @@ struct AdapterSlice {
 
 constexpr size_t kAdapterSlices = 3;
 
-// Of one product: A [num_ranks, num_inputs] as panels of 16 ranks, of which each pair of inputs is a
-// vector; null if the adapter has nothing there. The ranks of a slice are filled up to a multiple of
-// 4, those of the product to one of 16, with zeros.
+// Adapter of one product. A [num_ranks, num_inputs] is in panels of 16 ranks, in which each pair of
+// inputs is a vector, or null if the adapter has no matrix here. Ranks are padded with zeros: those
+// of a slice to a multiple of 4, those of the product to a multiple of 16.
 struct AdapterWeight {
   const BFloat16* a;
   int64_t num_ranks;
   AdapterSlice slices[kAdapterSlices];
 };
 
-// Of one layer of one adapter.
+// One layer of one adapter.
 struct AdapterLayer {
   AdapterWeight qkv, output, gate_up, down;
 };
 
-// The adapters of a step: `layers` of each, and which one each row has, -1 for none.
+// Adapters of a step: `layers` of each, and each row's adapter, -1 for none.
 struct StepAdapters {
   const AdapterLayer* const* layers;
   int64_t count;
   const int32_t* of_rows;
 };
 
-// Rows of one product with adapters. `ranks` [num_rows, stride] are those of A x; `ends` has the
-// output behind each slice.
+// Rows of one product with adapters. `ranks` [num_rows, stride] holds A x. `ends` has the end of
+// each slice's outputs.
 struct AdaptedRows {
   const StepAdapters* step;
   int64_t layer;
@@ -59,14 +59,14 @@ struct AdaptedRows {
   int64_t stride;
   std::array<int64_t, kAdapterSlices> ends;
 
-  // Whether any adapter of the step adds to the product.
+  // True if any adapter of the step adds to the product.
   bool any() const {
     return std::any_of(step->layers, step->layers + step->count, [&](const AdapterLayer* layers) {
       return (layers[layer].*product).a != nullptr;
     });
   }
 
-  // Null for a row to which nothing is added.
+  // Null for a row without an adapter here.
   const AdapterWeight* weight_of(int64_t row) const {
     const int32_t adapter = step->of_rows[row];
     if (adapter < 0) return nullptr;
@@ -74,7 +74,7 @@ struct AdaptedRows {
     return weight->a == nullptr ? nullptr : weight;
   }
 
-  // The slice of an output and where it begins; none past the last.
+  // Slice of an output and the slice's first output; no slice past the last.
   struct Place {
     size_t slice;
     int64_t begin;
@@ -87,7 +87,7 @@ struct AdaptedRows {
     return place;
   }
 
-  // Adds to the `sums` of kRows rows from `row` on what their adapters add to 16 outputs.
+  // Adds the adapters' products for 16 outputs to the `sums` of kRows rows from `row` on.
   template <int kRows>
   void add(int64_t row, int64_t output, Floats (&sums)[kRows][2], int v) const {
     const Place place = place_of(output);
@@ -112,7 +112,7 @@ struct AdaptedRows {
     }
   }
 
-  // Asks memory for what `add` reads of 16 outputs.
+  // Prefetches what `add` reads for 16 outputs.
   void ask_for(int64_t row, int64_t output) const {
     const Place place = place_of(output);
     const AdapterWeight* weight = weight_of(row);
@@ -128,10 +128,10 @@ struct AdaptedRows {
   // Rows of one adapter that are computed together.
   static constexpr int kTogether = 4;
 
-  // `sums` of rows are two vectors apart.
+  // The `sums` of neighbouring rows are two vectors apart.
   template <int kRows>
   void add_to(const BFloat16* b, const BFloat16* inputs, int64_t num_ranks, Floats* sums) const {
-    // Two sums, as each addition waits for the one before.
+    // Two sums, because each addition waits for the previous one.
     Floats even[kRows]{}, odd[kRows]{};
     for (int64_t rank = 0; rank < num_ranks; rank += 4, b += 4 * kPanelOutputs) {
       const Pairs first = load_pairs(b), second = load_pairs(b + 2 * kPanelOutputs);
@@ -150,15 +150,15 @@ struct RankItem {
   int64_t row, count, panel;
 };
 
-// Ranks are computed for up to so many rows at a time.
+// Most rows whose ranks are computed at a time.
 constexpr int kRankRows = 4;
-// How far ahead of itself a sum asks memory for A, which lies in one piece.
+// Distance at which a sum prefetches A, which is contiguous.
 constexpr int64_t kAheadElements = 2048;
 
-// The ranks of a step's rows: what threads share of them.
+// Items of work to compute the ranks of a step's rows, shared among threads.
 class RankItems {
  public:
-  // `most_ranks` are those of the product that has the most.
+  // `most_ranks` is the largest number of ranks of a product.
   RankItems(const StepAdapters& step, int64_t num_rows, int64_t most_ranks) {
     for (int64_t row = 0; row < num_rows;) {
       const int32_t adapter = step.of_rows[row];
@@ -173,7 +173,7 @@ class RankItems {
 
   int64_t count() const { return static_cast<int64_t>(items_.size()); }
 
-  // The item's ranks of `rows` [num_rows, num_inputs], if its adapter has so many.
+  // Computes the item's ranks of `rows` [num_rows, num_inputs], if its adapter has this panel.
   void compute(int64_t at, const AdaptedRows& adapted, const BFloat16* rows,
                int64_t num_inputs) const {
     const RankItem& item = items_[static_cast<size_t>(at)];
@@ -200,7 +200,7 @@ class RankItems {
   static void multiply(const BFloat16* a, const BFloat16* rows, int64_t num_inputs,
                        BFloat16* ranks, int64_t stride) {
     constexpr int kPairs = kUnrolled / 2;
-    // A sum for each place in the loop, as each addition waits for the one before.
+    // One sum for each place in the loop, because each addition waits for the previous one.
     Floats sums[kRows][kPairs] = {};
     for (int64_t i = 0; i < num_inputs; i += kUnrolled, a += kUnrolled * kLanes) {
 #pragma GCC unroll 4

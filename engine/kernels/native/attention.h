@@ -1,4 +1,4 @@
-// Attention of single-token rows, straight over the paged KV cache, in float32.
+// Attention of single-token rows directly over the paged KV cache, in float32.
 
 #pragma once
 
@@ -15,8 +15,8 @@
 
 namespace {
 
-// Asks for the head at `from`. Blocks lie anywhere, which no hardware prefetcher foresees; asked for
-// a block at a time the lines would wait for one another, so this goes head by head.
+// Prefetches the head at `from`. Blocks lie anywhere, so hardware prefetchers cannot predict them.
+// Prefetching whole blocks would make lines wait for one another, so this goes head by head.
 template <int kVectors, typename T>
 inline void prefetch_head(const T* from) {
   constexpr int kLineBytes = 64;
@@ -27,8 +27,8 @@ inline void prefetch_head(const T* from) {
   }
 }
 
-// scores[g][i] of kGroup query heads against the keys of tokens i = 0 ... count - 1. Keys that are
-// `ahead` elements further are read soon.
+// Computes scores[g][i] of kGroup query heads and the keys of tokens i = 0 ... count - 1.
+// Prefetches keys that are `ahead` elements further.
 template <typename T, typename C, int kGroup, int kVectors>
 void score(const T* queries, const C* keys, int64_t stride, int64_t count, float scale,
            float* scores, int64_t score_stride, int64_t ahead) {
@@ -65,7 +65,7 @@ void score(const T* queries, const C* keys, int64_t stride, int64_t count, float
   }
 }
 
-// totals[g] += weights[g][i] * value i, over tokens i = 0 ... count - 1.
+// Adds weights[g][i] * value i to totals[g], over tokens i = 0 ... count - 1.
 template <typename T, typename C, int kGroup, int kVectors>
 void accumulate(const C* values, int64_t stride, int64_t count, const float* weights,
                  int64_t weight_stride, float* totals, int64_t ahead) {
@@ -84,7 +84,7 @@ void accumulate(const C* values, int64_t stride, int64_t count, const float* wei
   std::memcpy(totals, total, sizeof total);
 }
 
-// Exponentials of the scores less their maximum, in place; returns their sum.
+// Replaces the scores by exponentials of the scores minus their maximum; returns their sum.
 float softmax_weights(float* scores, int64_t count, int64_t padded) {
   for (int64_t i = count; i < padded; ++i) scores[i] = -INFINITY;
   Floats best = load(scores);
@@ -103,7 +103,7 @@ float softmax_weights(float* scores, int64_t count, int64_t padded) {
   return sum(weights);
 }
 
-// Multiplies `count` numbers of each of `num_rows` rows by scales that lie `stride` apart.
+// Multiplies `count` numbers of each of `num_rows` rows by scales that are `stride` apart.
 inline void multiply_by_scales(float* rows, int64_t row_stride, int64_t num_rows, int64_t count,
                                const float* scales, int64_t stride) {
   int64_t i = 0;
@@ -122,8 +122,8 @@ inline void multiply_by_scales(float* rows, int64_t row_stride, int64_t num_rows
   }
 }
 
-// Attention of one row over tokens first ... last - 1 of the blocks of `table`, for `heads` key heads
-// from `head` on and their query heads. A block is read whole, all heads of it, before the next one.
+// Attention of one row over tokens first ... last - 1 of the blocks of `table`, for `heads` key
+// heads from `head` on and their query heads. All heads of a block are read before the next block.
 template <typename T, typename C, int kVectors>
 void attend(const T* queries, const Cache<C>& cache, const int32_t* table, T* out, int64_t head,
             int64_t heads, int64_t group, int64_t first, int64_t last, float scale,
@@ -140,7 +140,7 @@ void attend(const T* queries, const Cache<C>& cache, const int32_t* table, T* ou
       const int64_t end = std::min(last, (block + 1) * block_size);
       const int64_t slot = table[block] * block_size + position % block_size;
       const C* tokens = cache.token(slot) + head * kHeadDim;
-      // From a token of this block to that of the next one; of the last block to itself.
+      // Distance from a token of this block to the next block's; 0 for the last block.
       const int64_t next = end < last ? table[block + 1] : table[block];
       const int64_t ahead = (next - table[block]) * cache.block_stride;
       for (int64_t key = 0; key < heads; ++key) {
@@ -190,14 +190,14 @@ void attend(const T* queries, const Cache<C>& cache, const int32_t* table, T* ou
   }
 }
 
-// Key heads, with their queries, of an item of work: with few rows the heads of a row are shared out.
+// Key heads, with their queries, of an item of work: with few rows, a row's heads are shared out.
 inline int64_t heads_of_item(int64_t rows, int64_t num_keys, int num_threads) {
   int64_t heads = num_keys;
   while (heads % 2 == 0 && rows * (num_keys / heads) < 4 * num_threads) heads /= 2;
   return heads;
 }
 
-// Floats that `attend` needs beside it.
+// Floats of scratch memory that `attend` needs.
 inline size_t attend_scratch(int64_t heads, int64_t group, int64_t longest, int64_t head_dim) {
   return static_cast<size_t>(heads * group * (longest + kLanes + head_dim + 1));
 }
@@ -219,7 +219,7 @@ void decode_attention(const T* queries, int64_t query_stride, void* data, const 
     std::vector<float> scratch(attend_scratch(heads, group, longest, kHeadDim));
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < rows * parts; ++item) {
-      // The longest rows come last; they go first, so that no thread ends late on one.
+      // The longest rows are last in order and start first, so that no thread ends late on one.
       const int64_t row = rows - 1 - item / parts, head = item % parts * heads;
       const int64_t last = lengths[row];
       const int64_t first = window > 0 ? std::max<int64_t>(0, last - window) : 0;

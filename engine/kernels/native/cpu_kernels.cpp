@@ -1,6 +1,6 @@
-// What a decoder computes on a CPU, as functions of C: RMSNorm, the product of SwiGLU, RoPE together
-// with the write to the KV cache, the attention of single-token rows, matrix products with packed
-// weights, and a whole step of all these. Element types: 0 float32, 1 bfloat16, 2 float16.
+// Operations of a decoder on a CPU, as C functions: RMSNorm, SwiGLU, RoPE with the write to the KV
+// cache, attention of single-token rows, matrix products with packed weights, and a whole step of
+// all these. Element types: 0 float32, 1 bfloat16, 2 float16.
 
 #include <cstdint>
 
@@ -45,12 +45,12 @@ int millrace_swiglu(int type, const void* gate_up, void* out, int64_t rows, int6
   MILLRACE_DISPATCH(type, swiglu<T>, IN(gate_up), OUT(out), rows, width)
 }
 
-// `tokens` [rows]: the first of the largest logits of each row, or -1 if that is not finite.
+// `tokens` [rows] gets the first token of the largest logit of each row, or -1 if it is not finite.
 int millrace_likeliest(int type, const void* logits, int64_t rows, int64_t width, int64_t* tokens) {
   MILLRACE_DISPATCH(type, likeliest<T>, IN(logits), rows, width, tokens)
 }
 
-// `cache` is of int8 if `has_int8_cache`, else of the type.
+// The entries of `cache` are int8 if `has_int8_cache`, otherwise of `type`.
 int millrace_rotate_store(int type, void* heads, const float* cosines, const float* sines,
                           const void* query_norm, const void* key_norm, float epsilon, void* cache,
                           const int64_t* slots, int64_t rows, int64_t num_queries,
@@ -89,9 +89,9 @@ int millrace_decode_attention(int type, const void* queries, int64_t query_strid
   }
 }
 
-// Takes bfloat16 alone, as the products do. `layers`: [num_layers] of Layer in decoder_step.h, as
-// addresses and numbers of 64 bits. `adapters`: [num_adapters] addresses of AdapterLayer [num_layers] in
-// adapters.h, in the same form; null if there are none.
+// Supports bfloat16 only, as the products. `layers` is [num_layers] of Layer in decoder_step.h, as
+// 64-bit addresses and numbers. `adapters` is [num_adapters] addresses of AdapterLayer [num_layers]
+// in adapters.h, in the same form, or null.
 int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden_size,
                           int64_t inner_size, int64_t num_queries, int64_t num_keys,
                           int64_t head_dim, int64_t block_size, float epsilon, float scale,
@@ -117,7 +117,7 @@ int millrace_decoder_step(const void* layers, int64_t num_layers, int64_t hidden
   return decoder_step(shape, static_cast<const Layer*>(layers), step) ? 0 : 1;
 }
 
-// `ranks` is a Ranks of ranks.h. 0, or why the group has failed.
+// `ranks` is a Ranks of ranks.h. Returns 0, or the group's failure.
 int millrace_ranks_all_reduce(void* ranks, int type, void* rows, int64_t count) {
   auto& group = *static_cast<Ranks*>(ranks);
   const auto reduce = [&]() { MILLRACE_DISPATCH(type, all_reduce<T>, group, OUT(rows), count) };
@@ -125,7 +125,7 @@ int millrace_ranks_all_reduce(void* ranks, int type, void* rows, int64_t count) 
   return static_cast<int>(group.header->failure.value.load(std::memory_order_acquire));
 }
 
-// Waits until all ranks are here, of which this one has written so many numbers to its buffer.
+// Waits for all ranks; this rank has written `num_brought` numbers to its buffer.
 int millrace_ranks_meet(void* ranks, int64_t num_brought) {
   auto& group = *static_cast<Ranks*>(ranks);
   meet_ranks(group, num_brought);
@@ -133,12 +133,12 @@ int millrace_ranks_meet(void* ranks, int64_t num_brought) {
   return static_cast<int>(group.header->failure.value.load(std::memory_order_acquire));
 }
 
-// Says that `number` messages have been posted to the ranks.
+// Announces that `number` messages have been posted to the ranks.
 void millrace_ranks_post(void* ranks, uint32_t number) {
   set_word(static_cast<Ranks*>(ranks)->header->posted, number);
 }
 
-// Waits until so many have been, for as long as that takes.
+// Waits without limit until `number` messages have been posted.
 int millrace_ranks_await(void* ranks, uint32_t number) {
   const auto& group = *static_cast<Ranks*>(ranks);
   if (!await_word(group, group.header->posted, number, 0)) {
@@ -147,13 +147,13 @@ int millrace_ranks_await(void* ranks, uint32_t number) {
   return 0;
 }
 
-// The words `arrived` of a group that exchanges nothing, for what is counted otherwise.
+// Sets a word `arrived` of a group without exchanges, which uses the words as other counters.
 void millrace_ranks_set_word(void* ranks, int32_t index, uint32_t value) {
   set_word(static_cast<Ranks*>(ranks)->header->arrived[index], value);
 }
 
-// Waits until a word is at the value; for as long as that takes, or for the time of the ranks. 0, or
-// why not.
+// Waits until a word reaches the value, without limit or, with `has_bound`, for the ranks' timeout.
+// Returns 0, or the failure.
 int millrace_ranks_await_word(void* ranks, int32_t index, uint32_t value, int has_bound) {
   auto& group = *static_cast<Ranks*>(ranks);
   RankHeader& header = *group.header;

@@ -1,7 +1,7 @@
-// All layers of a decoder for a flat batch, in one parallel region: between two products there is
-// neither Python nor a thread to be woken. For rows of one token the operations and their order are
-// those of the functions that do one of them, and so is every bit of the result; several new tokens
-// of a sequence attend in bfloat16, see prefill_attention.h.
+// All layers of a decoder for a flat batch in one parallel region: no Python runs and no thread is
+// woken between two products. For rows of one token, the operations, their order and every bit of
+// the result equal those of the functions for single operations. Several new tokens of a sequence
+// attend in bfloat16, see prefill_attention.h.
 
 #pragma once
 
@@ -27,7 +27,7 @@
 
 namespace {
 
-// The norms of heads may be null. A window of 0 sees all.
+// Norms of heads may be null. A window of 0 means that a token sees all tokens.
 struct Layer {
   const BFloat16 *attention_norm, *query_norm, *key_norm, *mlp_norm;
   const Weight *qkv, *output, *gate_up, *down;
@@ -41,14 +41,15 @@ struct DecoderShape {
   bool has_int8_cache;
 };
 
-// What a step computes, see millrace_rotate_store and millrace_decode_attention. `hidden` [count,
-// hidden] is read and becomes the result. The first `num_single` rows are sequences of one new token
-// each, by rising length; then come `num_chunks` sequences of several, of which `chunk_ends` has the
-// row behind each. `starts` and `lengths` are those of all sequences. `adapters` are null if no row has
-// one, else `most_ranks` are the most that a product of one has. Of each row, `features` [count,
-// num_features, hidden] gets what is in `hidden` before the layers `feature_layers`. If not null,
-// `inputs` [count, num_inputs] are what the first layer's attention takes in place of normed rows.
-// With `ranks` the weights are one rank's, and what they add to `hidden` is summed over all ranks.
+// Input of a step, see millrace_rotate_store and millrace_decode_attention. `hidden` [count,
+// hidden] is the input and becomes the result. The first `num_single` rows are sequences of one new
+// token each, by rising length. Then come `num_chunks` sequences of several new tokens;
+// `chunk_ends` has the row after each. `starts` and `lengths` are of all sequences. `adapters` is
+// null if no row has an adapter; otherwise `most_ranks` is the largest number of ranks of a
+// product. `features` [count, num_features, hidden] gets each row's `hidden` before the layers
+// `feature_layers`. `inputs` [count, num_inputs], if not null, are the inputs of the first layer's
+// attention in place of normed rows. With `ranks`, the weights are one rank's, and their additions
+// to `hidden` are summed over all ranks.
 struct StepRows {
   BFloat16* hidden;
   const float *cosines, *sines;
@@ -88,9 +89,9 @@ class Counters {
   std::vector<Counter> counters_;
 };
 
-// Up to here each thread norms all rows for itself, which takes less time than to wait for others.
+// Up to this many numbers, each thread norms all rows itself, which is faster than a barrier.
 constexpr int64_t kNormedByEach = 65536;
-// The same of rows that are prepared for quantized weights.
+// The same limit for rows that are prepared for quantized weights.
 constexpr int64_t kPreparedByEach = 8192;
 
 inline void norm_rows(const DecoderShape& shape, const StepRows& rows, const BFloat16* weight,
@@ -101,7 +102,7 @@ inline void norm_rows(const DecoderShape& shape, const StepRows& rows, const BFl
   }
 }
 
-// What a row brings into a layer goes where it is wanted.
+// Copies a row's input of a layer to its features, if they are wanted.
 inline void keep_features(const DecoderShape& shape, const StepRows& rows, int64_t layer,
                           int64_t row) {
   for (int64_t i = 0; i < rows.num_features; ++i) {
@@ -112,8 +113,8 @@ inline void keep_features(const DecoderShape& shape, const StepRows& rows, int64
   }
 }
 
-// A layer's attention: what threads share of it, by number, so that the step is compiled once for
-// all sizes of heads and types of caches.
+// Attention of a layer as numbered items that threads share. The class is virtual, so that the step
+// is compiled once for all head sizes and cache types.
 class StepAttention {
  public:
   StepAttention() = default;
@@ -121,10 +122,10 @@ class StepAttention {
   StepAttention& operator=(const StepAttention&) = delete;
   virtual ~StepAttention() = default;
 
-  // Rotates a row's queries and keys, stores its keys and values.
+  // Rotates a row's queries and keys, and stores its keys and values.
   virtual void rotate_store(const Layer& layer, int64_t row) const = 0;
 
-  // Sections of keys and values, which are packed before anyone attends.
+  // Number of sections of keys and values, which are all packed before attention begins.
   virtual int64_t num_sections() const = 0;
   virtual void pack(const Layer& layer, int64_t item) const = 0;
 
@@ -188,11 +189,11 @@ class HeadsAttention final : public StepAttention {
 
   int64_t num_items() const override { return num_tiles() + rows_.num_single * parts(); }
 
-  // Tiles of chunks first, they take longest.
+  // Tiles of chunks come first, because they take longest.
   void attend(const Layer& layer, int64_t item) const override {
     if (item < num_tiles()) return attend_chunk(layer, tiles_[static_cast<size_t>(item)]);
     item -= num_tiles();
-    // The longest rows come last; they go first, so that no thread ends late on one.
+    // The longest rows are last in order and start first, so that no thread ends late on one.
     const int64_t row = rows_.num_single - 1 - item / parts();
     const int64_t head = item % parts() * heads_of_item_;
     const int64_t last = rows_.lengths[row], query = head * group_;
@@ -249,7 +250,7 @@ class HeadsAttention final : public StepAttention {
 
   using AttendTile = void (*)(const Chunk&, int64_t, const BFloat16*, int64_t, const BFloat16*,
                               int64_t, float, BFloat16*, int64_t, TileScratch<kVectors>&);
-  // By the number of rows less one.
+  // Functions by the number of rows minus one.
   template <int... kRowsLessOne>
   static constexpr auto attend_tiles(std::integer_sequence<int, kRowsLessOne...>) {
     return std::array<AttendTile, kTileRows>{attend_tile<kVectors, kRowsLessOne + 1>...};
@@ -265,7 +266,7 @@ class HeadsAttention final : public StepAttention {
   std::vector<Tile> tiles_;
 };
 
-// Null for a size of heads that none is compiled for.
+// Null for a head size without a compiled variant.
 template <typename C>
 std::unique_ptr<StepAttention> step_attention(const DecoderShape& shape, const StepRows& rows,
                                               BFloat16* heads, BFloat16* attended,
@@ -290,11 +291,11 @@ std::unique_ptr<StepAttention> step_attention(const DecoderShape& shape, const S
   }
 }
 
-// How many numbers a thread sums over the ranks at a time.
+// Numbers that a thread sums over the ranks at a time.
 constexpr int64_t kSummedAtOnce = 4096;
 
-// False, and nothing is computed, for a size of heads that none is compiled for, or more rows than
-// the ranks can exchange.
+// Returns false and computes nothing for a head size without a compiled variant, or for more rows
+// than the ranks can exchange.
 inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const StepRows& rows) {
   constexpr size_t kPhases = 19;
   const int64_t count = rows.count(), query_size = shape.num_queries * shape.head_dim;
@@ -341,7 +342,7 @@ inline bool decoder_step(const DecoderShape& shape, const Layer* layers, const S
         norm_rows(shape, rows, weight, row, row + 1, normed);
       });
     };
-    // `product` is one of `layer`, whose outputs up to each of `ends` are of another matrix.
+    // `product` belongs to `layer`; each of `ends` is the end of one matrix's outputs.
     const auto multiply = [&](Product product, int64_t layer, AdapterWeight AdapterLayer::*part,
                               std::array<int64_t, kAdapterSlices> ends) {
       const AdaptedRows adapted{rows.adapters, layer, part, ranks.get(), rows.most_ranks, ends};

@@ -1,5 +1,5 @@
-// RMSNorm, the product of SwiGLU, and RoPE. Arithmetic is in float32 and rounds once. Widths and
-// head_dim are multiples of 32.
+// RMSNorm, SwiGLU and RoPE. Arithmetic is in float32 and rounds once. Widths and head_dim are
+// multiples of 32.
 
 #pragma once
 
@@ -43,7 +43,7 @@ void rms_norm(const T* in, const T* weight, T* out, int64_t rows, int64_t width,
 }
 
 inline Floats gated(Floats gate, Floats up) {
-  // exp of -|gate| only, so that nothing overflows.
+  // exp of -|gate|, so that nothing overflows.
   const Floats e = exponential(gate < 0.0f ? gate : -gate);
   return gate * ((gate < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e)) * up;
 }
@@ -62,7 +62,7 @@ void swiglu(const T* gate_up, T* out, int64_t rows, int64_t width) {
   }
 }
 
-// RMSNorm by `norm`, unless that is null, and RoPE of `count` heads of one token, in place.
+// RMSNorm by `norm`, unless it is null, and RoPE of `count` heads of one token, in place.
 template <typename T>
 inline void rotate_heads(T* heads, int64_t count, int64_t head_dim, const float* cosine,
                          const float* sine, const T* norm, float epsilon) {

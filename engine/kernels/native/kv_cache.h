@@ -1,4 +1,4 @@
-// The paged KV cache of a layer, and RoPE together with the write to it.
+// Paged KV cache of a layer, and RoPE together with the write to it.
 
 #pragma once
 
@@ -13,9 +13,9 @@
 
 namespace {
 
-// Blocks of `block_size` tokens; of each token all keys, then all values. Entries of int8 are
-// multiplied by scales, one a token and head in the same order, behind the entries of their block; a
-// scale that is no number stands for a head that is not finite.
+// Blocks of `block_size` tokens. A token has all keys, then all values. Entries in int8 have
+// scales, one per token and head in the same order, after the entries of their block. A NaN scale
+// marks a head that is not finite.
 template <typename C>
 struct Cache {
   static constexpr bool kScaled = std::is_same_v<C, int8_t>;
@@ -39,18 +39,18 @@ struct Cache {
   C* token(int64_t slot) const {
     return data + slot / block_size * block_stride + slot % block_size * token_stride;
   }
-  // Of all heads of a token; there are some for int8 alone.
+  // Scales of all heads of a token; they exist for int8 only.
   float* scales(int64_t slot) const {
     auto* block = reinterpret_cast<float*>(data + slot / block_size * block_stride + scales_offset);
     return block + slot % block_size * token_scales();
   }
 
  private:
-  // So that what follows can be read 16 bytes at a time.
+  // Rounds up to 16, so that the data after it can be read 16 bytes at a time.
   static constexpr int64_t aligned(int64_t bytes) { return (bytes + 15) / 16 * 16; }
 };
 
-// A head of `count` elements in int8, and its scale: the largest magnitude over 127.
+// Quantizes a head of `count` elements to int8; its scale is the largest magnitude over 127.
 template <typename T>
 inline void quantize_head(const T* head, int64_t count, int8_t* codes, float* scale) {
   using Bytes = int8_t __attribute__((vector_size(kLanes)));
@@ -62,7 +62,7 @@ inline void quantize_head(const T* head, int64_t count, int8_t* codes, float* sc
   }
   float largest = most[0];
   for (int lane = 1; lane < kLanes; ++lane) largest = std::max(largest, most[lane]);
-  if (sum(nothing) != 0.0f) {  // NaN, where one is not finite
+  if (sum(nothing) != 0.0f) {  // NaN if an element is not finite
     std::memset(codes, 0, static_cast<size_t>(count));
     *scale = std::numeric_limits<float>::quiet_NaN();
     return;
@@ -74,7 +74,7 @@ inline void quantize_head(const T* head, int64_t count, int8_t* codes, float* sc
   }
 }
 
-// Keys and values `heads` [2 * num_keys, head_dim] of the token at `slot`.
+// Stores keys and values `heads` [2 * num_keys, head_dim] of the token at `slot`.
 template <typename T, typename C>
 inline void store_token(const T* heads, const Cache<C>& cache, int64_t slot) {
   C* token = cache.token(slot);

@@ -1,7 +1,7 @@
-// Vectors of 16 float32 lanes, how the element types are loaded into them and stored from them.
-// They are the vector types of GCC and Clang, so that one source compiles to AVX-512, AVX2 and NEON.
+// Vectors of 16 float32 lanes, and loads and stores of the element types. They are the vector types
+// of GCC and Clang, so that one source compiles to AVX-512, AVX2 and NEON.
 //
-// Nothing here assumes finite arithmetic: a NaN must reach the logits, where the engine looks for
+// The code does not assume finite arithmetic: a NaN must reach the logits, where the engine detects
 // it.
 
 #pragma once
@@ -41,7 +41,7 @@ inline Floats load(const float* from) { return unaligned<Floats>(from); }
 
 inline Floats load(const BFloat16* from) {
 #ifdef __AVX512BW__
-  // GCC makes four shuffles of the conversion below, where the CPU has one instruction.
+  // GCC makes four shuffles of the conversion below, but the CPU has one instruction for it.
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16);
 #else
@@ -59,7 +59,7 @@ inline Floats load(const Float16* from) {
 
 inline void store(float* to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
-// The bits of bfloat16 in the upper halves: to nearest, ties to even; a NaN stays one.
+// Rounds to bfloat16 in the upper halves: to nearest, ties to even; NaN stays NaN.
 inline Words rounded(Floats values) {
   const Words words = (Words)values;
   return values == values ? words + 0x7fffu + ((words >> 16) & 1u) : words | 0x400000u;
@@ -85,7 +85,7 @@ inline void store(Float16* to, Floats values) {
 #endif
 }
 
-// Up to 16 elements of which `count` are there.
+// Loads `count` of up to 16 elements.
 template <typename T>
 inline Floats load_some(const T* from, int64_t count) {
   if (count >= kLanes) return load(from);
@@ -102,8 +102,8 @@ inline void store_some(T* to, Floats values, int64_t count) {
   if (count > 0) std::memcpy(to, all, static_cast<size_t>(count) * sizeof *to);
 }
 
-// 2 * kLanes neighbours as two vectors, in whatever order of elements is cheapest for the type;
-// store_pair undoes it.
+// Loads 2 * kLanes neighbours as two vectors, in the order of elements that is cheapest for the
+// type; store_pair restores it.
 template <typename T>
 inline void load_pair(const T* from, Floats& first, Floats& second) {
   first = load(from);
@@ -140,8 +140,8 @@ inline Floats load(const int8_t* from) {
 #endif
 }
 
-// A head of T or int8, its elements in whatever order is cheapest beside others that are `kInOrder`
-// or not: those of int8 are.
+// Loads a head of T or int8. The order of elements is the cheapest one, or with `kInOrder` theirs,
+// as in int8.
 template <bool kInOrder, int kVectors, typename T>
 inline void load_head(const T* from, Floats (&to)[kVectors]) {
 #pragma GCC unroll 16
@@ -169,10 +169,10 @@ inline void store_head(T* to, const float* values, float factor) {
   }
 }
 
-// To the nearest integer, ties to the even one, for magnitudes below 2^22.
+// Rounds to the nearest integer, ties to even, for magnitudes below 2^22.
 inline Floats to_integer(Floats values) { return (values + 12582912.0f) - 12582912.0f; }
 
-// Adds the halves, then the quarters of a vector: the first four elements hold the sums.
+// Adds the halves, then the quarters of a vector; the first four elements hold the sums.
 inline Floats folded(Floats v) {
   v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
   v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
@@ -184,7 +184,7 @@ inline float sum(Floats values) {
   return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
-// The sums of four vectors, side by side: their additions are shared.
+// Stores the sums of four vectors side by side; they share their additions.
 inline void store_sums(float* to, const Floats (&values)[4]) {
   const auto pairs = [](Floats a, Floats b) {
     return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +

@@ -1,4 +1,4 @@
-// The likeliest token of rows of logits.
+// Likeliest token of rows of logits.
 
 #pragma once
 
@@ -17,7 +17,7 @@ inline float number(BFloat16 value) {
 }
 inline float number(Float16 value) { return static_cast<float>(unaligned<_Float16>(&value)); }
 
-// The first of the largest; -1 if that is infinite, or if one is not a number.
+// First token of the largest logit; -1 if it is infinite or any logit is NaN.
 template <typename T>
 inline int64_t likeliest_of(const T* logits, int64_t count) {
   Floats most = Floats{} - std::numeric_limits<float>::infinity();

@@ -1,5 +1,5 @@
-// Attention of several new tokens of a sequence over its paged KV cache, in bfloat16: keys and values
-// are packed as the weights of a product, and the softmax goes section by section of the keys with a
+// Attention of several new tokens of a sequence over its paged KV cache, in bfloat16. Keys and
+// values are packed like the weights of a product. The softmax goes through sections of keys with a
 // running maximum and sum (Milakov and Gimelshein 2018, arXiv:1805.02867; as in FlashAttention).
 
 #pragma once
@@ -15,13 +15,13 @@
 
 namespace {
 
-// Keys of a section: with their values they fit the core's own cache beside the queries.
+// Keys of a section: with their values and the queries they fit the core's own cache.
 constexpr int64_t kSectionKeys = 256;
-// Less than any score, yet finite: a section of which a row sees nothing gives no NaN, and what it
-// adds is scaled to nothing by the first score that is seen.
+// Finite number below any score: a section of which a row sees nothing gives no NaN, and the first
+// visible score scales its contribution to 0.
 constexpr float kUnseen = -1e30f;
 
-// New tokens of one sequence: rows `begin` ... `end - 1` of the step, behind `context` tokens.
+// New tokens of one sequence: rows `begin` ... `end - 1` of the step, after `context` tokens.
 struct Chunk {
   int64_t begin, end, context;
   const int32_t* table;
@@ -34,15 +34,15 @@ struct Chunk {
 
 inline int64_t section_size(int64_t head_dim) { return 2 * kSectionKeys * head_dim; }
 
-// Keys: [panel of 16 keys][pair of elements][key][2]; values behind them: [panel of 16
-// elements][pair of keys][element][2]. What a chunk has not is zero.
+// Packs keys as [panel of 16 keys][pair of elements][key][2], then values as [panel of 16
+// elements][pair of keys][element][2]. Missing keys and values are 0.
 template <int kVectors, typename C>
 void pack_section(const Chunk& chunk, const Cache<C>& cache, int64_t head, int64_t section,
                   BFloat16* out) {
   constexpr int64_t kHeadDim = kVectors * kLanes;
   const int64_t first = section * kSectionKeys;
   const int64_t count = std::min(kSectionKeys, chunk.length() - first);
-  // Whole tiles of the products below are read.
+  // The products below read whole tiles.
   const int64_t filled = (count + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes);
   BFloat16* values = out + kSectionKeys * kHeadDim;
   for (int64_t i = 0; i < filled; ++i) {
@@ -84,8 +84,8 @@ struct TileScratch {
   float largest[kTileRows], sums[kTileRows];
 };
 
-// Turns the scores of a row into weights for the keys `begin` ... `end - 1` that it sees of `width`,
-// and scales what the row has so far to the new maximum.
+// Turns a row's scores into weights for the keys `begin` ... `end - 1` that it sees of `width`, and
+// rescales the row's running sums to the new maximum.
 template <int kVectors>
 void weigh_row(TileScratch<kVectors>& scratch, int row, int64_t begin, int64_t end, int64_t width,
                float scale) {
@@ -114,7 +114,7 @@ void weigh_row(TileScratch<kVectors>& scratch, int row, int64_t begin, int64_t e
   scratch.largest[row] = largest;
 }
 
-// kRows rows from `row` of a chunk on, of one query head, whose queries lie `stride` apart.
+// Attends with kRows rows from `row` of a chunk on, of one query head; queries are `stride` apart.
 template <int kVectors, int kRows>
 void attend_tile(const Chunk& chunk, int64_t row, const BFloat16* queries, int64_t stride,
                  const BFloat16* packed, int64_t window, float scale, BFloat16* out,

@@ -1,10 +1,10 @@
-// The products as a function of C. It is a part of cpu_kernels.cpp, and a library by itself, which takes
-// a quarter of the time to compile: products alone differ where a CPU lacks instructions.
+// The products as a C function. This file is part of cpu_kernels.cpp, and a library by itself that
+// compiles in a quarter of the time: only products differ on a CPU without some instructions.
 
 #include "products.h"
 
-// Takes bfloat16 alone. `weight` is a Weight of weights.h; `finish`: 0 writes, 1 adds to `out`, 2 is
-// silu(gate) * up.
+// Supports bfloat16 only. `weight` is a Weight of weights.h. `finish` is 0 to write, 1 to add to
+// `out`, 2 for silu(gate) * up.
 extern "C" int millrace_multiply(const void* rows, const void* weight, void* out, int64_t num_rows,
                                  int64_t num_inputs, int64_t num_outputs, int finish) {
   if (finish < 0 || finish > 2) return 1;

@@ -1,7 +1,8 @@
 // Products of bfloat16 rows with weights of any format of weights.h.
 //
-// Each sum is taken over the inputs from first to last, of a group of them in float32, or in integers,
-// whatever the number of rows and threads: a row's result is the same in every company.
+// Sums go over the inputs from first to last, in float32 within a group, or in integers, for any
+// number of rows and threads. So products are batch-invariant: a row's result is the same in any
+// batch.
 
 #pragma once
 
@@ -24,21 +25,21 @@
 
 namespace {
 
-// Rows whose sums fit the registers beside two vectors of weights and one of inputs.
+// Rows whose sums fit the registers together with two vectors of weights and one of inputs.
 #ifdef __AVX512F__
 constexpr int kTileRows = 12;
 #else
 constexpr int kTileRows = 4;
 #endif
 
-// What becomes of the sums: written, added to what is there, or made one by silu(gate) * up.
+// Last step of a product: write, add to the output, or combine by silu(gate) * up.
 enum class Finish { kWrite, kAdd, kGate };
 
-// `rows` [num_rows, num_inputs] are bfloat16, and as `prepare_row` makes them of these where the weight
-// asks for that, with `scales` [num_rows, num_scales], and for a weight with zeros the `sums` of their
-// groups [num_rows, num_groups]. `out` [num_rows, num_outputs], or half of that
-// for kGate, whose panels are the gates, then what they gate. `adapted` is null if no row has an
-// adapter. If not null, `partial` [num_rows, num_outputs] gets the sums as they are, in place of `out`.
+// Arguments of a product. `rows` [num_rows, num_inputs] are bfloat16, or made by `prepare_row` if
+// the weight needs that, with `scales` [num_rows, num_scales], and for a weight with zeros the
+// `sums` of their groups [num_rows, num_groups]. `out` is [num_rows, num_outputs], or half as wide
+// for kGate, whose panels are the gates, then the ups. `adapted` is null if no row has an adapter.
+// `partial` [num_rows, num_outputs], if not null, gets the unfinished sums in place of `out`.
 struct Product {
   const void* rows;
   const Weight* weight;
@@ -60,7 +61,7 @@ struct Product {
   int64_t panel_bytes() const { return octet_bytes(weight->format) * num_inputs / kUnrolled; }
 };
 
-// Items that threads share: two panels each, and of many rows a part of them.
+// Items that threads share: two panels each, and with many rows a part of the rows.
 struct Items {
   int64_t num_twos, num_parts;
   int64_t count() const { return num_twos * num_parts; }
@@ -86,13 +87,13 @@ inline Panels panels_at(const BFloat16* first, const BFloat16* second) {
   return {reinterpret_cast<const std::byte*>(first), reinterpret_cast<const std::byte*>(second)};
 }
 
-// What a tile asks memory for while it computes: so many lines of both panels for each time around.
+// Prefetch of a tile while it computes: a number of lines of both panels per turn.
 struct Ahead {
   Panels panels;
   int64_t lines;
 };
 
-// Asks for the lines of both panels; `ahead` then begins behind them.
+// Prefetches lines of both panels and advances `ahead` past them.
 inline void ask(Ahead& ahead) {
   for (int64_t line = 0; line < ahead.lines; ++line) {
     __builtin_prefetch(ahead.panels.first, 0, 2);
@@ -129,7 +130,7 @@ __attribute__((always_inline)) inline void sum_pairs(const BFloat16* rows, int64
   std::memcpy(sums, totals, sizeof totals);
 }
 
-// As `sum_pairs`, of rows of bytes; the sums are integers, and are not added to.
+// Like `sum_pairs`, for rows of bytes; overwrites the sums, which are integers.
 template <int kRows>
 __attribute__((always_inline)) inline void sum_bytes(const uint8_t* rows, int64_t stride,
                                                      Panels panels, Ahead& ahead,
@@ -151,7 +152,7 @@ __attribute__((always_inline)) inline void sum_bytes(const uint8_t* rows, int64_
   std::memcpy(sums, totals, sizeof totals);
 }
 
-// The products of kRows rows from `row` on with `panels`, which are those of `outputs`, scaled.
+// Scaled products of kRows rows from `row` on with `panels`, which belong to `outputs`.
 template <Format kFormat, int kRows>
 __attribute__((always_inline)) inline void sum_tile(const Product& product, int64_t row,
                                                     const int64_t (&outputs)[2], Panels panels,
@@ -205,14 +206,14 @@ __attribute__((always_inline)) inline void sum_tile(const Product& product, int6
 
 inline bool is_gate(const Product& product) { return product.finish == Finish::kGate; }
 
-// The first output of each panel of the item `two`.
+// First output of each panel of the item `two`.
 inline int64_t first_output(const Product& product, int64_t two, int panel) {
   return is_gate(product) ? product.num_outputs / 2 * panel + two * kLanes
                           : (2 * two + panel) * kLanes;
 }
 
-// Rows `row` ... `row + kRows - 1` of the item `two`, whose panels are of kFormat, whatever the
-// weight's.
+// Computes rows `row` ... `row + kRows - 1` of the item `two`, with panels in kFormat, which may
+// differ from the weight's.
 template <Format kFormat, int kRows>
 void multiply_tile(const Product& product, int64_t two, int64_t row, const Panels& panels,
                    const Ahead& ahead) {
@@ -249,7 +250,7 @@ void multiply_tile(const Product& product, int64_t two, int64_t row, const Panel
 }
 
 using MultiplyTile = void (*)(const Product&, int64_t, int64_t, const Panels&, const Ahead&);
-// By the number of rows less one.
+// Functions by the number of rows minus one.
 template <Format kFormat, int... kRowsLessOne>
 constexpr auto multiply_tiles(std::integer_sequence<int, kRowsLessOne...>) {
   return std::array<MultiplyTile, kTileRows>{multiply_tile<kFormat, kRowsLessOne + 1>...};
@@ -257,12 +258,12 @@ constexpr auto multiply_tiles(std::integer_sequence<int, kRowsLessOne...>) {
 template <Format kFormat>
 constexpr auto kTilesOf =
     multiply_tiles<kFormat>(std::make_integer_sequence<int, kTileRows>{});
-// By the format.
+// Functions by format.
 constexpr std::array kMultiplyTile{kTilesOf<Format::kBFloat16>, kTilesOf<Format::kInt8>,
                                    kTilesOf<Format::kFloat8>, kTilesOf<Format::kInt4>,
                                    kTilesOf<Format::kInt8Dot>, kTilesOf<Format::kCodes>};
 
-// A panel of codes in bfloat16.
+// Converts a panel of codes to bfloat16.
 template <Format kFormat>
 void widen_panel(const std::byte* from, int64_t num_inputs, std::byte* to) {
   for (int64_t at = 0; at < num_inputs; at += kUnrolled, from += octet_bytes(kFormat)) {
@@ -272,18 +273,18 @@ void widen_panel(const std::byte* from, int64_t num_inputs, std::byte* to) {
   }
 }
 
-// By the format; null where nothing is gained by it.
+// Functions by format; null where widening gains nothing.
 constexpr std::array<void (*)(const std::byte*, int64_t, std::byte*), 5> kWidenPanel{
     nullptr, widen_panel<Format::kInt8>, widen_panel<Format::kFloat8>, widen_panel<Format::kInt4>,
     nullptr};
 
-// `next` is the item that this thread takes afterwards, or itself: its panels are fetched meanwhile,
-// a part of them by each of the first tiles, so that memory is never waited for between two items.
+// `next` is this thread's next item, or `item` itself. Each of the first tiles prefetches a part of
+// its panels, so that no thread waits for memory between two items.
 inline void multiply_item(const Product& product, const Items& items, int64_t item, int64_t next) {
   const int64_t two = item / items.num_parts, part = item % items.num_parts;
   const int64_t begin = product.num_rows * part / items.num_parts;
   const int64_t count = product.num_rows * (part + 1) / items.num_parts - begin;
-  // Tiles of about the same height: one of 12 rows and one of 1 would waste most of the latter.
+  // Tiles have about equal heights: tiles of 12 rows and 1 row would waste most of the latter.
   const int64_t num_tiles = (count + kTileRows - 1) / kTileRows;
   const auto soon = [&](int panel) {
     const int64_t output = first_output(product, next / items.num_parts, panel);
@@ -295,7 +296,7 @@ inline void multiply_item(const Product& product, const Items& items, int64_t it
            first_output(product, two, panel) / kPanelOutputs * product.panel_bytes();
   };
   Panels panels{codes(0), codes(1)};
-  // Several tiles read what was widened once.
+  // Several tiles share panels that are widened once.
   if (num_tiles > 1 && kWidenPanel[format] != nullptr) {
     thread_local std::vector<std::byte> widened;
     const int64_t size = octet_bytes(Format::kCodes) * product.num_inputs / kUnrolled;
@@ -326,8 +327,8 @@ inline void multiply_item(const Product& product, const Items& items, int64_t it
   }
 }
 
-// Takes items until none is left, some at once. A thread that is held up elsewhere leaves more to
-// the others. `use` gets an item and the one that follows it for this thread, or the same again.
+// Takes items until none is left, several threads at once; a delayed thread leaves more to the
+// others. `use` gets an item and this thread's next one, or the same item again.
 template <typename Use>
 inline void share_items(std::atomic<int64_t>& next, int64_t count, int num_threads, Use&& use) {
   constexpr int64_t kTurnsPerThread = 8;
@@ -343,10 +344,10 @@ inline void share_items(std::atomic<int64_t>& next, int64_t count, int num_threa
   }
 }
 
-// Prepared rows of a product, where the weight asks for them.
+// Rows prepared for a product, if the weight needs it.
 class PreparedRows {
  public:
-  // For products whose rows have at most so many inputs together.
+  // For products whose rows have at most `num_inputs` inputs in total.
   explicit PreparedRows(int64_t num_inputs)
       : codes_(elements<BFloat16>(num_inputs)),
         scales_(elements<float>(num_inputs / kLanes + 1)),

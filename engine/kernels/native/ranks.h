@@ -1,7 +1,7 @@
-// Ranks of a group: processes of one machine that compute a step together and exchange what they
-// made through memory that all of them map. Whoever waits looks for a while, then sleeps in the
-// kernel, so that the ones it waits for can have its core; it gives up when the group is aborted or
-// the time is over, and computes on with numbers that nobody will look at.
+// Ranks of a group: processes of one machine that compute a step together and exchange results
+// through shared memory. A waiting rank polls for a while, then sleeps in the kernel, so that other
+// ranks can use its core. It gives up when the group is aborted or the timeout has passed, and then
+// computes with numbers that are never used.
 
 #pragma once
 
@@ -23,19 +23,19 @@
 
 namespace {
 
-// A counter that others wait for, in a cache line of its own.
+// Counter on which others wait, in a cache line of its own.
 struct alignas(64) RankWord {
   std::atomic<uint32_t> value{0}, sleepers{0};
 };
 static_assert(sizeof(RankWord) == 64);
 
-// `failure` says why a group has ended, 0 while it has not: above kTimedOut is the rank that did not
-// come, in the upper bits.
+// `failure` is the reason of a group's end, or 0. For kTimedOut, the upper bits have the rank that
+// did not arrive.
 constexpr uint32_t kAborted = 1, kTimedOut = 2;
 constexpr int kRankShift = 8;
 
-// What is at the beginning of the shared memory: who has come to the exchange of which number, and
-// how many messages rank 0 has posted. kMaxRanks is that of `engine.kernels.ranks`.
+// Start of the shared memory: the last exchange at which each rank has arrived, and the number of
+// messages that rank 0 has posted. kMaxRanks equals that of `engine.kernels.ranks`.
 constexpr int kMaxRanks = 16;
 struct RankHeader {
   RankWord arrived[kMaxRanks];
@@ -43,10 +43,10 @@ struct RankHeader {
   RankWord failure;
 };
 
-// One process's view of its group; of Python's `RankView` in `engine.kernels.ranks`. Each rank has
-// two buffers of `buffer_floats` one behind the other, from `buffers` on, for exchanges of even and
-// of odd numbers: who comes to an exchange has read what the one before it brought. `brought` numbers
-// in all, and waited `waited_ns` for the others.
+// View of a group by one process; Python's `RankView` in `engine.kernels.ranks`. From `buffers` on,
+// each rank has two buffers of `buffer_floats`, for even and odd exchanges: a rank that arrives at
+// an exchange has read the data of the previous one. The rank has written `brought` numbers in
+// total and waited `waited_ns` for the others.
 struct Ranks {
   RankHeader* header;
   float* buffers;
@@ -77,7 +77,7 @@ inline void set_word(RankWord& word, uint32_t value) {
   }
 }
 
-// Ends the group: every wait is over soon.
+// Ends the group; all waits end soon.
 inline void fail_ranks(RankHeader& header, uint32_t why) {
   uint32_t none = 0;
   header.failure.value.compare_exchange_strong(none, why);
@@ -85,8 +85,8 @@ inline void fail_ranks(RankHeader& header, uint32_t why) {
   futex(header.posted.value, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-// Until the word is at `value` or beyond it, counted around. False when the time, if there is a
-// bound, is over or the group has failed.
+// Waits until the word has reached `value`, modulo 2^32. Returns false if the timeout, if any, has
+// passed or the group has failed.
 inline bool await_word(const Ranks& ranks, RankWord& word, uint32_t value, int64_t timeout_ns) {
   const auto is_there = [&](uint32_t now) { return static_cast<int32_t>(now - value) >= 0; };
   constexpr int kTurns = 4000;
@@ -96,7 +96,7 @@ inline bool await_word(const Ranks& ranks, RankWord& word, uint32_t value, int64
   }
   using Clock = std::chrono::steady_clock;
   const auto begin = Clock::now();
-  // Short sleeps, as whoever aborts may miss one who is about to sleep.
+  // Short sleeps, because an abort may miss a thread that is about to sleep.
   constexpr timespec kSlice{0, 50'000'000};
   bool came = false;
   word.sleepers.fetch_add(1, std::memory_order_seq_cst);
@@ -111,8 +111,8 @@ inline bool await_word(const Ranks& ranks, RankWord& word, uint32_t value, int64
   return came;
 }
 
-// Comes to the exchange, for which the rank has written so many numbers to its buffer, and waits for
-// the others.
+// Arrives at an exchange, after the rank has written `num_brought` numbers to its buffer, and waits
+// for the others.
 inline void meet_ranks(Ranks& ranks, int64_t num_brought) {
   RankHeader& header = *ranks.header;
   const auto begin = std::chrono::steady_clock::now();
@@ -127,9 +127,8 @@ inline void meet_ranks(Ranks& ranks, int64_t num_brought) {
   ranks.waited_ns += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
 }
 
-// The elements `begin` ... `end - 1` of `total`, and of what all ranks have in their buffers from
-// there on, in the order of the ranks: the same bits on each. With `adds` they are added to what is
-// in `total`, else they replace it.
+// Sums elements `begin` ... `end - 1` of all ranks' buffers in the order of the ranks: the same
+// bits on each. With `adds` the sums are added to `total`, otherwise they replace it.
 template <typename T>
 inline void sum_ranks(const Ranks& ranks, T* total, int64_t begin, int64_t end, bool adds) {
   for (int64_t at = begin; at < end; at += kLanes) {

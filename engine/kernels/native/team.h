@@ -1,4 +1,4 @@
-// Threads of one parallel region that wait for one another many times.
+// Barrier for threads of one parallel region that wait for one another many times.
 
 #pragma once
 
@@ -19,12 +19,12 @@ inline void pause_briefly() {
 #endif
 }
 
-// A barrier. Who waits looks for some microseconds, which is longer than another thread of the team
-// takes to finish its part, and shorter than it takes to be woken; then it sleeps, so that a thread
-// that lost its core to another process can have this one's.
+// Barrier of a team. A waiting thread polls for some microseconds, longer than another thread takes
+// to finish its part and shorter than a wake-up takes. Then it sleeps, so that a thread that lost
+// its core to another process can use this thread's core.
 class Team {
  public:
-  // Until all `num_threads` of the region are here.
+  // Waits until all `num_threads` of the region have arrived.
   void wait(int num_threads) {
     const int32_t now = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == num_threads - 1) {

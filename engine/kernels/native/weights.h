@@ -1,18 +1,19 @@
-// Weights as products read them, wide or quantized, and the rows that quantized ones multiply.
+// Weights in the layout of the products, wide or quantized, and rounding of rows for quantized
+// ones.
 //
-// A panel is 16 outputs of a weight matrix [num_outputs, num_inputs], and a product reads its panels
-// from first to last. Panels come in twos; outputs that are not there are zeros.
+// A panel is 16 outputs of a weight matrix [num_outputs, num_inputs]. A product reads a panel from
+// first to last. Panels come in twos; missing outputs are zeros.
 //
-// | format    | what a panel has for each 8 inputs                                                |
+// | format    | contents of a panel for each 8 inputs                                             |
 // |-----------|-----------------------------------------------------------------------------------|
-// | bfloat16  | 4 vectors, one a pair of inputs: the pair of the first output, of the second ...  |
+// | bfloat16  | 4 vectors, one per pair of inputs: the pair of the first output, of the second ...|
 // | int8      | the same with bytes                                                               |
 // | float8    | the same with bytes: e4m3, without infinities                                     |
-// | int4      | one vector of 32 half words, the k-th nibble of each as above for pair k, plus 8  |
-// | int8 dot  | 2 vectors, one for 4 inputs: the four bytes of the first output ...               |
+// | int4      | one vector of 32 half words; the k-th nibble of each is that of pair k, plus 8    |
+// | int8 dot  | 2 vectors, one per 4 inputs: the four bytes of the first output ...               |
 //
-// The integers and e4m3 are exact in bfloat16, whose dot products of pairs multiply them with rows of
-// bfloat16; int8 dot multiplies them with rows of bytes, and sums integers.
+// Integers and e4m3 are exact in bfloat16, whose dot products of pairs multiply them with rows of
+// bfloat16. int8 dot multiplies them with rows of bytes and sums integers.
 
 #pragma once
 
@@ -26,11 +27,11 @@
 namespace {
 
 constexpr int64_t kPanelOutputs = kLanes;
-// Inputs that the loop of a tile takes at a time: widths are multiples of it.
+// Inputs that a tile's loop takes at a time: widths are multiples of it.
 constexpr int kUnrolled = 8;
 constexpr int64_t kLineBytes = 64;
 
-// kCodes are codes of another format in bfloat16, which products make of these for themselves.
+// kCodes are codes of another format in bfloat16, to which products convert them.
 enum class Format : int32_t { kBFloat16, kInt8, kFloat8, kInt4, kInt8Dot, kCodes };
 
 // Bytes of a panel for each 8 inputs.
@@ -40,14 +41,14 @@ constexpr int64_t octet_bytes(Format format) {
                                                                   : 2 * kLineBytes;
 }
 
-// What becomes of a row before it is multiplied. Dynamic scales are those of the row itself, or of
-// each group of its inputs.
+// Rounding of a row before a product. Dynamic scales are those of the row, or of each group of its
+// inputs.
 enum class Activation : int32_t { kNone, kInt8, kInt8Static, kFloat8, kFloat8Static, kFloat8Groups };
 
-// `scales` [num_panels, num_groups, 16] are null for bfloat16. Of a group a sum becomes
-// scale * (sum - zero * sum of the inputs): `offsets`, of the same shape or null, are the products
-// scale * zero. Those of int8 dot are 128 times the sums of the weights: int32 [num_panels, 16].
-// `order` [num_inputs], the input that is multiplied at each place, `bias` [num_outputs] may be null.
+// Weight of a product. `scales` [num_panels, num_groups, 16] is null for bfloat16. A group's sum
+// becomes scale * (sum - zero * sum of the inputs). `offsets`, of the same shape or null, are scale
+// * zero. For int8 dot they are 128 times the sums of the weights: int32 [num_panels, 16]. `order`
+// [num_inputs], the input at each place, and `bias` [num_outputs] may be null.
 struct Weight {
   const std::byte* codes;
   const float* scales;
@@ -76,7 +77,7 @@ inline Floats plus_products(Floats sums, Pairs weights, Pairs inputs) {
   return (Floats)_mm512_dpbf16_ps((__m512)sums, weights, inputs);
 }
 #else
-// Of each pair its first and its second element.
+// First and second elements of pairs.
 struct Pairs {
   Floats even, odd;
 };
@@ -97,7 +98,7 @@ inline Floats plus_products(Floats sums, const Pairs& weights, const Pairs& inpu
 }
 #endif
 
-// The four pairs of 8 inputs of a panel at `from`; `pair` is called with each number once, in order.
+// Four pairs of 8 inputs of a panel at `from`; `pair` is called with each number once, in order.
 template <Format kFormat>
 class Octet;
 
@@ -149,7 +150,7 @@ class Octet<Format::kFloat8> {
 #ifdef __AVX512BF16__
     const __m512i codes =
         _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-    // Exponents are 120 less than bfloat16's; what is below 2^-6 has none of its own.
+    // Exponents are 120 less than bfloat16's. Numbers below 2^-6 are subnormal.
     const __m512i magnitudes =
         _mm512_slli_epi16(_mm512_and_si512(codes, _mm512_set1_epi16(0x7f)), 4);
     const __m512i normal = _mm512_add_epi16(magnitudes, _mm512_set1_epi16(120 << 7));
@@ -157,7 +158,7 @@ class Octet<Format::kFloat8> {
     const __m512i values =
         _mm512_mask_permutexvar_epi16(normal, is_small, codes, _mm512_load_si512(kSmall));
     const __m512i signs = _mm512_slli_epi16(codes, 8);
-    // The sign of the one, all else of the other.
+    // The sign of one operand, all other bits of the other.
     return (Pairs)_mm512_ternarylogic_epi32(_mm512_set1_epi16(-0x8000), signs, values, 0xca);
 #else
     const Words words = __builtin_convertvector(unaligned<Halves>(at), Words);
@@ -167,7 +168,7 @@ class Octet<Format::kFloat8> {
 
  private:
 #ifdef __AVX512BF16__
-  // 0 to 7 times 2^-9, four times, as the index has five bits.
+  // 0 to 7 times 2^-9, four times, because the index has five bits.
   alignas(64) static constexpr uint16_t kSmall[32] = {
       0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60,
       0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60,
@@ -193,7 +194,7 @@ class Octet<Format::kInt4> {
   }
 
  private:
-  // -8 to 7 in bfloat16, twice, as the index has five bits.
+  // -8 to 7 in bfloat16, twice, because the index has five bits.
   alignas(64) static constexpr uint16_t kValues[32] = {
       0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
       0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
@@ -214,8 +215,8 @@ class Octet<Format::kInt4> {
 #endif
 };
 
-// Adds to each output's sum its four products of bytes at `weights`, which are signed, with `inputs`,
-// which are not.
+// Adds to each output's sum its four products of signed bytes at `weights` with the unsigned
+// `inputs`.
 inline Ints plus_byte_products(Ints sums, const std::byte* weights, const uint8_t* inputs) {
 #if defined(__AVX512VNNI__)
   const __m512i four = _mm512_set1_epi32(unaligned<int32_t>(inputs));
@@ -230,7 +231,7 @@ inline Ints plus_byte_products(Ints sums, const std::byte* weights, const uint8_
 #endif
 }
 
-// Of `count` elements; a NaN is larger than all others.
+// Largest magnitude of `count` elements; NaN counts as larger than all others.
 inline float largest_magnitude(const BFloat16* row, int64_t count) {
   uint16_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -245,7 +246,7 @@ inline Floats bounded(Floats values, float least, float most) {
   return values > most ? Floats{} + most : values;
 }
 
-// To the nearest value of e4m3, ties to even, what is larger to the largest.
+// Rounds to the nearest value of e4m3, ties to even; larger values become the largest.
 inline Floats to_float8(Floats values) {
   constexpr float kMost = 448.0f, kLeastNormal = 0x1p-6f, kSteps = 0x1p9f;
   values = bounded(values, -kMost, kMost);
@@ -258,8 +259,8 @@ inline Floats to_float8(Floats values) {
 
 constexpr float kMostInt8 = 127.0f, kMostFloat8 = 448.0f;
 
-// The scale of `count` inputs of which `most` is the largest magnitude of a code. What is not finite
-// makes every scale so, as codes of bytes could not tell.
+// Scale of `count` inputs; `most` is the largest magnitude of a code. A value that is not finite
+// makes the scale not finite, because 8-bit codes could not show it.
 inline float row_scale(const Weight& weight, const BFloat16* row, int64_t count, float most) {
   const float scale = largest_magnitude(row, count) / most;
   const bool is_static = weight.activation == Activation::kInt8Static ||
@@ -268,16 +269,16 @@ inline float row_scale(const Weight& weight, const BFloat16* row, int64_t count,
   return scale == 0 ? 1.0f : scale;
 }
 
-// The sum of `count` elements.
+// Sum of `count` elements.
 inline float sum_of(const BFloat16* row, int64_t count) {
   Floats sums{};
   for (int64_t i = 0; i < count; i += kLanes) sums += load(row + i);
   return sum(sums);
 }
 
-// A row as `weight` multiplies it: codes in bfloat16, or bytes from 128 on for int8 dot, in `codes`;
-// their scales, one for the row or one for each group, in `scales`. `scratch` holds a row. Widths and
-// groups are multiples of 16.
+// Rounds a row for `weight`. `codes` gets codes in bfloat16, or bytes plus 128 for int8 dot, and
+// `scales` one scale for the row or for each group. `scratch` holds a row. Widths and groups are
+// multiples of 16.
 inline void round_row(const Weight& weight, const BFloat16* row, int64_t num_inputs,
                       BFloat16* scratch, void* codes, float* scales) {
   if (weight.order != nullptr) {
@@ -314,7 +315,7 @@ inline void round_row(const Weight& weight, const BFloat16* row, int64_t num_inp
   }
 }
 
-// As `round_row`, and where the weight has zeros the sum of each group's codes in `sums`.
+// Like `round_row`; if the weight has zeros, `sums` gets the sum of each group's codes.
 inline void prepare_row(const Weight& weight, const BFloat16* row, int64_t num_inputs,
                         BFloat16* scratch, void* codes, float* scales, float* sums) {
   round_row(weight, row, num_inputs, scratch, codes, scales);

@@ -1,4 +1,4 @@
-"""A connection between two hosts of a group: its greeting, and its frames."""
+"""Connection between two hosts of a group: its greeting and its frames."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from millrace.schemas.errors import MillraceError
 
 
 class StageError(MillraceError, code="stage_failed", retryable=True):
-    """The connection to a stage of another host has ended, or what came by it makes no sense."""
+    """Failure of a connection to a stage of another host: it ended or sent an invalid frame."""
 
 
 class StageRefusedError(StageError, code="stage_refused", retryable=False):
-    """One side will not have the other, and says how to mend it: trying again changes nothing."""
+    """Refusal of one side by the other, with the remedy; a retry changes nothing."""
 
 
-# Of what is said here and in ``messages`` and ``control``: both sides have the same version.
+# Version of this protocol, of ``messages`` and of ``control``: both sides must have the same.
 VERSION = 4
 _MAGIC = b"mrst"
 _HEADER = struct.Struct("<4sHHQQ")
@@ -40,12 +40,12 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class GroupFrameKind(IntEnum):
-    """What a frame is.
+    """Kind of a frame.
 
-    ``ASSIGNMENT`` says what a host that has joined is to compute, which it has ``ACCEPTED`` or
-    ``REFUSED``, with a reason. Then ``MESSAGE`` is a part of one from stage to stage, ``CONTROL``
-    a packet of the socket of a rank, ``BEAT`` says that somebody is there, and ``END``, with a
-    reason, that nothing will come any more.
+    ``ASSIGNMENT`` tells a host that has joined what to compute. The host answers ``ACCEPTED``, or
+    ``REFUSED`` with a reason. Afterwards ``MESSAGE`` is a part of a message from stage to stage,
+    ``CONTROL`` a packet of a rank's socket, ``BEAT`` a heartbeat, and ``END``, with a reason, the
+    last frame.
     """
 
     ASSIGNMENT = 1
@@ -62,11 +62,11 @@ JOINING: Mapping[GroupFrameKind, int] = {
     GroupFrameKind.ACCEPTED: 0,
     GroupFrameKind.REFUSED: _MAX_TEXT_BYTES,
 }
-"""The kinds of frames until a host computes, and how many bytes they have at most."""
+"""Kinds of frames before a host computes, with their maximum sizes in bytes."""
 
 
 def computing(message_bytes: int) -> Mapping[GroupFrameKind, int]:
-    """The same from then on; ``message_bytes`` is for a part of a message."""
+    """Return the kinds while a host computes; ``message_bytes`` limits a message's part."""
     return {
         GroupFrameKind.MESSAGE: message_bytes,
         GroupFrameKind.CONTROL: MAX_PACKET_BYTES,
@@ -76,8 +76,11 @@ def computing(message_bytes: int) -> Mapping[GroupFrameKind, int]:
 
 
 class Header(NamedTuple):
-    """Of a frame: ``at`` is which writer or rank of a stage, ``number`` that of a message, ``size``
-    of what follows."""
+    """Header of a frame.
+
+    ``at`` is the writer or rank of a stage, ``number`` the number of a message, ``size`` the bytes
+    of the body.
+    """
 
     kind: GroupFrameKind
     at: int
@@ -86,9 +89,12 @@ class Header(NamedTuple):
 
 
 class StageAssignment(msgspec.Struct, frozen=True, array_like=True):
-    """What a host has of a group. ``join``: what the first rank of its stage is to load, with the
-    shapes of the links of that host and the kind of its devices; ``fingerprint`` and
-    ``config_digest`` are those of the checkpoint."""
+    """Assignment of a host.
+
+    ``join`` is the request to load for the first rank of its stage, with the shapes of the links on
+    that host and the kind of its devices. ``fingerprint`` and ``config_digest`` identify the
+    checkpoint.
+    """
 
     join: Join | JoinDevices
     fingerprint: str
@@ -96,45 +102,47 @@ class StageAssignment(msgspec.Struct, frozen=True, array_like=True):
 
 
 def header(kind: GroupFrameKind, size: int = 0, *, at: int = 0, number: int = 0) -> bytes:
-    """That of a frame."""
+    """Encode the header of a frame."""
     return _HEADER.pack(_MAGIC, kind, at, number, size)
 
 
 def parse_header(data: bytes, limits: Mapping[GroupFrameKind, int]) -> Header:
-    """The header of a frame of one of the kinds in ``limits``. Raises StageError for any other, or
-    for a longer one."""
+    """Decode the header of a frame of one of the kinds in ``limits``.
+
+    Raises StageError for another kind or a longer body.
+    """
     magic, kind_number, at, number, size = _HEADER.unpack(data)
     kind = next((kind for kind in limits if kind == kind_number), None)
     if magic != _MAGIC or kind is None:
-        raise StageError("it says what makes no sense here")
+        raise StageError("it sent an invalid frame")
     if size > limits[kind]:
         raise StageError(f"it sends {size} bytes where {limits[kind]} are most")
     return Header(kind, at, number, size)
 
 
 def encode(said: msgspec.Struct) -> bytes:
-    """MessagePack of it."""
+    """Encode ``said`` as MessagePack."""
     return msgspec.msgpack.encode(said)
 
 
 def text(body: bytes | bytearray) -> str:
-    """What a frame says in words; never more than a line of what can be printed."""
+    """Decode the text of a frame to one line of printable characters."""
     return "".join(
         one if one.isprintable() else "?" for one in body.decode("utf-8", errors="replace")
     )
 
 
 def encode_text(said: str) -> bytes:
-    """The reverse, cut to what a frame may have."""
+    """Encode a text, cut to the limit of a frame."""
     return said.encode()[:_MAX_TEXT_BYTES]
 
 
 def decode(body: bytes | bytearray, kind: type[T]) -> T:
-    """Raises StageError for what is not of the kind."""
+    """Decode a body of type ``kind``. Raises StageError for another type."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StageError(f"it says what makes no sense here: {error}") from error
+        raise StageError(f"it sent an invalid frame: {error}") from error
 
 
 _BEATS_PER_SILENCE = 5
@@ -142,9 +150,12 @@ _END_TIMEOUT_S = 0.5
 
 
 class RankConnection:
-    """One end. Whoever is heard nothing of for ``silence_s`` is taken for gone, so each end says
-    something every ``beat_s``. One thread receives; any may send, and ``end``. Owns the socket,
-    which ``close`` closes once no thread uses it."""
+    """End of a connection; owns the socket.
+
+    An end that is silent for ``silence_s`` counts as gone, so each end sends something every
+    ``beat_s``. One thread receives; any thread may call ``send`` and ``end``. ``close`` closes the
+    socket once no thread uses it.
+    """
 
     def __init__(self, sock: socket.socket, silence_s: float) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -155,20 +166,20 @@ class RankConnection:
         )
         self.limits: Mapping[GroupFrameKind, int] = JOINING
         self.set_silence(silence_s)
-        # Two of them: a time limit belongs to one, and both sides of it are used at a time.
+        # Two streams, because each has one time limit and both directions are used at a time.
         self.reading = Stream(sock, silence_s)
         self._writing = Stream(sock.dup(), silence_s)
         self._lock = threading.Lock()
 
     def set_silence(self, silence_s: float) -> None:
-        """From now on."""
+        """Set the silence that counts as an end, from now on."""
         self._silence_s = silence_s
         self.beat_s = silence_s / _BEATS_PER_SILENCE
 
     def send(
         self, kind: GroupFrameKind, body: bytes | memoryview = b"", *, at: int = 0, number: int = 0
     ) -> None:
-        """A frame. Raises StageError."""
+        """Send a frame. Raises StageError."""
         head = header(kind, len(body), at=at, number=number)
         with self._lock:
             self._writing.allow(self._silence_s)
@@ -178,7 +189,7 @@ class RankConnection:
                 raise StageError(error.message) from error
 
     def receive(self) -> tuple[Header, bytes]:
-        """The next frame and what is in it. Raises StageError, also if none comes in time."""
+        """Return the next frame's header and body. Raises StageError, also on a timeout."""
         try:
             self.reading.allow(self._silence_s)
             head = parse_header(self.reading.receive(HEADER_BYTES), self.limits)
@@ -188,9 +199,11 @@ class RankConnection:
             raise StageError(error.message) from error
 
     def end(self, why: str) -> None:
-        """Say that nothing more will come, if that can be said at once; for any thread. Who
-        receives here goes on until the other end has closed the connection, too: what is closed
-        with something unread in it takes back what it said last."""
+        """Send the last frame if that is possible at once; may be called from any thread.
+
+        The receiving thread continues until the other end has closed the connection, too. A socket
+        closed with unread data would discard the frames sent last.
+        """
         if self._lock.acquire(timeout=_END_TIMEOUT_S):
             body = encode_text(why)
             self._writing.allow(_END_TIMEOUT_S)
@@ -203,7 +216,7 @@ class RankConnection:
             self.reading.sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """The last of it."""
+        """Close the socket."""
         self.reading.sock.close()
         self._writing.sock.close()
 
@@ -215,7 +228,10 @@ _REFUSED = bytes(_PROOF_BYTES)
 
 
 def greet(stream: Stream, token: str) -> None:
-    """By who connects. Raises StageError, StageRefusedError for another token or version."""
+    """Greet the side that this one has connected to.
+
+    Raises StageError, or StageRefusedError for another token or version.
+    """
     own = secrets.token_bytes(_NONCE_BYTES)
     try:
         stream.send(_hello(own))
@@ -226,19 +242,21 @@ def greet(stream: Stream, token: str) -> None:
         raise StageError(error.message) from error
     if not hmac.compare_digest(proof, _proof(token, b"lead", own, other)):
         raise StageRefusedError(
-            "the worker there has another token: give both sides the same, in "
-            "worker.engine.stages_token or a file that "
+            "the worker has another token. Give both sides the same token in "
+            "worker.engine.stages_token, or in the file that "
             "MILLRACE_WORKER__ENGINE__STAGES_TOKEN_FILE names."
         )
 
 
 def welcome(stream: Stream, token: str) -> None:
-    """By who is connected to. Raises StageError for who does not know the token, or is of another
-    version."""
+    """Greet a side that has connected to this one.
+
+    Raises StageError if it has another token or version.
+    """
     own = secrets.token_bytes(_NONCE_BYTES)
     try:
         hello = stream.receive(_HELLO.size)
-        # Said to another version, too, so that it can tell its user.
+        # Sent to another version, too, so that it can report the difference.
         stream.send(_hello(own))
         other = _nonce(hello)
         proof = stream.receive(_PROOF_BYTES)
@@ -255,21 +273,21 @@ def _hello(nonce: bytes) -> bytes:
 
 
 def _nonce(hello: bytes) -> bytes:
-    """Raises StageRefusedError for the hello of another version, or of something else."""
+    """Return the nonce of a hello. Raises StageRefusedError for another version or protocol."""
     magic, version, nonce = _HELLO.unpack(hello)
     if magic != _HELLO_MAGIC:
         raise StageRefusedError(
-            "what answers there is no worker that waits for stages: look at the address, "
+            "the address does not belong to a worker that waits for stages. Check "
             "worker.engine.stages_address."
         )
     if version != VERSION:
         raise StageRefusedError(
-            f"the other side speaks version {version} of this protocol and this one {VERSION}: "
-            "run the same version of Millrace on both."
+            f"the other side speaks version {version} of this protocol and this one {VERSION}. "
+            "Run the same version of Millrace on both."
         )
     return bytes(nonce)
 
 
 def _proof(token: str, role: bytes, of_stage: bytes, of_lead: bytes) -> bytes:
-    """A role in it: nobody can prove anything with what the other side has proved."""
+    """Return the proof of a role; it includes the role, so that a peer cannot replay it."""
     return hmac.digest(token.encode(), _HELLO_MAGIC + role + of_stage + of_lead, "sha256")

@@ -1,4 +1,4 @@
-"""What `millrace stages` does: compute stages of a worker's groups, one group after another."""
+"""Host of `millrace stages`: computes stages of a worker's groups, one group after another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millrace.runtime.retry import doubling_delays
 from millrace.schemas.errors import MillraceError
 
 _CONNECT_TIMEOUT_S = 5.0
-# Others may be before us, whose checkpoints are looked at.
+# The worker may first check the checkpoints of other hosts.
 _ANSWER_TIMEOUT_S = 60.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
 
@@ -31,8 +31,11 @@ _log = logging.getLogger(__name__)
 
 
 class Joining(NamedTuple):
-    """Where a host joins, what it has to know, where its checkpoint is (None: where the worker has
-    it), and how many stages it computes at a time."""
+    """Settings of a host that joins: the worker's address, the token, the path and the stages.
+
+    ``path`` is the checkpoint's on this host, or None for the worker's path. ``max_stages`` is the
+    number of stages computed at a time.
+    """
 
     address: tuple[str, int]
     token: str
@@ -41,9 +44,11 @@ class Joining(NamedTuple):
 
 
 class StageHost:
-    """Joins a worker's group for each stage that it may compute, and again when that group has
-    ended, until ``stop`` or until one of the two sides refuses the other. Owns the ranks: none is
-    left when ``run`` returns."""
+    """Host that joins a worker's group for each stage that it may compute.
+
+    It joins again when a group has ended, until ``stop`` or until one side refuses the other. Owns
+    the ranks: all have ended when ``run`` returns.
+    """
 
     def __init__(self, joining: Joining) -> None:
         self._joining = joining
@@ -54,8 +59,11 @@ class StageHost:
         self._refused: MillraceError | None = None
 
     def run(self) -> None:
-        """Until it is stopped. Raises StageRefusedError, ConfigError or CheckpointError for what
-        does not mend itself."""
+        """Serve groups until stopped.
+
+        Raises StageRefusedError, ConfigError or CheckpointError for errors that a retry does not
+        fix.
+        """
         threads = [
             threading.Thread(target=self._serve_slot, args=(slot,), name=f"stage-{slot}")
             for slot in range(self._joining.max_stages)
@@ -68,7 +76,10 @@ class StageHost:
             raise self._refused
 
     def stop(self) -> None:
-        """For any thread, and for the handler of a signal, which the lock's holder waits for."""
+        """Stop; may be called from any thread and from a signal handler.
+
+        A new thread takes the lock, because the handler may interrupt its holder.
+        """
         self._stopping.set()
         threading.Thread(target=self._wake, name="stages-stop").start()
 
@@ -104,8 +115,10 @@ class StageHost:
             self._stopping.wait(next(delays))
 
     def _serve_group(self, slot: int) -> str:
-        """Compute a stage of the next group until that has ended; why it has. Raises StageError and
-        OSError if there is none, others for what is refused."""
+        """Compute a stage of the next group until the group ends; return the reason of its end.
+
+        Raises StageError and OSError if there is no group, other errors for a refusal.
+        """
         sock = socket.create_connection(self._joining.address, _CONNECT_TIMEOUT_S)
         connection = RankConnection(sock, _ANSWER_TIMEOUT_S)
         try:
@@ -131,7 +144,7 @@ class StageHost:
 
     @contextlib.contextmanager
     def _waking(self, sock: socket.socket) -> Iterator[None]:
-        """Whoever waits for the socket is woken when this is to stop."""
+        """Register a socket, so that ``stop`` wakes the thread that waits for it."""
         with self._lock:
             self._sockets.add(sock)
         try:
@@ -145,11 +158,11 @@ class StageHost:
     def _receive_assignment(self, connection: RankConnection) -> StageAssignment:
         header, body = connection.receive()
         if header.kind is not GroupFrameKind.ASSIGNMENT:
-            raise StageError("it says what makes no sense here")
+            raise StageError("it sent an invalid frame")
         return wire.decode(body, StageAssignment)
 
     def _accept(self, connection: RankConnection, assignment: StageAssignment, slot: int) -> Stage:
-        """Raises what keeps a stage from being computed here, which the worker is told, too."""
+        """Prepare an assigned stage; an error is reported to the worker and raised."""
         try:
             place = Slot(self._joining.path, slot, self._joining.max_stages)
             stage = Stage(connection, assignment, place)

@@ -1,4 +1,4 @@
-"""How rank 0 waits for the hosts that compute the last stages, and the ranks that these have."""
+"""Rank 0's side of remote stages: waits for their hosts and represents their ranks."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from millrace.engine.parallel.remote.relay import LinkEnds, RankEnd, Relay
 from millrace.engine.parallel.remote.stage import CheckpointIdentity
 from millrace.schemas.errors import ConfigError
 
-# What a stranger may take of the time of those who are waited for.
+# Most time for the greeting of a connection, which may be a stranger's.
 _GREETING_TIMEOUT_S = 2.0
-# Reading samples of a large checkpoint from a disk that is slow.
+# Time to read samples of a large checkpoint from a slow disk.
 _ACCEPT_TIMEOUT_S = 60.0
 _BACKLOG = 64
 _PAUSE_S = 0.1
@@ -39,16 +39,17 @@ _log = logging.getLogger(__name__)
 
 
 class Meeting:
-    """Listens from when it is made, for as long as the engine may take to start, until it is
-    closed. Raises ConfigError if it cannot; a group that is met at the same address is waited for.
+    """Listener for hosts, open from its construction until it is closed.
 
-    Hosts who come later than they are needed find nobody, and join the next group.
+    Waits up to ``start_timeout_s``, also for an address that another group still uses. Raises
+    ConfigError if it cannot listen. Hosts that come too late find no listener, and join the next
+    group.
     """
 
     def __init__(self, engine: ResolvedEngineConfig) -> None:
         self._engine = engine
         self._deadline_s = time.monotonic() + engine.start_timeout_s
-        self._why = "nobody came"
+        self._why = "no host connected"
         self._listener = self._listen()
 
     def __enter__(self) -> Meeting:
@@ -58,9 +59,10 @@ class Meeting:
         self._listener.close()
 
     def take(self, stage: int, assignment: StageAssignment) -> RankConnection:
-        """Have the next host that comes compute a stage, from which it hears within
-        ``rank_timeout_s`` again. Raises ConfigError naming the stage that has no host in time, or
-        that its host refuses."""
+        """Assign a stage to the next host that joins, with ``rank_timeout_s`` as its silence.
+
+        Raises ConfigError with the stage that no host took in time, or that its host refused.
+        """
         connection = self._wait_for(stage)
         try:
             _assign(connection, stage, assignment)
@@ -71,9 +73,9 @@ class Meeting:
         return connection
 
     def _wait_for(self, stage: int) -> RankConnection:
-        """A host that knows the token."""
+        """Return the connection of a host that knows the token."""
         address = self._engine.stages_address
-        _log.info("stage %d is waited for at %s", stage, address)
+        _log.info("waiting for a host for stage %d at %s", stage, address)
         while (left_s := self._deadline_s - time.monotonic()) > 0:
             self._listener.settimeout(left_s)
             try:
@@ -84,12 +86,12 @@ class Meeting:
                 return self._greet(sock)
             except (StageError, OSError) as error:
                 sock.close()
-                self._why = f"the last who did was turned away: {error}"
-                _log.warning("one who came to %s is no stage: %s", address, error)
+                self._why = f"the last connection was rejected: {error}"
+                _log.warning("rejected a connection to %s: %s", address, error)
         raise ConfigError(
             f"engine.remote_stages: no host came for stage {stage} to {address} within the "
-            f"{self._engine.start_timeout_s:g} s of engine.start_timeout_s ({self._why}). Start "
-            "millrace stages --join with this address there."
+            f"{self._engine.start_timeout_s:g} s of engine.start_timeout_s ({self._why}). Run "
+            "millrace stages --join with this address on another host."
         )
 
     def _greet(self, sock: socket.socket) -> RankConnection:
@@ -109,15 +111,15 @@ class Meeting:
                 return _server_at(host, port)
             except OSError as error:
                 if time.monotonic() > self._deadline_s or not _is_taken(error):
-                    raise _nobody_can_join(self._engine, error) from error
+                    raise _cannot_listen(self._engine, error) from error
             if not waits:
-                _log.info("%s is taken, and waited for", self._engine.stages_address)
+                _log.info("%s is in use, waiting for it to be free", self._engine.stages_address)
             waits = True
             time.sleep(_PAUSE_S)
 
 
 def _assign(connection: RankConnection, stage: int, assignment: StageAssignment) -> None:
-    """Have a host take a stage. Raises ConfigError with its reason if it does not."""
+    """Assign a stage to a host. Raises ConfigError with the host's reason if it refuses."""
     connection.set_silence(_ACCEPT_TIMEOUT_S)
     try:
         connection.send(GroupFrameKind.ASSIGNMENT, wire.encode(assignment))
@@ -135,12 +137,12 @@ def _assign(connection: RankConnection, stage: int, assignment: StageAssignment)
 
 
 def listen_beside(engine: ResolvedEngineConfig) -> socket.socket:
-    """A socket that listens at some port of the host of ``stages_address``. Raises ConfigError."""
+    """Return a socket that listens at a free port of ``stages_address``. Raises ConfigError."""
     host, _ = stages_address(engine.stages_address)
     try:
         return _server_at(host, 0)
     except OSError as error:
-        raise _nobody_can_join(engine, error) from error
+        raise _cannot_listen(engine, error) from error
 
 
 def _server_at(host: str, port: int) -> socket.socket:
@@ -148,9 +150,9 @@ def _server_at(host: str, port: int) -> socket.socket:
     return socket.create_server(where[:2], family=family, backlog=_BACKLOG)
 
 
-def _nobody_can_join(engine: ResolvedEngineConfig, error: OSError) -> ConfigError:
+def _cannot_listen(engine: ResolvedEngineConfig, error: OSError) -> ConfigError:
     return ConfigError(
-        f"engine.stages_address: nobody can join at {engine.stages_address}: "
+        f"engine.stages_address: no host can join at {engine.stages_address}: "
         f"{error.strerror or error}."
     )
 
@@ -160,8 +162,10 @@ def _is_taken(error: OSError) -> bool:
 
 
 class RemoteMember(Member):
-    """Its socket is one of this host, at whose other end the stage's relay is. It ends with the
-    connection."""
+    """Rank of another host, whose local socket leads to the stage's relay.
+
+    It ends with the connection.
+    """
 
     def __init__(
         self, rank: int, sock: socket.socket, connection: RankConnection, relay: Relay
@@ -169,7 +173,7 @@ class RemoteMember(Member):
         super().__init__(rank, sock)
         self.name = f"rank {rank} (at {connection.peer})"
         self.our_host = connection.own_host
-        """Where that host reaches this one."""
+        """Represent a rank; ``our_host`` is the address at which its host reaches this one."""
         self._relay = relay
 
     def how_it_ended(self) -> str:
@@ -180,8 +184,7 @@ class RemoteMember(Member):
 
 
 class RemoteStage(NamedTuple):
-    """What the first rank of a stage of another host is to load, and the links here that its relay
-    is an end of."""
+    """Request to load for the first rank of a remote stage, and the links of its relay here."""
 
     join: Join | JoinDevices
     links: LinkEnds
@@ -190,9 +193,9 @@ class RemoteStage(NamedTuple):
 def join_remote(
     path: Path, engine: ResolvedEngineConfig, stage_of: Callable[[int], RemoteStage]
 ) -> list[RemoteMember]:
-    """The ranks of the remote stages, none if there are none; ``stage_of``: by number.
+    """Return the ranks of the remote stages, if any; ``stage_of`` describes a stage by number.
 
-    Raises CheckpointError, and ConfigError for a stage that does not come.
+    Raises CheckpointError, and ConfigError for a stage that no host takes.
     """
     if not engine.remote_stages:
         return []
@@ -207,7 +210,8 @@ def join_remote(
                     stage.join, config=msgspec.structs.replace(engine, stages_token="")
                 )
                 connection = meeting.take(number, StageAssignment(join, *identity))
-                # At once, as each host is to hear from here while others are waited for.
+                # Start the relay at once, so that its host hears from here during the wait for
+                # others.
                 members += _members(number, engine, connection, stage.links)
     except BaseException:
         end_members(members)
@@ -218,7 +222,7 @@ def join_remote(
 def _members(
     number: int, engine: ResolvedEngineConfig, connection: RankConnection, links: LinkEnds
 ) -> list[RemoteMember]:
-    """The ranks of a stage."""
+    """Return the ranks of a stage."""
     size = engine.tensor_parallel
     pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(size)]
     relay = Relay(

@@ -1,5 +1,4 @@
-"""Carries what goes between two hosts of a group: each end of the connection has a relay, which is
-an end of the links of its own host."""
+"""Relay at each end of a connection between two hosts, which connects it to the host's links."""
 
 from __future__ import annotations
 
@@ -29,8 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class LinkEnds(NamedTuple):
-    """``source`` is read, a part of each of ``num_writers``, and what comes back is written to
-    ``targets``, one for each writer. Either may be missing, where nothing goes that way."""
+    """Ends of links of a relay.
+
+    It reads ``source``, with a part of each of ``num_writers``, and writes received parts to
+    ``targets``, one for each writer. Either may be missing if nothing goes that way.
+    """
 
     source: StageLink | None
     num_writers: int
@@ -38,30 +40,31 @@ class LinkEnds(NamedTuple):
 
     @property
     def part_bytes(self) -> int:
-        """The most of a part that may come."""
+        """Most bytes of a part that may be received."""
         return max((target.part_bytes for target in self.targets), default=0)
 
     def abort(self, why: str) -> None:
-        """Wake whoever waits there; for any thread."""
+        """Wake the threads that wait at the links; may be called from any thread."""
         for link in (*self.targets, *([] if self.source is None else [self.source])):
             link.abort(why)
 
 
 class RankEnd(NamedTuple):
-    """This end of the socket of a rank, and what is said of it when it is closed at the other."""
+    """Local end of a rank's socket, and the reason to report when the other end is closed."""
 
     socket: socket.socket
     how_it_ended: Callable[[], str]
 
 
 class Relay:
-    """Three threads: one sends what is written to the link, if there is any to read from, one
-    receives, and one sees to the sockets of ranks and says that somebody is here.
+    """Relay of three threads: a sender from the source link, a receiver, and a watcher of ranks.
 
-    Whatever goes wrong with any of it ends all of it: ``why`` says what, the sockets of ranks are
-    shut, and ``ended`` is set. The links are not aborted before ``close``: whoever computes here
-    is to be told why first. The sockets of ranks and the connection are closed with the last
-    thread.
+    Without a source link there is no sender. The watcher serves the ranks' sockets and sends
+    heartbeats.
+
+    Any failure ends the whole relay: ``why`` has the reason, the ranks' sockets are shut, and
+    ``ended`` is set. The links are aborted only by ``close``, so that ranks that compute here learn
+    the reason first. The last thread closes the ranks' sockets and the connection.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class Relay:
         self._num_running = 0
 
     def start(self) -> None:
-        """Begin, with the frames that a host which computes may send."""
+        """Start the threads, and accept the frames of a host that computes."""
         self._connection.limits = wire.computing(self._links.part_bytes)
         loops = {"stage-receive": self._receive, "stage-watch": self._watch_ranks}
         source = self._links.source
@@ -88,7 +91,7 @@ class Relay:
             threading.Thread(target=self._run, args=(loop,), name=name, daemon=True).start()
 
     def end(self, why: str) -> None:
-        """The first reason counts; for any thread."""
+        """End the relay; the first reason is kept. May be called from any thread."""
         with self._lock:
             if self.ended.is_set():
                 return
@@ -99,7 +102,7 @@ class Relay:
         self._connection.end(why)
 
     def close(self, why: str = "the group has ended") -> None:
-        """End it, and whoever waits at the links."""
+        """End the relay and wake the threads that wait at the links."""
         self.end(why)
         self._links.abort(self.why)
 
@@ -110,9 +113,9 @@ class Relay:
             self.end(f"the connection to {self._connection.peer} has ended: {error.message}")
         except RanksFailedError as error:
             self.end(str(error))
-        except Exception as error:  # noqa: BLE001 (whatever it is, it ends the connection)
+        except Exception as error:  # noqa: BLE001 (any error ends the connection)
             if not self.ended.is_set():
-                _log.exception("a stage of another host cannot be reached any more")
+                _log.exception("lost the connection to a stage of another host")
             self.end(f"{type(error).__name__}: {error}")
         finally:
             with self._lock:
@@ -138,17 +141,17 @@ class Relay:
                 self._take_message(header, body)
             elif header.kind is GroupFrameKind.CONTROL:
                 if header.at >= len(self._ranks):
-                    raise StageError("it has a message for a rank that there is not")
+                    raise StageError("it sent a message for an unknown rank")
                 self._ranks[header.at].socket.send(body)
             elif header.kind is GroupFrameKind.END:
-                # What it says is said as it is: the reason is there, and not this connection.
+                # Report the other side's reason alone: the connection is not the cause.
                 self.end(f"{self._connection.peer} says: {wire.text(body)}")
                 return
 
     def _take_message(self, header: Header, body: bytes) -> None:
         writer, number = header.at, header.number
         if writer >= len(self._links.targets) or number != self._num_received[writer]:
-            raise StageError("it sends a message that was not to come")
+            raise StageError("it sent an unexpected message")
         self._num_received[writer] += 1
         self._links.targets[writer].write(number, body)
 

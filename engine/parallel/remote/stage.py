@@ -1,4 +1,4 @@
-"""A stage of a group that is led from another host: its ranks, which are processes here."""
+"""Stage of a group led from another host: its ranks are processes here."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _DIGEST_BYTES = 8
 
 
 class CheckpointIdentity(NamedTuple):
-    """Of its weights, and of what its config.json says of their shapes."""
+    """Identity of a checkpoint: fingerprint of its weights, digest of its config's shapes."""
 
     fingerprint: str
     config_digest: str
 
     @classmethod
     def of(cls, path: Path) -> CheckpointIdentity:
-        """Of the one at a path. Raises CheckpointError."""
+        """Return the identity of the checkpoint at ``path``. Raises CheckpointError."""
         config = repr(read_model_config(path)).encode()
         digest = blake2b(config, digest_size=_DIGEST_BYTES).hexdigest()
         return cls(weights_fingerprint(path), digest)
@@ -50,16 +50,16 @@ _MIB = 1 << 20
 
 
 class CpuStage:
-    """What a stage of ranks on CPUs has on this host: memory, links, and what its ranks load."""
+    """Stage of ranks on CPUs: its memory, its links and its ranks' requests to load."""
 
     def __init__(self, join: Join, path: Path) -> None:
-        """``path``: of the checkpoint on this host."""
+        """Take an assignment; ``path`` is the checkpoint's on this host."""
         self._join = join
         self._path = path
         self._number = join.rank // join.config.tensor_parallel
 
     def check(self, name: str) -> None:
-        """Raise ConfigError if its part of the KV cache is more than there is."""
+        """Raise ConfigError if its part of the KV cache exceeds the free memory."""
         join, engine = self._join, self._join.config
         dtype = cache_dtype(engine.kv_cache_dtype, getattr(torch, join.dtype))
         config = shard_config(read_model_config(self._path), shard_of(join.rank, engine))
@@ -73,7 +73,7 @@ class CpuStage:
             )
 
     def make_memory(self) -> list[int]:
-        """Make the files of the stage's memory, before the rest; the caller closes them."""
+        """Make the files of the stage's memory first; the caller closes them."""
         join, number = self._join, self._number
         size = join.config.tensor_parallel
         links = {at: link_memory(join.link_shapes[at]) for at in (number - 1, number)}
@@ -91,7 +91,7 @@ class CpuStage:
         return [*links.values(), *ranks.values()]
 
     def link_ends(self) -> LinkEnds:
-        """Open the ends of links that the relay of this host has."""
+        """Open the ends of links that belong to this host's relay."""
         join, number = self._join, self._number
         return LinkEnds(
             make_link(join, number, index=0),
@@ -100,7 +100,7 @@ class CpuStage:
         )
 
     def join_of(self, index: int) -> Join:
-        """Say what a rank is to load, counted from 0 in the stage."""
+        """Return the request to load for a rank, counted from 0 in the stage."""
         return msgspec.structs.replace(self._join, rank=self._join.rank + index)
 
 
@@ -108,24 +108,26 @@ _CUDA = "cuda"
 
 
 class DeviceStage:
-    """What a stage of ranks with a device each has on this host. The ranks in the slot of number
-    ``slot`` have the devices behind those of the slots before it."""
+    """Stage of ranks with a device each.
+
+    The ranks of slot number ``slot`` use the devices after those of earlier slots.
+    """
 
     def __init__(
         self, join: JoinDevices, path: Path, slot: int, connection: RankConnection
     ) -> None:
-        """``path``: of the checkpoint on this host; ``connection``: to the worker's."""
+        """Take an assignment; ``path`` is the checkpoint's, ``connection`` leads to the worker."""
         self._first_device = slot * join.config.tensor_parallel
         place = join.place
         if isinstance(place, NetworkPlace):
-            # As this host sees the two, which may not be how the worker does.
+            # Addresses as this host sees them, which may differ from the worker's view.
             place = msgspec.structs.replace(
                 place, host=connection.peer_host, own_host=connection.own_host
             )
         self._join = msgspec.structs.replace(join, path=str(path), place=place)
 
     def check(self, name: str) -> None:
-        """Raise ConfigError if there are not as many devices."""
+        """Raise ConfigError if this host has too few devices."""
         if self._join.device != _CUDA:
             return
         end, num_devices = self._first_device + self._join.config.tensor_parallel, _num_devices()
@@ -137,13 +139,13 @@ class DeviceStage:
             )
 
     def make_memory(self) -> list[int]:
-        """Make the files of the stage's memory, before the rest; the caller closes them."""
+        """Make the files of the stage's memory first; the caller closes them."""
         fd = link_memory(self._join.link_shape)
         self._join = msgspec.structs.replace(self._join, link_fd=fd)
         return [fd]
 
     def link_ends(self) -> LinkEnds:
-        """What rank 0 says comes here; what the ranks make goes from device to device."""
+        """Open the link of rank 0's messages; other data goes from device to device."""
         return LinkEnds(None, num_writers=0, targets=[make_link(self._join, index=0)])
 
     def join_of(self, index: int) -> JoinDevices:
@@ -159,8 +161,10 @@ def _num_devices() -> int:
 
 
 class Slot(NamedTuple):
-    """Where on this host a stage is computed: it has share ``number`` of ``num_slots`` of the
-    cores and devices. ``path``: of the checkpoint; None: where it is at the worker."""
+    """Slot of a stage on this host: share ``number`` of ``num_slots`` of the cores and devices.
+
+    ``path`` is the checkpoint's on this host, or None for the worker's path.
+    """
 
     path: Path | None
     number: int
@@ -168,9 +172,9 @@ class Slot(NamedTuple):
 
 
 class Stage:
-    """What an assignment says, on this host. Raises MillraceError if it cannot be done here.
+    """Assigned stage on this host. Raises MillraceError if it cannot be computed here.
 
-    ``start`` and ``wait`` for its end; ``close`` leaves nothing of it.
+    Call ``start``, then ``wait`` for its end, then ``close``, which ends and frees everything.
     """
 
     def __init__(self, connection: RankConnection, assignment: StageAssignment, slot: Slot) -> None:
@@ -191,17 +195,17 @@ class Stage:
             else CpuStage(join, path)
         )
         self._kind.check(self.name)
-        cpu_library()  # its memory is nothing without
+        cpu_library()  # the stage's memory needs the compiled library
 
     @property
     def name(self) -> str:
-        """The stage, as a user counts them, and its ranks."""
+        """Number of the stage as shown to users, and its ranks."""
         first, size = self._first_rank, self._engine.tensor_parallel
         ranks = f"rank {first}" if size == 1 else f"ranks {first} to {first + size - 1}"
         return f"stage {first // size} ({ranks})"
 
     def start(self) -> None:
-        """Start the ranks, and carry what goes to them."""
+        """Start the ranks and the relay of their messages."""
         kind = self._kind
         self._connection.set_silence(self._engine.rank_timeout_s)
         fds = kind.make_memory()
@@ -222,13 +226,13 @@ class Stage:
         self._relay.start()
 
     def wait(self) -> str:
-        """Until it has ended; why."""
-        assert self._relay is not None, "it was started"
+        """Wait until the stage has ended; return the reason."""
+        assert self._relay is not None, "start was not called"
         self._relay.ended.wait()
         return self._relay.why
 
     def end(self, why: str) -> None:
-        """For any thread."""
+        """End the stage; may be called from any thread."""
         if self._relay is not None:
             self._relay.end(why)
 
@@ -242,24 +246,24 @@ class Stage:
 
 
 def _check_checkpoint(path: Path, assignment: StageAssignment) -> None:
-    """Raise ConfigError if it is not the worker's."""
+    """Raise ConfigError if the checkpoint differs from the worker's."""
     own = CheckpointIdentity.of(path)
     if own.fingerprint != assignment.fingerprint:
-        what = "its weights are others"
+        what = "its weights differ"
     elif own.config_digest != assignment.config_digest:
-        what = "its config.json is another"
+        what = "its config.json differs"
     else:
         return
     raise ConfigError(
         f"{path} is not the checkpoint of the worker, {assignment.join.path}: {what}. "
-        "Copy that one here, and name it with --model."
+        "Copy the worker's checkpoint here, and name it with --model."
     )
 
 
 def environments_of(
     engine: ResolvedEngineConfig, slot: Slot, environ: Mapping[str, str] = os.environ
 ) -> list[Mapping[str, str]]:
-    """Those of the processes of a stage's ranks."""
+    """Return the environments of the processes of a stage's ranks."""
     shared = dict(environ)
     here = EngineConfig(
         num_threads=engine.num_threads or 0,

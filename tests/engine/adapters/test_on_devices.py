@@ -278,7 +278,7 @@ def test_an_engine_without_slots_refuses_adapters(llama: tuple[Path, Any], tmp_p
 
 def test_slots_that_do_not_fit_are_refused_with_the_numbers(llama: tuple[Path, Any]) -> None:
     device = LateDevice(MemoryInfo(total=2 << 30, free=1 << 30, allocated=0))
-    with pytest.raises(ConfigError, match=r"max_adapters: 9999 slots of .* into the 1\.00 GiB"):
+    with pytest.raises(ConfigError, match=r"max_adapters: 9999 slots of .* remaining 1\.00 GiB"):
         on_late_device(llama[0], device, max_adapters=9999)
 
 

@@ -127,12 +127,12 @@ def test_no_rank_outlives_its_engine(llama: Path) -> None:
     ("settings", "message"),
     [
         ({"tensor_parallel": 3}, "4 query heads do not divide by 3.* over 1, 2, 4"),
-        ({"tensor_parallel": 17}, "a stage has at most 16 ranks"),
+        ({"tensor_parallel": 17}, "A stage has at most 16 ranks"),
         ({"tensor_parallel": 0}, "at least 1 rank"),
         ({"pipeline_parallel": 3}, "engine.pipeline_parallel is 3, but each stage has a layer at"),
         ({"pipeline_parallel": 2, "speculation": "ngram"}, "so no tokens can be proposed"),
         ({"pipeline_parallel": 2, "speculation": "eagle3=/nowhere"}, "no tokens can be proposed"),
-        ({"pipeline_parallel": 2, "remote_stages": 2}, "remote_stages is 2: of the 2 stages"),
+        ({"pipeline_parallel": 2, "remote_stages": 2}, "remote_stages is 2, but must be from 0"),
         ({"expert_parallel": True}, "has none: leave it out"),
         ({"collectives": "nccl"}, "'nccl'; choose auto, shared_memory, gloo"),
         ({"rank_timeout_s": 0.0}, "rank_timeout_s must be above 0"),
@@ -177,7 +177,7 @@ def test_ranks_have_the_devices_from_the_first_on(first: str, devices: list[str]
 
 def test_ranks_are_as_many_as_hear_one(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "MAX_RANKS", 3)
-    with pytest.raises(ConfigError, match=r"is 4; ranks with a GPU each are 3 at most"):
+    with pytest.raises(ConfigError, match=r"is 4\. A host has at most 3 ranks with a GPU"):
         load(llama, 2, pipeline_parallel=2)
 
 

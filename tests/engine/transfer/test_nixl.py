@@ -157,7 +157,7 @@ def test_another_agent_than_the_bus_told_of_is_not_read(agent: NixlAgent, served
     assert served.agent is not None
     peers = peers_of(agent)
     for said, name, why in (
-        (served.agent, "other", "it is another"),
+        (served.agent, "other", "another agent"),
         (agent, agent.name, "this engine"),
     ):
         with _says(_body(served, said), name) as endpoint, pytest.raises(PeerError, match=why):
@@ -177,7 +177,7 @@ def test_memory_that_was_not_registered_is_not_read(
         address = other.ctypes.data
     peers = peers_of(agent)
     body = _body(served, served.agent, address)
-    expected = pytest.raises(PeerError, match=r"NIXL cannot read|there can be none")
+    expected = pytest.raises(PeerError, match=r"NIXL cannot read|at an invalid address")
     with _says(body, served.agent.name) as endpoint, expected:
         pull(peers, endpoint, 1)
     assert (pull(peers, served.nixl, 40) == served.shelf.regions[1].blocks).all()

@@ -105,10 +105,10 @@ def test_each_part_gets_what_it_has(data: st.DataObject) -> None:
         ([BlockPart(0, 3, 0, 2)], "lack layers or heads"),
         ([BlockPart(0, 4, 0, 1)], "lack layers or heads"),
         ([BlockPart(1, 4, 0, 2)], "lack layers or heads"),
-        ([BlockPart(0, 4, 0, 2), BlockPart(0, 4, 0, 1)], "no sense"),
-        ([BlockPart(0, 4, 0, 0)], "no sense"),
-        ([BlockPart(-1, 5, 0, 2)], "no sense"),
-        ([], "no sense"),
+        ([BlockPart(0, 4, 0, 2), BlockPart(0, 4, 0, 1)], "an invalid way"),
+        ([BlockPart(0, 4, 0, 0)], "an invalid way"),
+        ([BlockPart(-1, 5, 0, 2)], "an invalid way"),
+        ([], "an invalid way"),
     ],
 )
 def test_parts_that_lack_something_or_are_none_are_refused(

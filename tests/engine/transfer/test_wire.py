@@ -59,7 +59,7 @@ def test_who_says_hello_is_known(token: str, layout: str) -> None:
 def test_another_version_is_refused() -> None:
     hello = bytearray(wire.hello("token", "layout"))
     hello[8] += 1
-    with pytest.raises(PeerError, match="another language"):
+    with pytest.raises(PeerError, match="another version"):
         wire.check_hello(bytes(hello), "token", "layout")
 
 
@@ -104,7 +104,7 @@ def test_an_agent_without_regions_or_that_is_cut_is_refused(body: bytes) -> None
     if len(body) >= 4 and 0 < count <= wire.MAX_REGIONS and len(body) >= 4 + 32 * count:
         assert len(wire.parse_agent(body).shapes) == count
     else:
-        with pytest.raises(PeerError, match="where its memory is"):
+        with pytest.raises(PeerError, match="did not announce its memory"):
             wire.parse_agent(body)
 
 

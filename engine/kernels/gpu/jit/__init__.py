@@ -1,1 +1,1 @@
-"""The bodies of the kernels: Triton's language, which is not quite Python."""
+"""Bodies of the kernels in Triton's language, which differs from Python."""

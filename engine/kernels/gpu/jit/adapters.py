@@ -1,8 +1,8 @@
-"""What adapters add to products: rows times A, then times B, each row by its own adapter's.
+"""Addition of adapters' products: rows times A, then times B, each row by its own adapter.
 
-A program takes a tile of rows that have one adapter, looks up where its matrices are, and goes
-through as many ranks as these have. The grid has room for the worst case; programs without a tile,
-and those of slices that an adapter leaves alone, end at once.
+A program takes a tile of rows with one adapter, looks up its matrices, and loops over its ranks.
+The grid has room for the worst case; programs without a tile, and programs of slices without a
+matrix, end at once.
 """
 
 import triton
@@ -30,8 +30,11 @@ def shrink_kernel(
     EVEN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Rows times A of all slices, over SPLIT_INPUTS of the inputs: float32 [splits, num_rows,
-    MAX_RANKS] in the order of the tiles' rows. EVEN if BLOCK_INPUTS divide inputs and splits."""
+    """Multiply rows with A of all slices, over SPLIT_INPUTS of the inputs.
+
+    Returns float32 [splits, num_rows, MAX_RANKS] in the order of the tiles' rows. EVEN means that
+    BLOCK_INPUTS divides inputs and splits.
+    """
     tile = tiles + tl.program_id(0) * 4
     slot = tl.load(tile)
     if slot >= 0:
@@ -40,7 +43,7 @@ def shrink_kernel(
         first = tl.load(tile + 1)
         own = tl.arange(0, BLOCK_ROWS)
         has_row = own < tl.load(tile + 2)
-        # Where rows are not masked, those behind the last repeat the first.
+        # Rows after the last repeat the first, so that they need no mask.
         row = tl.load(order + first + tl.where(has_row, own, 0)).to(tl.int64)
         row_lines = rows + row[:, None] * row_stride
         matrix = data + slot.to(tl.int64) * data_stride
@@ -94,8 +97,11 @@ def expand_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
 ):
-    """Add to ``out`` the sums of what ``shrink_kernel`` left times B. A program takes outputs of
-    one slice, of which the first has FIRST_WIDTH and others OTHER_WIDTH."""
+    """Add the products of ``shrink_kernel``'s sums with B to ``out``.
+
+    A program takes outputs of one slice. The first slice has FIRST_WIDTH outputs, others
+    OTHER_WIDTH.
+    """
     FIRST_BLOCKS: tl.constexpr = (FIRST_WIDTH + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS
     OTHER_BLOCKS: tl.constexpr = max(1, (OTHER_WIDTH + BLOCK_OUTPUTS - 1) // BLOCK_OUTPUTS)
     tile = tiles + tl.program_id(0) * 4

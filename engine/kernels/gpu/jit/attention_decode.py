@@ -8,14 +8,13 @@ from millrace.engine.kernels.gpu.jit.attention_tile import attend_tile, block_id
 
 @triton.jit
 def first_tile_of(length, window, BLOCK_TOKENS: tl.constexpr):
-    """The first tile of a sequence that its last token sees."""
+    """Return the first tile of a sequence that its last token sees."""
     return tl.maximum(length - window, 0) // BLOCK_TOKENS
 
 
 @triton.jit
 def tile_counts(lengths, inside, window, BLOCK_TOKENS: tl.constexpr):
-    """How many tiles each of some sequences has; one even for an empty one, as a program has to
-    write its zeros."""
+    """Return each sequence's number of tiles, at least 1: a program must write zeros."""
     length = tl.load(lengths, mask=inside, other=0)
     first = first_tile_of(length, window, BLOCK_TOKENS)
     counts = tl.maximum((length + BLOCK_TOKENS - 1) // BLOCK_TOKENS - first, 1)
@@ -24,7 +23,7 @@ def tile_counts(lengths, inside, window, BLOCK_TOKENS: tl.constexpr):
 
 @triton.jit
 def share_start(share, num_tiles, num_shares):
-    """The first of the tiles of this share; the shares' sizes differ by one at most."""
+    """Return the first tile of a share; the shares' sizes differ by at most one."""
     return ((share.to(tl.int64) * num_tiles) // num_shares).to(tl.int32)
 
 
@@ -44,8 +43,10 @@ def cut_kernel(
     BLOCK_SEQUENCES: tl.constexpr,
     BLOCK_SHARES: tl.constexpr,
 ):
-    """Program (i, w): in which sequence some of the shares begin, for one window; the first of
-    them also the prefix sums of the sequences' tiles."""
+    """Find the sequences in which some shares begin; program (i, w) is for one window w.
+
+    The first program of a window also computes the prefix sums of the sequences' tiles.
+    """
     chunk = tl.program_id(0)
     window_index = tl.program_id(1)
     window = tl.load(windows + window_index)
@@ -125,11 +126,11 @@ def decode_kernel(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (h, s): share s of the tiles of key head h, sequence after sequence.
+    """Compute share s of the tiles of key head h, sequence by sequence; program (h, s).
 
-    The result of a sequence that lies in this share as a whole goes to ``out``; what is left of
-    one that began in an earlier share to the first slot of this share's partial results, and of one
-    that only begins here to the second.
+    A sequence that lies in this share completely is written to ``out``. The rest of a sequence that
+    began in an earlier share is written to the first slot of this share's partial results, and a
+    sequence that continues in the next share to the second slot.
     """
     head = tl.program_id(0)
     share = tl.program_id(1)
@@ -240,8 +241,10 @@ def combine_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SHARES: tl.constexpr,
 ):
-    """Program (h, s - 1): if the start of share s is the first cut through a sequence, add up what
-    all the shares have of query head h of that sequence, in their order."""
+    """Combine a sequence's shares in order; program (h, s - 1) for query head h.
+
+    Runs only if the start of share s is the first cut through a sequence.
+    """
     head = tl.program_id(0)
     share = tl.program_id(1) + 1
     num_tiles = tl.load(tile_starts + num_sequences)
@@ -251,7 +254,7 @@ def combine_kernel(
     sequence_start = tl.load(tile_starts + sequence)
     if (start > sequence_start) & (first_start <= sequence_start):
         sequence_end = tl.load(tile_starts + sequence + 1)
-        # The last share that begins before the sequence's end.
+        # Last share that begins before the sequence's end.
         last = ((sequence_end.to(tl.int64) * num_shares - 1) // num_tiles).to(tl.int32)
         columns = tl.arange(0, HEAD_DIM_PADDED)
         maximum = float("-inf")
@@ -260,7 +263,7 @@ def combine_kernel(
         for begin in range(share - 1, last + 1, BLOCK_SHARES):
             shares = begin + tl.arange(0, BLOCK_SHARES)
             starts = share_start(shares, num_tiles, num_shares)
-            # Shares of no tile have written nothing.
+            # Shares without a tile have written nothing.
             given = (shares <= last) & (share_start(shares + 1, num_tiles, num_shares) > starts)
             slots = (shares.to(tl.int64) * num_kv_heads + head // GROUP) * 2
             places = (slots + (starts < sequence_start)) * GROUP + head % GROUP

@@ -8,8 +8,10 @@ from millrace.engine.kernels.gpu.jit.attention_tile import attend_tile, block_id
 
 @triton.jit
 def query_tile_start(query_starts, sequence, num_single, TILE_ROWS: tl.constexpr):
-    """The number of the first query tile of a sequence. More lie between two sequences than the
-    first has, at times; those are empty."""
+    """Return the number of a sequence's first query tile.
+
+    There may be an empty tile between the tiles of two sequences.
+    """
     row = tl.load(query_starts + sequence)
     return sequence + tl.maximum(row - num_single, 0) // TILE_ROWS
 
@@ -39,7 +41,7 @@ def attend_tiles(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Tiles ``begin`` … ``end - 1`` of a sequence's keys, in order."""
+    """Attend to tiles ``begin`` … ``end - 1`` of a sequence's keys, in order."""
     tokens = tl.arange(0, BLOCK_TOKENS)
     positions = begin * BLOCK_TOKENS + tokens
     block_ids = block_ids_of(table, positions, positions < length, BLOCK_SIZE)
@@ -118,17 +120,16 @@ def prefill_kernel(
     FIXED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Program (t, h): the GROUP query heads of key head h, of BLOCK_ROWS // GROUP tokens of one
-    sequence. Later tiles, which see more, begin first.
+    """Compute the GROUP query heads of key head h for BLOCK_ROWS // GROUP tokens of one sequence.
 
-    FIXED: all tiles of keys go through the same instructions, so that a row's result depends on
-    nothing but the row, its keys and its values; otherwise those that every row sees as a whole go
-    without masks.
+    Program (t, h). Later tiles, which see more keys, begin first. With FIXED, all tiles of keys use
+    the same instructions, so that a row's result depends on the row, its keys and its values only.
+    Otherwise tiles that every row sees completely are computed without masks.
     """
     TILE_ROWS: tl.constexpr = BLOCK_ROWS // GROUP
     tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    # The last sequence whose tiles begin at this one or before.
+    # Last sequence whose tiles begin at or before this one.
     sequence = 0
     beyond = num_sequences
     while sequence + 1 < beyond:
@@ -179,7 +180,7 @@ def prefill_kernel(
         maxima = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         sums = tl.zeros([BLOCK_ROWS], tl.float32)
         totals = tl.zeros([BLOCK_ROWS, HEAD_DIM_PADDED], tl.float32)
-        # Every row sees all of the tiles ``full_begin`` … ``full_end - 1``: these need no masks.
+        # Every row sees all of the tiles ``full_begin`` … ``full_end - 1``, which need no masks.
         full_begin = begin
         full_end = begin
         if not FIXED:
@@ -188,7 +189,7 @@ def prefill_kernel(
                 full_begin = tl.minimum(tl.cdiv(hidden, BLOCK_TOKENS), end)
             full_end = tl.minimum(tl.maximum((first_position + 1) // BLOCK_TOKENS, full_begin), end)
         edges = (begin, full_begin, full_end, end)
-        # Only a window hides something of the tiles before those.
+        # Earlier tiles need masks only if there is a window.
         FIRST_SPAN: tl.constexpr = 2 if FIXED else (0 if WINDOWED else 1)
         for span in tl.static_range(FIRST_SPAN, 3):
             maxima, sums, totals = attend_tiles(

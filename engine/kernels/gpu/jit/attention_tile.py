@@ -1,4 +1,4 @@
-"""One step of online-softmax attention: a tile of query rows by a tile of keys and values."""
+"""Online-softmax attention of a tile of query rows and a tile of keys and values."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def block_ids_of(table, positions, wanted, BLOCK_SIZE: tl.constexpr):
-    """Which block of the cache each of the positions lies in, 0 where not wanted.
+    """Return the block of each position, or 0 if not wanted.
 
-    As loaded, int32: of a loop that carries a load's own result over to its next step, the compiler
-    begins the load in the step before; of one that carries what was made of it, it does not.
+    The ids stay int32, as loaded: if a loop carries a load's own result to its next turn, the
+    compiler starts the load one turn earlier. It does not for a value computed from the load.
     """
     return tl.load(table + positions // BLOCK_SIZE, mask=wanted, other=0)
 
@@ -35,11 +35,11 @@ def attend_tile(
     CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One step of the online softmax: new maxima, sums and totals.
+    """Compute one turn of the online softmax: new maxima, sums and totals.
 
-    ``cache``: the head's keys, their strides by block and token and from keys to values; the same
-    of its scales, if SCALED. A tile of which a row sees nothing leaves the row's three as they are,
-    bit by bit.
+    ``cache`` holds the head's keys, their strides by block, by token and from keys to values, and
+    with SCALED the same of its scales. A tile of which a row sees nothing leaves the row's three
+    values unchanged, bit by bit.
     """
     data, block_stride, token_stride, pair_stride = cache[0], cache[1], cache[2], cache[3]
     block_ids = block_ids.to(tl.int64)
@@ -63,12 +63,12 @@ def attend_tile(
         values = tl.load(pointers + pair_stride)
 
     if SCALED:
-        # By way of float16 and float32 it takes a third of the time that the direct way takes.
+        # The conversion by float16 and float32 takes a third of the direct conversion's time.
         keys = keys.to(tl.float16).to(tl.float32)
     scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision=PRECISION)
     if SCALED:
         scale_rows = cache[4] + block_ids * cache[5] + offsets.to(tl.int64) * cache[6]
-        # Both at once: of fewer elements than it has threads, a program would load copies.
+        # Loaded together: with fewer elements than threads, a program would load copies.
         scale_pointers = scale_rows[:, None] + tl.arange(0, 2)[None, :] * cache[7]
         if MASKED:
             pairs = tl.load(scale_pointers, mask=stored[:, None], other=0.0)

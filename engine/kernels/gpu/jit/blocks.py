@@ -1,4 +1,4 @@
-"""Copies of blocks. One program takes a part of one block in one layer."""
+"""Copies of blocks; one program copies a part of one block in one layer."""
 
 import triton
 import triton.language as tl

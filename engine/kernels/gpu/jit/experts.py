@@ -1,8 +1,9 @@
 """Mixture of experts: top-k routing, grouped matrix products, and the sum of a row's choices.
 
-The products are of rows sorted by expert with the weights that each row chose. How many rows an
-expert has is known on the device only: the grid has room for the worst case, every program looks
-up which expert's rows are its own, and those behind the last end at once.
+
+The products multiply rows, sorted by expert, with the weights that each row chose. The number of
+rows of each expert is known on the device only, so the grid has room for the worst case: every
+program looks up its expert, and programs after the last row end at once.
 """
 
 import triton
@@ -27,7 +28,7 @@ def route_kernel(
     inside = experts < NUM_EXPERTS
     own = tl.load(scores + row * score_stride + experts, mask=inside, other=float("-inf"))
     own = own.to(tl.float32)
-    # Scores that are no numbers choose some expert all the same; the row's weights tell of them.
+    # NaN scores still choose some expert; the row's NaN weights reveal them.
     ranked = tl.where(own == own, own, float("-inf"))
     ranked = tl.where(inside, tl.maximum(ranked, -3.0e38), float("-inf"))
     powers = tl.exp(own - tl.max(own, 0))
@@ -57,10 +58,12 @@ def rows_of_program(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """(expert, places, is_row, pairs, source): the expert whose rows a program has, NUM_EXPERTS
-    where it has none; their places among the sorted ones, and which of them there are; their
-    choices; and the rows that are multiplied. Those behind the last repeat a row that is there,
-    where otherwise each load would need a mask."""
+    """Return (expert, places, is_row, pairs, source) of a program.
+
+    ``expert`` is its expert, or NUM_EXPERTS for none. ``places`` are its rows' places in sorted
+    order, and ``is_row`` tells which exist. ``pairs`` are their choices, and ``source`` the rows to
+    multiply. Places after the last repeat an existing row, so that loads need no mask.
+    """
     tile = tl.program_id(0)
     experts = tl.arange(0, BLOCK_EXPERTS)
     inside = experts < NUM_EXPERTS

@@ -1,5 +1,7 @@
-"""RMSNorm and RoPE of query and key heads, and the store of keys and values in the cache. One
-program takes a few heads of one token, each as its two halves, whose elements RoPE pairs."""
+"""RMSNorm and RoPE of query and key heads, and the store of keys and values in the cache.
+
+One program takes a few heads of one token, each as two halves, whose elements RoPE pairs.
+"""
 
 import triton
 import triton.language as tl
@@ -83,7 +85,7 @@ def rotate_store_kernel(
     if SCALED:
         largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1)
         scale = tl.maximum(largest, 1e-30) / MAX_SCALED
-        # The maximum passes over NaN: what is not a number must show in the scale.
+        # The maximum ignores NaN, but the scale must become NaN for such a head.
         numbers = (tl.abs(first) < float("inf")) & (tl.abs(second) < float("inf"))
         finite = tl.min(numbers.to(tl.int32), 1) != 0
         scale = tl.where(finite, scale, float("nan"))

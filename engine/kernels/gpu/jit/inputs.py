@@ -1,4 +1,4 @@
-"""A step's inputs, unpacked on the device."""
+"""Inputs of a step, unpacked on the device."""
 
 import triton
 import triton.language as tl
@@ -27,14 +27,14 @@ def prepare_inputs_kernel(
 ):
     index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
 
-    # Tokens: those chosen on the device are looked up, all find their slot in the cache.
+    # Tokens: look up those chosen on the device, and find each token's slot in the cache.
     is_token = index < num_tokens
     given = tl.load(packed + index, mask=is_token, other=0)
     position = tl.load(packed + num_tokens + index, mask=is_token, other=-1)
     row = tl.load(packed + 2 * num_tokens + index, mask=is_token, other=0)
     chosen = tl.load(last_tokens + row, mask=is_token & (given < 0), other=0)
-    # What was chosen is -1 where the logits were not finite; the sequence ends, and until then
-    # its row computes with any token.
+    # A chosen token is -1 if the logits were not finite. The sequence will end; until then its row
+    # computes with token 0.
     token = tl.maximum(tl.where(given < 0, chosen, given), 0)
     is_real = is_token & (position >= 0)
     block = tl.load(
@@ -45,7 +45,7 @@ def prepare_inputs_kernel(
     tl.store(positions + index, tl.maximum(position, 0), mask=is_token)
     tl.store(slots + index, slot, mask=is_token)
 
-    # Sequences and sampled rows: narrowed to 32 bits.
+    # Sequences and sampled rows: narrow to 32 bits.
     starts = packed + 3 * num_tokens
     is_start = index <= num_sequences
     is_sequence = index < num_sequences

@@ -1,7 +1,8 @@
-"""Products of rows and weights [num_outputs, num_inputs]. A program takes some outputs, of which it
-alone sums over all inputs, in order: a result depends on nothing but tile shapes.
+"""Products of rows and weights [num_outputs, num_inputs].
 
-With GATED, the weights have twice as many outputs, the second half of which is gated by the first.
+A program takes some outputs and sums them over all inputs alone, in order, so that a result depends
+on tile shapes only. With GATED, the weights have twice as many outputs; the first half gates the
+second.
 """
 
 import triton
@@ -26,12 +27,12 @@ def row_product_kernel(
     ADDED: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """One row. Products are summed by input modulo BLOCK_INPUTS first, then over those."""
+    """Multiply one row. Products are summed by input modulo BLOCK_INPUTS, then over these sums."""
     output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     inside = output < num_outputs
     inputs = tl.arange(0, BLOCK_INPUTS)
     lines = weight + tl.where(inside, output, 0).to(tl.int64)[:, None] * weight_stride
-    behind = tl.cast(num_outputs, tl.int64) * weight_stride  # from a gate to what it gates
+    behind = tl.cast(num_outputs, tl.int64) * weight_stride  # from a gate to its up
     sums = tl.zeros((BLOCK_OUTPUTS, BLOCK_INPUTS), tl.float32)
     ups = tl.zeros((BLOCK_OUTPUTS, BLOCK_INPUTS), tl.float32)
     for start in tl.range(0, num_inputs, BLOCK_INPUTS, num_stages=NUM_STAGES):
@@ -83,8 +84,11 @@ def product_kernel(
     ADDED: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Tiles of rows and outputs. Neighbouring programs take GROUP tiles of rows with the same
-    weights, which then come from the cache."""
+    """Multiply tiles of rows and outputs.
+
+    Neighbouring programs take GROUP tiles of rows with the same weights, which then come from the
+    cache.
+    """
     row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
     output_tiles = tl.cdiv(num_outputs, BLOCK_OUTPUTS)
     group = tl.program_id(0) // (GROUP * output_tiles)
@@ -98,11 +102,11 @@ def product_kernel(
     inputs = tl.arange(0, BLOCK_INPUTS)
     has_row = row < num_rows
     has_output = output < num_outputs
-    # What lies outside is computed from the first row and output, and not stored; or from zeros,
-    # where reading rows that are not there would cost as much as reading those that are.
+    # Rows and outputs outside repeat the first and are not stored. Outside rows are zeros instead
+    # if reading repeated rows would cost as much as reading real ones.
     row_lines = rows + tl.where(has_row, row, 0).to(tl.int64)[:, None] * row_stride
     lines = weight + tl.where(has_output, output, 0).to(tl.int64)[None, :] * weight_stride
-    behind = tl.cast(num_outputs, tl.int64) * weight_stride  # from a gate to what it gates
+    behind = tl.cast(num_outputs, tl.int64) * weight_stride  # from a gate to its up
     sums = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
     ups = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), tl.float32)
     for start in tl.range(0, num_inputs, BLOCK_INPUTS, num_stages=NUM_STAGES):

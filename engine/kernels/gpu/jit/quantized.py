@@ -1,13 +1,14 @@
-"""Products of rows and quantized weights. As with wide ones, a program takes some outputs, of which
-it alone sums over all inputs, in order.
+"""Products of rows and quantized weights.
 
-Inputs come in chunks of CHUNK, each in one group of inputs that share a scale. Weights are int8 or
-float8_e4m3fn [num_outputs, num_inputs]; or PACKED, uint8 of half that width: a byte has a code
-more by 8 of the first half of a chunk in its low bits, and one of the second half in the others.
-``scales`` and ``zeros`` are [num_groups, num_outputs]; with GROUP_INPUTS 0 there is one group.
+As with wide weights, a program takes some outputs and sums them over all inputs alone, in order.
 
-Rows are wide, and weights then become as wide, which is exact; or int8 or float8_e4m3fn with
-``row_scales`` [num_groups, num_rows], of which there is one without ROW_GROUPED.
+Inputs come in chunks of CHUNK, each within one group of inputs that share a scale. Weights are int8
+or float8_e4m3fn [num_outputs, num_inputs]. PACKED weights are uint8 of half that width: a byte has
+a code plus 8 of the first half of a chunk in its low bits, and one of the second half in its high
+bits. ``scales`` and ``zeros`` are [num_groups, num_outputs]; GROUP_INPUTS 0 means one group.
+
+Rows are wide, and weights are then widened, which is exact. Or rows are int8 or float8_e4m3fn with
+``row_scales`` [num_groups, num_rows], of which there is one group without ROW_GROUPED.
 """
 
 import triton
@@ -16,8 +17,11 @@ import triton.language as tl
 
 @triton.jit
 def packed_values(packed, HIGH: tl.constexpr):
-    """The codes of bytes, as float32: the last bits of 2^23's mantissa count ones, and a
-    subtraction takes less time than a conversion."""
+    """Convert the codes of bytes to float32.
+
+    The lowest bits of 2^23's mantissa count ones, so a subtraction converts faster than a
+    conversion.
+    """
     bits = packed.to(tl.int32)
     bits = bits >> 4 if HIGH else bits & 0xF
     return (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
@@ -32,7 +36,7 @@ def operand(
     ZEROED: tl.constexpr,
     row_type: tl.constexpr,
 ):
-    """Codes less zeros in the rows' type, which holds them exactly."""
+    """Return codes minus zeros in the rows' type, which holds them exactly."""
     if row_type == tl.int8:
         if PACKED:
             codes = (codes >> 4 if HIGH else codes & 0xF).to(tl.int8) - 8
@@ -48,8 +52,8 @@ def operand(
 
 @triton.jit
 def row_values(places, has_row, BLOCK_ROWS: tl.constexpr):
-    """What lies at ``places`` [CHUNK, BLOCK_ROWS]."""
-    # Reading rows that are not there would cost as much as reading those that are.
+    """Load the values at ``places`` [CHUNK, BLOCK_ROWS]."""
+    # Masked for small tiles: reading repeated rows would cost as much as reading real ones.
     if BLOCK_ROWS == 16:
         values = tl.load(places, mask=has_row[None, :], other=0.0)
     else:
@@ -79,10 +83,13 @@ def product_sums(
     ROW_GROUPED: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """float32 [BLOCK_OUTPUTS, BLOCK_ROWS], where the places are those of each row's and output's
-    first input. Weights come first, since matrix units take these from registers."""
+    """Return the sums, float32 [BLOCK_OUTPUTS, BLOCK_ROWS].
+
+    The places are those of each row's and output's first input. Weights come first in the product,
+    because matrix units read the first operand from registers.
+    """
     row_type: tl.constexpr = row_places.dtype.element_ty
-    # Matrix units add up int8 exactly, but float8 with fewer bits than float32 has.
+    # Matrix units sum int8 exactly, but float8 with fewer bits than float32.
     APART: tl.constexpr = GROUP_INPUTS > 0 or row_type == tl.float8e4nv
     WIDTH: tl.constexpr = CHUNK // 2 if PACKED else CHUNK
     SUM: tl.constexpr = tl.int32 if row_type == tl.int8 and not APART else tl.float32
@@ -158,8 +165,11 @@ def quantized_product_kernel(
     GROUP: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Tiles of outputs and rows. Neighbouring programs take GROUP tiles of rows with the same
-    weights, which then come from the cache."""
+    """Multiply tiles of outputs and rows.
+
+    Neighbouring programs take GROUP tiles of rows with the same weights, which then come from the
+    cache.
+    """
     row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
     output_tiles = tl.cdiv(num_outputs, BLOCK_OUTPUTS)
     group = tl.program_id(0) // (GROUP * output_tiles)
@@ -169,7 +179,7 @@ def quantized_product_kernel(
     output = in_group // group_rows * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     has_row = row < num_rows
     has_output = output < num_outputs
-    # What lies outside is computed from the first row and output, and not stored.
+    # Rows and outputs outside repeat the first and are not stored.
     known_row = tl.where(has_row, row, 0).to(tl.int64)
     known_output = tl.where(has_output, output, 0).to(tl.int64)
     sums = product_sums(
@@ -229,8 +239,11 @@ def quantized_row_kernel(
     EVEN: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One row, element by element. Products are summed by input modulo those of BLOCK_CHUNKS chunks
-    first, then over these. EVEN if these divide all chunks."""
+    """Multiply one row, element by element.
+
+    Products are summed by input modulo the inputs of BLOCK_CHUNKS chunks, then over these sums.
+    EVEN means that BLOCK_CHUNKS divides the number of chunks.
+    """
     WIDTH: tl.constexpr = CHUNK // 2 if PACKED else CHUNK
     output = tl.program_id(0) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     inside = output < num_outputs

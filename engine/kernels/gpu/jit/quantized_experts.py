@@ -1,5 +1,7 @@
-"""Grouped products of rows sorted by expert with the quantized weights that each row chose; see
-``jit.experts`` for how programs find their rows, and ``jit.quantized`` for the weights."""
+"""Grouped products of rows, sorted by expert, with the quantized weights that each row chose.
+
+See ``jit.experts`` for how programs find their rows, and ``jit.quantized`` for the weights.
+"""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The random numbers of ``engine.kernels.random_stream``: of (key, index, lane) alone."""
+"""Random numbers of ``engine.kernels.random_stream``, which depend on (key, index, lane) only."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ MIX_2 = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def _mixed(bits):
-    """A round of SplitMix64."""
+    """Return ``bits`` after a round of SplitMix64."""
     bits = (bits ^ (bits >> 30)) * MIX_1
     bits = (bits ^ (bits >> 27)) * MIX_2
     return bits ^ (bits >> 31)
@@ -18,9 +18,9 @@ def _mixed(bits):
 
 @triton.jit
 def exponentials(key, index, lanes):
-    """Exponential variates, float64, of the ``lanes`` (from 0 on, any shape) of a draw."""
+    """Return exponential variates, float64, of ``lanes`` (from 0 on, any shape) of a draw."""
     golden = tl.full((), GOLDEN, tl.uint64)
     counter = (index + 1).to(tl.uint64) * golden + key.to(tl.uint64, bitcast=True)
     bits = _mixed(_mixed(counter) + (lanes + 1).to(tl.uint64) * golden) >> 12
-    # Integers of 52 bits, so that a half more is exact and no draw is 0 nor 1.
+    # Integers of 52 bits: adding one half is exact, and no draw is 0 or 1.
     return -tl.log((bits.to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16)

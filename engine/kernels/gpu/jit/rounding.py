@@ -1,5 +1,7 @@
-"""Rows rounded to 8 bits, with their scales. A row that has anything that is not finite gets NaN
-for a scale, since its codes could not tell."""
+"""Rows rounded to 8 bits, with their scales.
+
+The scale of a row with a value that is not finite is NaN, because 8-bit codes could not show it.
+"""
 
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ def _codes(values, scales, MOST: tl.constexpr, INTEGER: tl.constexpr):
     least = -MOST - 1.0 if INTEGER else -MOST
     scaled = tl.minimum(tl.maximum(scaled, least), MOST)
     if INTEGER:
-        # In [2^23, 2^24) the sum has no bits behind the point: it is rounded, halves to even.
+        # In [2^23, 2^24) the sum has no fractional bits: it is rounded, halves to even.
         scaled = scaled + 12582912.0 - 12582912.0
     return scaled.to(tl.int8 if INTEGER else tl.float8e4nv)
 
@@ -29,7 +31,7 @@ def round_rows_kernel(
     STATIC: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row with one scale: the largest magnitude over MOST, or ``static_scale`` if STATIC."""
+    """Round a row with one scale: the largest magnitude over MOST, or if STATIC a constant."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     source = rows + row * row_stride
@@ -66,7 +68,7 @@ def round_groups_kernel(
     GROUP_INPUTS: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """Groups of a row with a scale each, to float8."""
+    """Round groups of a row, with a scale each, to float8."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     columns = groups[:, None] * GROUP_INPUTS + tl.arange(0, GROUP_INPUTS)[None, :]

@@ -1,4 +1,4 @@
-"""Rows of hidden states: norms, and the gate of the MLP. A program takes a row or a part of one."""
+"""Norms of rows and the gate of the MLP; a program takes a row or a part of one."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""The choice of a row's token from what ``summarise_kernel`` found. One program takes a row."""
+"""Choice of a row's token from the summary of ``summarise_kernel``; one program takes a row."""
 
 import triton
 import triton.language as tl
@@ -24,19 +24,19 @@ from millrace.engine.kernels.gpu.jit.sampling_logits import (
 )
 from millrace.engine.kernels.gpu.jit.sampling_narrow import largest_gap
 
-# A group's mass in the summary may be wrong by less than this share.
+# Bound of the relative error of a group's mass in the summary.
 _SLACK = tl.constexpr(1e-3)
 
 
 @triton.jit
 def _first_largest(values, places):
-    """The first of the ``places`` where ``values`` is largest."""
+    """Return the first of the ``places`` where ``values`` is largest."""
     return tl.min(tl.where(values == tl.max(values), places, NO_GAP))
 
 
 @triton.jit
 def _group(logits, counts, record, vocab_size, group):
-    """Logits of one group: [64]."""
+    """Load the logits of one group: [64]."""
     groups = tl.zeros((1,), tl.int32) + group
     values = group_logits(logits, counts, record, groups, groups >= 0, vocab_size, True)
     return tl.reshape(values, (GROUP,))
@@ -44,14 +44,14 @@ def _group(logits, counts, record, vocab_size, group):
 
 @triton.jit
 def _kept_weights(values, best, temperature, edge):
-    """Weights of a group's tokens, 0 for those beyond the ``edge``."""
+    """Return the weights of a group's tokens, 0 for tokens beyond the ``edge``."""
     bits = gap_bits(values, best, temperature)
     return tl.where(bits <= edge, weights_of(bits), 0.0)
 
 
 @triton.jit
 def _summary(tops, masses, groups, num_groups, best, temperature):
-    """(the least gap, the weight) of each of a row's groups."""
+    """Return (the least gap, the weight) of each of a row's groups."""
     inside = groups < num_groups
     group_tops = tl.load(tops + groups, mask=inside, other=-float("inf"))
     peaks = tl.where(inside, gap_bits(group_tops, best, temperature), NO_GAP)
@@ -63,10 +63,10 @@ def _summary(tops, masses, groups, num_groups, best, temperature):
 def _race_groups(
     key, index, logits, counts, record, vocab_size, best, temperature, edge, peaks, weights, groups
 ):
-    """The group of the token that is drawn: the largest weight over an exponential variate wins.
+    """Return the group of the drawn token: the largest weight over an exponential variate wins.
 
-    ``weights`` are those of the groups before narrowing: they bound the groups' own, which are
-    computed of those that may win.
+    ``weights`` are the groups' weights before narrowing, as upper bounds. The exact weights are
+    computed for groups that may win.
     """
     times = exponentials(key, index, groups + GROUP)
     most = tl.where(peaks <= edge, weights, 0.0).to(tl.float64) * (1 + _SLACK) / times
@@ -135,7 +135,7 @@ def choose_kernel(
                 )  # fmt: skip
             farthest = tl.abs(half_word(record, LOG_MIN_P).to(tl.float32, bitcast=True))
             edge = tl.minimum(edge, farthest.to(tl.int32, bitcast=True))
-            # Read again, which is faster than to keep it in registers.
+            # Read again, which is faster than keeping it in registers.
             peaks, weights = _summary(tops, masses, groups, num_groups, best, temperature)
             group = _race_groups(
                 key, index, logits, counts, record, vocab_size, best, temperature, edge, peaks,
@@ -153,7 +153,7 @@ def choose_kernel(
         token = group * GROUP + member
         penalised, _, _, _ = penalties(record)
         if penalised:
-            tl.debug_barrier()  # no thread reads the counts any more
+            tl.debug_barrier()  # all threads have read the counts
             entry = tl.load(counts + token)
             counted = (entry & MOST_COUNTED) < MOST_COUNTED
             tl.store(counts + token, tl.where(counted, entry + 1, entry))

@@ -1,8 +1,8 @@
-"""Logits of a row as tokens are chosen from them: in groups of 64, and penalised.
+"""Logits of a row for the choice of tokens: in groups of 64, and penalised.
 
-A row's logits are cut into groups of 64 consecutive tokens. Scaled logits are given as gaps,
-(largest - logit) / temperature, by the bits of the float32, which as integers are in the same
-order because no gap is negative.
+A row's logits are cut into groups of 64 consecutive tokens. Scaled logits are represented as gaps,
+(largest - logit) / temperature, by the bits of the float32. As integers these have the same order,
+because no gap is negative.
 """
 
 import triton
@@ -21,26 +21,26 @@ REPETITION = tl.constexpr(10)
 TOP_K = tl.constexpr(11)
 
 INF_BITS = tl.constexpr(0x7F800000)
-# More than the bits of any gap.
+# Greater than the bits of any gap.
 NO_GAP = tl.constexpr(0x7FFFFFFF)
 MOST_COUNTED = tl.constexpr(0x7FFF)
 
 
 @triton.jit
 def word(record, entry):
-    """An entry of 8 bytes, as int64."""
+    """Load an entry of 8 bytes, as int64."""
     return tl.load(record + entry)
 
 
 @triton.jit
 def half_word(record, entry):
-    """An entry of 4 bytes, as int32."""
+    """Load an entry of 4 bytes, as int32."""
     return tl.load(record.to(tl.pointer_type(tl.int32)) + entry)
 
 
 @triton.jit
 def penalties(record):
-    """(whether there are any, repetition, presence, frequency)."""
+    """Return (whether there are penalties, repetition, presence, frequency)."""
     repetition = half_word(record, REPETITION).to(tl.float32, bitcast=True)
     presence = word(record, PRESENCE).to(tl.float64, bitcast=True)
     frequency = word(record, FREQUENCY).to(tl.float64, bitcast=True)
@@ -50,7 +50,7 @@ def penalties(record):
 
 @triton.jit
 def _penalised(values, entries, repetition, presence, frequency):
-    """``values`` after what their ``entries`` of the counts ask for."""
+    """Return ``values`` after the penalties of their ``entries`` of the counts."""
     said = entries & MOST_COUNTED
     repeated = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)
     values = tl.where(entries != 0, repeated, values)
@@ -60,8 +60,11 @@ def _penalised(values, entries, repetition, presence, frequency):
 
 @triton.jit
 def group_logits(logits, counts, record, groups, listed, vocab_size, PENALISED: tl.constexpr):
-    """Logits of some ``groups`` [N] of one row: float32 [N, 64]; -inf past the vocabulary and in
-    groups that are not ``listed``, +inf for NaN. Not PENALISED: the row is known to be not."""
+    """Load logits of some ``groups`` [N] of one row: float32 [N, 64].
+
+    They are -inf past the vocabulary and in groups that are not ``listed``, and +inf for NaN.
+    Without PENALISED the row must have no penalties.
+    """
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     inside = listed[:, None] & (tokens < vocab_size)
     values = tl.load(logits + tokens, mask=inside, other=-float("inf")).to(tl.float32)
@@ -76,11 +79,11 @@ def group_logits(logits, counts, record, groups, listed, vocab_size, PENALISED: 
 
 @triton.jit
 def gap_bits(values, best, temperature):
-    """Gaps of logits, rounded as IEEE 754 has it, so that ties are the same everywhere."""
+    """Return the bits of gaps, rounded as in IEEE 754, so that ties are the same everywhere."""
     return tl.div_rn(best - values, temperature).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def weights_of(bits):
-    """exp of the scaled logits, float32: at most 1."""
+    """Return exp of the scaled logits, float32, at most 1."""
     return tl.exp(-bits.to(tl.float32, bitcast=True))

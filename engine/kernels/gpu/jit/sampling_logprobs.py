@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own logits. One program takes a row."""
+"""Log-probabilities of the model's own logits; one program takes a row."""
 
 import triton
 import triton.language as tl
@@ -20,8 +20,11 @@ def logprobs_kernel(
     num_top,
     ALL_GROUPS: tl.constexpr,
 ):
-    """``out`` float64 [num_picked, 1 + 2 * num_top]: the log-probability of the row's token, then
-    the likeliest tokens in falling order, the first of equals first, and theirs."""
+    """Write ``out`` float64 [num_picked, 1 + 2 * num_top].
+
+    A row has the log-probability of its token, then the likeliest tokens in falling order, of equal
+    ones the first, then their log-probabilities.
+    """
     place = tl.program_id(0).to(tl.int64)
     row = tl.load(picked + place).to(tl.int64)
     logits += row * row_stride
@@ -35,7 +38,7 @@ def logprobs_kernel(
     relative = tl.load(masses + own, mask=inside, other=0.0).to(tl.float64)
     normaliser = tl.log(tl.sum(weights * relative)) + best.to(tl.float64)
     token = tl.load(tokens + row)
-    # A row that has no token has nothing to report, but is read all the same.
+    # A row without a token reports nothing, but is still read.
     chosen = tl.load(logits + tl.maximum(token, 0)).to(tl.float64)
     tl.store(out, chosen - normaliser)
     unfinished = inside
@@ -48,7 +51,7 @@ def logprobs_kernel(
         ids = group * GROUP + lanes
         values = tl.load(logits + ids, mask=ids < vocab_size, other=-float("inf")).to(tl.float32)
         values = tl.where(values != values, float("inf"), values)
-        # Tokens leave in falling order, so all of the group before the last one have left.
+        # Tokens leave in falling order, so all tokens before the last one in the group have left.
         left = (values < last_value) | ((values == last_value) & (ids > last_token))
         left = left & (ids < vocab_size)
         value = tl.max(tl.where(left, values, -float("inf")))

@@ -1,9 +1,9 @@
 """Top-k and top-p as the largest gap that a row keeps.
 
-Both ask for the least gap up to which enough tokens lie, or enough of their mass. It is found by
-bisection on the bits of gaps, among the likeliest groups in registers; that nearly always does.
-If not, passes over all groups that may matter cut the range in eight until few tokens are in it.
-Sums are taken in an order that depends on the row alone.
+Both ask for the least gap up to which there are enough tokens, or enough of their mass. It is found
+by bisection on the bits of gaps, among the likeliest groups in registers, which almost always
+suffices. If not, passes over all groups that may matter cut the range into eight parts until few
+tokens are in it. The order of sums depends on the row alone.
 """
 
 import triton
@@ -18,18 +18,20 @@ from millrace.engine.kernels.gpu.jit.sampling_logits import (
     weights_of,
 )
 
-# Beyond this gap no float32 weight is above 0.
+# Beyond this gap every float32 weight is 0.
 _WEIGHTLESS = tl.constexpr(104.0)
-# What a bound that comes from a sum is given, far above what rounding does to it.
+# Tolerance of a bound computed from a sum, far above the sum's rounding error.
 _SLACK = tl.constexpr(1e-3)
-# How much of a sum may be lost to rounding in a pass.
+# Share of a sum that may be lost to rounding in a pass.
 _ROUNDING = tl.constexpr(1e-6)
 
 
 @triton.jit
 def _least_reaching(bits, weights, before, target, low, high):
-    """The least value in (low, high] up to which ``before`` and the weights reach the target;
-    ``high`` if none does."""
+    """Return the least value in (low, high] up to which ``before`` and weights reach ``target``.
+
+    Returns ``high`` if no value does.
+    """
     while high - low > 1:
         middle = low + (high - low) // 2
         reached = before + tl.sum(tl.where(bits <= middle, weights, 0.0)) >= target
@@ -40,7 +42,7 @@ def _least_reaching(bits, weights, before, target, low, high):
 
 @triton.jit
 def _peak_rank(peaks, rank):
-    """The ``rank``-th smallest of the groups' least gaps, ``peaks``, from 1 on."""
+    """Return the ``rank``-th smallest of the groups' least gaps, ``peaks``; ranks begin at 1."""
     low = tl.full((), -1, tl.int32)
     high = tl.full((), INF_BITS, tl.int32)
     while high - low > 1:
@@ -53,8 +55,8 @@ def _peak_rank(peaks, rank):
 
 @triton.jit
 def _list_groups(listing, chosen, groups):
-    """Write the ``chosen`` of the ``groups`` to ``listing``, in order; returns how many."""
-    tl.debug_barrier()  # no thread reads an earlier list any more
+    """Write the ``chosen`` of the ``groups`` to ``listing``, in order; return their number."""
+    tl.debug_barrier()  # all threads have read the earlier list
     ones = chosen.to(tl.int32)
     tl.store(listing + tl.cumsum(ones, 0) - 1, groups, mask=chosen)
     tl.debug_barrier()
@@ -66,7 +68,7 @@ def _listed_gaps(
     logits, counts, record, vocab_size, best, temperature, listing, start, num_listed,
     TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the gaps in groups ``start`` … of the listing: [TILE_GROUPS, 64]."""
+    """Return the bits of the gaps in groups ``start`` … of the listing: [TILE_GROUPS, 64]."""
     places = start + tl.arange(0, TILE_GROUPS)
     listed = places < num_listed
     groups = tl.load(listing + places, mask=listed, other=0)
@@ -76,14 +78,16 @@ def _listed_gaps(
 
 @triton.jit
 def _measure(bits, by_mass):
-    """What tokens count for: their weights, or 1 for each that is possible."""
+    """Return each token's measure: its weight, or 1 if it is possible."""
     return tl.where(by_mass, weights_of(bits), (bits < INF_BITS).to(tl.float32))
 
 
 @triton.jit
 def _among_likeliest(bits, bound, top_k, top_p, by_count, mass):
-    """(the largest gap kept, whether it is sure) by the ``bits`` of tokens among which are all
-    that are not beyond the ``bound``."""
+    """Return (the largest gap kept, whether it is certain).
+
+    ``bits`` must include all tokens within the ``bound``.
+    """
     edge = bound
     found = bound >= 0
     for phase in range(2):
@@ -103,8 +107,10 @@ def _among_likeliest(bits, bound, top_k, top_p, by_count, mass):
 
 @triton.jit
 def _pivots(low, high, by_value):
-    """8 values in (low, high], the last of them ``high``, that cut it evenly, as numbers or as
-    bits, in rising order."""
+    """Return 8 rising values in (low, high] that cut it evenly, as numbers or as bits.
+
+    The last value is ``high``.
+    """
     parts = tl.arange(0, 8) + 1
     bits = low + ((high - low).to(tl.int64) * parts // 8).to(tl.int32)
     first = tl.maximum(low, 0).to(tl.float32, bitcast=True)
@@ -119,14 +125,14 @@ def _sums_up_to(
     pivots, by_mass, logits, counts, record, vocab_size, best, temperature, listing, num_listed,
     TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The measure of the listed tokens up to each of 8 ``pivots``: float64 [8]."""
+    """Return the measure of the listed tokens up to each of 8 ``pivots``: float64 [8]."""
     sums = tl.zeros((8, TILE_GROUPS, 8), tl.float64)
     for start in range(0, num_listed, TILE_GROUPS):
         bits = _listed_gaps(
             logits, counts, record, vocab_size, best, temperature, listing, start, num_listed,
             TILE_GROUPS,
         )  # fmt: skip
-        # The 8 that a thread has are added up there.
+        # A thread adds its own 8 values.
         bits = tl.reshape(bits, (TILE_GROUPS, 8, 8))
         weights = _measure(bits, by_mass)
         inside = bits[None, :, :, :] <= pivots[:, None, None, None]
@@ -139,9 +145,9 @@ def _gather(
     low, high, logits, counts, record, vocab_size, best, temperature, listing, num_listed,
     gathered, TILE_GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """The listed tokens' gaps in (low, high], of which there are at most CAPACITY, then NO_GAP."""
+    """Return the listed tokens' gaps in (low, high], at most CAPACITY, padded with NO_GAP."""
     num_gathered = tl.full((), 0, tl.int32)
-    tl.debug_barrier()  # no thread reads the bits gathered before any more
+    tl.debug_barrier()  # all threads have read the earlier bits
     for start in range(0, num_listed, TILE_GROUPS):
         bits = _listed_gaps(
             logits, counts, record, vocab_size, best, temperature, listing, start, num_listed,
@@ -163,15 +169,15 @@ def _among_listed(
     edge, top_k, top_p, by_count, mass, logits, counts, record, vocab_size, best, temperature,
     listing, num_listed, gathered, TILE_GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """The largest gap kept, which is not beyond the ``edge``, by all listed tokens.
+    """Return the largest gap kept, at most the ``edge``, by all listed tokens.
 
-    Passes cut the range evenly as numbers, then as bits, in turn: so it narrows fast where gaps
-    are spread as usual, and however they are spread there are at most 22 passes.
+    Passes cut the range evenly, as numbers and as bits in turn. So it narrows fast for usual
+    distributions of gaps, and any distribution takes at most 22 passes.
     """
     for phase in range(2):
         by_mass = phase == 1
         if tl.where(by_mass, top_p < 1, by_count):
-            # Of what top-k leaves, the mass comes with the first pass.
+            # The first pass gives the mass that top-k keeps.
             share = tl.where(by_count, float("nan"), top_p * mass)
             target = tl.where(by_mass, share, top_k.to(tl.float64))
             low = tl.full((), -1, tl.int32)
@@ -192,7 +198,7 @@ def _among_listed(
                 low = tl.max(tl.where(reached, low, pivots))
                 before = tl.max(tl.where(reached, before, sums))
                 upto = tl.min(tl.where(reached, sums, upto))
-                # None of those inside weighs less than at the range's end.
+                # No token inside weighs less than a token at the range's end.
                 farthest = tl.minimum(high.to(tl.float32, bitcast=True), 2 * _WEIGHTLESS)
                 most = (upto - before + _ROUNDING * upto) * tl.exp(farthest.to(tl.float64))
                 num_inside = tl.where(by_mass, most, upto - before)
@@ -214,13 +220,13 @@ def largest_gap(
     temperature, listing, gathered,
     LIKELIEST_GROUPS: tl.constexpr, TILE_GROUPS: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Bits of the largest gap that top-k, then top-p, leave of a row.
+    """Return the bits of the largest gap that top-k, then top-p, keep of a row.
 
-    ``peaks`` are the least gaps of its ``groups``, ``mass`` (float64) the weight of all its tokens.
-    ``listing`` (int32 [num_groups]) and ``gathered`` (int32 [CAPACITY]) are overwritten.
+    ``peaks`` are the least gaps of its ``groups``, ``mass`` (float64) is the weight of all its
+    tokens. ``listing`` (int32 [num_groups]) and ``gathered`` (int32 [CAPACITY]) are overwritten.
     """
     by_count = top_k < vocab_size
-    # As many groups as fit, with whatever ties: those before the first that does not.
+    # As many groups as fit, ties included: all groups before the first that does not fit.
     bound = tl.full((), INF_BITS, tl.int32)
     if num_groups > LIKELIEST_GROUPS:
         bound = _peak_rank(peaks, LIKELIEST_GROUPS + 1) - 1
@@ -236,7 +242,7 @@ def largest_gap(
             if top_k <= num_groups:
                 edge = _peak_rank(peaks, top_k)
         else:
-            # What weighs less makes up less than 1 - top_p even if it were all tokens.
+            # Tokens of less weight have less than 1 - top_p in total, even if all tokens were such.
             spare = (1 - top_p) * mass / (num_groups * GROUP)
             farthest = tl.maximum(-tl.log(spare), 0.0) + _SLACK
             edge = farthest.to(tl.float32).to(tl.int32, bitcast=True)

@@ -1,6 +1,6 @@
-"""The summary of each group of a row's logits: the largest logit, and the group's mass.
+"""Summary of each group of a row's logits: the largest logit and the group's mass.
 
-The only pass over all logits that every row takes; each program takes a part of one row.
+This is the only pass over all logits that every row takes. Each program takes a part of one row.
 """
 
 import triton
@@ -18,7 +18,7 @@ from millrace.engine.kernels.gpu.jit.sampling_logits import (
 
 @triton.jit
 def _relative_mass(values, tops, sharpness):
-    """The sum of exp((logit - top) * sharpness) of each group."""
+    """Return the sum of exp((logit - top) * sharpness) of each group."""
     origin = tl.where(tops == -float("inf"), 0.0, tops)
     return tl.sum(tl.exp((values - origin[:, None]) * sharpness), 1)
 
@@ -27,14 +27,14 @@ def _relative_mass(values, tops, sharpness):
 def _summarise(
     logits, counts, record, tops, masses, groups, num_groups, vocab_size, PENALISED: tl.constexpr
 ):
-    """Of some ``groups`` of one row."""
+    """Summarise some ``groups`` of one row."""
     inside = groups < num_groups
     values = group_logits(logits, counts, record, groups, inside, vocab_size, PENALISED)
     group_tops = tl.max(values, 1)
     tl.store(tops + groups, group_tops, mask=inside)
     temperature = half_word(record, TEMPERATURE).to(tl.float32, bitcast=True)
     if temperature > 0:
-        # A temperature so small that its inverse is infinite must not make NaN of 0.
+        # A tiny temperature has an infinite inverse, which must not turn 0 into NaN.
         sharpness = tl.minimum(tl.div_rn(1.0, temperature), 3.0e38)
         tl.store(masses + groups, _relative_mass(values, group_tops, sharpness), mask=inside)
 
@@ -53,8 +53,10 @@ def summarise_kernel(
     BLOCK_GROUPS: tl.constexpr,
     PART_GROUPS: tl.constexpr,
 ):
-    """Largest logit of each group after penalties, and for rows that are drawn the group's mass
-    relative to it."""
+    """Compute the largest logit of each group after penalties.
+
+    For rows that are drawn, also compute the group's mass relative to it.
+    """
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * BLOCK_GROUPS
     state_row = tl.load(state_rows + row).to(tl.int64)
@@ -65,7 +67,7 @@ def summarise_kernel(
     masses += row * num_groups
     penalised, _, _, _ = penalties(record)
     if penalised:
-        # In parts, so that the registers that this takes do not slow the other rows down.
+        # In parts, so that the registers for penalties do not slow down other rows.
         for start in range(0, BLOCK_GROUPS, PART_GROUPS):
             groups = first + start + tl.arange(0, PART_GROUPS)
             _summarise(
@@ -89,7 +91,7 @@ def summarise_raw_kernel(
     num_groups,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """The same of the ``picked`` rows as the model left them, at temperature 1."""
+    """Summarise the ``picked`` rows of the model's raw logits, at temperature 1."""
     row = tl.program_id(1).to(tl.int64)
     groups = tl.program_id(0) * BLOCK_GROUPS + tl.arange(0, BLOCK_GROUPS)
     inside = groups < num_groups

@@ -1,1 +1,1 @@
-"""Products with weights of few bits: how they lie in memory, how rows are rounded, the products."""
+"""Products with weights of few bits: layout in memory, rounding of rows, and kernels."""

@@ -1,5 +1,7 @@
-"""The products of a mixture of experts with quantized stacks; the rest of it is that of wide ones,
-in ``engine.kernels.gpu.experts``."""
+"""Products of a mixture of experts with quantized stacks.
+
+The rest of the mixture is as for wide stacks, in ``engine.kernels.gpu.experts``.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +26,20 @@ def quantized_products(
     weights: torch.Tensor | None = None,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """``engine.kernels.gpu.experts.products`` with a quantized stack, in ``dtype``."""
+    """Compute ``engine.kernels.gpu.experts.products`` with a quantized stack, in ``dtype``."""
     codes, row_scales = rows if isinstance(rows, RoundedRows) else (rows, None)
     num_choices, num_experts = len(choices.order), len(stack)
     out = codes.new_empty(*choices.shape_of(weights), stack.num_outputs, dtype=dtype)
     if not num_choices:
         return out
     tile = quantized_expert_tile(num_choices, num_experts, codes.itemsize, fixed=fixed)
-    # Every expert may have a tile that is not full, but no tile is without a row.
+    # Every expert may have a partial tile, but no tile is empty.
     num_tiles = min(num_choices, -(-num_choices // tile.rows) + num_experts - 1)
     quantized_experts_kernel[(num_tiles, -(-stack.num_outputs // tile.outputs))](
         *(codes, stack.scales if row_scales is None else row_scales, stack.codes, stack.scales),
         stack.scales if stack.zeros is None else stack.zeros,
         *(choices.ends, choices.order),
-        out if weights is None else weights,  # Read only behind the second product.
+        out if weights is None else weights,  # Read by the second product only.
         *(out, len(codes), codes.stride(0)),
         NUM_INPUTS=stack.num_inputs,
         NUM_OUTPUTS=stack.num_outputs,

@@ -1,4 +1,4 @@
-"""Products of float8 by torch, which for many rows has faster ones than Triton makes."""
+"""Products of float8 by torch, which are faster than Triton's for many rows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from millrace.engine.kernels.gpu.quantized.packing import PackedWeight
 from millrace.engine.kernels.gpu.quantized.rounding import RoundedRows
 
-# torch's product of float8 with a scale for each row and column is for these and later ones.
+# Least capability for torch's float8 product with a scale per row and column.
 _LEAST_CAPABILITY = (9, 0)
-# Rows from which on computing is the limit, and not reading the weights.
+# From this number of rows on, computing is the limit instead of reading the weights.
 _LEAST_ROWS = 128
 
 
 def library_takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
-    """Whether ``library_linear`` can multiply by ``weight``, on its device, into ``dtype``."""
+    """Return whether ``library_linear`` supports ``weight`` on its device, into ``dtype``."""
     device = weight.codes.device
     return (
         device.type == "cuda"
@@ -24,7 +24,7 @@ def library_takes(weight: PackedWeight, dtype: torch.dtype) -> bool:
 
 
 def fits_library(weight: PackedWeight, dtype: torch.dtype) -> bool:
-    """Whether torch has the product on any device."""
+    """Return whether torch has this product on some device."""
     return (
         dtype is torch.bfloat16
         and weight.codes.dtype is torch.float8_e4m3fn
@@ -35,15 +35,18 @@ def fits_library(weight: PackedWeight, dtype: torch.dtype) -> bool:
 
 
 def prefers_library(num_rows: int) -> bool:
-    """Whether ``library_linear`` should take less time than a kernel of our own."""
+    """Return whether ``library_linear`` should be faster than Triton's kernel."""
     return num_rows >= _LEAST_ROWS
 
 
 def library_linear(
     rows: RoundedRows, weight: PackedWeight, scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """``rows`` with a scale each times ``weight`` transposed, and ``bias`` [num_outputs]: bfloat16
-    [num_rows, num_outputs]. ``scales``: float32 [1, num_outputs], those of ``weight``."""
+    """Multiply ``rows``, with a scale each, with ``weight`` transposed, and add ``bias``.
+
+    ``bias`` is [num_outputs]; ``scales``, the weight's, is float32 [1, num_outputs]. Returns
+    bfloat16 [num_rows, num_outputs].
+    """
     return torch._scaled_mm(
         rows.codes,
         weight.codes.t(),

@@ -1,4 +1,4 @@
-"""How quantized weights lie in a device's memory."""
+"""Layout of quantized weights in a device's memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from millrace.engine.kernels.operations import WeightSize
 
-# The most inputs that a product takes at a time, as many as usually share a scale.
+# Most inputs that a product takes at a time: the usual size of a group.
 _MOST_CHUNK = 128
 
 
@@ -18,12 +18,12 @@ _MOST_CHUNK = 128
 class PackedWeight:
     """Weights [num_outputs, num_inputs], each (code - zero) * scale.
 
-    ``codes``: int8 or float8_e4m3fn [num_outputs, num_inputs]; or uint8 [num_outputs, num_inputs /
-    2], in which the byte j of each ``chunk`` / 2 has the code of input j of ``chunk`` inputs in its
-    low bits and that of input j + ``chunk`` / 2 in the others, both plus 8. ``scales``: a float
-    type [num_groups, num_outputs], ``zeros``: int16 as these or None. A group has ``group_inputs``
-    inputs, which is 0 where there is one group. Of a stack, all have the number of an expert in
-    front.
+    ``codes`` is int8 or float8_e4m3fn [num_outputs, num_inputs], or uint8 [num_outputs, num_inputs
+    / 2]. In the latter, byte j of each ``chunk`` / 2 bytes has the code of input j of ``chunk``
+    inputs in its low bits and the code of input j + ``chunk`` / 2 in its high bits, both plus 8.
+    ``scales`` is a float type [num_groups, num_outputs]; ``zeros`` is int16 of that shape or None.
+    A group has ``group_inputs`` inputs; 0 means a single group. In a stack, all tensors have a
+    leading dimension of experts.
     """
 
     codes: torch.Tensor
@@ -33,12 +33,12 @@ class PackedWeight:
     chunk: int
 
     def __len__(self) -> int:
-        """The number of experts in a stack."""
+        """Return the number of experts in a stack."""
         return len(self.codes)
 
     @property
     def is_packed(self) -> bool:
-        """Whether a byte has two codes."""
+        """True if a byte has two codes."""
         return self.codes.dtype is torch.uint8
 
     @property
@@ -65,10 +65,13 @@ class PackedWeight:
         group_inputs: int,
         bits: int,
     ) -> Self:
-        """From ``codes`` [num_outputs, num_inputs], those of 4 ``bits`` from -8 to 7, ``scales``
-        and ``zeros`` [num_outputs, num_groups], on their device.
+        """Pack ``codes`` [num_outputs, num_inputs] with their scales and zeros, on their device.
 
-        Raises ValueError for a width that no ``chunk_of`` cuts.
+        Codes of 4 ``bits`` are from -8 to 7. ``scales`` and ``zeros`` are [num_outputs,
+        num_groups].
+
+        Raises:
+            ValueError: ``chunk_of`` finds no chunk for the width.
         """
         one_group = scales.shape[1] == 1
         group_inputs = 0 if one_group else group_inputs
@@ -85,8 +88,7 @@ class PackedWeight:
 
     @classmethod
     def stacked(cls, weights: Sequence[Self]) -> Self:
-        """The weights of several experts as one stack. Raises ValueError where they differ in how
-        they lie in memory."""
+        """Stack the weights of several experts. Raises ValueError if their layouts differ."""
         first = weights[0]
         for other in weights[1:]:
             if (
@@ -106,7 +108,7 @@ class PackedWeight:
                     for weight in weights
                 ]
             )
-        # Stacked as bytes: not every torch concatenates float8.
+        # Stacked as bytes: some versions of torch cannot concatenate float8.
         codes = torch.stack([weight.codes.view(torch.uint8) for weight in weights])
         return replace(
             first,
@@ -117,9 +119,11 @@ class PackedWeight:
 
 
 def chunk_of(num_inputs: int, group_inputs: int, bits: int) -> int:
-    """How many inputs a product takes at a time, all of one group of ``group_inputs`` (0: all are
-    one): a power of two, or 0 if the matrix units take none that fits. They take 16 at least, and
-    two halves where codes have 4 ``bits``."""
+    """Return the number of inputs that a product takes at a time, a power of two.
+
+    All are of one group of ``group_inputs`` (0 means a single group). Returns 0 if no chunk suits
+    the matrix units, which take at least 16 inputs, and two halves of 16 with 4 ``bits``.
+    """
     chunk = _MOST_CHUNK
     while num_inputs % chunk or group_inputs % chunk:
         chunk //= 2
@@ -132,7 +136,7 @@ def _packed(codes: torch.Tensor, chunk: int) -> torch.Tensor:
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:
-    """As few bytes as hold ``scales`` exactly, which most checkpoints store in 16 bits."""
+    """Narrow ``scales`` to the fewest bytes that are exact: most checkpoints store 16 bits."""
     if scales.is_meta:
         return scales
     for dtype in (torch.bfloat16, torch.float16):

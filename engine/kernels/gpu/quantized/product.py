@@ -18,7 +18,7 @@ from millrace.engine.kernels.gpu.quantized.tiles import (
     row_product_tile,
 )
 
-# Tiles of rows that use the same weights one after the other.
+# Tiles of rows that use the same weights one after another.
 _GROUP = 8
 
 
@@ -31,12 +31,13 @@ def quantized_linear(
     dtype: torch.dtype,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """``rows`` [num_rows, num_inputs] times ``weight`` transposed, and ``bias`` [num_outputs], and
-    ``residual`` [num_rows, num_outputs]: [num_rows, num_outputs] in ``dtype``.
+    """Multiply ``rows`` [num_rows, num_inputs] with ``weight`` transposed, in ``dtype``.
 
-    Rows are multiplied by the codes, exactly; products of int8 are summed in int32, others and
-    what was scaled in float32, and rounded once. With ``fixed``, what becomes of a row is the same
-    to the bit whatever other rows there are; otherwise, for given shapes.
+    Adds ``bias`` [num_outputs] and ``residual`` [num_rows, num_outputs] if given; returns
+    [num_rows, num_outputs]. Rows are multiplied by the codes exactly. Products of int8 are summed
+    in int32, other products and scaled sums in float32, and rounded once. With ``fixed`` it is
+    batch-invariant: a row's result has the same bits for any other rows, otherwise for equal
+    shapes.
     """
     wide = rows.codes if isinstance(rows, RoundedRows) else rows
     num_rows, row_bytes = len(wide), wide.itemsize
@@ -58,14 +59,14 @@ def tiled_quantized_linear(
     dtype: torch.dtype,
     tile: QuantizedTile | RowProductTile,
 ) -> torch.Tensor:
-    """``quantized_linear`` by a tile of choice; a RowProductTile is for a single row."""
+    """Compute ``quantized_linear`` with a given tile; a RowProductTile is for a single row."""
     codes, row_scales = rows if isinstance(rows, RoundedRows) else (rows, None)
     (num_rows, num_inputs), num_outputs = codes.shape, weight.num_outputs
     out = codes.new_empty(num_rows, num_outputs, dtype=dtype)
     if num_rows == 0:
         return out
     output_tiles = -(-num_outputs // tile.outputs)
-    # What is missing is not read.
+    # Placeholders of missing tensors are not read.
     residual_or_out = out if residual is None else residual
     tensors = (
         *(codes, weight.scales if row_scales is None else row_scales, weight.codes, weight.scales),
@@ -101,7 +102,7 @@ def tiled_quantized_linear(
 
 
 def layout_constants(weight: PackedWeight, row_scales: torch.Tensor | None) -> dict[str, object]:
-    """What kernels are compiled for, of a weight and the scales of rows."""
+    """Return the kernels' compile-time constants for a weight and the scales of rows."""
     return {
         "CHUNK": weight.chunk,
         "GROUP_INPUTS": weight.group_inputs,

@@ -9,24 +9,29 @@ import torch
 from millrace.engine.kernels.gpu.jit.rounding import round_groups_kernel, round_rows_kernel
 from millrace.engine.kernels.gpu.tiles import power_of_two
 
-# The largest magnitudes whose scale is 1.
+# Largest magnitudes of the dtypes.
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# Elements of a row that a program has in its registers.
+# Elements of a row that a program holds in registers.
 _MOST_BLOCK = 4096
 _GROUPS = 8
 
 
 class RoundedRows(NamedTuple):
-    """``codes`` [num_rows, num_inputs], times ``scales``, float32 [num_groups, num_rows]: of each
-    row, or of each of its groups of inputs."""
+    """Rows in 8 bits.
+
+    ``codes`` [num_rows, num_inputs] are multiplied by ``scales``, float32 [num_groups, num_rows]:
+    one for each row, or for each of its groups of inputs.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor
 
 
 def round_rows(rows: torch.Tensor, dtype: torch.dtype, scale: float | None = None) -> RoundedRows:
-    """``rows`` [num_rows, num_inputs] in ``dtype``, int8 or float8_e4m3fn, with a scale each: that
-    of the largest magnitude, or ``scale``. Rows may lie apart."""
+    """Round ``rows`` [num_rows, num_inputs] to ``dtype``, int8 or float8_e4m3fn, with a scale each.
+
+    The scale follows from the largest magnitude, or is ``scale`` if given. Rows may be strided.
+    """
     num_rows, num_inputs = rows.shape
     rounded = RoundedRows(
         rows.new_empty(num_rows, num_inputs, dtype=dtype),
@@ -45,8 +50,10 @@ def round_rows(rows: torch.Tensor, dtype: torch.dtype, scale: float | None = Non
 
 
 def round_groups(rows: torch.Tensor, group_inputs: int) -> RoundedRows:
-    """``rows`` [num_rows, num_inputs] in float8_e4m3fn with a scale for each ``group_inputs``
-    neighbours of a row, which is a power of two. Rows may lie apart."""
+    """Round ``rows`` [num_rows, num_inputs] to float8_e4m3fn with a scale per group.
+
+    A group has ``group_inputs`` neighbours of a row, a power of two. Rows may be strided.
+    """
     num_rows, num_inputs = rows.shape
     num_groups = -(-num_inputs // group_inputs)
     rounded = RoundedRows(

@@ -1,4 +1,4 @@
-"""How products with quantized weights cut their work, by the shapes that are fixed for a model."""
+"""Tile shapes of products with quantized weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import NamedTuple
 
 
 class RowProductTile(NamedTuple):
-    """A program multiplies one row by ``outputs`` weights, ``chunks`` chunks of inputs at a time,
-    the next ``num_stages`` - 1 times of which are on their way meanwhile."""
+    """Tile shape of a product with one row.
+
+    A program takes ``outputs`` weights and ``chunks`` chunks of inputs per turn, with the inputs of
+    the next ``num_stages`` - 1 turns in flight.
+    """
 
     outputs: int
     chunks: int
@@ -16,8 +19,11 @@ class RowProductTile(NamedTuple):
 
 
 class QuantizedTile(NamedTuple):
-    """A program takes ``rows`` by ``outputs`` results and a chunk of inputs at a time, the next
-    ``num_stages`` - 1 of which are on their way meanwhile."""
+    """Tile shape of a product.
+
+    A program takes ``rows`` by ``outputs`` results and one chunk of inputs per turn, with the next
+    ``num_stages`` - 1 chunks in flight.
+    """
 
     rows: int
     outputs: int
@@ -26,17 +32,17 @@ class QuantizedTile(NamedTuple):
 
 
 def row_product_tile(num_outputs: int, chunk_bytes: int) -> RowProductTile:
-    """So few outputs that every processor has several programs, and 256 bytes of each output."""
+    """Return a tile with few outputs, for several programs per processor, and 256 bytes of each."""
     outputs = 16 if num_outputs >= 8192 else 8 if num_outputs >= 2048 else 4
     return RowProductTile(outputs, max(1, 256 // chunk_bytes), 4, 4)
 
 
 def quantized_tile(num_rows: int, num_outputs: int, row_bytes: int) -> QuantizedTile:
-    """Up to 16 rows reading the weights is the limit, and needs hundreds of programs; with more,
-    widening the weights is, which more rows share. ``row_bytes``: of an element of a row.
+    """Return the tile for a number of rows; ``row_bytes`` is the size of an element of a row.
 
-    A chunk of codes is a fourth of one of wide weights: so much more of these is on the way where
-    few outputs make few programs.
+    Up to 16 rows, reading the weights is the limit, which needs hundreds of programs. With more
+    rows, widening the weights is the limit, so more rows share it. A chunk of codes is a fourth of
+    a chunk of wide weights, so more chunks are in flight if few outputs make few programs.
     """
     if row_bytes == 4:
         return QuantizedTile(16, 32, 4, 2)
@@ -56,14 +62,14 @@ def quantized_tile(num_rows: int, num_outputs: int, row_bytes: int) -> Quantized
 
 
 def fixed_quantized_tile(row_bytes: int) -> QuantizedTile:
-    """For any number of rows."""
+    """Return the tile for any number of rows."""
     return QuantizedTile(16, 32, 4, 2) if row_bytes == 4 else QuantizedTile(64, 64, 4, 4)
 
 
 def quantized_expert_tile(
     num_choices: int, num_experts: int, row_bytes: int, *, fixed: bool
 ) -> QuantizedTile:
-    """By how many rows an expert has on average, which shapes tell. One for all if ``fixed``."""
+    """Return the tile by an expert's average rows, from the shapes; one for all if ``fixed``."""
     if fixed or row_bytes == 4:
         return fixed_quantized_tile(row_bytes)
     average = num_choices / num_experts
@@ -71,5 +77,5 @@ def quantized_expert_tile(
         return QuantizedTile(16, 64, 4, 4)
     if average <= 64:
         return QuantizedTile(64, 64, 4, 4)
-    # Places of rows take registers, too many for sums of 128 rows beside them.
+    # Places of rows take registers, so sums of 128 rows would not fit.
     return QuantizedTile(64, 128, 8, 4)

@@ -1,1 +1,1 @@
-"""What the kernels compute, in plain torch on any device."""
+"""References of the kernels in plain torch, for any device."""

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache in plain torch, sequence after sequence, in float32."""
+"""Attention over the paged KV cache in plain torch, sequence by sequence, in float32."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def attend(
     scale: float,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """The attention of ``queries`` [num_tokens, num_heads, head_dim], in their shape and dtype.
+    """Compute the attention of ``queries`` [num_tokens, num_heads, head_dim].
 
-    Rows of padding, and of no sequence, are zeros. Only what a sequence's rows see is read. With
-    ``fixed`` each row is computed by itself.
+    Returns their shape and dtype. Rows of padding, and rows of no sequence, are zeros. Only tokens
+    that a sequence's rows see are read. With ``fixed`` each row is computed by itself.
     """
     out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
     starts, lengths = batch.query_starts.tolist(), batch.lengths.tolist()
@@ -38,8 +38,7 @@ def attend(
 
 
 def _parts(start: int, end: int, length: int, *, fixed: bool) -> list[tuple[int, int, int]]:
-    """Rows of a sequence of ``length`` that are computed together, and what the last of them
-    sees."""
+    """Return parts of a sequence of ``length``: their rows, and what the last row sees."""
     if not length or end <= start:
         return []
     if not fixed:
@@ -56,7 +55,7 @@ def _attend_rows(
     softcap: float | None,
     scale: float,
 ) -> torch.Tensor:
-    """The last rows of a sequence of ``length``, in their shape and dtype."""
+    """Compute the last rows of a sequence of ``length``, in their shape and dtype."""
     first_row = length - len(queries)
     first = 0 if window is None else max(0, first_row + 1 - window)
     keys, values = _read(cache, block_table, first, length)
@@ -78,8 +77,10 @@ def _attend_rows(
 def _read(
     cache: CacheLayer, block_table: torch.Tensor, first: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the tokens ``first`` … ``length - 1``: float32 [num_tokens, num_kv_heads,
-    head_dim] each."""
+    """Read keys and values of the tokens ``first`` … ``length - 1``.
+
+    Each is float32 [num_tokens, num_kv_heads, head_dim].
+    """
     block_size = cache.data.shape[1]
     positions = torch.arange(first, length, device=block_table.device)
     blocks, offsets = block_table[positions // block_size].long(), positions % block_size
@@ -91,9 +92,11 @@ def _read(
 
 
 class ReferenceAttention:
-    """What ``PagedAttention`` does, on any device; it looks at the batch's lengths, so a graph
-    cannot capture it. Its results depend on the shape alone; where it is
-    ``deterministic``, on those of each row."""
+    """Reference of ``PagedAttention`` for any device.
+
+    It reads the batch's lengths, so a graph cannot capture it. Its results depend on the shape
+    alone; if ``deterministic``, a row's result depends on the row alone.
+    """
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class ReferenceAttention:
         self._scale = shape.score_scale
 
     def prepare(self, batch: DeviceBatch) -> None:
-        """Nothing is the same in all layers but the batch itself."""
+        """Do nothing: layers share only the batch itself."""
 
     def attend(
         self,

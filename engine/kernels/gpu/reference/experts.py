@@ -10,7 +10,7 @@ from millrace.engine.kernels.gpu.sorted_choices import SortedChoices
 def route(
     scores: torch.Tensor, num_chosen: int, *, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ``engine.kernels.gpu.experts``."""
+    """Choose experts, see ``engine.kernels.gpu.experts``."""
     values = scores.float()
     ranked = values.nan_to_num(nan=-torch.inf).sort(stable=True, descending=True)
     chosen = ranked.indices[:, :num_chosen]
@@ -29,12 +29,12 @@ def products(
     weights: torch.Tensor | None = None,
     fixed: bool = False,  # noqa: ARG001 (each row is computed by itself)
 ) -> torch.Tensor:
-    """See ``engine.kernels.gpu.experts``."""
+    """Multiply with the chosen experts, see ``engine.kernels.gpu.experts``."""
     own = rows[choices.order // num_chosen] if weights is None else rows
     made = own.new_empty(len(own), stack.shape[1], dtype=torch.float32)
     start = 0
     for expert, end in enumerate(choices.ends.tolist()):
-        # Row by row: torch multiplies a matrix in an order that depends on its height.
+        # Row by row: torch's order of summation depends on the matrix's height.
         for row in range(start, end):
             made[row] = stack[expert].float() @ own[row].float()
         start = end
@@ -46,5 +46,5 @@ def products(
 
 
 def add_choices(total: torch.Tensor, results: torch.Tensor) -> torch.Tensor:
-    """See ``engine.kernels.gpu.experts``."""
+    """Sum each row's choices, see ``engine.kernels.gpu.experts``."""
     return total.copy_(total.float() + results.float().sum(1))

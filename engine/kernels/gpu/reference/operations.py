@@ -1,5 +1,7 @@
-"""The operations of a step but attention, experts and sampling, in plain torch: see the modules of
-the same functions in ``engine.kernels.gpu``."""
+"""Operations of a step in plain torch, except attention, experts and sampling.
+
+See the modules with the same functions in ``engine.kernels.gpu``.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def prepare_inputs(
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """See ``engine.kernels.gpu.rows``."""
+    """Compute RMSNorm, see ``engine.kernels.gpu.rows``."""
     values = rows.float()
     scales = torch.rsqrt(values.square().mean(-1, keepdim=True) + epsilon)
     return (values * scales * weight.float()).to(rows.dtype)
@@ -44,13 +46,13 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 def add_rms_norm(
     total: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
-    """See ``engine.kernels.gpu.rows``."""
+    """Add and compute RMSNorm, see ``engine.kernels.gpu.rows``."""
     total.copy_(total.float() + delta.float())
     return rms_norm(total, weight, epsilon)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """See ``engine.kernels.gpu.rows``."""
+    """Compute silu(gate) * up, see ``engine.kernels.gpu.rows``."""
     gate, up = gate_up.float().chunk(2, -1)
     return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
 
@@ -64,7 +66,7 @@ def rotate_store(
     cache: CacheLayer,
     slots: torch.Tensor,
 ) -> None:
-    """See ``engine.kernels.gpu.heads``."""
+    """Rotate heads and store keys and values, see ``engine.kernels.gpu.heads``."""
     block_size, num_keys = cache.data.shape[1], cache.data.shape[3]
     num_queries = heads.shape[1] - 2 * num_keys
     queries, keys = heads[:, :num_queries].float(), heads[:, num_queries:-num_keys].float()
@@ -83,7 +85,7 @@ def rotate_store(
         scales = torch.where(pairs.isfinite().all(-1), scales, torch.nan)
         cache.scales[blocks, offsets] = scales
         pairs = (pairs / scales.unsqueeze(-1)).nan_to_num(0.0)
-    # As bytes: not every operation knows every dtype.
+    # As bytes: not every operation supports every dtype.
     stored = pairs.to(cache.data.dtype).view(torch.uint8)
     cache.data.view(torch.uint8)[blocks, offsets] = stored
 
@@ -102,12 +104,12 @@ def linear(
     residual: torch.Tensor | None = None,
     fixed: bool = False,
 ) -> torch.Tensor:
-    """See ``engine.kernels.gpu.matmul``."""
+    """Multiply rows with a weight, see ``engine.kernels.gpu.matmul``."""
     transposed = weight.float().t()
     if fixed:
         result = rows.new_empty(rows.shape[0], weight.shape[0], dtype=torch.float32)
         for index, row in enumerate(rows):
-            # A copy of its own: how memory is aligned may decide how it is summed.
+            # A separate copy: the alignment of memory may change the order of summation.
             result[index] = row.to(torch.float32, copy=True) @ transposed
     else:
         result = rows.float() @ transposed
@@ -119,7 +121,7 @@ def linear(
 
 
 def gated_linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """See ``engine.kernels.gpu.matmul``."""
+    """Multiply and apply SwiGLU, see ``engine.kernels.gpu.matmul``."""
     return swiglu(linear(rows.float(), weight)).to(rows.dtype)
 
 
@@ -130,7 +132,7 @@ def add_adapters(
     step: AdaptedRows,
     tiling: AdapterTiling,  # noqa: ARG001 (each row is computed by itself)
 ) -> None:
-    """See ``engine.kernels.gpu.adapters``."""
+    """Add adapters' products, see ``engine.kernels.gpu.adapters``."""
     for slot, first, count, _ in step.tiles.tolist():
         if slot < 0:
             continue
@@ -142,7 +144,7 @@ def add_adapters(
             if ranks:
                 b = _matrix(data, place, width, ranks).float()
                 for row in step.order[first : first + count].tolist():
-                    # A copy of its own: how memory is aligned may decide how it is summed.
+                    # A separate copy: the alignment of memory may change the order of summation.
                     own_row = rows[row].to(torch.float32, copy=True)
                     shrunk = a[first_rank : first_rank + ranks] @ own_row
                     own = out[row, begin : begin + width]

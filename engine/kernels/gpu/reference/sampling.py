@@ -1,4 +1,4 @@
-"""The choice of tokens in plain torch: everything sorted, masses in float64."""
+"""Choice of tokens in plain torch: sorts all logits, with masses in float64."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def choose_tokens(
     state: SamplerState,
     tokens_out: torch.Tensor,
 ) -> None:
-    """Write the next token of each row to ``tokens_out`` (int64 [num_rows]), -1 where the logits
-    have NaN or +inf or are all -inf; count it for rows that are penalised. See the kernel's."""
+    """Choose tokens as the kernel ``choose_tokens``.
+
+    Writes the next token of each row to ``tokens_out`` (int64 [num_rows]), or -1 if the logits have
+    NaN or +inf or are all -inf. Counts it for rows that are penalised.
+    """
     if not len(logits):
         return
     rows = state_rows.long()
@@ -32,7 +35,7 @@ def choose_tokens(
     values = _edited(logits.float(), params, state.counts, rows)
     best = values.amax(-1, keepdim=True)
     valid = best[:, 0].isfinite()
-    # Where there is no token all is NaN, and what comes of it is not used.
+    # All values are NaN for a row without a token, and its result is not used.
     greedy = _field(params, "temperature") == 0
     temperature = _field(params, "temperature").masked_fill(greedy, 1.0)[:, None]
     scaled = (values - best) / temperature
@@ -46,8 +49,12 @@ def choose_tokens(
 def token_logprobs(
     logits: torch.Tensor, picked: torch.Tensor, tokens: torch.Tensor, num_top: int
 ) -> torch.Tensor:
-    """Log-probabilities by the ``picked`` rows (int64 [num_picked]): float64 [num_picked,
-    1 + 2 * num_top]: of the row's token, the ``num_top`` likeliest, theirs. See the kernel's."""
+    """Compute log-probabilities of the ``picked`` rows as the kernel ``token_logprobs``.
+
+    ``picked`` is int64 [num_picked]. Returns float64 [num_picked, 1 + 2 * num_top]: the
+    log-probability of the row's token, the ``num_top`` likeliest tokens, and their
+    log-probabilities.
+    """
     shares = logits.index_select(0, picked).double().log_softmax(-1)
     chosen = shares.gather(1, tokens.index_select(0, picked).clamp_(min=0)[:, None])
     ids = shares.argsort(dim=-1, descending=True, stable=True)[:, :num_top]
@@ -55,7 +62,7 @@ def token_logprobs(
 
 
 def _field(params: torch.Tensor, name: str) -> torch.Tensor:
-    """An entry of all records, [num_rows]."""
+    """Return an entry of all records, [num_rows]."""
     dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]
     kinds = {"<i8": torch.int64, "<f8": torch.float64, "<f4": torch.float32, "<i4": torch.int32}
     return params.view(kinds[dtype.str])[:, offset // dtype.itemsize]
@@ -72,7 +79,7 @@ def _penalised(params: torch.Tensor) -> torch.Tensor:
 def _edited(
     values: torch.Tensor, params: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Logits after penalties."""
+    """Return the logits after penalties."""
     values = values.masked_fill(values.isnan(), inf)
     entries = counts.index_select(0, rows).masked_fill_(~_penalised(params)[:, None], 0)
     repetition = _field(params, "repetition")[:, None]
@@ -84,7 +91,7 @@ def _edited(
 
 
 def _lowest(scaled: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-    """The least scaled logit that each row keeps: [num_rows, 1]."""
+    """Return the least scaled logit that each row keeps: [num_rows, 1]."""
     vocab_size = scaled.shape[1]
     top_k = _field(params, "top_k").long().clamp(1, vocab_size)[:, None]
     ordered = scaled.sort(dim=-1, descending=True).values
@@ -99,7 +106,7 @@ def _lowest(scaled: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
 
 
 def _drawn(weights: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """A draw by exponential variates: of a group, then of a token in it."""
+    """Draw by exponential variates: a group, then a token in it."""
     groups = num_groups(weights.shape[1])
     padding = groups * GROUP_TOKENS - weights.shape[1]
     members = torch.nn.functional.pad(weights, (0, padding)).view(-1, groups, GROUP_TOKENS)
@@ -113,7 +120,7 @@ def _drawn(weights: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor) -> 
 def _count(
     counts: torch.Tensor, rows: torch.Tensor, tokens: torch.Tensor, counted: torch.Tensor
 ) -> None:
-    """Count the tokens of the rows that are ``counted``; the others' counts stay."""
+    """Count the tokens of the rows that are ``counted``; other counts stay unchanged."""
     entries = counts[rows, tokens]
     grown = torch.where((entries & MOST_COUNTED) < MOST_COUNTED, entries + 1, entries)
     counts[rows, tokens] = torch.where(counted, grown, entries)

@@ -269,9 +269,9 @@ def test_streams_do_not_move_between_caches_of_two_kinds(checkpoint: Path) -> No
 
 
 def test_each_device_has_its_own_8_bits(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="a KV cache of 8 bits is int8 here"):
+    with pytest.raises(ConfigError, match="An 8-bit KV cache on a CPU is int8"):
         Engine.load(checkpoint, EngineConfig(device="cpu", kv_cache_dtype="fp8"))
-    with pytest.raises(ConfigError, match="a GPU's of 8 bits is fp8"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype to fp8 for a GPU"):
         Engine.load(
             checkpoint, EngineConfig(device="cpu", kernels="reference", kv_cache_dtype="int8")
         )

@@ -114,12 +114,12 @@ def test_one_end_is_told_why_the_other_ended(ends: tuple[End, End]) -> None:
 @pytest.mark.parametrize(
     ("frame", "why"),
     [
-        (wire.header(GroupFrameKind.MESSAGE, number=1), "a message that was not to come"),
-        (wire.header(GroupFrameKind.MESSAGE, at=2), "a message that was not to come"),
+        (wire.header(GroupFrameKind.MESSAGE, number=1), "an unexpected message"),
+        (wire.header(GroupFrameKind.MESSAGE, at=2), "an unexpected message"),
         (wire.header(GroupFrameKind.MESSAGE, 201), "201 bytes where 200 are most"),
-        (wire.header(GroupFrameKind.CONTROL, at=1), "a rank that there is not"),
-        (wire.header(GroupFrameKind.ASSIGNMENT), "makes no sense"),
-        (bytes(wire.HEADER_BYTES), "makes no sense"),
+        (wire.header(GroupFrameKind.CONTROL, at=1), "an unknown rank"),
+        (wire.header(GroupFrameKind.ASSIGNMENT), "an invalid frame"),
+        (bytes(wire.HEADER_BYTES), "an invalid frame"),
         (b"", "has closed the connection"),
     ],
     ids=range(7),

@@ -258,7 +258,7 @@ def test_another_token_is_refused(llama: tuple[Path, Any]) -> None:
     of_host, of_worker = refusals(
         port, lambda: load_remote(llama[0], port, start_timeout_s=1.5), {"token": "other"}
     )
-    assert "has another token: give both sides the same" in of_host
+    assert "has another token. Give both sides the same" in of_host
     assert "no host came for stage 1 to 127.0.0.1" in of_worker
     assert "has another token" in of_worker
 
@@ -269,7 +269,7 @@ def test_another_checkpoint_is_refused(llama: tuple[Path, Any], tmp_path: Path) 
     said = refusals(port, lambda: load_remote(llama[0], port), {"path": tmp_path})
     for text in said:
         assert f"{tmp_path} is not the checkpoint of the worker, {llama[0]}" in text
-        assert "Copy that one here, and name it with --model" in text
+        assert "Copy the worker's checkpoint here, and name it with --model" in text
     assert "stage 1 is refused by 127.0.0.1" in said[1]
 
 
@@ -299,26 +299,26 @@ def test_a_host_without_the_gpus_refuses(
 
 def test_a_stage_that_does_not_come_is_named(llama: tuple[Path, Any]) -> None:
     port = free_port()
-    with pytest.raises(ConfigError, match=r"no host came for stage 1 .* 0.2 s .*nobody came"):
+    with pytest.raises(ConfigError, match=r"no host came for stage 1 .* 0.2 s .*no host connected"):
         load_remote(llama[0], port, start_timeout_s=0.2)
 
 
 def test_an_address_that_is_taken_is_waited_for_and_named(llama: tuple[Path, Any]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(ConfigError, match=r"nobody can join at 127.0.0.1.*in use"):
+        with pytest.raises(ConfigError, match=r"no host can join at 127.0.0.1.*in use"):
             load_remote(llama[0], port, start_timeout_s=0.3)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"remote_stages": 2}, "remote_stages is 2: of the 2 stages"),
+        ({"remote_stages": 2}, "remote_stages is 2, but must be from 0 to 1"),
         ({"remote_stages": -1}, "remote_stages is -1"),
-        ({"stages_address": "0.0.0.0:7500", "stages_token": ""}, "set engine.stages_token"),
+        ({"stages_address": "0.0.0.0:7500", "stages_token": ""}, "Set engine.stages_token"),
         ({"stages_address": "7500"}, "engine.stages_address is '7500'; write host:port"),
         ({"disk_cache_path": "/tmp/kv"}, "disk_cache_path keeps whole blocks"),
-        ({"pipeline_parallel": 1}, "remote_stages is 1: of the 1 stages"),
+        ({"pipeline_parallel": 1}, "remote_stages is 1, but must be from 0 to 0"),
     ],
     ids=str,
 )
@@ -357,7 +357,7 @@ async def test_a_host_that_came_is_kept_while_another_is_waited_for(
     thread.start()
     try:
         settings: dict[str, Any] = {"pipeline_parallel": 3, "remote_stages": 2}
-        with pytest.raises(ConfigError, match=r"no host came for stage 2 .*nobody came"):
+        with pytest.raises(ConfigError, match=r"no host came for stage 2 .*no host connected"):
             load_remote(llama[0], port, **settings, rank_timeout_s=1.0, start_timeout_s=4.0)
         await eventually(lambda: not host._stages)
     finally:
