@@ -1,4 +1,4 @@
-"""What Prometheus sees of a scheduler, read at each scrape from what its parts know anyway."""
+"""Prometheus metrics of a scheduler, read from its state at each scrape."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from millrace.schemas.engines import WorkerRole
 from millrace.schemas.jobs import Tier
 from millrace.schemas.models.rollouts import RolloutState
 
-# Names that the catalogue does not have: anybody can make up more of them.
+# Label of names outside the catalogue, of which clients can make up any number.
 _OTHER_MODELS = "other"
 _Samples = Iterable[tuple[Sequence[str], float]]
 
 
 class SchedulerMetrics(Collector):
-    """Labels are models of the catalogue, tiers and words of ours: no tenant, no request.
+    """Prometheus collector.
 
-    Counters of a known model are there from the first scrape, at 0: Prometheus sees no increase in
-    a series that begins at 1.
+    Labels are catalogue models, tiers and fixed words: no tenant, no request.
+
+    Counters of a known model exist from the first scrape, at 0. Prometheus sees no increase in a
+    series that begins at 1.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -60,7 +62,7 @@ class SchedulerMetrics(Collector):
         )
         yield _gauge(
             "millrace_scheduler_oldest_wait_seconds",
-            "How long the job that was received first has waited, of those that are here",
+            "Wait of the oldest job that this scheduler holds",
             ["model", "tier"],
             (
                 ((one.model, tier.value), wait_s)
@@ -93,8 +95,7 @@ class SchedulerMetrics(Collector):
         )
         yield _gauge(
             "millrace_scheduler_fairness_gap_tokens",
-            "How many more tokens the tenant served most has been served than the one served "
-            "least, of those of a tier who want to be",
+            "Most minus least tokens served to the active tenants of a tier",
             ["model", "tier"],
             self._by_tier(lambda one, tier: one.queue.counters(tier).spread()),
         )
@@ -109,7 +110,7 @@ class SchedulerMetrics(Collector):
         )
         yield _gauge(
             "millrace_scheduler_draining_workers",
-            "Workers of those that take nothing new",
+            "Workers that drain and take no new requests",
             ["model"],
             self._by_model(
                 lambda one: fleet.num_workers(one.model) - fleet.num_accepting(one.model)
@@ -117,7 +118,7 @@ class SchedulerMetrics(Collector):
         )
         yield _gauge(
             "millrace_scheduler_kv_cache_usage_perc",
-            "How much of the KV blocks of a model's workers is used, 1 being all",
+            "Used share of the KV blocks of a model's workers, 0 to 1",
             ["model"],
             self._by_model(lambda one: fleet.kv_share(one.model)),
         )
