@@ -148,7 +148,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and completion together."""
+        """Tokens of prompt and completion."""
         return self.num_prompt_tokens + self.max_tokens
 
     @property

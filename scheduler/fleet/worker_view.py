@@ -171,6 +171,7 @@ class WorkerView:
       derived from the former until it is measured.
     - ``decode_step_s``: seconds of a decode step with one more request (0: not measured).
     - ``kv_kind``: equal for workers that can pull blocks from one another, None if they cannot.
+    - ``adapters``: the worker's adapter slots.
     - ``num_held``: requests that run or wait there, from all schedulers.
     - ``joined_s``: time of the first heartbeat.
     - ``last_turn``: grows with each request that any worker gets. The lowest one marks the worker

@@ -277,10 +277,12 @@ class FairQueue:
 
     Order of sending:
 
-    1. Interrupted jobs, as a client is reading their stream. 2. The tier that was served least for
-    its weight. The batch tier only if no other has a job here. 3. In a tier, the tenant that was
-    served least. 4. Of a tenant, mostly the lowest priority (see ``TenantJobs``), then the earliest
-    deadline or the shortest job.
+    1. Interrupted jobs, as a client is reading their stream.
+    2. The tier that was served least for its weight. The batch tier comes only if no other tier
+       has a job here.
+    3. In a tier, the tenant that was served least.
+    4. Of a tenant, mostly the job with the lowest priority (see ``TenantJobs``), then the job with
+       the earliest deadline, or the shortest job.
 
     ``want`` registers tenants whose jobs are still on the bus.
     """

@@ -33,7 +33,7 @@ class _Running:
 
 
 class PreemptionPolicy:
-    """Bound on how far a tier may be served ahead of a lower one whose next job fits nowhere.
+    """Bound on how far a tier may be ahead of a lower tier whose next job fits nowhere.
 
     A worker full of a lower tier's jobs still has capacity for a higher tier, which need not wait
     for a turn of the lower tier that cannot be served now. The higher tier goes first while its
@@ -91,7 +91,7 @@ class PreemptionPolicy:
         return all(self.may_pass(scheduled, waiting) for waiting in self._held_up)
 
     def may_pass(self, scheduled: ScheduledJob, waiting: ScheduledJob) -> bool:
-        """Return whether a job may go before another one that waits for capacity."""
+        """Return whether a job may go before another job that waits for capacity."""
         tier, other = scheduled.job.tier, waiting.job.tier
         if TIER_RANKS[tier] >= TIER_RANKS[other]:
             return False

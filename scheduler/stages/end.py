@@ -46,13 +46,13 @@ def complete(state: SchedulerState, scheduled: ScheduledJob, error: str = "") ->
 
 
 def acknowledge(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """End a job that an earlier attempt answered: the queue does not know of the answer yet."""
+    """Acknowledge a job that an earlier attempt answered, as the queue does not know it yet."""
     complete(state, scheduled)
     state.tasks.spawn(_ack(state, scheduled), f"ack {scheduled.request_id}")
 
 
 def superseded(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Forget a job that another scheduler runs at a higher epoch, with the lease."""
+    """Forget a job that another scheduler runs at a higher epoch with the lease."""
     logger.info("another scheduler has the job", extra={"request_id": scheduled.request_id})
     complete(state, scheduled)
 
@@ -266,7 +266,7 @@ def worker_died(state: SchedulerState, scheduled_jobs: Iterable[ScheduledJob]) -
 
 
 def attempt_lost(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Run a job again elsewhere: the worker that has it, or may have it, is gone."""
+    """Run a job again elsewhere, as the worker that has or may have it is gone."""
     state.queue_of(scheduled).counts.reruns[Rerun.LOST] += 1
     scheduled.count_lost_attempt()
     num_lost = scheduled.attempts.num_lost
@@ -279,13 +279,13 @@ def attempt_lost(state: SchedulerState, scheduled: ScheduledJob) -> None:
 
 
 def attempt_returned(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Have another worker continue a job: its worker stops."""
+    """Queue a job for another worker, as its worker stops."""
     state.queue_of(scheduled).counts.reruns[Rerun.RETURNED] += 1
     _requeue_interrupted(state, scheduled)
 
 
 def take_from_worker(state: SchedulerState, scheduled: ScheduledJob, *, has_source: bool) -> None:
-    """End the attempt at a worker that loses the job to another one, which is chosen already.
+    """End the attempt at a worker that loses the job to another worker, which is already chosen.
     ``has_source``: the other worker pulls blocks of the KV cache."""
     worker_id = scheduled.worker_id
     model_queue = state.queue_of(scheduled)
@@ -307,7 +307,7 @@ def _requeue_interrupted(state: SchedulerState, scheduled: ScheduledJob) -> None
 
 
 def requeue(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Have a job wait again: nothing runs at its worker."""
+    """Queue a job again, as nothing runs at its worker."""
     model_queue = state.queue_of(scheduled)
     state.fleet.release(scheduled.worker_id, scheduled.request_id)
     model_queue.queue.refund_attempt(scheduled)
