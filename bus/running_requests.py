@@ -203,7 +203,7 @@ class RunningRequestIndex:
 
         Returns:
             The claim of another message that owns the id. None if the id is now this message's, or
-                while Redis is unreachable.
+            while Redis is unreachable.
         """
         key = redis_keys.generation_key(request_id)
         arguments: list[Argument] = [

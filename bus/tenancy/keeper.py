@@ -179,7 +179,7 @@ class LimitKeeper:
 
         Returns:
             True if this call settled it. False if it was settled before, or if Redis is
-                unreachable. It is then retried in the background.
+            unreachable. It is then retried in the background.
         """
         settlement = self._settlement(request_id, usage, cost, currency)
         return await self.settlements.settle(settlement)

@@ -133,7 +133,7 @@ _ERRORS = ConnectionErrors()
 
 
 class RedisWire(asyncio.Protocol, Generic[_SentT]):
-    """Wire that takes over an authenticated connection of redis-py.
+    """Pipelined protocol on a connection that redis-py has opened and authenticated.
 
     Each sent item is kept, in order, until its reply comes, and then passed to ``on_reply`` with
     it. If replies are missing for ``timeout_s`` (up to a quarter more), or the connection ends,

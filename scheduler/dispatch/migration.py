@@ -334,7 +334,7 @@ class Warming:
         return place._replace(num_cached_tokens=num_there, num_pulled_tokens=0)
 
     def is_worth_more(self, scheduled: ScheduledJob, num_tokens: int, holder: WorkerView) -> bool:
-        """Return whether the first ``num_tokens`` of a prompt are worth pulling ahead from here.
+        """Return whether a prompt's first ``num_tokens`` are worth pulling ahead from ``holder``.
 
         They are not while a pull is under way, nor if pulling them later takes almost no time.
         """

@@ -146,7 +146,7 @@ class QueueEstimate:
 
         Returns:
             By tier, for a tenant without waiting jobs. By tier and tenant, where the tenant's
-                waiting jobs make it longer. Tiers without a prediction are left out.
+            waiting jobs make it longer. Tiers without a prediction are left out.
         """
         workers = list(self._state.fleet.of_model(self._model_queue.model))
         if not workers:

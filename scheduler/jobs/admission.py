@@ -91,7 +91,7 @@ class JobAdmission:
 
         Returns:
             None if the job may run. A terminal status if it never fits or the monthly budget is
-                used up. NotYet if it is to ask again. An interrupted job always goes on.
+            used up. NotYet if it is to ask again. An interrupted job always goes on.
         """
         if scheduled.lease.tenant_queue.reserved or scheduled.reservation is not None:
             return None
