@@ -304,7 +304,7 @@ class _Health(Collector):
 
     def collect(self) -> Iterator[Metric]:
         healthy = GaugeMetricFamily(
-            "millrace_healthy", "1 while the process can do its work, as /healthz says"
+            "millrace_healthy", "1 while the process can do its work, as in /healthz"
         )
         healthy.add_metric([], 0 if self._monitor.why_unhealthy() else 1)
         yield healthy

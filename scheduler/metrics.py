@@ -56,7 +56,7 @@ class SchedulerMetrics(Collector):
         estimates = self._scheduler.queue_estimates
         yield _gauge(
             "millrace_scheduler_queued_jobs",
-            "Jobs that wait for a model, here and in the queue, as last counted",
+            "Waiting jobs of a model, in schedulers and on the bus, at the last count",
             ["model"],
             self._by_model(lambda one: estimates[one.model].num_queued),
         )
@@ -72,13 +72,13 @@ class SchedulerMetrics(Collector):
         )
         yield _gauge(
             "millrace_scheduler_held_jobs",
-            "Jobs that this scheduler has pulled and not sent so far",
+            "Jobs that this scheduler has pulled and not sent",
             ["model", "tier"],
             self._by_tier(lambda one, tier: one.queue.num_here(tier)),
         )
         yield _gauge(
             "millrace_scheduler_limited_jobs",
-            "Waiting jobs of services whose tenants' limits admit no more now",
+            "Waiting published jobs that their tenants' limits hold back",
             ["model"],
             self._by_model(lambda one: estimates[one.model].num_blocked),
         )
@@ -104,7 +104,7 @@ class SchedulerMetrics(Collector):
         fleet = self._scheduler.state.fleet
         yield _gauge(
             "millrace_scheduler_workers",
-            "Workers that this scheduler hears",
+            "Live workers, by their heartbeats at this scheduler",
             ["model"],
             self._by_model(lambda one: fleet.num_workers(one.model)),
         )
@@ -133,7 +133,7 @@ class SchedulerMetrics(Collector):
         counts = [(one.model, one.counts) for one in self._queues_of_models()]
         yield _counter(
             "millrace_scheduler_dispatches",
-            "Dispatches by what became of them: accepted, refused by the worker, lost, …",
+            "Dispatches by result: accepted, refused by the worker, lost, …",
             ["model", "result"],
             (
                 ((model, result.value), of.dispatches[result])
@@ -149,7 +149,7 @@ class SchedulerMetrics(Collector):
         )
         yield _counter(
             "millrace_scheduler_moves",
-            "Streams that were moved, by how their context comes: pulled or computed",
+            "Moved streams, by how the next worker gets their context: pulled or computed",
             ["model", "source"],
             (((model, how.value), of.moves[how]) for model, of in counts for how in MovedBy),
         )
@@ -165,7 +165,7 @@ class SchedulerMetrics(Collector):
             ended[model if model in known else _OTHER_MODELS, status.value, code] += count
         yield _counter(
             "millrace_scheduler_ended_jobs",
-            "Jobs that were answered without a worker: shed, expired, cancelled, failed, and why",
+            "Jobs ended without a worker, by status and code: shed, expired, cancelled, failed",
             ["model", "status", "code"],
             ended.items(),
         )
@@ -174,7 +174,7 @@ class SchedulerMetrics(Collector):
         rollouts = self._scheduler.rollouts
         yield _gauge(
             "millrace_scheduler_rollout_percent",
-            "Which percentage of a model's requests goes to the version that a rollout moves to",
+            "Percentage of a model's requests that its rollout sends to the candidate",
             ["model"],
             (((one.model,), one.percent) for one in rollouts.open()),
         )
@@ -194,12 +194,12 @@ class SchedulerMetrics(Collector):
     def _times(self) -> Iterator[Metric]:
         dispatch_wait = HistogramMetricFamily(
             "millrace_scheduler_queue_time_seconds",
-            "The dispatch wait: from a request's receipt until a worker first accepted it",
+            "Dispatch wait: time from a request's receipt until a worker first accepted it",
             labels=["model", "tier"],
         )
         dispatch = HistogramMetricFamily(
             "millrace_scheduler_dispatch_duration_seconds",
-            "From a job's turn until its worker answered the dispatch",
+            "Time from a job's turn until its worker answered the dispatch",
             labels=["model"],
         )
         for model_queue in self._queues_of_models():

@@ -233,7 +233,7 @@ class StoreMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         healthy = GaugeMetricFamily(
             "millrace_store_healthy",
-            "1 while a store takes what is to be kept, 0 while it has no room, as /healthz says",
+            "1 while a store accepts writes, 0 while it has no room, as in /healthz",
             labels=["store"],
         )
         troubles = self._troubles()
@@ -241,7 +241,7 @@ class StoreMetrics(Collector):
             healthy.add_metric([store], int(store not in troubles))
         room = GaugeMetricFamily(
             "millrace_store_free_bytes",
-            "What is free on the disk of a store, where the process can see that",
+            "Free bytes on a store's disk, if the process can see that disk",
             labels=["store"],
         )
         for store, num_bytes in sorted(self._free().items()):
