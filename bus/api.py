@@ -1,8 +1,8 @@
-"""What the other packages see of the bus: ``Bus``, and what it has of its own for each transport.
+"""Bus interface of the other packages: ``Bus`` and the parts that differ by transport.
 
-``bus.nats`` speaks to a real nats-server, ``bus.memory`` is the double; both pass the same test
-classes. What is written once for both is a class of its own, over a ``bus.transport.Transport`` or
-a ``bus.store.journal.Journal``. Callbacks named ``on_*`` are plain functions that must return at
+``bus.nats`` implements it on a real nats-server, ``bus.memory`` in memory. Both pass the same test
+classes. Code that is common to both is a class over a ``bus.transport.Transport`` or a
+``bus.store.journal.Journal``. Callbacks named ``on_*`` are plain functions that must return at
 once: they run on the event loop's read path.
 """
 
@@ -26,7 +26,7 @@ from millrace.schemas.records import Record
 
 
 class OutboxMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A record in the outbox. ``payload`` is its MessagePack encoding, ``sequence`` its place."""
+    """Record in the outbox. ``payload`` is its MessagePack encoding, ``sequence`` its place."""
 
     sequence: int
     subject: str
@@ -38,40 +38,49 @@ class Results(Protocol):
     """Final results of asynchronous jobs, kept for a day."""
 
     async def store(self, result: JobResult) -> None:
-        """Returns when it is stored; a second result of the same request is ignored, unless the
-        first is that of a message that was no job, whose id is free."""
+        """Store a result. Returns once it is stored.
+
+        A second result of the same request is ignored, unless the first one belongs to a message
+        that was no job: its id is free.
+        """
 
     async def fetch(self, tenant: str, request_id: str) -> JobResult | None: ...
 
     async def watch(self, tenant: str, on_stored: Callable[[str], None]) -> Subscription:
-        """Tell the request ids of results as they come. Those of an outage are not told, and one
-        that is told may be stored a moment later: ``fetch`` is what counts."""
+        """Call ``on_stored`` with the request id of each new result.
+
+        Results stored during an outage are not announced, and an announced result may be stored a
+        moment later. ``fetch`` is authoritative.
+        """
 
 
 class Outbox(Protocol):
-    """Records on their way to Kafka, kept until they are old."""
+    """Records on their way to Kafka, kept until they expire."""
 
     async def publish(self, record: Record, linger_s: float = 0.0) -> None:
-        """Returns when it is stored; a request's second record of the same kind is ignored. It may
-        wait ``linger_s`` for others: records that go together cost the process less."""
+        """Store a record. Returns once it is stored.
+
+        A request's second record of the same kind is ignored. The record may wait ``linger_s`` for
+        others: records that are sent together cost the process less.
+        """
 
     async def pull(self, max_records: int, timeout_s: float) -> list[OutboxMessage]:
-        """The next records that the bridge has not acknowledged yet."""
+        """Return the next records that the bridge has not acknowledged."""
 
     async def ack(self, messages: Sequence[OutboxMessage]) -> None: ...
 
     async def rewind(self, sequence: int) -> None:
-        """Deliver again every record after ``sequence``, in order, to the bridge."""
+        """Deliver every record after ``sequence`` to the bridge again, in order."""
 
     async def last_sequence(self) -> int:
-        """The newest record's sequence; 0 when there is none."""
+        """Return the newest record's sequence; 0 without records."""
 
     async def num_waiting(self) -> int:
-        """How many records no bridge has acknowledged yet."""
+        """Return the number of records that no bridge has acknowledged."""
 
 
 class Bus(Protocol):
-    """All of it, over one connection."""
+    """All parts of the bus over one connection."""
 
     jobs: JobQueue
     frames: FrameStreams
@@ -90,14 +99,16 @@ class Bus(Protocol):
     def connected(self) -> bool: ...
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
-        """Call back after each time that the connection came back: frames may be missing."""
+        """Register a callback for each reconnect: frames may be missing then."""
 
     async def reach(
         self, worker_id: str, command: WorkerCommand, timeout_s: float, others: Sequence[str] = ()
     ) -> bool:
-        """Ask a worker that is silent over the other servers of the cluster. If it answers well
-        over one of them, the bus moves there, as in a reconnect: whether it did. ``others`` are
-        workers that are to be reached there, too, as far as there is a choice; each of them is
-        sent the command."""
+        """Look for a silent worker over the other servers of the cluster.
+
+        If the worker accepts the command over another server, the bus moves there, as in a
+        reconnect. Of several such servers, it prefers the server that reaches most of ``others``.
+        Each of these is sent the command, too. Returns True if the bus moved.
+        """
 
     async def close(self) -> None: ...

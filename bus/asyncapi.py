@@ -1,4 +1,4 @@
-"""The public contract of the bus as an AsyncAPI 3 document, made from the schemas.
+"""AsyncAPI 3 document of the public bus contract, made from the schemas.
 
 ``python -m millrace.bus.asyncapi > docs/asyncapi.json`` writes the checked-in copy.
 """
@@ -65,7 +65,7 @@ _CHANNELS = (
         "can hold it, else under %. deadline is a time in ISO 8601 with an offset from UTC, "
         "deadline_ns the same in "
         "nanoseconds since 1970. Publish with the header Nats-Msg-Id set to "
-        "the request id, so that a retried publish is accepted once, and wait for the "
+        "the request id, so a retried publish is accepted once, and wait for the "
         "acknowledgement: from then on the job is answered. reply must be the tenant's name, alone "
         "or with a slash and a name behind it; a job with another one is refused "
         "(reply_forbidden) on tok.<tenant>.<request>. The same job published again under its id "
@@ -94,8 +94,8 @@ _CHANNELS = (
         "Generation jobs that gateways let in",
         "receive",
         (Job,),
-        "What these may use was set aside by the gateway that took the request in, which settles "
-        "it too. For gateways only: whoever may publish here is under no limit.",
+        "The gateway that accepted the request has reserved its usage, and settles the "
+        "reservation. For gateways only: a client that may publish here has no limits.",
     ),
     Channel(
         "frames",
@@ -103,7 +103,7 @@ _CHANNELS = (
         "Frames of one request",
         "send",
         (Frame,),
-        "What streams back, at most once and in order. Every request ends in exactly one of done, "
+        "The answer, at most once and in order. Every request ends in exactly one of done, "
         "cancelled, expired, shed and failed. Drop frames of an epoch below the highest seen and "
         "token indices that are there already. In JSON for a job that came in JSON or that set "
         "frames_as_json.",
@@ -115,7 +115,7 @@ _CHANNELS = (
         "Frames of many requests",
         "send",
         (FrameBatch,),
-        "For listeners whose jobs set batch_frames: what one engine step made, in one message.",
+        "For listeners whose jobs set batch_frames: the frames of one engine step in one message.",
         content_types=_EITHER,
     ),
     Channel(
@@ -169,14 +169,14 @@ _CHANNELS = (
         "Dead letters",
         "send",
         (DeadJob,),
-        f"JetStream stream {subjects.DEAD_STREAM}: jobs given up on, with why. Those of jobs in "
-        "JSON are JSON, with its Content-Type.",
+        f"JetStream stream {subjects.DEAD_STREAM}: dead letters with the reason. A job in "
+        "JSON has a dead letter in JSON, with its Content-Type.",
         content_types=_EITHER,
     ),
     Channel(
         "resumes",
         "resume.{reply}.{request}",
-        "Which tokens has the client got?",
+        "Ask which tokens the client has",
         "send",
         (),
         "An empty request to the reader of the stream. If the reader does not answer, the job "
@@ -188,12 +188,12 @@ _CHANNELS = (
     Channel(
         "handovers",
         "handover.{gateway}.{request}",
-        "Let go of a stream",
+        "Hand over a stream",
         "send",
         (),
-        "An empty request from a gateway whose client went on there to the one that holds the "
-        "stream. Who does not hold it stays silent. A request whose payload is ``?`` asks only "
-        "whether that gateway is there, which answers and lets go of nothing.",
+        "An empty request from a gateway whose client has reconnected to it, to the gateway that "
+        "holds the stream. Others do not answer. A request with the payload ``?`` asks only "
+        "if the gateway is alive, which answers and keeps the stream.",
         answers=(HandedOver,),
     ),
     Channel(
@@ -209,7 +209,7 @@ _CHANNELS = (
     Channel(
         "ends",
         "ctl.ended.{worker}",
-        "Requests that a worker holds no more",
+        "Requests that a worker no longer holds",
         "send",
         (Ended,),
         "From a worker to the schedulers; may be lost.",
@@ -217,7 +217,7 @@ _CHANNELS = (
     Channel(
         "prefilled",
         "ctl.prefilled.{worker}",
-        "Requests that may go on elsewhere",
+        "Requests that may continue at another worker",
         "send",
         (Prefilled,),
         "From a worker of the role prefill to the schedulers; may be lost.",
@@ -225,15 +225,15 @@ _CHANNELS = (
     Channel(
         "pulled",
         "ctl.pulled.{worker}",
-        "Requests that need nothing of a worker's KV cache any more",
+        "Requests that no longer need a worker's KV cache",
         "send",
         (Pulled,),
-        "From the worker that went on with them to the one that had them; may be lost.",
+        "From the worker that continues them to the previous worker; may be lost.",
     ),
     Channel(
         "moves",
         "ctl.move.{worker}",
-        "Have others go on with what a worker runs",
+        "Move a worker's streams to other workers",
         "receive",
         (MoveStreams,),
         "From an operator to the schedulers.",
@@ -241,7 +241,7 @@ _CHANNELS = (
     Channel(
         "queueStatus",
         "ctl.queue.{model}",
-        "How a model's queue stands",
+        "Status of a model's queue",
         "send",
         (QueueStatus,),
         "A few times a second.",
@@ -267,37 +267,37 @@ _CHANNELS = (
     Channel(
         "prefixReports",
         "prefix.{worker}",
-        "What a worker's prefix cache holds",
+        "Contents of a worker's prefix cache",
         "send",
         (PrefixReport,),
         "From a worker to the schedulers; may be lost.",
     ),
     _records("requestRecords", subjects.REQUEST_RECORD, "One record a request", RequestRecord),
-    _records("deliveryRecords", subjects.DELIVERY_RECORD, "What clients saw", DeliveryRecord),
+    _records("deliveryRecords", subjects.DELIVERY_RECORD, "Deliveries to clients", DeliveryRecord),
     _records("workerSamples", subjects.WORKER_RECORD, "Worker load", WorkerSample),
     _records(
         "transcripts",
         subjects.TRANSCRIPT_RECORD,
-        "Prompts and answers of tenants that have them kept",
+        "Prompts and answers of tenants with transcripts enabled",
         TranscriptRecord,
     ),
     _records(
         "refusal-records",
         subjects.REFUSAL_RECORD,
-        "What was refused before it was a job",
+        "Requests refused before they became jobs",
         RefusalRecord,
     ),
     _records(
         "worker-loss-records",
         subjects.WORKER_LOSS_RECORD,
-        "Workers that were lost, and why",
+        "Lost workers and the cause",
         WorkerLossRecord,
     ),
 )
 
 
 def text() -> str:
-    """The document as it is checked in."""
+    """Return the document as it is checked in."""
     return document_text(document(_CHANNELS))
 
 

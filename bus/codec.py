@@ -1,4 +1,4 @@
-"""MessagePack inside, JSON for those who say so by their Content-Type header."""
+"""Codec of messages: MessagePack by default, JSON if the Content-Type header says so."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ MSGPACK = "application/msgpack"
 JSON_HEADERS: Mapping[str, str] = {CONTENT_TYPE: JSON}
 MSGPACK_HEADERS: Mapping[str, str] = {CONTENT_TYPE: MSGPACK}
 
-# The decoder's sentence has the path of a field, and the name of a missing or unknown field.
+# msgspec's error messages contain the path of a field, or the name of a missing or unknown one.
 _PLACE = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
-# Where a JSON object begins at the latest, if blanks stand before it.
+# Largest number of blanks in front of a JSON object.
 _LEADING_BYTES = 256
 
 _MSGPACK_ENCODER = msgspec.msgpack.Encoder()
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 def encode(message: object) -> bytes:
-    """MessagePack, which is what a message without Content-Type is."""
+    """Encode a message as MessagePack, the default without a Content-Type."""
     return _MSGPACK_ENCODER.encode(message)
 
 
@@ -66,12 +66,12 @@ def encoded(message: object, *, as_json: bool) -> tuple[bytes, Mapping[str, str]
 
 
 def is_json(content_type: str | None) -> bool:
-    """Whether a Content-Type header announces JSON; parameters after ``;`` do not matter."""
+    """Return whether a Content-Type announces JSON. Parameters after ``;`` are ignored."""
     return content_type is not None and _media_type(content_type) == JSON
 
 
 def is_msgpack(content_type: str | None) -> bool:
-    """The same of MessagePack. A message without the header is not meant here."""
+    """Return whether a Content-Type announces MessagePack. False without the header."""
     return content_type is not None and _media_type(content_type) == MSGPACK
 
 
@@ -80,22 +80,24 @@ def _media_type(content_type: str) -> str:
 
 
 def stated_or_seen(payload: bytes, content_type: str | None) -> str | None:
-    """The Content-Type of a message that people write by hand, too: without a header, JSON if it
-    begins as an object does, which no object in MessagePack does."""
+    """Return the Content-Type of a message that may be written by hand.
+
+    A message without the header is JSON if it begins like an object, which no MessagePack map does.
+    """
     if content_type is None and payload[:_LEADING_BYTES].lstrip(b" \t\r\n")[:1] == b"{":
         return JSON
     return content_type
 
 
 def _field_of(why: str) -> str:
-    """The path of the field that the decoder's sentence names; empty if it names none."""
+    """Return the field path in a decoder's error message; empty if there is none."""
     place, field = _PLACE.search(why), _FIELD.search(why)
     names = (place[1] if place else "", field[1] if field else "")
     return ".".join(filter(None, names))
 
 
 class Codec(Generic[T]):
-    """Decodes one kind of message."""
+    """Decoder of one kind of message."""
 
     def __init__(self, kind: type[T]) -> None:
         self.kind = kind
@@ -103,7 +105,10 @@ class Codec(Generic[T]):
         self._json = msgspec.json.Decoder(kind)
 
     def decode(self, payload: bytes, content_type: str | None = None) -> T:
-        """Raises MalformedMessageError, whose message names the field but quotes no text."""
+        """Decode a message.
+
+        Raises MalformedMessageError, which names the field but quotes no text.
+        """
         try:
             if content_type is None or content_type == MSGPACK:
                 return self._msgpack.decode(payload)

@@ -31,7 +31,7 @@ from millrace.schemas.jobs import MAX_NAME_CHARACTERS, JobResult
 
 logger = logging.getLogger(__name__)
 
-# In a request for a handover: nothing is to be let go of.
+# Payload of a handover request that only asks if the gateway is alive.
 _ONLY_LOOKING = b"?"
 _MAX_IDS_PER_QUESTION = 256
 
@@ -39,8 +39,10 @@ _MAX_IDS_PER_QUESTION = 256
 async def unless_forbidden(
     subscribing: Awaitable[Subscription], purpose: str
 ) -> list[Subscription]:
-    """A subscription that a part can do without; none, with a warning, if the permissions of the
-    NATS server are of an earlier version and forbid it."""
+    """Return an optional subscription; none, with a warning, if the server forbids it.
+
+    Permissions of the NATS server may be of an earlier version.
+    """
     try:
         return [await subscribing]
     except BusForbiddenError as error:
@@ -51,7 +53,7 @@ async def unless_forbidden(
 
 
 class _Server:
-    """A subscription and the answers that are being made for it; closing cancels those."""
+    """Subscription with the answers in preparation; closing it cancels them."""
 
     def __init__(self) -> None:
         self.subscription: Subscription | None = None
@@ -64,8 +66,10 @@ class _Server:
 
 
 class Control:
-    """Requests to workers, gateways and schedulers, cancels and queue status for everybody, on
-    ``ctl.*``, ``resume.*`` and ``handover.*``."""
+    """Control messages: requests to workers, gateways and schedulers, cancels and queue status.
+
+    Subjects are ``ctl.*``, ``resume.*`` and ``handover.*``.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -75,8 +79,10 @@ class Control:
     async def command(
         self, worker_id: str, command: WorkerCommand, timeout_s: float
     ) -> WorkerReply | None:
-        """A worker's answer, or None if it gave none in time. Raises PayloadTooLargeError for a
-        command that the server would not take."""
+        """Send a command and return the worker's reply; None after ``timeout_s`` without one.
+
+        Raises PayloadTooLargeError.
+        """
         subject = subjects.worker_commands(worker_id)
         answer = await self._transport.request(subject, codec.encode(command), timeout_s)
         return self._read(codec.WORKER_REPLY, answer)
@@ -84,7 +90,10 @@ class Control:
     async def serve_commands(
         self, worker_id: str, handler: Callable[[WorkerCommand], Awaitable[WorkerReply]]
     ) -> Subscription:
-        """Handlers start in the order of the commands and may overlap."""
+        """Serve a worker's commands.
+
+        Handlers start in the order of the commands and may overlap.
+        """
 
         async def answer(message: Message) -> None:
             try:
@@ -102,8 +111,10 @@ class Control:
     # --- cancels ---
 
     async def cancel(self, cancel: Cancel) -> None:
-        """Tell every scheduler and worker to stop a request. Others may publish an empty message on
-        the request's subject instead."""
+        """Tell every scheduler and worker to stop a request.
+
+        Other programs may publish an empty message on the request's subject instead.
+        """
         await self._transport.publish(subjects.cancel(cancel.request_id), codec.encode(cancel))
 
     async def subscribe_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription:
@@ -119,8 +130,10 @@ class Control:
         return await listen(self._transport, subjects.ALL_CANCELS, read, on_cancel)
 
     async def subscribe_owner_cancels(self, on_cancel: Callable[[Cancel], None]) -> Subscription:
-        """Cancels by the services of tenants. NATS permissions hold a service to its tenant's
-        subjects; the payload is not read."""
+        """Subscribe to cancels by tenants' services.
+
+        NATS permissions restrict a service to its tenant's subjects. The payload is not read.
+        """
 
         def read(message: Message) -> Cancel:
             tenant, request_id = _tenant_and_request(message.subject)
@@ -135,10 +148,12 @@ class Control:
     async def serve_results(
         self, handler: Callable[[str, str], Awaitable[JobResult]]
     ) -> Subscription:
-        """Answer requests for stored results; the handler gets a tenant and a request id, and
-        raises a MillraceError where there is no result. Several processes may serve; each request
-        goes to one of them. The answer is JSON, as stored results are, unless the Content-Type of
-        the request is MessagePack's."""
+        """Serve requests for stored results.
+
+        The handler gets a tenant and a request id. It raises a MillraceError if there is no result.
+        Several processes may serve: each request goes to one of them. The answer is JSON, like
+        stored results, unless the request's Content-Type is MessagePack.
+        """
 
         async def answer(message: Message) -> None:
             try:
@@ -168,7 +183,7 @@ class Control:
     # --- ends ---
 
     async def publish_ended(self, ended: Ended) -> None:
-        """Tell every scheduler which requests a worker holds no more."""
+        """Tell every scheduler which requests a worker no longer holds."""
         await self._transport.publish(subjects.ended(ended.worker_id), codec.encode(ended))
 
     async def subscribe_ended(self, on_ended: Callable[[Ended], None]) -> Subscription:
@@ -187,20 +202,20 @@ class Control:
         )
 
     async def publish_pulled(self, pulled: Pulled) -> None:
-        """Tell a worker which requests need nothing of its KV cache any more."""
+        """Tell a worker which requests no longer need its KV cache."""
         await self._transport.publish(subjects.pulled(pulled.worker_id), codec.encode(pulled))
 
     async def subscribe_pulled(
         self, worker_id: str, on_pulled: Callable[[Pulled], None]
     ) -> Subscription:
-        """What others say of the KV cache of one worker."""
+        """Subscribe to other workers' messages about one worker's KV cache."""
 
         return await listen(
             self._transport, subjects.pulled(worker_id), _decoding(codec.PULLED), on_pulled
         )
 
     async def move_streams(self, move: MoveStreams) -> None:
-        """Tell every scheduler to have others go on with what a worker runs."""
+        """Ask the schedulers to move a worker's streams to other workers."""
         await self._transport.publish(subjects.move_streams(move.worker_id), codec.encode(move))
 
     async def subscribe_moves(self, on_move: Callable[[MoveStreams], None]) -> Subscription:
@@ -213,7 +228,7 @@ class Control:
     async def resume_point(
         self, reply: str, request_id: str, timeout_s: float
     ) -> ResumePoint | None:
-        """What the client has, or None if nobody answered in time."""
+        """Ask which tokens the client has; None without an answer within ``timeout_s``."""
         answer = await self._transport.request(subjects.resume(reply, request_id), b"", timeout_s)
         return self._read(codec.RESUME_POINT, answer)
 
@@ -223,9 +238,12 @@ class Control:
         handler: Callable[[str], ResumePoint | None],
         holds: Callable[[str], bool] | None = None,
     ) -> Subscription:
-        """Answer for the streams of ``reply``, whosever name that is; the handler gets a request
-        id, None stays silent. Several may serve one name: the first answer is taken. ``holds``
-        answers ``held_requests``; a listener without it is not asked."""
+        """Serve resume points for the streams of ``reply``.
+
+        The handler gets a request id and returns None to stay silent. Several processes may serve
+        one name: the first answer counts. ``holds`` answers ``held_requests``. A listener without
+        ``holds`` is not asked.
+        """
 
         async def answer(message: Message) -> None:
             if holds is None or not message.payload:
@@ -241,8 +259,10 @@ class Control:
     async def held_requests(
         self, reply: str, request_ids: Sequence[str], timeout_s: float
     ) -> frozenset[str]:
-        """Ask which requests of a gateway are held, by this gateway or by a gateway that took them
-        over. Raises BusUnavailableError without an answer."""
+        """Return which requests of a gateway are held, by it or by a gateway that took them over.
+
+        Raises BusUnavailableError without an answer.
+        """
         held: set[str] = set()
         rest = list(request_ids)
         while rest:
@@ -262,8 +282,10 @@ class Control:
         return frozenset(held)
 
     async def is_held(self, reply: str, request_id: str, timeout_s: float) -> bool:
-        """Whether a gateway, also of an older version, or another listener answers for a request.
-        Raises BusUnavailableError if that cannot be known."""
+        """Return whether a gateway (also of an older version) or another listener holds a request.
+
+        Raises BusUnavailableError if that is unknown.
+        """
         subject = subjects.resume(reply, request_id)
         return await self._transport.probe(subject, b"", timeout_s) is not None
 
@@ -272,15 +294,20 @@ class Control:
     async def hand_over(
         self, gateway_id: str, request_id: str, timeout_s: float
     ) -> HandedOver | None:
-        """Ask the gateway that holds a stream to let go of it; what it had read of it, or None if
-        it does not hold it. That nobody is there is known at once."""
+        """Ask a gateway to hand over a stream.
+
+        Returns what it had read of the stream, or None if it does not hold it. Without a listener
+        this returns at once.
+        """
         subject = subjects.handover(gateway_id, request_id)
         answer = await self._transport.request(subject, b"", timeout_s)
         return self._read(codec.HANDED_OVER, answer)
 
     async def is_gateway_there(self, gateway_id: str, request_id: str, timeout_s: float) -> bool:
-        """Whether the gateway that holds a stream is alive; it goes on holding it. That nobody is
-        there is known at once."""
+        """Return whether a gateway is alive. It keeps its stream.
+
+        Without a listener this returns at once.
+        """
         subject = subjects.handover(gateway_id, request_id)
         answer = await self._transport.request(subject, _ONLY_LOOKING, timeout_s)
         return self._read(codec.HANDED_OVER, answer) is not None
@@ -288,7 +315,7 @@ class Control:
     async def serve_handovers(
         self, gateway_id: str, handler: Callable[[str], HandedOver | None]
     ) -> Subscription:
-        """Let go of streams for those who ask; the handler gets a request id, None stays silent."""
+        """Serve handovers. The handler gets a request id and returns None to stay silent."""
 
         async def answer(message: Message) -> None:
             if message.payload == _ONLY_LOOKING:
@@ -321,7 +348,7 @@ class Control:
     async def serve_telemetry(
         self, handler: Callable[[TelemetryQuery], Awaitable[TelemetryAnswer]]
     ) -> Subscription:
-        """Several processes may serve; each query goes to one of them."""
+        """Serve telemetry queries. Several processes may serve: each query goes to one of them."""
 
         async def answer(message: Message) -> None:
             try:
@@ -358,7 +385,7 @@ class Control:
         try:
             known = handler(subjects.last_token(message.subject))
         except Exception:
-            logger.exception("a question went unanswered", extra={"subject": message.subject})
+            logger.exception("a request could not be answered", extra={"subject": message.subject})
             return
         if known is not None:
             await self._answer(message, known)
@@ -384,7 +411,7 @@ def _decoding(kind: Codec[T]) -> Callable[[Message], T]:
 
 
 def _tenant_and_request(subject: str) -> tuple[str, str]:
-    """Raises MalformedMessageError for a subject that does not end in a tenant and a request id."""
+    """Return the tenant and request id at a subject's end. Raises MalformedMessageError."""
     try:
         tenant, request_id = subjects.tenant_and_request(subject)
     except ValueError:

@@ -1,6 +1,6 @@
-"""Each token of a stream exactly once, out of frames that may repeat, overlap or be missing.
+"""Reader of a stream: yields each token once from frames that may repeat, overlap or be missing.
 
-Pure: no clock, no bus, no socket. The rules are those of ``schemas.frames``.
+Pure: no clock, no bus, no socket. ``schemas.frames`` has the rules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from millrace.schemas.frames import (
 
 
 class Outcome(Enum):
-    """What a frame changed for the reader."""
+    """Effect of a frame on the reader."""
 
     NOTHING = auto()
     NOTE = auto()
@@ -35,8 +35,10 @@ class Outcome(Enum):
 
 
 class Progress(NamedTuple):
-    """Tokens gathered since the last ``take``: ``num_tokens`` of them from ``first_index`` on,
-    with their log-probabilities if the job asked for them."""
+    """Tokens gathered since the last ``take``, from ``first_index`` on.
+
+    They have log-probabilities if the job asked for them.
+    """
 
     first_index: int
     num_tokens: int
@@ -45,7 +47,7 @@ class Progress(NamedTuple):
 
 
 class BeamText:
-    """What was read of one answer of a beam search."""
+    """Text and tokens read of one answer of a beam search."""
 
     __slots__ = ("text", "token_ids")
 
@@ -55,18 +57,18 @@ class BeamText:
 
 
 class StreamReader:
-    """Splices the frames of one request and gathers what its client has not taken yet.
+    """Reader that splices the frames of one request and gathers text for its client.
 
-    Invariants: ``token_ids`` is the prefix of the completion that was read, without holes; the
-    text given out by ``take`` plus the text that waits is exactly the text of those tokens;
-    ``terminal`` is set once and nothing changes after it. A ``Done`` is held back until all that it
-    counts and the usage are there: until then each further sign of it is a gap.
+    Invariants: ``token_ids`` is the read prefix of the completion, without gaps. The text returned
+    by ``take`` plus the pending text is exactly the text of those tokens. ``terminal`` is set once,
+    and nothing changes after it. A ``Done`` is held back until all tokens that it counts and the
+    usage are there. Until then each further frame of the end is a gap.
 
-    ``beams`` are the answers of a beam search, in place of tokens: those of one epoch, as another
-    worker searches anew.
+    ``beams`` are the answers of a beam search, in place of tokens. They belong to one epoch, as
+    another worker searches anew.
 
-    With ``first_wanted_index`` the client has the tokens before that already: they are read like
-    the others, but their text goes to ``text_before`` and is not given out by ``take``.
+    With ``first_wanted_index`` the client already has the tokens before it. They are read like the
+    others, but their text goes to ``text_before``, and ``take`` does not return it.
     """
 
     __slots__ = (
@@ -112,11 +114,11 @@ class StreamReader:
 
     @property
     def next_index(self) -> int:
-        """The index of the first token that is still missing."""
+        """Index of the first missing token."""
         return len(self.token_ids)
 
     def count_epochs_on(self, num_epochs: int, last_epoch: int) -> None:
-        """Another reader heard of ``num_epochs`` runs, up to ``last_epoch``."""
+        """Continue another reader's count of runs: ``num_epochs`` up to ``last_epoch``."""
         self.num_epochs = num_epochs
         self.counted_epoch = last_epoch
 
@@ -126,16 +128,16 @@ class StreamReader:
 
     @property
     def waits_for_missing(self) -> bool:
-        """The end is known, but not everything before it."""
+        """True if the end is known and something before it is missing."""
         return self._held_end is not None and self.terminal is None
 
     @property
     def text_before(self) -> str:
-        """The text of the tokens before the first wanted one, as far as they were read."""
+        """Text that was read of the tokens before the first wanted one."""
         return "".join(self._texts_before)
 
     def take(self) -> Progress:
-        """What was gathered since the last call; it is the client's from now on."""
+        """Return what was gathered since the last call."""
         index = self._taken
         self._taken = max(index, len(self.token_ids))
         text = self._texts[0] if len(self._texts) == 1 else "".join(self._texts)
@@ -147,7 +149,7 @@ class StreamReader:
         return Progress(index, self._taken - index, text, logprobs)
 
     def feed(self, frame: Frame) -> Outcome:
-        """Take one frame in; GAP means that frames from ``next_index`` on must be sent again."""
+        """Read a frame. GAP: frames from ``next_index`` on must be sent again."""
         if self.terminal is not None or frame.epoch < self.epoch:
             return Outcome.NOTHING
         if frame.epoch > self.epoch:
@@ -178,7 +180,7 @@ class StreamReader:
         return Outcome.END
 
     def end(self, frame: TerminalFrame) -> None:
-        """End it from this side (timeout, disconnect): no frame changes anything any more."""
+        """End the stream from this side (timeout, disconnect). Later frames are ignored."""
         if self.terminal is None:
             self.terminal = frame
 
@@ -219,7 +221,7 @@ class StreamReader:
         num_known = len(beam.token_ids)
         if num_known < frame.index:
             return Outcome.GAP
-        if num_known == frame.index:  # they are cut in the same places whenever they are sent
+        if num_known == frame.index:  # a replay cuts beams at the same places
             beam.token_ids.extend(frame.token_ids)
             beam.text += frame.text
         return self._end_if_complete() if self._held_end is not None else Outcome.NOTHING
@@ -254,14 +256,19 @@ class StreamReader:
         return Outcome.TOKENS if outcome is Outcome.GAP else outcome
 
     def _keep_logprobs(self, frame: Delta) -> None:
-        """Those of tokens that are new and wanted; a resumed run has none of the first tokens."""
+        """Keep the log-probabilities of new, wanted tokens.
+
+        A resumed run has none of the first tokens.
+        """
         first_index = frame.index + len(frame.token_ids) - len(frame.logprobs)
         wanted = max(self._taken + len(self._logprobs), self._first_wanted_index)
         self._logprobs.extend(frame.logprobs[max(0, wanted - first_index) :])
 
     def _cut_before(self, frame: Delta, num_known: int, text: str) -> str:
-        """Put the text of tokens that the client has aside; the rest of ``text``, which begins
-        ``num_known`` tokens into the frame."""
+        """Set aside the text of tokens that the client has; return the rest of ``text``.
+
+        ``text`` begins ``num_known`` tokens into the frame.
+        """
         num_had = min(self._first_wanted_index - frame.index, len(frame.token_ids))
         if num_had <= num_known:
             return text

@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class FrameStreams:
-    """Frames on ``tok.<reply>.<request>``, envelopes on ``tok.<reply>._``: at most once, in order,
-    never waiting for a reader.
+    """Frame streams: single frames on ``tok.<reply>.<request>``, envelopes on ``tok.<reply>._``.
 
-    Messages that are not frames are dropped, and the stream goes on.
+    Delivery is at most once and in order. It never waits for a reader. Messages that are not frames
+    are dropped, and the stream goes on.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -35,7 +35,7 @@ class FrameStreams:
         """Send (request_id, frame) pairs to one listener; as one envelope if ``batch``.
 
         Frames sent while the server is unreachable may be lost: readers ask for a replay. Raises
-        PayloadTooLargeError if a single frame is larger than the server takes.
+        PayloadTooLargeError if a single frame exceeds the server's limit.
         """
         if batch and len(frames) > 1:
             await self._publish_envelope(reply, frames, as_json=as_json)
@@ -44,7 +44,7 @@ class FrameStreams:
             await self._send(subjects.frames(reply, request_id), frame, as_json=as_json)
 
     async def answer(self, job: Job, *frames: Frame) -> None:
-        """Publish frames to the listener of a job, if it has one, as the job wants them."""
+        """Publish frames to a job's listener, if it has one, in the job's encoding."""
         if job.reply:
             await self.publish(
                 job.reply,
@@ -71,7 +71,7 @@ class FrameStreams:
             await self._transport.publish(subject, codec.encode(message))
 
     async def subscribe(self, reply: str, on_frame: Callable[[str, Frame], None]) -> Subscription:
-        """Hear what is sent to ``reply``, whosever name that is; all who listen hear all of it."""
+        """Subscribe to all frames for ``reply``. Every listener of a name gets all of them."""
         envelope_subject = subjects.envelope(reply)
 
         def deliver(request_id: str, frame: Frame) -> None:

@@ -1,4 +1,4 @@
-"""The work queue as the other packages see it: tenant queues, and jobs under a lease."""
+"""Job queue interface: tenant queues, and jobs under a lease."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import msgspec
 from millrace.bus.transport import Subscription
 from millrace.schemas.jobs import DeadJob, Job, Tier
 
-# Whether frames of a tenant's job (the first argument) must not go to a listener (the second).
+# Function that returns whether frames of a tenant's job must not go to a listener. Arguments:
+# tenant, listener.
 IsForeignReply = Callable[[str, str], Awaitable[bool]]
 
 
 class TenantQueue(NamedTuple):
-    """Where the jobs of one tenant for one model in one tier wait, in order of arrival.
+    """Tenant queue: the waiting jobs of one tenant, model and tier, in order of arrival.
 
-    A job that was published without a tenant in its subject is the keyless tenant's, and waits in
-    the tenant queue of ``tenant`` None. ``reserved``: gateways published them, which keep their
-    callers' limits; all others count against their tenant's when they are pulled. Who may say so is
-    up to the permissions of the server: the tenant queue is the subject.
+    A job published without a tenant in its subject belongs to the keyless tenant. It waits in the
+    queue with ``tenant`` None. ``reserved``: gateways published the jobs and keep their callers'
+    limits. All other jobs count against their tenant's limits when they are pulled. The subject
+    names the queue, so the server's permissions decide which client may publish to it.
     """
 
     model: str
@@ -30,23 +31,22 @@ class TenantQueue(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, *, reserved: bool = False) -> TenantQueue:
-        """Where a job waits that ``JobQueue.publish`` stored."""
+        """Return the tenant queue of a job that ``JobQueue.publish`` stored."""
         return cls(job.model, job.tier, job.tenant, reserved)
 
     @property
     def twin(self) -> TenantQueue:
-        """The other tenant queue of the same tenant."""
+        """Other tenant queue of the same tenant: reserved or not."""
         return self._replace(reserved=not self.reserved)
 
 
 class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that this process now holds, and the lease to keep it by.
+    """Job that this process holds, with its lease.
 
-    The holder extends the lease well within AckWait, or hands the lease string to another process
-    which does. ``num_deliveries`` is 1 for a job that nobody held before, unless ``uncertain``:
-    then the queue may have lost count. That is so for jobs that are older than this process's
-    first pull from their tenant queue, or the first since the server was unreachable. ``stored_ns``
-    is when the queue got it, UTC epoch.
+    The holder extends the lease well within AckWait, or passes the lease string to another process
+    that does. ``num_deliveries`` is 1 for the first delivery. With ``uncertain`` the queue may have
+    lost count: the job is older than this process's first pull from the tenant queue, or the first
+    pull since the server was unreachable. ``stored_ns`` is when the queue stored it, UTC epoch.
     """
 
     job: Job
@@ -59,94 +59,105 @@ class LeasedJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue has stored the job; ``duplicate``: it had it already, nothing was added."""
+    """Result of publishing: the queue has stored the job. ``duplicate``: it had it already."""
 
     stream_sequence: int
     duplicate: bool
 
 
 class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
-    """Jobs of a tenant queue that wait in the stream, and jobs that somebody holds."""
+    """Number of jobs of a tenant queue that wait, and that are leased."""
 
     num_queued: int
     num_leased: int
 
 
 class JobQueue(Protocol):
-    """The work queue ``JOBS`` and its leases."""
+    """Work queue ``JOBS`` and its leases."""
 
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
-        """Store a job; once this returns the job will be answered. ``reserved``: what it may use
-        was set aside, and its publisher settles that; a service may not publish so.
+        """Store a job. Once this returns, the job will be answered.
 
-        Raises PayloadTooLargeError, QueueFullError or BusUnavailableError: nothing was stored.
+        ``reserved``: the publisher has reserved the job's usage and settles it. Services must not
+        set it. Raises PayloadTooLargeError, QueueFullError or BusUnavailableError: nothing was
+        stored.
         """
 
     async def pull(
         self, tenant_queue: TenantQueue, max_jobs: int, timeout_s: float
     ) -> list[LeasedJob]:
-        """Up to ``max_jobs`` jobs of a tenant queue, as soon as there is one; an empty list after
-        ``timeout_s``, which may be 0.
+        """Return up to ``max_jobs`` jobs of a tenant queue as soon as there is one.
 
-        A message that cannot be decoded, and a job that was delivered too often, is moved to the
-        dead letters and never returned; its owner, as far as it can be told, gets a Failed frame,
-        and a job its record. An empty list is also what a server that is unreachable gives.
+        Returns an empty list after ``timeout_s``, which may be 0, and while the server is
+        unreachable.
+
+        A message that cannot be decoded, or a job that was delivered too often, is moved to the
+        dead letters and never returned. Its owner, as far as it is known, gets a Failed frame. A
+        job also gets its record.
         """
 
     async def watch(self, on_published: Callable[[TenantQueue], None]) -> Subscription:
-        """Tell the tenant queue of each job that is stored. Those of an outage are not told:
-        ``tenant_queues`` is what counts."""
+        """Call ``on_published`` with the tenant queue of each stored job.
+
+        Jobs stored during an outage are not announced: ``tenant_queues`` is authoritative.
+        """
 
     def guard_replies(self, is_foreign: IsForeignReply) -> None:
-        """From now on send no refusal to a listener that is another tenant's by ``is_foreign``."""
+        """Send no refusal to listeners that are another tenant's by ``is_foreign``."""
 
     async def recover_dropped(self) -> Subscription:
-        """Until it is closed, store a service's job anew that the queue drops because its message
-        id was used: under an id of its own, so that its publisher is answered by ``pull``'s caller.
+        """Store services' jobs again that the queue drops as their message id was used, until
+        closed.
 
-        A copy of a job that is still in the queue is left dropped. Jobs that are published while
-        the server or this process is away are not heard. Raises BusForbiddenError if this process
-        may not hear jobs.
+        They get a new id, so the caller of ``pull`` answers their publisher. A copy of a job that
+        is still in the queue stays dropped. Jobs published while the server or this process is down
+        are missed. Raises BusForbiddenError if this process may not hear jobs.
         """
 
     async def tenant_queues(self) -> dict[TenantQueue, int]:
-        """The tenant queues with jobs, waiting or held, and how many; the models may be unknown.
+        """Return the tenant queues with jobs, waiting or leased, and their number.
 
-        Messages under subjects that name no tenant queue are moved to the dead letters, some at a
-        time.
+        The models may be unknown. Messages under subjects that name no tenant queue are moved to
+        the dead letters, some at a time.
         """
 
     async def forget_tenant_queue(self, tenant_queue: TenantQueue) -> bool:
-        """Free what the server keeps for a tenant queue that has no job, waiting or held; False if
-        it has one. Jobs that come later are found again."""
+        """Free the server's state of a tenant queue without jobs; return False if it has jobs.
+
+        Later jobs are found again.
+        """
 
     async def depth(self, tenant_queue: TenantQueue) -> QueueDepth: ...
 
     async def is_open(self, stream_sequence: int) -> bool:
-        """Whether the job is still in the queue, waiting or held; False once it was acked.
+        """Return whether a job is still in the queue, waiting or leased; False once it was acked.
 
-        Raises BusUnavailableError when nobody can say.
+        Raises BusUnavailableError if that is unknown.
         """
 
     async def shed_newest(self, tenant_queue: TenantQueue, count: int) -> list[Job]:
-        """Take up to ``count`` of the newest waiting jobs out of a tenant queue; each job is handed
-        to one caller only, who must answer it."""
+        """Remove up to ``count`` of the newest waiting jobs from a tenant queue.
+
+        Each job is returned to one caller only, who must answer it.
+        """
 
     async def extend(self, lease: str) -> None:
-        """Hold the job for another AckWait. Any process may, by the lease alone.
+        """Extend a lease by another AckWait. Any process with the lease may do so.
 
-        Never raises for a server that is unreachable: the job then lasts until its lease ends.
+        Never raises if the server is unreachable: the job then stays until its lease lapses.
         """
 
     async def ack(self, lease: str) -> None:
-        """The job is answered; it leaves the queue for good. Returns when the server knows.
+        """Acknowledge an answered job, which leaves the queue. Returns once the server knows.
 
         May be called again. Raises BusUnavailableError if the server cannot be told.
         """
 
     async def release(self, lease: str, delay_s: float = 0.0) -> None:
-        """Give the job back, to be delivered again after ``delay_s``; if the server is unreachable,
-        its lease ends by itself."""
+        """Give the job back for redelivery after ``delay_s``.
+
+        If the server is unreachable, the lease lapses by itself.
+        """
 
     async def dead_letter(self, dead: DeadJob, lease: str) -> None:
-        """Store a job among the dead letters, then take it out of the queue."""
+        """Store a job among the dead letters, then remove it from the queue."""

@@ -1,4 +1,4 @@
-"""Finds requests whose gateway is gone and whose clients did not come back at another one."""
+"""Detection of orphans: requests whose gateway is gone and whose clients did not return."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _NUM_LAST_LOOKS = 2
 
 
 class OrphanWatch:
-    """Asks every two seconds which gateways hold the requests in ``jobs``, and calls ``on_orphan``
-    with the id of each request that no gateway has held for ``grace_s``, which is to be set before
-    ``run`` (0: never).
+    """Orphan watch: asks every two seconds which gateways hold the requests in ``jobs``.
 
-    A gateway holds a request from before its job is published, until its end, or until another
-    gateway takes it over. That one answers in its place. A gateway that was started again under the
-    same id does not hold the requests of its former life. Only jobs that await a client count
-    (``Job.awaits_client``).
+    It calls ``on_orphan`` with the id of each request that no gateway has held for ``grace_s``. Set
+    ``grace_s`` before ``run`` (0: never).
 
-    Once a request of a gateway was found to be an orphan, the requests that this gateway accepted
-    before it, which are of the same life or an earlier one, have a grace of ``_NUM_LAST_LOOKS``
-    looks: so jobs that waited in the queue for a gateway that is long gone end soon after they were
-    pulled.
+    A gateway holds a request from before its job is published until its end, or until another
+    gateway takes it over and answers in its place. A gateway that was restarted under the same id
+    does not hold its former requests. Only jobs that await a client count (``Job.awaits_client``).
 
-    The grace starts again after a time in which this process could not ask: while the bus was
-    disconnected, while it forbids the question, or while this process stood still.
+    Once a request of a gateway is an orphan, requests that this gateway accepted before it get a
+    grace of only ``_NUM_LAST_LOOKS`` looks, as they belong to the same run of the gateway or an
+    earlier one. So jobs that waited in the queue for a gateway that is long gone end soon after
+    they were pulled.
+
+    The grace starts again after a time in which this process could not ask: the bus was
+    disconnected or forbade the question, or this process was paused.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OrphanWatch:
         self._may_ask = True
 
     async def run(self) -> None:
-        """Runs until it is cancelled; returns at once without a grace."""
+        """Run until cancelled; return at once if ``grace_s`` is 0."""
         if self.grace_s <= 0:
             return
         self._bus.on_reconnect(self.restart)
@@ -74,7 +74,7 @@ class OrphanWatch:
         return max(min(_LOOK_S, self.grace_s / 4), _MIN_LOOK_S)
 
     def restart(self) -> None:
-        """Start the grace of every request again: what was not heard meanwhile says nothing."""
+        """Restart the grace of every request, as messages were missed."""
         self._lost_since_s.clear()
         self._gone_until_ns.clear()
         self._may_ask = True
@@ -96,7 +96,7 @@ class OrphanWatch:
         try:
             held = await control.held_requests(reply, list(jobs), _ASK_TIMEOUT_S)
             late = self._note(held, jobs)
-            # Gateways of an older version answer this question only.
+            # Gateways of an older version answer only this request.
             answers = await asyncio.gather(
                 *(control.is_held(reply, job.request_id, _ASK_TIMEOUT_S) for job in late)
             )
@@ -106,12 +106,12 @@ class OrphanWatch:
             self._note_refusal(error)
             return
         for job, is_answered in zip(late, answers, strict=True):
-            # The bus may have been away meanwhile.
+            # The bus may have been disconnected meanwhile.
             if self._lost_since_s.pop(job.request_id, None) is not None and not is_answered:
                 self._end(job)
 
     def _note(self, held: frozenset[str], jobs: Mapping[str, Job]) -> list[Job]:
-        """The requests that no gateway has held for the whole grace."""
+        """Return the requests that no gateway has held for their whole grace."""
         now_s, late = self._clock.monotonic(), []
         for request_id, job in jobs.items():
             if request_id in held:
@@ -130,7 +130,7 @@ class OrphanWatch:
             # The next connection may have other permissions.
             self._may_ask = False
             logger.warning(
-                "no request is cancelled when its gateway is gone: no permission",
+                "orphaned requests are not cancelled: no permission to ask gateways",
                 extra={"reason": error.message},
             )
 
@@ -139,7 +139,7 @@ class OrphanWatch:
         newest_ns = self._gone_until_ns.get(job.reply, 0)
         self._gone_until_ns[job.reply] = max(newest_ns, job.received_ns)
         logger.warning(
-            "a request is cancelled: its gateway is gone and no client came back for it",
+            "cancelling an orphaned request: its gateway is gone and no client returned",
             extra={"request_id": job.request_id, "gateway_id": job.reply},
         )
         self._on_orphan(job.request_id)

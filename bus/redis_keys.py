@@ -1,4 +1,4 @@
-"""Keys of Redis."""
+"""Redis keys."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ from millrace.schemas.tenants import DEFAULT_CURRENCY, LOCAL_TENANT
 
 
 def generation_key(request_id: str) -> str:
-    """Who runs a request."""
+    """Return the key of a request's worker, epoch and claim."""
     return f"gen:{request_id}"
 
 
 def cancels_key(tenant: str) -> str:
-    """The requests that services of a tenant cancelled: a sorted set of ids by time."""
+    """Return the key of a tenant's cancelled requests: a sorted set of ids by time."""
     return f"cancels:{token(tenant)}"
 
 
 def held_key(worker_id: str) -> str:
-    """What a worker runs: a hash of leases by request id."""
+    """Return the key of a worker's requests: a hash of leases by request id."""
     return f"held:{worker_id}"
 
 
 def batch_lease_key(batch_id: str) -> str:
-    """The gateway that runs a batch."""
+    """Return the key of the gateway that runs a batch."""
     return f"batch:{batch_id}"
 
 
 def request_key(request_id: str) -> str:
-    """What gateways know of a request."""
+    """Return the key of a request's state at the gateways."""
     return f"req:{request_id}"
 
 
 def request_steps_key(request_id: str) -> str:
-    """What the tools gave that the gateway ran for a request."""
+    """Return the key of the results of tools that the gateway ran for a request."""
     return f"req:{request_id}:steps"
 
 
 def idempotency_key(tenant: str, key: str) -> str:
-    """The request that a caller's Idempotency-Key stands for."""
+    """Return the key of the request of a caller's Idempotency-Key."""
     return f"idem:{token(tenant)}:{key}"
 
 
 def session_key(tenant: str, session_id: str) -> str:
-    """A conversation; those of the keyless tenant go by their id alone."""
+    """Return the key of a conversation; the keyless tenant's key has only the id."""
     return f"ctx:{_of_session(tenant, session_id)}"
 
 
 def session_turn_key(tenant: str, session_id: str, request_id: str) -> str:
-    """What a request adds to a conversation once it is answered."""
+    """Return the key of a request's pending addition to a conversation."""
     return f"ctx-turn:{_of_session(tenant, session_id)}:{token(request_id)}"
 
 
 def session_summary_key(tenant: str, session_id: str) -> str:
-    """There while somebody summarises a conversation."""
+    """Return the key of the lock while a conversation is summarised."""
     return f"ctx-summary:{_of_session(tenant, session_id)}"
 
 
@@ -62,23 +62,23 @@ def _of_session(tenant: str, session_id: str) -> str:
     return f"{token(tenant)}:{token(session_id)}"
 
 
-# Accounts, which limits are kept for, are tenants and API keys; months are UTC, as in 202611.
+# Limits are kept for accounts: tenants and API keys. Months are UTC, such as 202611.
 
 TENANTS_KEY = "tenants"
 
 
 def tenant_key(tenant: str) -> str:
-    """The tenant's record."""
+    """Return the key of a tenant's record."""
     return f"tenant:{tenant}"
 
 
 def tenant_api_keys_key(tenant: str) -> str:
-    """The ids of the tenant's API keys."""
+    """Return the key of the ids of a tenant's API keys."""
     return f"tenant-keys:{tenant}"
 
 
 def api_key_key(key_id: str) -> str:
-    """The record of an API key."""
+    """Return the key of an API key's record."""
     return f"key:{key_id}"
 
 
@@ -91,82 +91,87 @@ def api_key_account(key_id: str) -> str:
 
 
 def buckets_key(account: str) -> str:
-    """How full the account's buckets of requests and tokens are."""
+    """Return the key of an account's buckets of requests and tokens."""
     return f"lim:{account}"
 
 
 def running_key(account: str) -> str:
-    """The account's requests that run, by the time at which they lapse."""
+    """Return the key of an account's running requests, by the time at which they lapse."""
     return f"run:{account}"
 
 
 def holds_key(account: str) -> str:
-    """What the account's running requests may cost at most."""
+    """Return the key of the highest possible costs of an account's running requests."""
     return f"hold:{account}"
 
 
 CURRENCIES_KEY = "currencies"
-"""The currencies but for DEFAULT_CURRENCY in which money was ever set aside."""
+"""Key of the currencies, except DEFAULT_CURRENCY, in which money was ever reserved."""
 
 
 def spent_key(account: str, month: str) -> str:
-    """The key of an account's spending in a month, in DEFAULT_CURRENCY. With ``currency_suffix``
-    after it, it is the key of another currency."""
+    """Return the key of an account's spending in a month, in DEFAULT_CURRENCY.
+
+    With ``currency_suffix`` appended, it is the key of another currency.
+    """
     return f"spent:{account}:{month}"
 
 
 def currency_suffix(currency: str) -> str:
-    """The mark of a currency in keys and fields: empty for DEFAULT_CURRENCY."""
+    """Return the suffix of a currency in keys and fields: empty for DEFAULT_CURRENCY."""
     return "" if currency == DEFAULT_CURRENCY else f":{currency}"
 
 
 def reservation_key(request_id: str) -> str:
-    """What was set aside for a request that runs."""
+    """Return the key of a running request's reservation."""
     return f"resv:{request_id}"
 
 
 def booked_key(request_id: str) -> str:
-    """The key of the amounts that ended jobs of an unsettled reservation were charged."""
+    """Return the key of the amounts charged for ended jobs of an unsettled reservation."""
     return f"booked:{request_id}"
 
 
 def job_reservation(stream_sequence: int, request_id: str) -> str:
-    """What ``reservation_key`` is given for a job that a service published: no gateway names one of
-    its own so, and no two stored jobs share it, whatever ids they bear."""
+    """Return the reservation id of a published job, for ``reservation_key``.
+
+    It differs from all ids of gateways, and from those of other stored jobs with the same request
+    id.
+    """
     return f"job:{stream_sequence}:{token(request_id)}"
 
 
 def response_key(tenant: str, response_id: str) -> str:
-    """An answer of the Responses API that may be continued, and the conversation before it."""
+    """Return the key of a Responses API answer that may be continued, with its conversation."""
     return f"resp:{token(tenant)}:{token(response_id)}"
 
 
 def conversation_key(tenant: str, conversation_id: str) -> str:
-    """A conversation that answers of the Responses API are added to."""
+    """Return the key of a Responses API conversation."""
     return f"conv:{token(tenant)}:{token(conversation_id)}"
 
 
 def chat_key(tenant: str, chat_id: str) -> str:
-    """What a front end keeps of a conversation."""
+    """Return the key of a front end's data of a conversation."""
     return f"chat:{token(tenant)}:{token(chat_id)}"
 
 
 def chats_key(tenant: str) -> str:
-    """The ids of a tenant's chats, by the time of their last change."""
+    """Return the key of the ids of a tenant's chats, by the time of their last change."""
     return f"chats:{token(tenant)}"
 
 
-# Adapters by name, and how often they have changed.
+# Adapters by name, and the number of their changes.
 ADAPTERS_KEY = "adapters"
 ADAPTER_CHANGES_KEY = "adapters:changes"
 
 
 def former_adapter_key(name: str, version: str) -> str:
-    """An adapter that was removed or replaced while requests of it may run."""
+    """Return the key of a removed or replaced adapter, kept while its requests may run."""
     return f"adapter:{token(name)}:{token(version)}"
 
 
-# Rollouts by model, how often they have changed, and what was seen of them lately.
+# Rollouts by model, the number of their changes, and their recent figures.
 ROLLOUTS_KEY = "rollouts"
 ROLLOUT_CHANGES_KEY = "rollouts:changes"
 ROLLOUT_FIGURES_KEY = "rollouts:figures"

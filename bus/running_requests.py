@@ -1,6 +1,6 @@
-"""Who runs which request, in Redis: a hint that spares questions, never the truth itself.
+"""Index of running requests in Redis: a hint that saves requests, never authoritative.
 
-Leases and heartbeats decide; while Redis is unreachable nothing is known and everything goes on.
+Leases and heartbeats decide. While Redis is unreachable nothing is known and everything goes on.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ TTL_S = 3600
 CANCELS_TTL_S = 86_400
 MAX_CANCELS = 100_000
 
-# KEYS: the request's, and what the worker runs. ARGV: worker id, epoch, finished, TTL in s, request
-# id, lease (empty: it is not known, or over). A request that is finished stays so, and a run of an
-# older epoch, which was superseded, changes nothing. Nor does the end of a job that was shed, of
-# epoch 0, if a message has claimed the id: that job may be another tenant's.
+# KEYS: the request's key, the worker's requests. ARGV: worker id, epoch, finished, TTL in s,
+# request id, lease (empty: unknown, or over). A finished request stays finished. A run of an older
+# epoch was superseded and changes nothing. The end of a shed job (epoch 0) changes nothing if a
+# message has claimed the id: that job may be another tenant's.
 _WRITE = Script(
     """
 local known = redis.call('HMGET', KEYS[1], 'epoch', 'finished')
@@ -45,7 +45,8 @@ return 1
 )
 
 
-# KEYS: the request's. ARGV: a model, why it was chosen, TTL in s. Gives the choice that was first.
+# KEYS: the request's key. ARGV: a model, the reason of its choice, TTL in s. Returns the first
+# choice.
 _SETTLE = Script(
     """
 local known = redis.call('HMGET', KEYS[1], 'model', 'route_reason')
@@ -57,7 +58,7 @@ return {ARGV[1], ARGV[2]}
 )
 
 
-# KEYS: the request's. ARGV: an adapter's version, TTL in s. Gives the version that was first.
+# KEYS: the request's key. ARGV: an adapter's version, TTL in s. Returns the first version.
 _SETTLE_ADAPTER = Script(
     """
 redis.call('HSETNX', KEYS[1], 'adapter_version', ARGV[1])
@@ -68,9 +69,9 @@ return redis.call('HGET', KEYS[1], 'adapter_version')
 
 
 # KEYS: the request's key. ARGV: the message's place in the queue; its job's digest, reply and
-# tenant; the TTL in seconds; whether the message is known to be new; the place of a claim that is
-# void. Returns the claim of another message, if there is one. A running request without a claim
-# belongs to another message, too.
+# tenant; TTL in s; whether the message is known to be new; the place of a void claim. Returns the
+# claim of another message, if there is one. A running request without a claim belongs to another
+# message, too.
 _CLAIM = Script(
     """
 local known = redis.call('HMGET', KEYS[1], 'sequence', 'digest', 'reply', 'tenant', 'worker_id')
@@ -85,7 +86,7 @@ return {}
 )
 
 
-# KEYS: the tenant's cancels. ARGV: the time, how many are kept, TTL in s, then the request ids.
+# KEYS: the tenant's cancels. ARGV: the time, the number kept, TTL in s, then the request ids.
 _NOTE_CANCELS = Script(
     """
 for i = 4, #ARGV do redis.call('ZADD', KEYS[1], ARGV[1], ARGV[i]) end
@@ -97,9 +98,11 @@ return 1
 
 
 class JobClaim(msgspec.Struct, frozen=True, kw_only=True):
-    """The message that owns a request id. ``sequence`` is its place in the queue (0: unknown).
-    ``digest`` identifies its job: it covers all fields but those for delivery, times and
-    tracing."""
+    """Claim of a message on a request id.
+
+    ``sequence`` is its place in the queue (0: unknown). ``digest`` identifies its job. It covers
+    all fields except those for delivery, times and tracing.
+    """
 
     sequence: int
     digest: str = ""
@@ -108,7 +111,7 @@ class JobClaim(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, job: Job, sequence: int) -> JobClaim:
-        """The claim of a job whose message is at a place in the queue."""
+        """Make the claim of a job whose message is at ``sequence`` in the queue."""
         asked = msgspec.structs.replace(
             job,
             reply="",
@@ -124,7 +127,7 @@ class JobClaim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Who ran a request last, at what epoch, and whether it is answered."""
+    """Last known run of a request: worker, epoch, and whether it is answered."""
 
     worker_id: str
     epoch: int
@@ -132,37 +135,39 @@ class RunningRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunningRequestIndex:
-    """Calls never raise, but ``check``. Owns its link to Redis; ``close`` ends it."""
+    """Index of running requests. Calls never raise, except ``check``. Owns its link to Redis."""
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
         self._link = RedisLink(config, clock)
 
     async def check(self) -> None:
-        """As ``RedisLink.check``."""
+        """Check the connection. See ``RedisLink.check``."""
         await self._link.check()
 
     async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None:
-        """The worker runs the request from now on, under a lease."""
+        """Note that a worker runs the request under a lease."""
         await self._write(request_id, worker_id, epoch, finished=0, lease=lease)
 
     async def drop(self, request_id: str, worker_id: str) -> None:
-        """The worker runs the request no more; another does, or will."""
+        """Note that the worker no longer runs the request, as another does or will."""
         await self._call("HDEL", redis_keys.held_key(worker_id), request_id)
 
     async def held_by(self, worker_id: str) -> dict[str, str]:
-        """The leases of what a worker runs, by request id, as far as it is known. Of some of them
-        another may have taken over since: ``lookup`` tells."""
+        """Return the known leases of a worker's requests, by request id.
+
+        Another worker may have taken some over since: ``lookup`` tells.
+        """
         found: dict[bytes, bytes] | None = await self._call(
             "HGETALL", redis_keys.held_key(worker_id)
         )
         return {key.decode(): lease.decode() for key, lease in (found or {}).items()}
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
-        """The request is answered; nobody needs to run it again."""
+        """Mark the request as answered. It need not run again."""
         await self._write(request_id, worker_id, epoch, finished=1)
 
     async def lookup(self, request_id: str) -> RunningRequest | None:
-        """None: nothing is known, or nobody can say."""
+        """Return the entry of a request; None if it is unknown or Redis is unreachable."""
         key = redis_keys.generation_key(request_id)
         found: list[bytes | None] | None = await self._call(
             "HMGET", key, "worker_id", "epoch", "finished"
@@ -174,8 +179,10 @@ class RunningRequestIndex:
         )
 
     async def has_ended(self, tenant: str, request_id: str) -> bool | None:
-        """Whether a tenant's request, whose job a service published, has ended. None: the tenant
-        has no such request, or Redis is unreachable."""
+        """Return whether a tenant's published request has ended.
+
+        None: the tenant has no such request, or Redis is unreachable.
+        """
         key = redis_keys.generation_key(request_id)
         found: list[bytes | None] | None = await self._call("HMGET", key, "tenant", "finished")
         if found is None or found[0] is None or found[0].decode() != tenant:
@@ -185,10 +192,19 @@ class RunningRequestIndex:
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
     ) -> JobClaim | None:
-        """Claim a request id for a message of the queue. Returns the claim of another message that
-        owns the id; None if the id is now this message's, or while Redis is unreachable.
-        ``is_new``: the message was not delivered before, so a running request with its id belongs
-        to another message."""
+        """Claim a request id for a message of the queue.
+
+        Args:
+            request_id: The id.
+            mine: The message's claim.
+            is_new: The message was not delivered before, so a running request with its id belongs
+                to another message.
+            void_sequence: Place of a claim that is void.
+
+        Returns:
+            The claim of another message that owns the id. None if the id is now this message's, or
+            while Redis is unreachable.
+        """
         key = redis_keys.generation_key(request_id)
         arguments: list[Argument] = [
             *(mine.sequence, mine.digest, mine.reply, mine.tenant),
@@ -204,24 +220,28 @@ class RunningRequestIndex:
         return JobClaim(sequence=int(sequence), digest=digest, reply=reply, tenant=tenant)
 
     async def note_cancels(self, tenant: str, request_ids: Sequence[str]) -> None:
-        """Services of the tenant cancelled these requests. The newest ``MAX_CANCELS`` of each
-        tenant are kept, for a day after the last."""
+        """Store cancels by the tenant's services.
+
+        The newest ``MAX_CANCELS`` of each tenant are kept, for a day after the last.
+        """
         key = redis_keys.cancels_key(tenant)
         arguments: list[Argument] = [time.time_ns(), MAX_CANCELS, CANCELS_TTL_S, *request_ids]
         try:
             await self._link.evaluate(_NOTE_CANCELS, [key], arguments)
         except RedisUnreachableError:
-            return  # The schedulers that heard it remember it, too.
+            return  # The schedulers that heard the cancel remember it, too.
 
     async def was_cancelled(self, tenant: str, request_id: str) -> bool:
-        """Whether a service of the tenant cancelled a request; False while Redis is
+        """Return whether a tenant's service cancelled a request; False while Redis is
         unreachable."""
         key = redis_keys.cancels_key(tenant)
         return await self._call("ZSCORE", key, request_id) is not None
 
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
-        """The model that was first chosen for a request, and why: this one, if none was or nobody
-        can say."""
+        """Return the model first chosen for a request, and why.
+
+        That is the given one if none was chosen or Redis is unreachable.
+        """
         key = redis_keys.generation_key(request_id)
         try:
             found = await self._link.evaluate(_SETTLE, [key], [model, reason, TTL_S])
@@ -230,8 +250,10 @@ class RunningRequestIndex:
         return found[0].decode(), found[1].decode()
 
     async def settle_adapter(self, request_id: str, version: str) -> str:
-        """The version of its adapter that a request was first given: this one, if none was or
-        nobody can say."""
+        """Return the adapter version first chosen for a request.
+
+        That is the given one if none was chosen or Redis is unreachable.
+        """
         key = redis_keys.generation_key(request_id)
         try:
             found: bytes = await self._link.evaluate(_SETTLE_ADAPTER, [key], [version, TTL_S])
@@ -240,7 +262,7 @@ class RunningRequestIndex:
         return found.decode()
 
     async def close(self) -> None:
-        """Calls that still wait end as if Redis were unreachable."""
+        """Close the link. Pending calls end as if Redis were unreachable."""
         await self._link.close()
 
     async def _write(
@@ -251,7 +273,8 @@ class RunningRequestIndex:
         try:
             await self._link.evaluate(_WRITE, keys, arguments)
         except RedisUnreachableError:
-            return  # It is a hint; leases and heartbeats decide, also while Redis takes no writes.
+            # The index is a hint: leases and heartbeats decide, also while Redis takes no writes.
+            return
 
     async def _call(self, *command: Argument) -> Any:
         try:

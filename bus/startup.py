@@ -1,4 +1,4 @@
-"""How a part comes in: what it connects to at its start, and what keeps it from starting."""
+"""Startup of a part: its connections, and the errors that prevent its start."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from millrace.schemas.config import Config
 
 
 async def enter(config: Config, name: str, part: Part) -> tuple[Bus, RunningRequestIndex]:
-    """The bus and the index of generations; the caller closes both.
+    """Connect to the bus and the index of running requests; the caller closes both.
 
-    Raises ConfigError, UntrustedServerError or CredentialsRefusedError if NATS or Redis cannot be
-    used until somebody mends that, and BusUnavailableError if no NATS server answers. A Redis that
-    is unreachable is waited for by those who use it.
+    Raises:
+        ConfigError: NATS or Redis is misconfigured.
+        UntrustedServerError: NATS or Redis cannot be trusted.
+        CredentialsRefusedError: NATS or Redis refuses the credentials.
+        BusUnavailableError: No NATS server answers. An unreachable Redis does not prevent the
+            start.
     """
     index = RunningRequestIndex(config.redis)
     try:

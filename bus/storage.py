@@ -1,10 +1,10 @@
-"""Whether the stores behind the bus take what is to be kept."""
+"""Health of the stores behind the bus."""
 
 from __future__ import annotations
 
 from typing import Final, Protocol
 
-# What stores are called in errors, metrics and ``/healthz``.
+# Names of stores in errors, metrics and ``/healthz``.
 NATS: Final = "nats"
 REDIS: Final = "redis"
 KAFKA: Final = "kafka"
@@ -12,15 +12,17 @@ CLICKHOUSE: Final = "clickhouse"
 
 
 class Storage(Protocol):
-    """The store of the bus itself."""
+    """Store of the bus itself."""
 
     async def failed_streams(self) -> dict[str, str]:
-        """The streams whose files could not be written to, each with the cause. The server gives
-        them up: they take nothing, space or not, until it is started again.
+        """Return the streams whose files could not be written, with the cause.
 
-        Raises BusUnavailableError.
+        The server has given them up: they accept nothing until it is restarted, even with free
+        space. Raises BusUnavailableError.
         """
 
     async def admit_jobs(self, *, admit: bool) -> None:
-        """Have the queue refuse every new job, whoever publishes it, or take them again. What is in
-        the queue stays. Raises BusUnavailableError."""
+        """Make the queue refuse or accept new jobs of all publishers.
+
+        Jobs in the queue stay. Raises BusUnavailableError.
+        """

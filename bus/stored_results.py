@@ -1,4 +1,4 @@
-"""Converts stored results to the frames that a reader would have received."""
+"""Frames of stored results, as a reader would have received them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SHED_RETRY_S = 1.0
 
 
 def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
-    """The frames of a stored result, in order, with the terminal frame last."""
+    """Yield the frames of a stored result in order, the terminal frame last."""
     usage = result.usage or Usage()
     token_ids = _token_ids(result)
     yield Started(epoch=epoch, worker_id="", num_prompt_tokens=usage.prompt_tokens)
@@ -65,7 +65,7 @@ def frames_of(result: JobResult, epoch: int = 0) -> Iterator[Frame]:
 
 
 def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
-    """The terminal frame of a stored result."""
+    """Return the terminal frame of a stored result."""
     num_tokens = len(_token_ids(result))
     match result.status:
         case Status.DONE if result.finish_reason is not None:
@@ -95,7 +95,7 @@ def end_of(result: JobResult, epoch: int = 0) -> TerminalFrame:
 
 
 def _delta_of_call(index: int, call: MessageToolCall) -> ToolCallDelta:
-    """A whole call in one delta."""
+    """Return a whole call as one delta."""
     delta = ToolCallDelta(index=index, id=call.id, type=call.type)
     if call.custom is not msgspec.UNSET:
         custom = CustomDelta(input=call.custom.input, name=call.custom.name)
@@ -111,7 +111,7 @@ def _end_of_beam(beam: BeamResult) -> BeamEnd:
 
 def _token_ids(result: JobResult) -> tuple[int, ...]:
     if not result.token_ids and (result.text or result.reasoning or result.tool_calls):
-        # The result was too large to be stored with its ids; it can be read as a whole only.
+        # The result was too large to be stored with its ids. It can only be read as a whole.
         num_tokens = result.usage.completion_tokens if result.usage is not None else 1
         return (UNKNOWN_TOKEN_ID,) * num_tokens
     return result.token_ids

@@ -1,6 +1,6 @@
-"""Every name on the bus: subjects, streams, consumers, buckets and topics.
+"""Names on the bus: subjects, streams, consumers, buckets and topics.
 
-Free strings (models, request ids, tenants, listeners) enter subjects through ``tokens.token`` only.
+Free strings (models, request ids, tenants, listeners) enter subjects through ``token`` only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from millrace.schemas.records import (
     WorkerSample,
 )
 
-# The last token of an envelope's subject. ``token`` never yields it.
+# Last token of an envelope's subject. ``token`` never returns it.
 ENVELOPE = "_"
 _PLAIN = re.compile(r"[A-Za-z0-9_-]+")
 _NOT_PLAIN = re.compile(rb"[^A-Za-z0-9_-]")
@@ -30,9 +30,9 @@ _EMPTY = "%"
 
 
 def token(text: str) -> str:
-    """``text`` as one subject token: percent-encoded UTF-8, one to one.
+    """Encode ``text`` as one subject token: percent-encoded UTF-8, one to one.
 
-    Letters, digits, ``-`` and ``_`` stay; the empty string is ``%``; ``_`` alone is encoded, as it
+    Letters, digits, ``-`` and ``_`` stay. The empty string is ``%``. ``_`` alone is encoded, as it
     is the envelope's own token.
     """
     if _PLAIN.fullmatch(text) and text != ENVELOPE:
@@ -48,7 +48,7 @@ def token(text: str) -> str:
 
 
 def untoken(encoded: str) -> str:
-    """The text that ``token`` encoded. Raises ValueError for what ``token`` cannot have made."""
+    """Decode a token. Raises ValueError for a string that ``token`` cannot return."""
     if encoded == _EMPTY:
         return ""
     if not _ENCODED.fullmatch(encoded):
@@ -125,7 +125,8 @@ TELEMETRY = "ctl.telemetry"
 
 _STORED = "stored."
 ALL_STORED_JOBS = f"{_STORED}jobs.>"
-STORED_JOBS = ("jobs.>", ALL_STORED_JOBS)  # what the server repeats, without payload, and where
+# subjects that the server repeats without payload, and where
+STORED_JOBS = ("jobs.>", ALL_STORED_JOBS)
 _TENANT_QUEUE_CONSUMER = "line-"
 
 # --- Kafka -----------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ TRANSCRIPTS_TOPIC = "millrace.transcripts.v1"
 REFUSALS_TOPIC = "millrace.refusals.v1"
 WORKER_LOSSES_TOPIC = "millrace.worker-losses.v1"
 DEAD_TOPIC = "millrace.dlq"
-BRIDGE_TOPIC = "millrace.bridge"  # signed by the bridge: a Kafka without it is a new one
+BRIDGE_TOPIC = "millrace.bridge"  # signed by the bridge: a Kafka without it is new
 
 _CACHED_LINES = 4096
 
@@ -146,7 +147,7 @@ _CACHED_LINES = 4096
 
 
 def job(tenant_queue: TenantQueue) -> str:
-    """Where the jobs of a tenant queue are published."""
+    """Return the subject of a tenant queue's jobs."""
     subject = f"jobs.{token(tenant_queue.model)}.{tenant_queue.tier.value}"
     if tenant_queue.tenant is None:
         return subject
@@ -155,28 +156,28 @@ def job(tenant_queue: TenantQueue) -> str:
 
 
 def jobs_of_tenant(tenant: str, tier: Tier) -> str:
-    """What a tenant's service publishes in a tier, for whichever model."""
+    """Return the subjects of a tenant's jobs in a tier, for all models."""
     return f"jobs.*.{tier.value}.{token(tenant)}"
 
 
 def jobs_of(model: str) -> str:
-    """All tenant queues of one model."""
+    """Return the subjects of one model's tenant queues."""
     return f"jobs.{token(model)}.>"
 
 
 def is_reserved(job_subject: str) -> bool:
-    """Whether gateways alone publish there, who may name any listener."""
+    """Return whether only gateways, which may name any listener, publish on the subject."""
     return job_subject.count(".") == 4 and job_subject.endswith(f".{_RESERVED}")
 
 
 def is_stored_reserved(stored_subject: str) -> bool:
-    """Whether ``stored_job`` was told of a job of a gateway."""
+    """Return whether an announced subject is that of a gateway's job."""
     return is_reserved(stored_subject.removeprefix(_STORED))
 
 
 @functools.lru_cache(_CACHED_LINES)
 def tenant_queue_of(job_subject: str) -> TenantQueue:
-    """The tenant queue that a job's subject names. Raises ValueError for another subject."""
+    """Return the tenant queue of a job's subject. Raises ValueError for another subject."""
     kind, *tokens = job_subject.split(".")
     reserved = is_reserved(job_subject)
     if reserved:
@@ -188,26 +189,26 @@ def tenant_queue_of(job_subject: str) -> TenantQueue:
 
 
 def stored_job(job_subject: str) -> str:
-    """Where the server tells of a job that it has stored."""
+    """Return the subject on which the server announces a stored job."""
     return f"{_STORED}{job_subject}"
 
 
 def stored_tenant_queue_of(subject: str) -> TenantQueue:
-    """The tenant queue that ``stored_job`` was told of. Raises ValueError for a subject of no
-    tenant queue."""
+    """Return the tenant queue of an announced job. Raises ValueError for another subject."""
     return tenant_queue_of(subject.removeprefix(_STORED))
 
 
 def jobs_consumer(tenant_queue: TenantQueue) -> str:
-    """The durable consumer of a tenant queue. Its filter says which tenant queue that is, so a
-    digest will do."""
+    """Return the durable consumer of a tenant queue.
+
+    Its filter names the tenant queue, so a digest is enough.
+    """
     digest = hashlib.blake2b(job(tenant_queue).encode(), digest_size=16).hexdigest()
     return f"{_TENANT_QUEUE_CONSUMER}{digest}"
 
 
 def is_outdated_consumer(name: str) -> bool:
-    """Whether a consumer of the jobs is of the time when each model had one for all its tenant
-    queues."""
+    """Return whether a consumer is of an earlier version, which had one for each model."""
     return not name.startswith(_TENANT_QUEUE_CONSUMER)
 
 
@@ -220,21 +221,21 @@ def result(tenant: str, request_id: str) -> str:
 
 
 def results_of(tenant: str) -> str:
-    """All results of one tenant."""
+    """Return the subjects of one tenant's results."""
     return f"results.{token(tenant)}.*"
 
 
 # --- files and batches -----------------------------------------------------------------------
-# None in the place of a free string makes the pattern of all.
+# None in place of a free string yields a pattern for all.
 
 
 def object_entry(owner: str, name: str | None = None) -> str:
-    """Where it says what an object is."""
+    """Return the subject of an object's description."""
     return f"files.entry.{token(owner)}.{_token_or_all(name)}"
 
 
 def object_chunks(upload_id: str) -> str:
-    """The bytes of one object, as one attempt to store it wrote them."""
+    """Return the subject of an object's bytes, as written by one attempt."""
     return f"files.chunks.{token(upload_id)}"
 
 
@@ -243,23 +244,23 @@ def batch_state(tenant: str, batch_id: str | None = None) -> str:
 
 
 def batch_log(batch_id: str) -> str:
-    """What was done of a batch, in order."""
+    """Return the subject of a batch's log, in order."""
     return f"batches.log.{token(batch_id)}"
 
 
 def open_batch(tenant: str | None = None, batch_id: str | None = None) -> str:
-    """There while the batch is not finished."""
+    """Return the subject of an entry that exists until the batch is finished."""
     return f"batches.open.{_token_or_all(tenant)}.{_token_or_all(batch_id)}"
 
 
 def open_batch_of(subject: str) -> tuple[str, str]:
-    """The tenant and the batch that ``open_batch`` was made of."""
+    """Return the tenant and the batch in an ``open_batch`` subject."""
     tenant, batch_id = subject.split(".")[2:]
     return untoken(tenant), untoken(batch_id)
 
 
 def journal_stream(name: str) -> str:
-    """The stream of a name of files or batches."""
+    """Return the stream of a name of files or batches."""
     return FILES_STREAM if name.startswith("files.") else BATCHES_STREAM
 
 
@@ -275,12 +276,12 @@ def frames(reply: str, request_id: str) -> str:
 
 
 def envelope(reply: str) -> str:
-    """Where frames of many requests of one listener go in one message."""
+    """Return the subject for frames of many requests of one listener in one message."""
     return f"tok.{token(reply)}.{ENVELOPE}"
 
 
 def frames_of(reply: str) -> str:
-    """Everything that one listener gets."""
+    """Return the subjects of one listener's messages."""
     return f"tok.{token(reply)}.>"
 
 
@@ -293,28 +294,30 @@ def cancel(request_id: str) -> str:
 
 
 def owner_cancel(tenant: str, request_id: str) -> str:
-    """Where a tenant's service cancels its own request."""
+    """Return the subject on which a tenant's service cancels its own request."""
     return f"ctl.cancel.{token(tenant)}.{token(request_id)}"
 
 
 def owner_cancels_of(tenant: str) -> str:
-    """All cancels of one tenant's services."""
+    """Return the subjects of all cancels by one tenant's services."""
     return f"ctl.cancel.{token(tenant)}.*"
 
 
 def result_request(tenant: str, request_id: str) -> str:
-    """Where a scheduler answers with the stored result of a request."""
+    """Return the subject on which a scheduler answers with a request's stored result."""
     return f"ctl.result.{token(tenant)}.{token(request_id)}"
 
 
 def result_requests_of(tenant: str) -> str:
-    """All requests for results of one tenant."""
+    """Return the subjects of all requests for one tenant's results."""
     return f"ctl.result.{token(tenant)}.*"
 
 
 def tenant_and_request(subject: str) -> tuple[str, str]:
-    """The tenant and the request id at the end of a subject. Raises ValueError for a subject that
-    does not end in two encoded tokens."""
+    """Return the tenant and request id at a subject's end.
+
+    Raises ValueError for a subject that does not end in two encoded tokens.
+    """
     *_, tenant, request_id = subject.split(".")
     return untoken(tenant), untoken(request_id)
 
@@ -356,7 +359,7 @@ def queue_status(model: str) -> str:
 
 
 def last_token(subject: str) -> str:
-    """The free string at the end of a subject. Raises ValueError if it is not one."""
+    """Return the decoded string at a subject's end. Raises ValueError if it is not a token."""
     return untoken(subject[subject.rfind(".") + 1 :])
 
 
@@ -372,17 +375,20 @@ def prefix_report(worker_id: str) -> str:
 
 
 def worker_entry(worker_id: str) -> str:
-    """The worker's key in the bucket; keys may not hold ``%``, and ``token`` never yields ``=``."""
+    """Return a worker's key in the bucket.
+
+    Keys may not contain ``%``, and ``token`` never returns ``=``.
+    """
     return f"$KV.{WORKERS_BUCKET}.{_bucket_key(worker_id)}"
 
 
 def worker_name(name: str) -> str:
-    """The key of the lease on a worker's name, in the same bucket."""
+    """Return the key of the lease on a worker's name, in the same bucket."""
     return f"$KV.{WORKERS_BUCKET}.name.{_bucket_key(name)}"
 
 
 def role_turn(model: str) -> str:
-    """The key of the turn to change the roles of a model's workers, in the same bucket."""
+    """Return the key of the turn to change a model's roles, in the same bucket."""
     return f"$KV.{WORKERS_BUCKET}.roles.{_bucket_key(model)}"
 
 
@@ -399,12 +405,12 @@ def record(item: Record) -> str:
 
 
 def record_identity(item: Record) -> str:
-    """What makes a record the same record, when it is published twice."""
+    """Return the identity by which a record is recognized when it is published twice."""
     match item:
         case RequestRecord():
             return f"request:{token(item.request_id)}"
         case DeliveryRecord():
-            # Who went on with a stream has a record of more than who had it before.
+            # A gateway that took over a stream has a record of more than the previous gateway.
             place = f"{token(item.gateway_id)}:{item.num_resumes}"
             return f"delivery:{token(item.request_id)}:{place}"
         case WorkerSample():
@@ -418,7 +424,7 @@ def record_identity(item: Record) -> str:
 
 
 def topic(record_subject: str) -> str:
-    """The Kafka topic of a record's subject. Raises KeyError for another subject."""
+    """Return the Kafka topic of a record's subject. Raises KeyError for another subject."""
     return _TOPICS[record_subject]
 
 

@@ -1,6 +1,6 @@
 """Core messaging below frames, control and heartbeats: at most once, by subject.
 
-``bus.nats`` and ``bus.memory`` implement it; what is said over it is written once.
+``bus.nats`` and ``bus.memory`` implement it. Code above it is written once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Subscription(Protocol):
-    """Something that delivers to a callback until it is closed."""
+    """Subscription that calls back until it is closed."""
 
     async def close(self) -> None: ...
 
 
 class Message(NamedTuple):
-    """One message as it came. ``reply`` is where an answer goes, empty if none is wanted."""
+    """Received message. ``reply`` is the subject for an answer, empty if none is wanted."""
 
     subject: str
     payload: bytes
@@ -36,7 +36,7 @@ OnMessage = Callable[[Message], None]
 
 
 class Transport(Protocol):
-    """One connection."""
+    """Connection for core messages."""
 
     @property
     def max_payload_bytes(self) -> int: ...
@@ -44,17 +44,19 @@ class Transport(Protocol):
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Hand a message over; while the server is unreachable it is dropped."""
+        """Publish a message; it is dropped while the server is unreachable."""
 
     async def subscribe(self, subject: str, on_message: OnMessage, group: str = "") -> Subscription:
-        """Once this returns every later message arrives; one member of ``group`` gets each."""
+        """Subscribe to later messages; each goes to one member of ``group``."""
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
-        """The first answer, or None if nobody gave one in time."""
+        """Return the first answer; None without one within ``timeout_s``."""
 
     async def probe(self, subject: str, payload: bytes, timeout_s: float) -> Message | None:
-        """As ``request``. Raises BusUnavailableError where the silence says nothing about the
-        listener: the server is unreachable, or forbids this process the subject."""
+        """Send a request like ``request``, but distinguish silence from an outage.
+
+        Raises BusUnavailableError if the server is unreachable or forbids the subject.
+        """
 
 
 async def listen(
@@ -63,8 +65,10 @@ async def listen(
     read: Callable[[Message], T],
     callback: Callable[[T], None],
 ) -> Subscription:
-    """Call back with each message of a subject that can be read. A message for which ``read``
-    raises MalformedMessageError or ValueError is dropped, and what ``callback`` raises is logged.
+    """Call back with each readable message of a subject.
+
+    A message for which ``read`` raises MalformedMessageError or ValueError is dropped. Errors of
+    ``callback`` are logged.
     """
 
     def on_message(message: Message) -> None:
@@ -82,7 +86,7 @@ async def listen(
 
 
 def log_dropped(message: Message) -> None:
-    """Log that a message could not be read."""
+    """Log a message that could not be read."""
     logger.warning(
         "dropped a message that could not be read",
         extra={"subject": message.subject, "size_bytes": len(message.payload)},

@@ -1,4 +1,4 @@
-"""Records of workers that were lost, from whichever part sees it."""
+"""Records of lost workers, from any part that sees a loss."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _OUT_OF_MEMORY = re.compile(r"OutOfMemory|out of memory|MemoryError", re.IGNOREC
 
 
 async def publish_loss(bus: Bus, clock: Clock, loss: WorkerLossRecord) -> None:
-    """Return when the record is stored, however long the bus is away. A record that the bus
-    forbids is logged and lost."""
+    """Publish a record and return once it is stored, however long the bus is unreachable.
+
+    A record that the bus forbids is logged and lost.
+    """
     delays = doubling_delays(_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S)
     try:
         await retry(lambda: bus.outbox.publish(loss), delays, clock.sleep, retried=is_retryable)
@@ -35,8 +37,10 @@ async def publish_loss(bus: Bus, clock: Clock, loss: WorkerLossRecord) -> None:
 
 
 def cause_of_code(code: int, oom_kills_before: int) -> tuple[LossCause, str]:
-    """The cause and detail of a process that ended with a return code; ``oom_kills_before`` as in
-    ``was_out_of_memory``."""
+    """Return the cause and detail of a process that ended with a return code.
+
+    ``oom_kills_before`` is as in ``was_out_of_memory``.
+    """
     if code >= 0:
         return LossCause.EXIT, str(code)
     is_oom = was_out_of_memory(code, oom_kills_before)
@@ -44,9 +48,11 @@ def cause_of_code(code: int, oom_kills_before: int) -> tuple[LossCause, str]:
 
 
 def cause_of_text(why: str, *, is_oom_kill: bool) -> tuple[LossCause, str]:
-    """The cause and detail of an engine that says why it has ended. Nothing else of the text is
-    taken: libraries quote their input in it. ``is_oom_kill``: Linux killed a process because memory
-    was short since the engine began."""
+    """Return the cause and detail of an engine that reports why it ended.
+
+    The rest of the text is dropped, as libraries quote their input in it. ``is_oom_kill``: Linux
+    killed a process for lack of memory since the engine began.
+    """
     if found := _SIGNAL.search(why):
         is_oom = is_oom_kill and found[1] == "SIGKILL"
         return LossCause.OUT_OF_MEMORY if is_oom else LossCause.SIGNAL, found[1]

@@ -1,1 +1,1 @@
-"""What every process needs and no bus is: settings, logs, clocks, metrics, tracing, Redis, TLS."""
+"""Base of every process, without a bus: settings, logs, clocks, metrics, tracing, Redis, TLS."""

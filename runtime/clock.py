@@ -1,4 +1,4 @@
-"""Time, passed in: the wall clock for what crosses processes, the monotonic one for durations."""
+"""Clocks: wall time between processes, monotonic time for durations."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where a component gets its time from."""
+    """Clock of a component."""
 
     def now_ns(self) -> int:
-        """UTC epoch in ns; comparable between processes."""
+        """Return the UTC epoch in ns, comparable between processes."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back; comparable within this process only."""
+        """Return seconds that never decrease, comparable within this process only."""
 
     async def sleep(self, seconds: float) -> None: ...
 
 
 class SystemClock:
-    """The machine's own time."""
+    """Clock of the machine."""
 
     def now_ns(self) -> int:
         return time.time_ns()
@@ -32,14 +32,16 @@ class SystemClock:
         await asyncio.sleep(seconds)
 
 
-# A beat that is nearer than this share of its interval is the one that was just waited for.
+# A beat within this share of an interval counts as the present beat.
 _SAME_BEAT = 1 / 8
 
 
 def until_beat_s(clock: Clock, interval_s: float) -> float:
-    """How long something that is done every ``interval_s`` sleeps: until the next multiple of that
-    on the monotonic clock, which all processes of a machine share. What a machine does from time to
-    time is then done together, and it wakes up once for all of it."""
+    """Return the seconds until the next beat: a multiple of ``interval_s`` on the monotonic clock.
+
+    All processes of a machine share that clock. So periodic work of a machine is done together, and
+    it wakes up once for all of it.
+    """
     if interval_s <= 0:
         return 0.0
     left_s = interval_s - clock.monotonic() % interval_s

@@ -1,4 +1,4 @@
-"""What of the settings of connections does not go together, said before anything starts."""
+"""Checks for conflicts among connection settings, before anything starts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def check_connections(config: Config) -> None:
-    """Raises ConfigError that names the settings. Opens no file: those are read by the parts that
-    use them."""
+    """Check all connection settings. Raises ConfigError, which names the settings.
+
+    Opens no file: the parts that use files read them.
+    """
     _check_nats(config.nats)
     _check_redis(config.redis)
     _check_kafka(config.kafka)
@@ -39,21 +41,24 @@ def check_connections(config: Config) -> None:
 
 
 def parse_networks(setting: str, values: tuple[str, ...]) -> tuple[Network, ...]:
-    """Addresses and networks (``10.0.0.0/8``). Raises ConfigError for what is neither."""
+    """Parse addresses and networks (``10.0.0.0/8``). Raises ConfigError for an invalid one."""
     networks = []
     for value in values:
         try:
             networks.append(ipaddress.ip_network(value, strict=False))
         except ValueError as error:
             raise ConfigError(
-                f"{setting}: {value!r} is no address and no network such as 10.0.0.0/8."
+                f"{setting}: {value!r} is not an address or a network such as 10.0.0.0/8."
             ) from error
     return tuple(networks)
 
 
 def check_user_data(setting: str, url: str) -> None:
-    """Raises ConfigError, without the address, if its user name or password has a character that
-    ends them. All before the last ``@`` is taken for them."""
+    """Raise ConfigError if an address's user name or password has a character that ends them.
+
+    The error does not show the address. All text before the last ``@`` counts as user name and
+    password.
+    """
     _, has_scheme, rest = url.partition("://")
     user, at, _ = (rest if has_scheme else url).rpartition("@")
     found = _ENDS_USER_DATA.search(user) if at else None
@@ -108,7 +113,7 @@ def _check_kafka(kafka: KafkaConfig) -> None:
     check_user_data("kafka.maven_url", kafka.maven_url)
     if not kafka.maven_url.lower().startswith(("http://", "https://")):
         raise ConfigError(
-            f"kafka.maven_url: {redact_urls(kafka.maven_url)!r} is no URL that begins with "
+            f"kafka.maven_url: {redact_urls(kafka.maven_url)!r} is not a URL that begins with "
             "https:// or http://."
         )
     _check_pair("kafka", kafka)
@@ -135,7 +140,7 @@ def _at_most_one(section: str, settings: NatsConfig | RedisConfig, *names: str) 
     given = [f"user data in {section}.url"] if "@" in settings.url else []
     given += [f"{section}.{name}" for name in names if getattr(settings, name)]
     if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are both set; one says who we are.")
+        raise ConfigError(f"{' and '.join(given)} are both set. Use one of them.")
 
 
 def _check_pair(section: str, files: TlsSettings | GatewayConfig) -> None:
@@ -144,7 +149,7 @@ def _check_pair(section: str, files: TlsSettings | GatewayConfig) -> None:
 
 
 def _check_beside(section: str, settings: object, needed: dict[str, str]) -> None:
-    """Raise ConfigError for a setting that is given without the setting that it needs."""
+    """Raise ConfigError for a setting without the setting that it needs."""
     for name, other in needed.items():
         if getattr(settings, name) and not getattr(settings, other):
-            raise ConfigError(f"{section}.{name} needs {section}.{other} beside it.")
+            raise ConfigError(f"{section}.{name} also needs {section}.{other}.")

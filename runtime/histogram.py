@@ -1,8 +1,8 @@
-"""Histograms that cost a fraction of a microsecond to add to, and the bounds that the field uses.
+"""Fast histograms, and their usual bounds.
 
-The bounds of first tokens, of time per token and of whole requests are those that OpenTelemetry's
-conventions for generative AI ask for, with finer ones below and longer ones above, so that figures
-of several systems can be laid side by side.
+Adding a value costs a fraction of a microsecond. The bounds of first tokens, of time per token and
+of whole requests are those of OpenTelemetry's conventions for generative AI, with finer ones below
+and longer ones above, so figures of several systems can be compared.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ ROWS = (1.0, 10.0, 100.0, 500.0, 1_000.0, 2_500.0, 5_000.0, 10_000.0, 25_000.0, 
 
 
 class Histogram:
-    """How many values fell between which bounds, their sum, and the last exemplar between each two
-    bounds. One thread adds and reads."""
+    """Histogram: counts between bounds, their sum, and the last exemplar of each bucket.
+
+    One thread adds and reads.
+    """
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
@@ -40,8 +42,10 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float, count: int = 1, trace_id: str = "") -> None:
-        """``count`` times the same value. ``trace_id`` is the recorded trace that it is from, and
-        makes an exemplar."""
+        """Add ``count`` equal values.
+
+        ``trace_id`` is their recorded trace, and makes an exemplar.
+        """
         place = bisect_left(self._bounds, value)
         self._counts[place] += count
         self._sum += value * count
@@ -49,7 +53,7 @@ class Histogram:
             self._exemplars[place] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
-        """One series of ``family``."""
+        """Add the histogram to ``family`` as one series."""
         buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         total = 0
         for place, bound in enumerate((*map(str, self._bounds), "+Inf")):

@@ -1,4 +1,4 @@
-"""Imports packages of others without what they load merely because it is installed."""
+"""Imports of third-party packages without their optional dependencies."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Within it the modules ``names`` cannot be imported, as if they were not installed; those that
-    are loaded already stay. A package that can do without one is so loaded without it."""
+    """Hide the modules ``names`` from imports within the context, as if they were not installed.
+
+    Loaded modules stay. A package with an optional dependency is so imported without it.
+    """
     hidden = [name for name in names if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]

@@ -1,7 +1,7 @@
-"""Logs as one JSON object a line on stderr. Prompts and completions never go in.
+"""Logs as one JSON object a line on stderr, without prompts and completions.
 
-Of an exception a line has the types and where it was raised, not its message: libraries quote their
-input in it, which may be somebody's prompt.
+An exception is logged with its types and traceback but without its message: libraries quote their
+input in messages, which may be a prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, level, component, logger, message, then whatever ``extra`` gave."""
+    """JSON formatter: time, level, component, logger, message, then the fields of ``extra``."""
 
     def __init__(self, component: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage()
         if record.name == "asyncio":
-            # What follows its first line are the things at hand, with what is in them.
+            # The lines after the first describe objects with their contents.
             message = message.partition("\n")[0]
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -49,8 +49,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def stack_of(error: BaseException) -> str:
-    """The traceback of an error, behind those of its causes, without any message; of an error of
-    the operating system also the system's own word for it."""
+    """Return an error's traceback behind those of its causes, without messages.
+
+    Errors of the operating system keep the system's description.
+    """
     parts: list[str] = []
     link: BaseException | None = error
     shown: set[int] = set()
@@ -75,7 +77,7 @@ def _link(error: BaseException) -> str:
 
 
 def configure_logging(component: str, level: str = "info") -> None:
-    """Send every logger's lines to stderr as JSON. Raises ConfigError for an unknown level."""
+    """Send all logs to stderr as JSON. Raises ConfigError for an unknown level."""
     if level.lower() not in _LEVELS:
         raise ConfigError(f"log_level must be one of {', '.join(_LEVELS)}, got {level!r}")
     handler = logging.StreamHandler(sys.stderr)

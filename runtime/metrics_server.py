@@ -1,7 +1,7 @@
-"""``/metrics`` and ``/healthz`` of one process, for Prometheus and for who watches over processes.
+"""Server of ``/metrics`` and ``/healthz`` of one process, for Prometheus and process supervisors.
 
-They are served on the process's own event loop, so that what is read at a scrape is not written
-meanwhile, and by as little code as that takes: a GET is answered, and the connection is closed.
+It runs on the process's own event loop, so values do not change during a scrape. It is minimal: a
+GET is answered and the connection is closed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with what every process tells: its version, memory, CPU time and open files."""
+    """Make a registry with the metrics of every process: version, memory, CPU time, open files."""
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -69,15 +69,15 @@ def new_registry() -> CollectorRegistry:
 
 
 def render(registry: CollectorRegistry) -> bytes:
-    """The registry in Prometheus' text format."""
+    """Return the registry in Prometheus' text format."""
     return generate_latest(registry)
 
 
 def exposition(registry: CollectorRegistry, headers: Headers) -> tuple[bytes, dict[str, str]]:
-    """The registry and the headers of its answer to a request with these ``headers``.
+    """Return the registry, and the response headers for a request with these ``headers``.
 
-    It is in Prometheus' text format, and in OpenMetrics where ``Accept`` names that and prefers it:
-    only OpenMetrics has exemplars. It is compressed as ``Accept-Encoding`` allows.
+    The format is Prometheus' text format, or OpenMetrics if ``Accept`` names and prefers it: only
+    OpenMetrics has exemplars. It is compressed as ``Accept-Encoding`` allows.
     """
     asked = weight_of(headers, b"accept", b"application/openmetrics-text")
     is_openmetrics = asked > 0 and asked >= weight_of(headers, b"accept", b"text/plain")
@@ -94,15 +94,17 @@ def exposition(registry: CollectorRegistry, headers: Headers) -> tuple[bytes, di
 
 
 class Monitor:
-    """What one process shows of itself. ``trouble`` says why it cannot do its work just now, and
-    nothing while it can. ``/healthz`` and the gauge ``millrace_healthy`` show that, and whether the
-    process gave up after ``failures`` of its tasks. ``models``, if it is set, are those of the
-    catalogue that the process knows."""
+    """Monitor of one process.
+
+    ``trouble`` returns why the process cannot work now, empty if it can. ``/healthz`` and the gauge
+    ``millrace_healthy`` show that, and whether the process gave up after ``failures`` of its tasks.
+    ``models``, if set, returns the catalogue's models that the process knows.
+    """
 
     def __init__(
         self, part: str, registry: CollectorRegistry | None = None, token: str = ""
     ) -> None:
-        """``token``: what a request for ``/metrics`` has to bear, if anything."""
+        """Create a monitor. ``token``: bearer token required for ``/metrics``, empty for none."""
         self.registry = registry or new_registry()
         self._token = token
         self.trouble: Callable[[], str] = lambda: "starting"
@@ -115,7 +117,7 @@ class Monitor:
         self.registry.register(_Health(self))
 
     def answer(self, head: bytes) -> bytes:
-        """The response to a request of which this is the head."""
+        """Return the response to a request with this head."""
         first, *lines = head.split(b"\r\n")
         words = first.split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/"):
@@ -141,13 +143,13 @@ class Monitor:
                 body, told = exposition(self.registry, headers)
                 response = _response(200, told.pop("Content-Type"), body, told)
             except Exception:
-                # A collector with a bug must not end a process that serves.
+                # A bug in a collector must not end a process that serves.
                 logger.exception("the metrics could not be collected")
                 response = _response(500, _TEXT, b"The metrics could not be collected.\n")
         return response if method == b"GET" else response.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
 
     def why_unhealthy(self) -> str:
-        """Empty while the process does its work."""
+        """Return why the process does not work; empty while it does."""
         return self.failures.trouble or self.trouble()
 
     def _health(self) -> bytes:
@@ -175,22 +177,23 @@ class Monitor:
                 writer.write(response)
                 writer.write_eof()
                 await writer.drain()
-                # Closing with unread data would reset the connection under the answer.
+                # Closing with unread data would reset the connection before the client has read the
+                # answer.
                 async with asyncio.timeout(_LINGER_S):
                     while await reader.read(MAX_HEAD_BYTES):
                         pass
         except (TimeoutError, EOFError, OSError) as error:
-            logger.debug("a scrape was broken off", extra={"why": type(error).__name__})
+            logger.debug("a scrape was aborted", extra={"why": type(error).__name__})
         finally:
             writer.close()
 
     async def close(self) -> None:
-        """Break off what is being answered."""
+        """Abort pending answers."""
         await self._exchanges.close()
 
 
 def bears_token(authorization: str, token: str) -> bool:
-    """Whether an ``Authorization`` header has this bearer token. It takes as long as if it had."""
+    """Return whether an ``Authorization`` header has this bearer token, in constant time."""
     scheme, _, given = authorization.partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(
         given.strip().encode(), token.encode()
@@ -198,12 +201,12 @@ def bears_token(authorization: str, token: str) -> bool:
 
 
 def check_exposure(config: MetricsConfig) -> None:
-    """Raises ConfigError if other machines could read the metrics and nobody said that they may."""
+    """Raise ConfigError if other machines can reach the metrics without a token or permission."""
     if not (is_loopback(config.host) or config.token or config.public):
         raise ConfigError(
             f"metrics.host is {config.host}, which other machines can reach: set metrics.token "
             "(MILLRACE_METRICS__TOKEN, or _TOKEN_FILE), which Prometheus then sends, or "
-            "metrics.public to true if whoever reaches it may read the metrics"
+            "metrics.public to true if every client that reaches it may read the metrics"
         )
 
 
@@ -216,9 +219,11 @@ def _headers(lines: list[bytes]) -> list[tuple[bytes, bytes]]:
 async def monitored(
     part: str, config: MetricsConfig, registry: CollectorRegistry | None = None
 ) -> AsyncIterator[Monitor]:
-    """A monitor, which has the failures of tasks that start in the context. It is shown on
-    ``config.host:config.port`` as long as the context lasts; port 0 shows it nowhere. Raises
-    ConfigError if it cannot listen there, or must not (``check_exposure``)."""
+    """Run a monitor that records failures of tasks started in the context.
+
+    It serves on ``config.host:config.port`` as long as the context lasts. Port 0 serves nowhere.
+    Raises ConfigError if it cannot listen there, or must not (``check_exposure``).
+    """
     monitor = Monitor(part, registry, config.token)
     note_in(monitor.failures)
     if not config.port:
@@ -229,7 +234,7 @@ async def monitored(
     server = await asyncio.start_server(monitor.on_connection, sock=listener, limit=MAX_HEAD_BYTES)
     host = f"[{config.host}]" if ":" in config.host else config.host
     monitor.url = f"http://{host}:{config.port}/metrics"
-    logger.info("metrics are shown", extra={"url": monitor.url})
+    logger.info("serving metrics", extra={"url": monitor.url})
     try:
         yield monitor
     finally:
@@ -249,8 +254,8 @@ def _listen(config: MetricsConfig) -> socket.socket:
         listener.close()
         why = (error.strerror or error) if isinstance(error, OSError) else error
         raise ConfigError(
-            f"metrics cannot be shown on {config.host}:{config.port} ({why}); set metrics.host and "
-            "metrics.port to what is free, or metrics.port to 0 to show none"
+            f"cannot serve metrics on {config.host}:{config.port} ({why}); set metrics.host and "
+            "metrics.port to a free address, or metrics.port to 0 for none"
         ) from error
     return listener
 
@@ -275,31 +280,31 @@ def _refusal(fault: HttpFault) -> bytes:
 
 
 def build_version() -> str:
-    """Of which version the process is."""
+    """Return the version of Millrace."""
     try:
         return version("millrace")
     except PackageNotFoundError:
-        return "unknown"  # run from a checkout that nobody installed
+        return "unknown"  # run from a checkout without an installation
 
 
 class _Build(Collector):
-    """Of which version the process is."""
+    """Metric of Millrace's version."""
 
     def collect(self) -> Iterator[Metric]:
-        info = InfoMetricFamily("millrace_build", "The version that the process is of")
+        info = InfoMetricFamily("millrace_build", "Version of the process")
         info.add_metric([], {"version": build_version()})
         yield info
 
 
 class _Health(Collector):
-    """What ``/healthz`` says, as a gauge."""
+    """Gauge of the state in ``/healthz``."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
 
     def collect(self) -> Iterator[Metric]:
         healthy = GaugeMetricFamily(
-            "millrace_healthy", "1 while the process can do its work, as /healthz says"
+            "millrace_healthy", "1 while the process can do its work, as in /healthz"
         )
         healthy.add_metric([], 0 if self._monitor.why_unhealthy() else 1)
         yield healthy

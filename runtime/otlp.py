@@ -1,4 +1,4 @@
-"""Spans to an OpenTelemetry collector, by OTLP over HTTP, off the event loop."""
+"""Export of spans to an OpenTelemetry collector by OTLP over HTTP, in a thread."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from millrace.runtime.addresses import exempt_loopback
 from millrace.runtime.tracing import Span
 
 _MAX_WAITING = 4_096
-# Small ones: a batch is encoded in one go, for which the event loop waits.
+# A batch is encoded in one go while the event loop waits, so it is small.
 _BATCH_SPANS = 128
 _INTERVAL_MS = 500
-# For one batch, with all attempts at it. The default of OTEL_EXPORTER_OTLP_TIMEOUT.
+# Timeout of a batch with all its attempts: the default of OTEL_EXPORTER_OTLP_TIMEOUT.
 _SEND_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 1.0
 _POLL_S = 0.01
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class _LoggedExporter(SpanExporter):
-    """Logs once that the collector is unreachable, and once that it is back."""
+    """Exporter that logs once when the collector is unreachable, and once when it is back."""
 
     def __init__(self, exporter: OTLPSpanExporter) -> None:
         self._exporter = exporter
@@ -47,9 +47,9 @@ class _LoggedExporter(SpanExporter):
         result = self._exporter.export(spans)
         is_unreachable = result is not SpanExportResult.SUCCESS
         if is_unreachable and not self.is_unreachable:
-            logger.warning("the trace collector takes no spans; they are lost until it does")
+            logger.warning("the trace collector accepts no spans; they are lost until it does")
         elif self.is_unreachable and not is_unreachable:
-            logger.info("the trace collector takes spans again")
+            logger.info("the trace collector accepts spans again")
         self.is_unreachable = is_unreachable
         return result
 
@@ -58,15 +58,15 @@ class _LoggedExporter(SpanExporter):
 
 
 class OtlpSink:
-    """See ``runtime.tracing.SpanSink``. Spans wait in a bounded queue, whose oldest are lost while
-    the collector is unreachable or slow; a thread of its own encodes and sends them.
+    """Span sink over OTLP. See ``runtime.tracing.SpanSink``.
 
-    Of the environment, ``OTEL_EXPORTER_OTLP_HEADERS`` and the like and ``OTEL_RESOURCE_ATTRIBUTES``
-    hold.
+    Spans wait in a bounded queue, which drops the oldest while the collector is unreachable or
+    slow. A thread encodes and sends them. The environment variables ``OTEL_EXPORTER_OTLP_HEADERS``
+    and the like, and ``OTEL_RESOURCE_ATTRIBUTES``, apply.
     """
 
     def __init__(self, endpoint: str, service: str, instance_id: str) -> None:
-        # What it says on every attempt is said once here.
+        # The exporter logs every attempt. ``_LoggedExporter`` logs the change once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         exempt_loopback()
         url = f"{endpoint.rstrip('/')}/v1/traces"
@@ -90,7 +90,7 @@ class OtlpSink:
         attributes = dict(span.attributes)
         if span.error:
             attributes["error.type"] = span.error
-        # What is over needs nothing of a span that goes on, which costs several times as much.
+        # An ended span as a ReadableSpan costs a fraction of a live span.
         told = ReadableSpan(
             span.name,
             context=_place(context.trace_id, context.span_id),
@@ -108,17 +108,16 @@ class OtlpSink:
         self._processor.on_end(told)
 
     async def close(self) -> None:
-        """Send what waits, for a bounded time; nothing is waited for while the collector is
-        unreachable."""
+        """Send pending spans for a bounded time; at once if the collector is unreachable."""
         if self._exporter.is_unreachable:
             self._exporter.shutdown()
-        # A thread that is not waited for: one that hangs on the network must not keep us.
+        # Do not join the thread: it may hang on the network.
         closing = threading.Thread(target=self._processor.shutdown, name="close", daemon=True)
         closing.start()
         give_up_s = time.monotonic() + _CLOSE_TIMEOUT_S
         while closing.is_alive():
             if time.monotonic() > give_up_s:
-                logger.warning("some spans were not sent")
+                logger.warning("some trace spans were not sent")
                 return
             await asyncio.sleep(_POLL_S)
 

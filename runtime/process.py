@@ -1,5 +1,7 @@
-"""How a process of ours is started, gives memory back and learns how much there is, and ends: with
-one sentence, and an exit code that says whose fault it is."""
+"""Processes: start, memory, signals, and exit codes.
+
+A process that fails ends with one sentence and an exit code that tells the cause.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +26,26 @@ MISCONFIGURED = 2
 
 logger = logging.getLogger(__name__)
 
-# What holds the package: a checkout, or where distributions are installed.
+# Folder of the package: a checkout, or the folder of installed distributions.
 _ROOT = Path(__file__).absolute().parents[2]
-# Where Linux counts the processes that it killed for want of memory: of this control group, and of
-# the machine.
+# Linux's counters of processes killed for lack of memory: of this control group, and of the
+# machine.
 _COUNTERS = ((Path("/sys/fs/cgroup/memory.events"), "oom_kill"), (Path("/proc/vmstat"), "oom_kill"))
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of ours with this interpreter.
+    """Return the command that runs a Millrace module with this interpreter.
 
-    ``-P``: nothing of the folder in which the user happens to be is imported.
+    ``-P`` prevents imports from the user's current folder.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of such a command: it imports the very packages that this process does, also
-    those of a checkout that is not the one installed."""
+    """Return the environment of such a command.
+
+    It imports the same packages as this process, also those of a checkout that is not installed.
+    """
     search = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
     installed = {*site.getsitepackages(), site.getusersitepackages()}
     if str(_ROOT) not in installed.union(search):
@@ -50,15 +54,18 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def release_free_memory() -> None:
-    """Return to the system what was freed: the allocator keeps it, in each thread's arena and in
-    pieces between what is in use. Other systems than glibc's have no such call, and need none."""
+    """Return freed memory to the system.
+
+    The allocator keeps it in each thread's arena and between used pieces. Only glibc has this call
+    and needs it.
+    """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def available_bytes() -> int:
-    """What can be had without swapping, in this container if it has a bound of its own."""
+    """Return the bytes available without swapping, within the container's limit if it has one."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     sizes = {name: value for name, _, value in (line.partition(":") for line in lines)}
     free = int(sizes["MemAvailable"].split()[0]) * 1024
@@ -73,9 +80,8 @@ def available_bytes() -> int:
 def exit_code_of(part: str, run: Callable[[], None]) -> int:
     """Run a part to its end and return its exit code.
 
-    ``MISCONFIGURED``, with a sentence on stderr, if its configuration is at fault or names a model
-    that there is not; ``FAILED`` if anything else ends it, with a sentence, or, for a bug, with
-    its traceback in the log.
+    ``MISCONFIGURED``, with a sentence on stderr: the configuration is wrong or names an unknown
+    model. ``FAILED``: any other error, with a sentence, or for a bug with its traceback in the log.
     """
     try:
         run()
@@ -90,7 +96,7 @@ def exit_code_of(part: str, run: Callable[[], None]) -> int:
 
 
 def stop_event() -> asyncio.Event:
-    """Set by SIGTERM and SIGINT from now on. Call it in the event loop."""
+    """Return an event that SIGTERM and SIGINT set. Call it in the event loop."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -98,8 +104,7 @@ def stop_event() -> asyncio.Event:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread of its parent that started it ends, however
-    that does."""
+    """Make the kernel kill this process when the parent's thread that started it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         raise SystemExit(1)
@@ -119,8 +124,10 @@ def signal_name(code: int) -> str:
 
 
 def num_oom_kills() -> int:
-    """How many processes were killed because memory was short, since some moment. A process that
-    SIGKILL ended while this rose was one of them, as far as can be told."""
+    """Return the number of processes killed for lack of memory since some fixed time.
+
+    A process that ended by SIGKILL while this number rose was probably one of them.
+    """
     total = 0
     for path, name in _COUNTERS:
         try:
@@ -132,6 +139,8 @@ def num_oom_kills() -> int:
 
 
 def was_out_of_memory(code: int, oom_kills_before: int) -> bool:
-    """Whether a process that ended so was killed because memory was short; ``oom_kills_before`` is
-    what ``num_oom_kills`` said when the process began."""
+    """Return whether a process that ended with this code was killed for lack of memory.
+
+    ``oom_kills_before`` is the ``num_oom_kills()`` from when the process began.
+    """
     return code == -signal.SIGKILL and num_oom_kills() > oom_kills_before

@@ -1,4 +1,4 @@
-"""Trying again, with pauses that grow."""
+"""Retries with exponential backoff."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 def doubling_delays(first_s: float, longest_s: float) -> Iterator[float]:
-    """Pauses between attempts, in seconds: each twice the one before, up to ``longest_s``."""
+    """Yield the pauses between attempts in seconds: each twice the one before, up to
+    ``longest_s``."""
     delay_s = first_s
     while True:
         yield delay_s
@@ -19,7 +20,7 @@ def doubling_delays(first_s: float, longest_s: float) -> Iterator[float]:
 
 
 def is_retryable(error: Exception) -> bool:
-    """Whether the same call may succeed later."""
+    """Return whether the same call may succeed later."""
     return isinstance(error, MillraceError) and error.retryable
 
 
@@ -31,10 +32,17 @@ async def retry(
     retried: Callable[[Exception], bool] = is_retryable,
     on_failure: Callable[[Exception, float], None] | None = None,
 ) -> T:
-    """The outcome of ``step``, tried again after each of ``delays`` for as long as it fails with
-    what is ``retried``. ``on_failure`` hears of each such failure and of the pause after it.
+    """Call ``step`` until it succeeds, with a retry after each of ``delays``.
 
-    Raises any other error, and the last one when there are no more delays.
+    Args:
+        step: The call.
+        delays: Pauses in seconds. The last error is raised when they are used up.
+        sleep: Sleeps for a pause.
+        retried: Returns whether an error is retried. Others are raised.
+        on_failure: Called with each retried error and the pause after it.
+
+    Returns:
+        The result of ``step``.
     """
     for delay_s in delays:
         try:

@@ -26,11 +26,11 @@ _RENAMED = {
         "was)"
     ),
 }
-# Of a Service named millrace or millrace-…
+# For Kubernetes Services named millrace or millrace-….
 _SERVICE = r"MILLRACE(?:_+[A-Z0-9]+)*"
 _SERVICE_URL = re.compile(r"(?:tcp|udp|sctp)://\S+:\d+")
 _NUMBER = re.compile(r"\d+")
-# Where in the tree msgspec found an error.
+# Place of an error in the configuration, as msgspec reports it.
 _PLACE = re.compile(r" - at `\$\.([\w.]+)`$")
 _SERVICE_FORMS = (
     (re.compile(rf"{_SERVICE}_SERVICE_HOST"), re.compile(r"[0-9A-Fa-f.:]+")),
@@ -47,12 +47,13 @@ _SERVICE_FORMS = (
 
 
 def load_config(path: str | None, env: Mapping[str, str]) -> Config:
-    """The configuration in the file at ``path``, overridden by variables.
+    """Load the configuration from the file at ``path``, overridden by variables.
 
-    ``MILLRACE_NATS__URL`` sets ``nats.url``; a list is comma separated, a table is in JSON.
+    ``MILLRACE_NATS__URL`` sets ``nats.url``. A list is comma separated, a table is JSON.
     ``MILLRACE_NATS__PASSWORD_FILE`` names a file that holds ``nats.password``. Variables that
-    Kubernetes sets for its Services count for nothing. Without a path the file that
-    ``MILLRACE_CONFIG`` names is read, if any. Raises ConfigError, naming what is wrong.
+    Kubernetes sets for its Services are ignored. Without a path, the file named by
+    ``MILLRACE_CONFIG`` is read, if that is set. Raises ConfigError, which names the invalid
+    setting.
     """
     path = path or env.get(FILE_VARIABLE) or None
     tree: dict[str, Any] = {} if path is None else _read(Path(path))
@@ -68,7 +69,7 @@ def load_config(path: str | None, env: Mapping[str, str]) -> Config:
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
-        # Each variable fits its type; together they may still not make sense.
+        # Each variable fits its type, but together they may be inconsistent.
         raise ConfigError(f"the {PREFIX}* variables: {error}") from error
     _check_numbers(config, "")
     check_connections(config)
@@ -76,28 +77,28 @@ def load_config(path: str | None, env: Mapping[str, str]) -> Config:
 
 
 def _check_renamed(tree: Mapping[str, Any], env: Mapping[str, str]) -> None:
-    """Raises ConfigError that says what took the place of a setting that is no more."""
+    """Raise ConfigError for a removed setting, with its replacement."""
     for setting, instead in _RENAMED.items():
         section, _, name = setting.partition(".")
         settings = tree.get(section)
         is_in_file = isinstance(settings, dict) and name in settings
         if is_in_file or names_setting(setting, env):
-            raise ConfigError(f"{setting} is no setting any more; use {instead}")
+            raise ConfigError(f"{setting} is no longer a setting; use {instead}")
 
 
 def names_setting(setting: str, env: Mapping[str, str]) -> bool:
-    """Whether a variable sets ``setting`` (``nats.url``), itself or by a file."""
+    """Return whether a variable sets ``setting`` (``nats.url``), itself or by a file."""
     name = PREFIX + setting.upper().replace(".", "__")
     return name in env or f"{name}{_FILE_SUFFIX}" in env
 
 
 def _of_variable(name: str, env: Mapping[str, str]) -> tuple[str, str]:
-    """The variable whose value this one gives, and the value: its text, or that of a file."""
+    """Return the variable that this one sets, and its value: its text, or that of a file."""
     setting = name.removesuffix(_FILE_SUFFIX)
     if setting == name or _is_setting(name) or not _is_setting(setting):
         return name, env[name]
     if setting in env:
-        raise ConfigError(f"{setting} and {name} are both set; one of them has to go.")
+        raise ConfigError(f"{setting} and {name} are both set. Remove one of them.")
     text = read_setting_file(name, env[name]).rstrip("\r\n")
     if not text:
         raise ConfigError(f"{name}: {env[name]} is empty.")
@@ -105,13 +106,15 @@ def _of_variable(name: str, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def is_section(kind: Any) -> bool:
-    """Whether what a key names is a table of settings, by its type."""
+    """Return whether a type is a table of settings."""
     return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _is_foreign(name: str, value: str) -> bool:
-    """Whether name and value have a form that Kubernetes gives to the variables of a Service, which
-    it sets in every pod; a setting of that name wins."""
+    """Return whether a variable has the form of Kubernetes' variables for a Service in every pod.
+
+    A setting of that name takes precedence.
+    """
     is_of_service = any(
         names.fullmatch(name) and values.fullmatch(value) for names, values in _SERVICE_FORMS
     )
@@ -183,7 +186,7 @@ def _parse(name: str, text: str, kind: Any) -> Any:
         try:
             value = msgspec.json.decode(text)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{name}: no table in JSON: {error}") from error
+            raise ConfigError(f"{name}: not a table in JSON: {error}") from error
     try:
         return msgspec.to_builtins(msgspec.convert(value, kind, strict=False))
     except msgspec.ValidationError as error:
@@ -191,8 +194,7 @@ def _parse(name: str, text: str, kind: Any) -> Any:
 
 
 def _told(error: msgspec.ValidationError, kind: Any) -> str:
-    """The words of an error at a setting of type ``kind``, or below it, and the values that the
-    setting can have if they are few."""
+    """Return the message of an error at a setting of type ``kind``, with the few allowed values."""
     place = _PLACE.search(str(error))
     for key in place[1].split(".") if place else ():
         kind = _kinds(kind).get(key) if is_section(kind) else None
@@ -205,7 +207,7 @@ def _told(error: msgspec.ValidationError, kind: Any) -> str:
 
 
 def _check_numbers(section: msgspec.Struct, path: str) -> None:
-    """No setting is meaningful as a negative or non-finite number."""
+    """Raise ConfigError for a negative or non-finite number: no setting has a use for one."""
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)
         if isinstance(value, msgspec.Struct):

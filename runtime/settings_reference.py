@@ -1,4 +1,4 @@
-"""``docs/configuration.md``, made from the configuration and the texts below its fields.
+"""Reference page of all settings, made from the configuration and the texts below its fields.
 
 ``python -m millrace.runtime.settings_reference > docs/configuration.md`` writes it.
 """
@@ -52,12 +52,12 @@ is the setting's.
 
 
 def text() -> str:
-    """The page as it is checked in."""
+    """Return the page as it is checked in."""
     return "\n".join([_HEAD, *_section(Config, ())])
 
 
 def field_texts(section: type[msgspec.Struct]) -> dict[str, str]:
-    """What the text below each field of a section says, those of its base classes included."""
+    """Return the text below each field of a section, including its base classes."""
     texts: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
@@ -99,7 +99,7 @@ def _section(section: type[msgspec.Struct], path: tuple[str, ...]) -> Iterator[s
 
 
 def _alike(sections: list[msgspec.structs.FieldInfo], path: tuple[str, ...]) -> Iterator[str]:
-    """One table for sections that differ in their defaults only, as those of the tiers do."""
+    """Yield one table for sections that differ only in their defaults, such as the tiers."""
     names = [section.name for section in sections]
     yield f"`TIER` is one of {', '.join(f'`{name}`' for name in names)}.\n"
     yield "| Key and variable | Type | Default | Meaning |\n|---|---|---|---|"
@@ -158,7 +158,7 @@ def _binary(num_bytes: int) -> str:
 
 
 def _one_line(said: str) -> str:
-    """A docstring as a cell of a Markdown table."""
+    """Return a docstring as a cell of a Markdown table."""
     return re.sub(r"\s+", " ", said.replace("``", "`").replace("|", r"\|")).strip()
 
 

@@ -1,5 +1,4 @@
-"""Background tasks that are never forgotten and never fail in silence, and waiting for the first of
-several things."""
+"""Background tasks whose failures are logged, and waiting for the first of several events."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 class Tasks:
-    """Owns what it spawns until it is done; ``close`` ends what is left."""
+    """Owner of background tasks; ``close`` ends the unfinished ones."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -39,8 +38,10 @@ class Tasks:
         clock: Clock,
         name: str,
     ) -> asyncio.Task[None]:
-        """Run ``work`` now, and again at each beat of ``interval_s`` (``until_beat_s``), until
-        ``close``. A run that fails is noted (``Failures.note``), and the next one counts."""
+        """Run ``work`` now and at each beat of ``interval_s`` (``until_beat_s``), until ``close``.
+
+        A failed run is recorded (``Failures.note``), and the next one follows.
+        """
 
         async def run() -> None:
             while True:
@@ -60,7 +61,7 @@ class Tasks:
         name: str,
         foreseen: tuple[type[Exception], ...] = (),
     ) -> asyncio.Task[None]:
-        """As ``keep_running``, until ``close``."""
+        """Run a task like ``keep_running``, until ``close``."""
         return self.spawn(keep_running(name, run, clock, foreseen), name)
 
     def _done(self, task: asyncio.Task[None]) -> None:
@@ -71,7 +72,7 @@ class Tasks:
             )
 
     async def close(self, timeout_s: float = 0.0) -> None:
-        """Give them ``timeout_s`` to finish, then cancel the rest."""
+        """Give the tasks ``timeout_s`` to finish, then cancel the rest."""
         if self._tasks and timeout_s > 0:
             await asyncio.wait(set(self._tasks), timeout=timeout_s)
         tasks = list(self._tasks)
@@ -81,12 +82,12 @@ class Tasks:
 
 
 async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
-    """What ``work`` gives; in a thread if it takes long enough to hold up others."""
+    """Return the result of ``work``, run in a thread if it would block the loop for long."""
     return await asyncio.to_thread(work) if is_long else work()
 
 
 async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
-    """What each gives or raises, side by side; a single one, as most are, without a task."""
+    """Return each work's result or error, run concurrently; a single work runs without a task."""
     if len(works) != 1:
         return await asyncio.gather(*works, return_exceptions=True)
     try:
@@ -96,13 +97,15 @@ async def outcomes(works: Sequence[Coroutine[Any, Any, T]]) -> list[T | BaseExce
 
 
 async def wait_or_sleep(event: asyncio.Event, clock: Clock, timeout_s: float) -> None:
-    """Until the event is set, or ``timeout_s`` have passed on the clock."""
+    """Wait until the event is set or ``timeout_s`` have passed on the clock."""
     await outcome_unless(event, clock.sleep(timeout_s))
 
 
 async def outcome_unless(stopping: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The outcome of ``work``; None, with ``work`` cancelled and over, if ``stopping`` is set
-    before it is done."""
+    """Return the result of ``work``; None if ``stopping`` is set first.
+
+    ``work`` is then cancelled and awaited.
+    """
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +117,7 @@ async def outcome_unless(stopping: asyncio.Event, work: Awaitable[T]) -> T | Non
 
 
 async def wait_unless_done(stopping: asyncio.Event, tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Until ``stopping`` is set or one of the tasks is done; raises what that one failed with."""
+    """Wait until ``stopping`` is set or a task is done; raise that task's error."""
     waiting = asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait([waiting, *tasks], return_when=asyncio.FIRST_COMPLETED)
@@ -126,6 +129,6 @@ async def wait_unless_done(stopping: asyncio.Event, tasks: Collection[asyncio.Ta
 
 
 def first_error(group: BaseExceptionGroup[ErrorT]) -> ErrorT:
-    """The first of a group's errors, of whatever groups are in it."""
+    """Return the first error of nested groups."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error

@@ -1,4 +1,4 @@
-"""Tables of plain text, for terminals, pipes and pages alike: laid out by rich, without colours."""
+"""Plain text tables for terminals, pipes and pages, laid out by rich without colours."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ Cells = Sequence[str]
 def text_table(
     names: Cells, rows: Sequence[Cells], is_right: Sequence[bool], foot: Sequence[Cells] = ()
 ) -> str:
-    """Columns under one another below a rule, each as wide as its widest cell, those of
-    ``is_right`` to the right; ``foot`` below a rule of its own. Ends with a line break."""
+    """Return columns below a rule, each as wide as its widest cell.
+
+    Columns in ``is_right`` are right aligned. ``foot`` follows below another rule. Ends with a line
+    break.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, right in zip(names, is_right, strict=True):
         table.add_column(Text(name), justify="right" if right else "left", no_wrap=True)
@@ -35,7 +38,7 @@ def text_table(
 
 
 def plain_text(*shown: RenderableType, width: int = _UNLIMITED) -> str:
-    """What rich makes of these on a page of ``width`` columns, without colours."""
+    """Return rich's rendering on a page of ``width`` columns, without colours."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     with console.capture() as captured:
         console.print(Group(*shown), crop=False)
@@ -44,8 +47,11 @@ def plain_text(*shown: RenderableType, width: int = _UNLIMITED) -> str:
 
 
 def one_line(text: str) -> str:
-    """Without control characters, which would break the table or command the terminal, and without
-    those of the direction of writing, which would show figures in another order."""
+    """Escape control characters in a text.
+
+    They would break the table or control the terminal. Bidirectional controls would reorder
+    figures.
+    """
     return "".join(ascii(char)[1:-1] if _is_control(char) else char for char in text)
 
 

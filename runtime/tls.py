@@ -1,4 +1,4 @@
-"""TLS of our connections: contexts from PEM files, and what a failed handshake means."""
+"""TLS of connections: contexts from PEM files, and causes of failed handshakes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace.schemas.errors import (
     UntrustedServerError,
 )
 
-# OpenSSL's numbers of what may be wrong with a certificate.
+# OpenSSL's codes for certificate errors.
 _EXPIRED, _NOT_YET_VALID, _WRONG_HOST, _WRONG_ADDRESS = 10, 9, 62, 64
 _PROBE_TIMEOUT_S = 5.0
 _LATE_REFUSAL_S = 1.0
@@ -23,7 +23,7 @@ _UNKNOWN_ISSUER = frozenset({2, 18, 19, 20, 21})
 
 
 class HungUpError(OSError):
-    """A server ended a connection as soon as the handshake was over, as some do for want of a
+    """Connection that the server ended right after the handshake, as some do without a
     certificate."""
 
 
@@ -32,8 +32,12 @@ def has_tls_files(files: TlsSettings) -> bool:
 
 
 def client_context(section: str, files: TlsSettings) -> ssl.SSLContext:
-    """What verifies a server by ``<section>.ca_file`` (else by this machine's authorities) and
-    its host name, and shows our certificate, if any. Raises ConfigError that names the setting."""
+    """Return a client context.
+
+    It verifies the server and its host name by ``<section>.ca_file``, by default by this machine's
+    authorities, and shows the client certificate if one is set. Raises ConfigError, which names the
+    setting.
+    """
     authorities = None
     if files.ca_file:
         authorities = read_setting_file(f"{section}.ca_file", files.ca_file)
@@ -51,13 +55,15 @@ def client_context(section: str, files: TlsSettings) -> ssl.SSLContext:
 def load_own_certificate(
     context: ssl.SSLContext, section: str, certificate_file: str, key_file: str
 ) -> None:
-    """Have ``context`` show a certificate, also if it is in use: handshakes from now on get it.
-    Raises ConfigError that names the setting; the context then shows what it showed."""
+    """Load a certificate into ``context``, also one in use: later handshakes show it.
+
+    Raises ConfigError, which names the setting. The context is then unchanged.
+    """
     if not (certificate_file and key_file):
         given, lacking = "certificate_file", "key_file"
         if key_file:
             given, lacking = lacking, given
-        raise ConfigError(f"{section}.{given} needs {section}.{lacking} beside it.")
+        raise ConfigError(f"{section}.{given} also needs {section}.{lacking}.")
     certificate = read_setting_file(f"{section}.certificate_file", certificate_file)
     key = read_setting_file(f"{section}.key_file", key_file)
     if "-----BEGIN CERTIFICATE-----" not in certificate:
@@ -73,7 +79,7 @@ def load_own_certificate(
         )
 
     try:
-        # A half written pair must not leave a context in use with half of it.
+        # A partly written pair must not leave a context in use with half of it.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
             certificate_file, key_file, refuse_password
         )
@@ -93,7 +99,7 @@ def load_own_certificate(
 
 
 def read_setting_file(setting: str, path: str) -> str:
-    """The text of a file that a setting names. Raises ConfigError that names both."""
+    """Return the text of a file that a setting names. Raises ConfigError, which names both."""
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -111,9 +117,11 @@ def handshake_refusal(
     *,
     wants_certificate: bool = False,
 ) -> MillraceError | None:
-    """What a handshake ended with that trying again does not mend: the server is not trusted, or
-    does not take our certificate. None for all else. ``server`` is what it is called in a sentence;
-    ``wants_certificate``: it is known that the server ended the connection for want of one."""
+    """Return the error of a handshake if a retry does not help: no trust, or a refused certificate.
+
+    None for all other errors. ``server`` is the server's name in a sentence. ``wants_certificate``:
+    the server is known to have hung up for lack of a client certificate.
+    """
     distrust = _distrust_of(error, section)
     if distrust is not None:
         return UntrustedServerError(f"{server} {distrust}.")
@@ -127,8 +135,7 @@ def handshake_refusal(
 
 
 def _distrust_of(error: BaseException, section: str) -> str | None:
-    """Why the certificate that a server showed is not trusted, if that is what ended a handshake:
-    words to go after the server's name."""
+    """Return why a server's certificate is not trusted, as words after its name; None otherwise."""
     cause = _find(error, ssl.SSLCertVerificationError)
     if not isinstance(cause, ssl.SSLCertVerificationError):
         return None
@@ -151,7 +158,7 @@ def _distrust_of(error: BaseException, section: str) -> str | None:
 
 
 def _wants_other_certificate(error: BaseException) -> bool:
-    """Whether a server ended the connection over our certificate, or for want of one."""
+    """Return whether a server ended the connection as our certificate is missing or refused."""
     if isinstance(error, HungUpError):
         return True
     cause = _find(error, ssl.SSLError)
@@ -160,14 +167,16 @@ def _wants_other_certificate(error: BaseException) -> bool:
 
 
 def handshake_error(host: str, port: int, context: ssl.SSLContext) -> Exception | None:
-    """What ends a handshake there, if anything does: for clients that keep it to themselves. Waits
-    a moment for a server that says so late, as TLS 1.3 has them; blocks meanwhile."""
+    """Return the error of a handshake, for clients that hide it; None if it succeeds.
+
+    Blocks. Waits a moment, as a TLS 1.3 server may report a refusal late.
+    """
     try:
         with (
             socket.create_connection((host, port), timeout=_PROBE_TIMEOUT_S) as plain,
             context.wrap_socket(plain, server_hostname=host) as secure,
         ):
-            # Nothing is sent, which could be lost together with the server's words.
+            # Send nothing: data could be lost together with the server's answer.
             secure.settimeout(_LATE_REFUSAL_S)
             if not secure.recv(1):
                 return HungUpError("the server hung up after the handshake")
@@ -179,7 +188,7 @@ def handshake_error(host: str, port: int, context: ssl.SSLContext) -> Exception 
 
 
 def _find(error: BaseException, kind: type[BaseException]) -> BaseException | None:
-    """The first of that kind among an error, what it was raised from, and what it tells of."""
+    """Return the first error of a type among an error, its causes, and its arguments."""
     seen: set[int] = set()
     waiting: list[object] = [error]
     while waiting:

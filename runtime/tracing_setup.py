@@ -1,4 +1,4 @@
-"""Tracing as the configuration says: to a collector, or none."""
+"""Tracing as configured: to a collector, or none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _is_http_url(text: str) -> bool:
 
 
 def open_tracing(config: TracingConfig, part: str, instance_id: str) -> Tracing | None:
-    """Tracing for a process of a part (``gateway``), None if none is wanted. Raises ConfigError."""
+    """Open tracing for a process of a part (``gateway``); None if it is off. Raises ConfigError."""
     if not config.endpoint:
         return None
     if config.sample_ratio > 1:
@@ -29,7 +29,7 @@ def open_tracing(config: TracingConfig, part: str, instance_id: str) -> Tracing 
             "tracing.endpoint must be the URL of a collector that takes OTLP over HTTP, such as "
             "http://127.0.0.1:4318."
         )
-    # It takes a moment and memory, which who does not trace need not pay.
+    # Imported on demand: it takes time and memory that processes without tracing save.
     from millrace.runtime.otlp import OtlpSink
 
     sink = OtlpSink(config.endpoint, f"millrace-{part}", instance_id)

@@ -1,7 +1,7 @@
-"""An event loop that never waits: where nothing is left to do, its clock jumps to the next timer.
+"""Event loop in virtual time: when idle, its clock jumps to the next timer.
 
-Whole systems on the in-memory bus run in it, hours of theirs in seconds of ours, and the same
-program does the same each time: one thread, no system clock, no sockets.
+Whole systems on the in-memory bus run in it, hours of virtual time in seconds. The same program
+gives the same result each time: one thread, no system clock, no sockets.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ START_NS = 1_700_000_000 * _NS_PER_S
 
 
 class StandstillError(RuntimeError):
-    """Everything waits, and no timer is set that could ever wake it."""
+    """Standstill: every task waits and no timer is set."""
 
 
 class _NeverWaits(selectors.SelectSelector):
-    """Moves the loop's clock on in place of waiting for files, which nobody uses."""
+    """Selector that advances the loop's clock in place of waiting for files, which are not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,9 +38,11 @@ class _NeverWaits(selectors.SelectSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Its ``time()`` starts at 0. What is given to threads runs at once, in the loop's own.
+    """Event loop in virtual time.
 
-    Raises StandstillError out of ``run_until_complete`` when nothing can happen any more.
+    ``time()`` starts at 0. Work for threads runs at once in the loop.
+
+    ``run_until_complete`` raises StandstillError when nothing can happen any more.
     """
 
     def __init__(self) -> None:
@@ -56,17 +58,18 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         func: Callable[[*Ts], T],
         *args: *Ts,
     ) -> asyncio.Future[T]:
-        """Run ``func`` now: virtual time stands still meanwhile, as it does for all work."""
+        """Run ``func`` now. Virtual time stands still meanwhile, as during all work."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001  # whoever awaits it gets it
+        except Exception as error:  # noqa: BLE001  # the awaiting task gets it
             future.set_exception(error)
         return future
 
 
 class VirtualClock:
-    """A ``runtime.clock.Clock`` on a VirtualTimeLoop, whose start is ``start_ns`` of UTC."""
+    """Clock on a VirtualTimeLoop (see ``runtime.clock.Clock``) that starts at ``start_ns`` of
+    UTC."""
 
     def __init__(self, loop: VirtualTimeLoop, start_ns: int = START_NS) -> None:
         self._loop = loop
@@ -83,7 +86,7 @@ class VirtualClock:
 
 
 def run_virtual(main: Callable[[VirtualClock], Coroutine[Any, Any, T]]) -> T:
-    """What ``main`` returns, run on a loop and a clock of its own."""
+    """Run ``main`` on a new loop and clock and return its result."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, VirtualTimeLoop)

@@ -1,4 +1,4 @@
-"""``python -m millrace.scheduler [--config FILE]``: one scheduler, until SIGTERM."""
+"""Command ``python -m millrace.scheduler [--config FILE]``: run one scheduler until SIGTERM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from millrace.scheduler.scheduler import Scheduler
 from millrace.schemas.config import Config
 from millrace.schemas.errors import MillraceError
 
-# Few, large collections: most of what a scheduler makes is freed by reference counts.
+# Collect rarely: reference counts free most of a scheduler's objects.
 _GC_THRESHOLDS = (50_000, 50, 100)
 _LAST_SETTLEMENTS_S = 0.5
 
@@ -45,7 +45,7 @@ logger = logging.getLogger("millrace.scheduler")
 
 
 async def serve(config: Config) -> None:
-    """Schedule until SIGTERM or SIGINT. Raises MillraceError."""
+    """Run a scheduler until SIGTERM or SIGINT. Raises MillraceError."""
     stopping = stop_event()
     async with monitored("scheduler", config.metrics) as monitor:
         monitor.failures.on_giving_up = stopping.set
@@ -83,7 +83,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
         monitor.registry.register(metrics)
         monitor.models = lambda: scheduler.model_queues
         monitor.trouble = lambda: "" if bus.connected else "the message bus is unreachable"
-        gc.unfreeze()  # an earlier life that failed
+        gc.unfreeze()  # Objects of an earlier run that failed may be frozen.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
@@ -113,7 +113,7 @@ async def _schedule(config: Config, stopping: asyncio.Event, monitor: Monitor) -
 
 
 def _with_models(catalogue: Catalogue, config: Config) -> Catalogue:
-    """The catalogue, and what the configuration names by a path."""
+    """Add models that the configuration names by a path to the catalogue."""
     for model in config.scheduler.models:
         catalogue = catalogue.with_model(model)
     return catalogue
@@ -131,17 +131,17 @@ def _offer(catalogue: Catalogue, config: Config) -> ModelCatalogue:
 async def _follow(
     scheduler: Scheduler, config: Config, catalogue: Catalogue, changed: frozenset[str]
 ) -> None:
-    """Serve what the catalogue says now."""
+    """Apply a changed catalogue to the scheduler."""
     try:
         catalogue = _with_models(catalogue, config)
     except MillraceError as error:
-        logger.warning("the models stay as they were", extra={"reason": error.message})
+        logger.warning("the catalogue was not reloaded", extra={"reason": error.message})
         return
     await scheduler.follow(_offer(catalogue, config), changed)
 
 
 def main() -> int:
-    """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
+    """Run until SIGTERM or SIGINT and return the exit code (see ``runtime.process``)."""
     parser = argparse.ArgumentParser(prog="python -m millrace.scheduler", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     arguments = parser.parse_args()

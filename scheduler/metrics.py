@@ -1,4 +1,4 @@
-"""What Prometheus sees of a scheduler, read at each scrape from what its parts know anyway."""
+"""Prometheus metrics of a scheduler, read from its state at each scrape."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from millrace.schemas.engines import WorkerRole
 from millrace.schemas.jobs import Tier
 from millrace.schemas.models.rollouts import RolloutState
 
-# Names that the catalogue does not have: anybody can make up more of them.
+# Label of names outside the catalogue, of which clients can make up any number.
 _OTHER_MODELS = "other"
 _Samples = Iterable[tuple[Sequence[str], float]]
 
 
 class SchedulerMetrics(Collector):
-    """Labels are models of the catalogue, tiers and words of ours: no tenant, no request.
+    """Prometheus collector.
 
-    Counters of a known model are there from the first scrape, at 0: Prometheus sees no increase in
-    a series that begins at 1.
+    Labels are catalogue models, tiers and fixed words: no tenant, no request.
+
+    Counters of a known model exist from the first scrape, at 0. Prometheus sees no increase in a
+    series that begins at 1.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -54,13 +56,13 @@ class SchedulerMetrics(Collector):
         estimates = self._scheduler.queue_estimates
         yield _gauge(
             "millrace_scheduler_queued_jobs",
-            "Jobs that wait for a model, here and in the queue, as last counted",
+            "Waiting jobs of a model, in schedulers and on the bus, at the last count",
             ["model"],
             self._by_model(lambda one: estimates[one.model].num_queued),
         )
         yield _gauge(
             "millrace_scheduler_oldest_wait_seconds",
-            "How long the job that was received first has waited, of those that are here",
+            "Wait of the oldest job that this scheduler holds",
             ["model", "tier"],
             (
                 ((one.model, tier.value), wait_s)
@@ -70,13 +72,13 @@ class SchedulerMetrics(Collector):
         )
         yield _gauge(
             "millrace_scheduler_held_jobs",
-            "Jobs that this scheduler has pulled and not sent so far",
+            "Jobs that this scheduler has pulled and not sent",
             ["model", "tier"],
             self._by_tier(lambda one, tier: one.queue.num_here(tier)),
         )
         yield _gauge(
             "millrace_scheduler_limited_jobs",
-            "Waiting jobs of services whose tenants' limits admit no more now",
+            "Waiting published jobs that their tenants' limits hold back",
             ["model"],
             self._by_model(lambda one: estimates[one.model].num_blocked),
         )
@@ -93,8 +95,7 @@ class SchedulerMetrics(Collector):
         )
         yield _gauge(
             "millrace_scheduler_fairness_gap_tokens",
-            "How many more tokens the tenant served most has been served than the one served "
-            "least, of those of a tier who want to be",
+            "Most minus least tokens served to the active tenants of a tier",
             ["model", "tier"],
             self._by_tier(lambda one, tier: one.queue.counters(tier).spread()),
         )
@@ -103,13 +104,13 @@ class SchedulerMetrics(Collector):
         fleet = self._scheduler.state.fleet
         yield _gauge(
             "millrace_scheduler_workers",
-            "Workers that this scheduler hears",
+            "Live workers, by their heartbeats at this scheduler",
             ["model"],
             self._by_model(lambda one: fleet.num_workers(one.model)),
         )
         yield _gauge(
             "millrace_scheduler_draining_workers",
-            "Workers of those that take nothing new",
+            "Workers that drain and take no new requests",
             ["model"],
             self._by_model(
                 lambda one: fleet.num_workers(one.model) - fleet.num_accepting(one.model)
@@ -117,7 +118,7 @@ class SchedulerMetrics(Collector):
         )
         yield _gauge(
             "millrace_scheduler_kv_cache_usage_perc",
-            "How much of the KV blocks of a model's workers is used, 1 being all",
+            "Used share of the KV blocks of a model's workers, 0 to 1",
             ["model"],
             self._by_model(lambda one: fleet.kv_share(one.model)),
         )
@@ -132,7 +133,7 @@ class SchedulerMetrics(Collector):
         counts = [(one.model, one.counts) for one in self._queues_of_models()]
         yield _counter(
             "millrace_scheduler_dispatches",
-            "Dispatches by what became of them: accepted, refused by the worker, lost, …",
+            "Dispatches by result: accepted, refused by the worker, lost, …",
             ["model", "result"],
             (
                 ((model, result.value), of.dispatches[result])
@@ -148,7 +149,7 @@ class SchedulerMetrics(Collector):
         )
         yield _counter(
             "millrace_scheduler_moves",
-            "Streams that were moved, by how their context comes: pulled or computed",
+            "Moved streams, by how the next worker gets their context: pulled or computed",
             ["model", "source"],
             (((model, how.value), of.moves[how]) for model, of in counts for how in MovedBy),
         )
@@ -164,7 +165,7 @@ class SchedulerMetrics(Collector):
             ended[model if model in known else _OTHER_MODELS, status.value, code] += count
         yield _counter(
             "millrace_scheduler_ended_jobs",
-            "Jobs that were answered without a worker: shed, expired, cancelled, failed, and why",
+            "Jobs ended without a worker, by status and code: shed, expired, cancelled, failed",
             ["model", "status", "code"],
             ended.items(),
         )
@@ -173,7 +174,7 @@ class SchedulerMetrics(Collector):
         rollouts = self._scheduler.rollouts
         yield _gauge(
             "millrace_scheduler_rollout_percent",
-            "Which percentage of a model's requests goes to the version that a rollout moves to",
+            "Percentage of a model's requests that its rollout sends to the candidate",
             ["model"],
             (((one.model,), one.percent) for one in rollouts.open()),
         )
@@ -193,12 +194,12 @@ class SchedulerMetrics(Collector):
     def _times(self) -> Iterator[Metric]:
         dispatch_wait = HistogramMetricFamily(
             "millrace_scheduler_queue_time_seconds",
-            "The dispatch wait: from a request's receipt until a worker first accepted it",
+            "Dispatch wait: time from a request's receipt until a worker first accepted it",
             labels=["model", "tier"],
         )
         dispatch = HistogramMetricFamily(
             "millrace_scheduler_dispatch_duration_seconds",
-            "From a job's turn until its worker answered the dispatch",
+            "Time from a job's turn until its worker answered the dispatch",
             labels=["model"],
         )
         for model_queue in self._queues_of_models():

@@ -1,4 +1,4 @@
-"""One scheduler: what it hears, and who acts on it."""
+"""Scheduler: subscribes to the bus and passes events to the parts that act on them."""
 
 from __future__ import annotations
 
@@ -51,16 +51,15 @@ _GOODBYE_TIMEOUT_S = 0.4
 
 
 class Scheduler:
-    """Binds jobs to workers, late. Several may run side by side: the queue gives each job to one.
+    """Scheduler that binds jobs to workers late. Several may run: the queue gives each job to one.
 
-    Of the ``catalogue`` the models in ``config.models``, or all of them, are served. Jobs that no
-    gateway admitted count against the ``limits`` of their tenants; without them, against none.
-    ``directories`` are what jobs may name and what moves traffic among versions, which is driven
-    here; without them there is none of that.
-    Raises ModelNotFoundError if one of the models is not in the catalogue.
+    It serves the models in ``config.models``, by default the whole ``catalogue``. Jobs that no
+    gateway admitted count against their tenants' ``limits``; without ``limits`` they are not
+    limited. ``directories`` has the adapters, and the rollouts, which this scheduler drives. It is
+    optional. Raises ModelNotFoundError if a configured model is not in the catalogue.
 
-    ``run`` raises what ends one of its loops: a scheduler that pulls and watches no longer must
-    not look alive.
+    ``run`` raises the error that ends one of its loops: a scheduler that no longer pulls or watches
+    must not look alive.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Scheduler:
         )
         bus.jobs.guard_replies(self.state.is_foreign_reply)
         self.models = ServedModels(self.state, catalogue)
-        # The same mappings while models come and go.
+        # These mappings stay the same objects while models come and go.
         self.model_queues = self.state.model_queues
         self.queue_estimates = self.models.queue_estimates
         self.pullers = self.models.pullers
@@ -100,7 +99,7 @@ class Scheduler:
         self._warmed: set[str] = set()
 
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
-        """Serve what the catalogue says now; ``changed`` as for ``ServedModels``."""
+        """Apply a changed catalogue. See ``ServedModels.follow``."""
         self._warmed -= set(changed)
         await self.models.follow(catalogue, changed)
         self.state.count_queue_soon()
@@ -109,8 +108,10 @@ class Scheduler:
                 self._warm(model)
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Serve until ``stopping`` is set, or raise what ends one of the loops; either way give
-        back what was not dispatched. A scheduler runs once."""
+        """Serve until ``stopping`` is set, or raise the error that ends one of the loops.
+
+        Either way undispatched jobs are given back. A scheduler runs once.
+        """
         subscriptions: list[Subscription] = []
         self.state.bus.on_reconnect(self._on_reconnect)
         try:
@@ -159,7 +160,9 @@ class Scheduler:
             try:
                 subscriptions.append(await bus.workers.watch(self._on_status))
             except BusUnavailableError as error:
-                logger.warning("the workers cannot be watched yet", extra={"reason": error.message})
+                logger.warning(
+                    "workers cannot be watched yet; retrying", extra={"reason": error.message}
+                )
                 await self.state.clock.sleep(_SUBSCRIBE_RETRY_S)
             else:
                 self._lease_recovery.started()
@@ -175,7 +178,7 @@ class Scheduler:
         await self._release_undispatched()
 
     async def _release_undispatched(self) -> None:
-        """Release what waits here; what a worker runs stays with the worker."""
+        """Release the jobs that wait here. Jobs that workers run stay with the workers."""
         for scheduled in self.state.job_table:
             scheduled.stop_tracing()
         held = [scheduled for scheduled in self.state.job_table if scheduled.holds_lease]
@@ -187,7 +190,7 @@ class Scheduler:
                     self.state.job_table.remove(scheduled)
                     await self.state.bus.jobs.release(scheduled.lease.token)
         except (BusUnavailableError, TimeoutError):
-            logger.warning("jobs could not be given back; their leases lapse by themselves")
+            logger.warning("jobs could not be released; their leases will lapse")
 
     # --- workers ---
 
@@ -238,7 +241,7 @@ class Scheduler:
             puller.published(tenant_queue)
 
     def _warm(self, model: str) -> None:
-        """Have the tokenizer ready before the first job needs it."""
+        """Load a model's tokenizer before its first job needs it."""
         if model not in self._warmed:
             self._warmed.add(model)
             self._services.spawn(self._load(model), f"load {model}")

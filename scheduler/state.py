@@ -1,4 +1,4 @@
-"""What the stages of one scheduler share: its jobs, its workers, and the queue of each model."""
+"""Shared state of one scheduler's stages: jobs, workers, and a queue for each model."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ from millrace.schemas.records import Status
 
 
 class Rerun(StrEnum):
-    """Why a job that ran leaves its worker for another."""
+    """Reason why a job leaves its worker for another."""
 
     MOVED = "moved"  # the worker drains, and another has capacity
-    LOST = "lost"  # the worker is gone without a word, or did not answer
+    LOST = "lost"  # the worker is gone without notice, or did not answer
     RETURNED = "returned"  # the worker gave it back
 
 
 class DispatchResult(StrEnum):
-    """The result of a dispatch, by its metric label."""
+    """Result of a dispatch; the value is its metric label."""
 
     ACCEPTED = "accepted"  # the worker holds the lease
     REFUSED = "refused"  # nothing ran: another worker, or later
     LOST = "lost"  # no answer: it may run there
     ANSWERED = "answered"  # an earlier attempt had ended it already
-    SUPERSEDED = "overtaken"  # somebody else runs it at a higher epoch
-    POISON_PILL = "poisonous"  # workers die of it
-    UNSENT = "unsent"  # the message bus was away
+    SUPERSEDED = "overtaken"  # another scheduler runs it at a higher epoch
+    POISON_PILL = "poisonous"  # it kills workers
+    UNSENT = "unsent"  # the message bus was unreachable
     MUST_END = "ends"  # it must not run: see the terminal status
 
 
 class MovedBy(StrEnum):
-    """How the next worker gets the context of a stream that was moved."""
+    """Way in which the next worker gets the context of a moved stream."""
 
     PULLED = "pulled"
     COMPUTED = "computed"
@@ -69,8 +69,8 @@ class DispatchCounts:
     """Counts of one model's dispatches and attempts, read at a scrape.
 
     ``dispatches`` counts by result. ``dispatch_wait_s`` is the time from a request's receipt until
-    a worker first accepted it, ``dispatch_s`` the time that workers took to answer a dispatch.
-    ``moves`` counts the streams that were moved.
+    a worker first accepted it. ``dispatch_s`` is the time until workers answered a dispatch.
+    ``moves`` counts moved streams.
     """
 
     def __init__(self) -> None:
@@ -82,10 +82,10 @@ class DispatchCounts:
 
 
 class ModelQueue:
-    """The waiting jobs of one model, and what was measured of all its jobs.
+    """Waiting jobs of one model, and the measurements of all its jobs.
 
-    ``wakes`` are the events of the pullers that pull for the model. ``has_waiting`` is set when a
-    job has to wait for a worker.
+    ``wakes`` are the events of the model's pullers. ``has_waiting`` is set when a job has to wait
+    for a worker.
     """
 
     def __init__(self, model: str, config: SchedulerConfig, fleet: Fleet, clock: Clock) -> None:
@@ -103,11 +103,11 @@ class ModelQueue:
 
     @property
     def is_served(self) -> bool:
-        """Whether there are workers, and jobs may be sent to them."""
+        """True if there are workers, and jobs may be sent to them."""
         return not self.is_stopped and self._fleet.num_accepting(self.model) > 0
 
     def num_here(self, *, is_batch: bool) -> int:
-        """Count the jobs that were pulled and not sent so far, of batches or of the others."""
+        """Return how many jobs were pulled and not sent, of the batch tier or of all others."""
         return sum([self.queue.num_here(tier) for tier in Tier if (tier is Tier.BATCH) is is_batch])
 
     def spare_capacity(self, tier: Tier) -> int:
@@ -118,18 +118,18 @@ class ModelQueue:
         return capacity - self.num_here(is_batch=True) if tier is Tier.BATCH else capacity
 
     def wake_pulls(self) -> None:
-        """Have the pullers look again: something changed that may let a pull go on."""
+        """Wake the pullers, as a pull may now be possible."""
         for wake in self.wakes:
             wake.set()
 
 
 @dataclass(eq=False)
 class SchedulerState:
-    """The shared state of one scheduler.
+    """Shared state of one scheduler.
 
     ``model_queues`` has the models that are served now. ``gone_queues`` has models that left the
-    catalogue, until their jobs have ended. ``tasks`` owns the work on single jobs, ``answers`` the
-    messages that nothing else would send again. Without an ``admission`` every job is admitted.
+    catalogue, until their jobs have ended. ``tasks`` owns the work on single jobs. ``answers`` owns
+    messages that are sent by no other means. Without an ``admission`` every job is admitted.
     ``num_ended`` counts jobs that no worker answered, by model, status and code. ``queue_news`` is
     set when the queue should be counted soon.
     """
@@ -157,22 +157,22 @@ class SchedulerState:
         self.departures: Counter[Departure] = Counter()
         self.num_ended: Counter[tuple[str, Status, str]] = Counter()
         self.queue_news = asyncio.Event()
-        # The readers of each request that follow the answer of its first job.
+        # Number of readers that follow the answer of each request's first job.
         self.followers: Counter[str] = Counter()
 
     def count_queue_soon(self) -> None:
-        """Have the queue counted soon: there may be jobs again."""
+        """Request a count of the queue, as there may be jobs again."""
         self.queue_news.set()
 
     def add_model(self, model: str) -> ModelQueue:
-        """Serve a model from now on."""
+        """Start serving a model."""
         self.gone_queues.pop(model, None)
         model_queue = ModelQueue(model, self.config, self.fleet, self.clock)
         self.model_queues[model] = model_queue
         return model_queue
 
     def remove_model(self, model: str) -> None:
-        """Serve a model no more. Its jobs that are here are unwanted from now on."""
+        """Stop serving a model. Its jobs here are unwanted from now on."""
         self.gone_queues[model] = self.model_queues.pop(model)
 
     def queue_of(self, scheduled: ScheduledJob) -> ModelQueue:
@@ -181,11 +181,11 @@ class SchedulerState:
         return self.model_queues.get(model) or self.gone_queues[model]
 
     def all_queues(self) -> list[ModelQueue]:
-        """Return the queues of all models, also of those that have left the catalogue."""
+        """Return the queues of all models, including models that left the catalogue."""
         return [*self.model_queues.values(), *self.gone_queues.values()]
 
     async def is_foreign_reply(self, tenant: str, reply: str) -> bool:
-        """Whether a tenant's job names the listener of another tenant."""
+        """Return whether a tenant's job names another tenant's listener."""
         return await self.directories.reply_owners.is_foreign(tenant, reply)
 
     def cancel_reason(self, scheduled: ScheduledJob) -> CancelReason | None:
@@ -194,7 +194,8 @@ class SchedulerState:
         return self.cancels.reason(tenant, request_id, self.clock.monotonic())
 
     def why_unwanted(self, scheduled: ScheduledJob) -> TerminalStatus | None:
-        """Return how a job ends that is cancelled, late, or of a model that is gone; else None."""
+        """Return the terminal status of a cancelled or late job, or of a removed model's; else
+        None."""
         reason = self.cancel_reason(scheduled)
         if reason is not None:
             return cancelled(reason)
@@ -202,6 +203,6 @@ class SchedulerState:
             return EXPIRED
         if scheduled.job.model in self.gone_queues:
             return refused(
-                ModelNotFoundError(f"The model {scheduled.job.model!r} is served no more.")
+                ModelNotFoundError(f"The model {scheduled.job.model!r} is no longer served.")
             )
         return None

@@ -1,7 +1,7 @@
-"""``millrace simulate``: the real scheduler against simulated workers, in virtual time.
+"""Simulation of a load: the real scheduler against simulated workers, in virtual time.
 
-A trace says who asks for how much, and when. Each policy runs it from the beginning: the scheduler
-as it is, on the in-memory bus, with workers that take the time a model of latency says and an
-event loop whose clock jumps. What comes out is a report: JSON, a table, a page of HTML.
-``cli.simulate`` calls it; it imports ``bench``, the scheduler and the simulated engine's batch.
+A trace lists requests with their sizes and times. Each policy runs it from the beginning: the
+unmodified scheduler on the in-memory bus, with workers that follow a latency model and an event
+loop whose clock jumps. The result is a report: JSON, a table, an HTML page. ``cli.simulate`` calls
+it. It imports ``bench``, the scheduler and the simulated engine's batch.
 """

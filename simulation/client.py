@@ -1,4 +1,4 @@
-"""The clients of a trace: they send its requests when they are due, and note what comes back."""
+"""Clients of a trace: send its requests when due, and record the answers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ _STATUSES: dict[type[TerminalFrame], Status] = {
 
 
 class Clients:
-    """All of them at once. ``all_ended`` is set when every request of the trace has been
-    answered."""
+    """All clients of a trace. ``all_ended`` is set when every request has been answered."""
 
     def __init__(
         self,
@@ -60,7 +59,7 @@ class Clients:
         self._texts = texts
         self._policy = policy
         self._num_open = len(outcomes)
-        # The turns of a session behind the one that is under way.
+        # Later turns of each session that wait for the present one.
         self._turns: dict[tuple[str, str], deque[RequestOutcome]] = {}
         self._queues: dict[str, QueueStatus] = {}
         self._subscriptions: list[Subscription] = []
@@ -76,7 +75,7 @@ class Clients:
             ]
 
     def _reply(self, request: TraceRequest) -> str:
-        """A service can name no listener but one of its own."""
+        """Return a request's listener. A service can only name one of its tenant's."""
         if not request.published:
             return REPLY
         tenant, _ = self._policy.who(request.tenant, request.tier)
@@ -86,7 +85,7 @@ class Clients:
         self._queues[status.model] = status
 
     async def send_all(self) -> None:
-        """Returns when the last request is due."""
+        """Send all requests. Returns when the last one is due."""
         for outcome in self._outcomes:
             wait_s = outcome.request.at_s - self._outcomes.now_s()
             if wait_s > 0:
@@ -119,7 +118,7 @@ class Clients:
         request, now_ns = outcome.request, self._clock.now_ns()
         tenant, tier = self._policy.who(request.tenant, request.tier)
         deadline_ns = None
-        # One that is told of no deadlines must not sort by them; the client keeps its own.
+        # A policy without deadlines must not sort by them. The client keeps its own.
         if request.deadline_s is not None and not self._policy.is_blind:
             deadline_ns = now_ns + round(request.deadline_s * _NS_PER_S)
         return Job(

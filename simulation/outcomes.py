@@ -1,4 +1,4 @@
-"""What became of each request of a trace, as its client saw it."""
+"""Outcome of each request of a trace, as its client saw it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from millrace.schemas.records import Status
 from millrace.simulation.traces.trace import TraceRequest
 
 NEVER_S = -1.0
-# Where the frames of all requests go.
+# Listener of all requests.
 REPLY = "simulation"
 
 
 @dataclass(slots=True, eq=False)
 class RequestOutcome:
-    """Times are virtual seconds from the trace's 0, ``NEVER_S`` for what did not happen: sent to
-    the queue, taken by a worker, started in its batch, the first token, the end.
+    """Outcome of a request.
 
-    ``num_had`` tokens had come when the last run of it stopped; ``num_made`` says how many there
-    are by the run under way. ``num_terminals`` counts the terminal frames, of which there must be
-    one. ``predicted_ttft_ms`` is what the scheduler had said last of when the first token would
-    come, before it was sent. ``last_token_s`` is when the last run that stopped made its last token
-    (None: it has none), on the clock of the loop.
+    Times are virtual seconds from the trace's 0, ``NEVER_S`` for events that did not happen: sent
+    to the queue, taken by a worker, started in its batch, first token, end.
+
+    ``num_had`` is the number of tokens when the last run stopped. ``num_made`` returns the number
+    including the present run. ``num_terminals`` counts terminal frames and must be 1.
+    ``predicted_ttft_ms`` is the scheduler's last prediction before the request was sent.
+    ``last_token_s`` is when the last stopped run made its last token, on the loop's clock (None: no
+    token).
     """
 
     request: TraceRequest
@@ -51,7 +53,7 @@ class RequestOutcome:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the client has by now."""
+        """Number of tokens that the client has now."""
         made = self.num_made() if self.num_made is not None else 0
         return max(self.num_had, made)
 
@@ -61,21 +63,23 @@ class RequestOutcome:
         return tuple(range(first, first + self.num_tokens))
 
     def begin_run(self, worker_id: str, num_made: Callable[[], int], now_s: float) -> None:
-        """A worker has taken it."""
+        """Record that a worker has taken the request."""
         self.worker_id, self.num_made = worker_id, num_made
         self.num_runs += 1
         if self.taken_s == NEVER_S:
             self.taken_s = now_s
 
     def stop_run(self, last_token_s: float | None) -> None:
-        """The run under way makes nothing more."""
+        """Record that the present run makes no more tokens."""
         self.num_had, self.num_made = self.num_tokens, None
         self.last_token_s = last_token_s
 
 
 class Outcomes:
-    """The outcomes by request id, in the order of the trace, whose 0 is at ``start_s``, and
-    ``inter_token`` of all of them."""
+    """Outcomes by request id, in the order of the trace, and ``inter_token`` of all of them.
+
+    The trace's 0 is at ``start_s``.
+    """
 
     def __init__(self, outcomes: Sequence[RequestOutcome], clock: Clock, start_s: float) -> None:
         self.inter_token = InterTokenLatencies()
@@ -93,13 +97,12 @@ class Outcomes:
         return self._outcomes[request_id]
 
     def now_s(self) -> float:
-        """As the times of outcomes count."""
+        """Return the time from the trace's 0, in seconds."""
         return self._clock.monotonic() - self._start_s
 
 
 class SimulatedGenerationIndex:
-    """What the index of generations knows: the ``scheduler.dispatch.context.Generations`` of a
-    outcomes."""
+    """Index of running requests over the outcomes. See ``scheduler.jobs.running_requests``."""
 
     def __init__(self, outcomes: Outcomes) -> None:
         self._outcomes = outcomes
@@ -113,13 +116,13 @@ class SimulatedGenerationIndex:
         )
 
     async def note_cancels(self, tenant: str, request_ids: Sequence[str]) -> None:
-        """The trace has no services that cancel."""
+        """Ignore cancels: the trace has no services."""
 
     async def was_cancelled(self, tenant: str, request_id: str) -> bool:  # noqa: ARG002
         return False
 
     async def has_ended(self, tenant: str, request_id: str) -> bool | None:  # noqa: ARG002
-        """The trace asks for no stored results."""
+        """Return None: the trace asks for no stored results."""
         return None
 
     async def claim(
@@ -133,15 +136,15 @@ class SimulatedGenerationIndex:
         return None
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
-        """Its outcome says so already."""
+        """Do nothing: the outcome has the end."""
 
     async def held_by(self, worker_id: str) -> dict[str, str]:  # noqa: ARG002
-        """Schedulers that are there from the start have nothing to take over."""
+        """Return no leases: schedulers present from the start have nothing to take over."""
         return {}
 
     async def settle_model(
         self,
-        request_id: str,  # noqa: ARG002  # of whom the trace says which model it is
+        request_id: str,  # noqa: ARG002  # the trace names the model
         model: str,
         reason: str,
     ) -> tuple[str, str]:
@@ -149,20 +152,22 @@ class SimulatedGenerationIndex:
 
     async def settle_adapter(
         self,
-        request_id: str,  # noqa: ARG002  # of whom the trace says which it is
+        request_id: str,  # noqa: ARG002  # the trace names the adapter
         version: str,
     ) -> str:
         return version
 
 
-# Each bin is half a percent wide: percentiles are right to within that.
+# Each bin is half a percent wide, the precision of percentiles.
 _BINS_PER_E = 200
 _LEAST_S = 1e-9
 
 
 class InterTokenLatencies:
-    """How often gaps of which length were between one token of an answer and the next, wherever
-    the two were made. Seconds of virtual time; a percentile is right to half a percent."""
+    """Distribution of the gaps between consecutive tokens, also across runs.
+
+    Seconds of virtual time. A percentile is exact to half a percent.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -171,15 +176,15 @@ class InterTokenLatencies:
         self._bins: Counter[int] = Counter()
 
     def add(self, gap_s: float, count: int = 1) -> None:
-        """``count`` times the same gap."""
+        """Add ``count`` equal gaps."""
         self._bins[_bin_of(gap_s)] += count
         self.count += count
         self._sum_s += gap_s * count
         self.max_s = max(self.max_s, gap_s)
 
     def add_growing(self, first_s: float, growth_s: float, num_gaps: int, count: int) -> None:
-        """``num_gaps`` gaps one behind the other, each longer than the one before by ``growth_s``,
-        of ``count`` streams alike."""
+        """Add ``num_gaps`` consecutive gaps that grow by ``growth_s``, for each of ``count``
+        streams."""
         done = 0
         while done < num_gaps:
             gap_s = first_s + done * growth_s
@@ -192,11 +197,11 @@ class InterTokenLatencies:
 
     @property
     def mean_s(self) -> float:
-        """0 without any."""
+        """Mean gap in seconds; 0 without gaps."""
         return self._sum_s / self.count if self.count else 0.0
 
     def at(self, share: float) -> float:
-        """The gap than which so large a share of all is shorter, in seconds; 0 without any."""
+        """Return the quantile at ``share`` in seconds; 0 without gaps."""
         left = share * self.count
         for number in sorted(self._bins):
             left -= self._bins[number]

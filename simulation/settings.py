@@ -1,5 +1,4 @@
-"""What a simulation is to do, as it is run and as its report says it, and the ways to schedule that
-can be compared."""
+"""Settings of a simulation, and the scheduling policies that it compares."""
 
 from __future__ import annotations
 
@@ -18,19 +17,20 @@ from millrace.schemas.tenants import DEFAULT_CURRENCY
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker of that number, counted from 1, dies without a word at ``at_s``."""
+    """Failure of a worker, counted from 1, which dies without notice at ``at_s``."""
 
     worker: int
     at_s: float
 
 
 class KvLink(msgspec.Struct, frozen=True, kw_only=True):
-    """What it takes to bring blocks of the KV cache from one worker to another.
+    """Link for blocks of the KV cache between workers.
 
-    ``bytes_per_token`` are a model's keys and values of one token: by default those of a Llama 8B
-    in 16 bits, 2 x 32 layers x 8 heads x 128 numbers. ``bytes_per_s`` is what a worker's link
-    carries in each direction, by default that of 400 Gbit/s; ``overhead_s`` is what each pull takes
-    beside its bytes, by default what the real scheduler takes it to be."""
+    ``bytes_per_token`` are a model's keys and values of one token, by default of a Llama 8B in 16
+    bits: 2 x 32 layers x 8 heads x 128 numbers. ``bytes_per_s`` is a worker's bandwidth in each
+    direction, by default 400 Gbit/s. ``overhead_s`` is the time of a pull beside its bytes, by
+    default the real scheduler's assumption.
+    """
 
     bytes_per_token: float = 131_072.0
     bytes_per_s: float = 50e9
@@ -38,16 +38,16 @@ class KvLink(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One simulation, of each policy alike.
+    """Settings of a simulation, the same for each policy.
 
-    ``num_workers`` is by model, "" for each model of the trace that is not named; ``roles`` are
-    those of each model's first workers, in whose shares others get theirs (empty: all have
-    ``config.worker.role``). A worker that dies, at ``failures`` or after a random time of
-    ``mtbf_s`` in the mean (0: never), is started anew ``restart_s`` later; to start takes a worker
-    ``config.worker.engine.simulation.start_s``.
-    With ``config.scheduler.autoscale.max_workers`` the scheduler says how many workers there are.
-    Requests that are not answered ``drain_s`` after the last arrival are unfinished.
-    ``gpus_per_worker`` are paid for (None: those that its engine computes on).
+    ``num_workers`` is by model, "" for each model of the trace that is not named. ``roles`` are
+    those of each model's first workers. Others get roles in the same shares (empty: all have
+    ``config.worker.role``). A worker dies at ``failures`` or after a random time with the mean
+    ``mtbf_s`` (0: never), and is restarted ``restart_s`` later. A start takes
+    ``config.worker.engine.simulation.start_s``. With ``config.scheduler.autoscale.max_workers`` the
+    scheduler decides the number of workers. Requests that are not answered ``drain_s`` after the
+    last arrival are unfinished. ``gpus_per_worker`` are paid for (None: the GPUs that its engine
+    computes on).
     """
 
     config: Config
@@ -65,7 +65,7 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
     gpus_per_worker: float | None = None
 
     def workers_of(self, model: str) -> int:
-        """How many there are of a model at first. Raises ConfigError if nothing says so."""
+        """Return the first number of workers of a model. Raises ConfigError if it is not set."""
         count = self.num_workers.get(model, self.num_workers.get(""))
         if count is None:
             raise ConfigError(f"--workers does not say how many workers serve {model}")
@@ -76,33 +76,36 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_gpus_paid(self) -> float:
-        """Of one worker."""
+        """GPUs paid for one worker."""
         if self.gpus_per_worker is None:
             return float(self.config.worker.engine.tensor_parallel)
         return self.gpus_per_worker
 
     def role_of(self, index: int, present: Sequence[WorkerRole]) -> WorkerRole:
-        """Of a model's next worker, counted from 0, beside others of the ``present`` roles."""
+        """Return the role of a model's next worker, counted from 0, beside the ``present``
+        roles."""
         if not self.roles:
             return self.config.worker.role
         return self.roles[index] if index < len(self.roles) else self.role_shares.next(present)
 
     @property
     def role_shares(self) -> RoleShares:
-        """How the workers of a model share roles out."""
+        """Shares of the roles among a model's workers."""
         return RoleShares(self.roles, self.config.scheduler.switch_roles)
 
     @property
     def moves_blocks(self) -> bool:
-        """Whether workers pull blocks of one another's KV cache: as ``engine.transfer`` says, or
-        else where they have roles."""
+        """True if workers pull blocks of one another's KV cache.
+
+        That is ``engine.transfer``, or by default whether workers have roles.
+        """
         worker = self.config.worker
         asked = worker.engine.transfer
         has_roles = bool(self.roles) or worker.role is not WorkerRole.BOTH
         return worker.engine.prefix_cache and (has_roles if asked is None else asked)
 
     def check(self, models: Iterable[str]) -> None:
-        """Raises ConfigError unless this can be done for a trace of such ``models``."""
+        """Raise ConfigError if the settings do not fit a trace with these ``models``."""
         total = sum(self.workers_of(model) for model in models)
         for failure in self.failures:
             if failure.worker > total:
@@ -111,24 +114,27 @@ class SimulationSettings(msgspec.Struct, frozen=True, kw_only=True):
                 )
         engine = self.config.worker.engine
         if engine.transfer and not engine.prefix_cache:
-            raise ConfigError("worker.engine.transfer takes worker.engine.prefix_cache, too")
+            raise ConfigError("worker.engine.transfer needs worker.engine.prefix_cache, too")
         if self.roles and not self.moves_blocks:
             raise ConfigError(
-                "--workers: with roles streams go on elsewhere with blocks that are pulled, which "
-                "takes worker.engine.prefix_cache and no worker.engine.transfer: false"
+                "--workers: roles move streams with pulled blocks, which "
+                "needs worker.engine.prefix_cache and no worker.engine.transfer: false"
             )
 
 
 _ORDERS = ("fair", "fifo", "shortest")
 _PLACEMENTS = ("affine", "least_loaded")
-# Whom everybody is where nobody is told apart.
+# Single tenant of policies that do not tell tenants apart.
 EVERYBODY = "everybody"
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
-    """``order`` "fair" is the scheduler's own: tiers by weight, tenants by tokens served.
-    "shortest" is the same, but of one tenant the shortest predicted answer comes first. "fifo"
-    tells the scheduler of no tenants and tiers, so that arrival is all there is."""
+    """Scheduling policy.
+
+    ``order`` "fair" is the scheduler's own: tiers by weight, tenants by tokens served. "shortest"
+    is the same, but a tenant's shortest predicted answer comes first. "fifo" hides tenants and
+    tiers from the scheduler, so only the order of arrival remains.
+    """
 
     name: str
     order: Literal["fair", "fifo", "shortest"] = "fair"
@@ -136,15 +142,15 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_blind(self) -> bool:
-        """Jobs are published as everybody's, in one tier."""
+        """True if jobs are published under one tenant in one tier."""
         return self.order == "fifo"
 
     def who(self, tenant: str, tier: Tier) -> tuple[str, Tier]:
-        """Whose a request is, as far as the scheduler knows."""
+        """Return the tenant and tier that the scheduler sees."""
         return (EVERYBODY, Tier.FREE) if self.is_blind else (tenant, tier)
 
     def configure(self, config: SchedulerConfig) -> SchedulerConfig:
-        """The scheduler's settings under this policy."""
+        """Return the scheduler's settings under this policy."""
         config = msgspec.structs.replace(
             config,
             order="shortest" if self.order == "shortest" else "deadline",
@@ -158,8 +164,10 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_policies(text: str) -> tuple[Policy, ...]:
-    """Read ``fair,fifo+least_loaded``: in each an order, a placement, or both. Raises
-    ConfigError."""
+    """Read ``fair,fifo+least_loaded``: each is an order, a placement, or both.
+
+    Raises ConfigError.
+    """
     policies = tuple(_parse(name.strip()) for name in text.split(","))
     names = [policy.name for policy in policies]
     if len(set(names)) < len(names):

@@ -1,4 +1,4 @@
-"""One policy's run of a trace: the real scheduler on the in-memory bus, in virtual time."""
+"""Simulated run of a trace under one policy: the real scheduler on the in-memory bus."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ from millrace.simulation.settings import Policy, SimulationSettings
 from millrace.simulation.traces.trace import Texts, TraceRequest
 from millrace.simulation.workers.fleet import SimulatedFleet, WorkerIncarnation
 
-# The fleet is heard of before the first request comes.
+# Time for the fleet's heartbeats before the first request.
 LEAD_S = 2.0
 _MAX_PAYLOAD_BYTES = 1 << 30
 
 
 @dataclass
 class Result:
-    """What happened: the outcomes in the trace's order, and every incarnation of a worker, whose
-    times count from the trace's 0; it ended at ``end_s``. ``streams_moved`` went on elsewhere while
-    their worker lived, by how the next one got their context: ``pulled`` or ``computed``. The
-    scheduler changed workers' roles ``num_role_changes`` times."""
+    """Result of a run.
+
+    ``outcomes`` are in the trace's order. ``incarnations`` lists every incarnation of a worker,
+    with times from the trace's 0. The run ended at ``end_s``. ``streams_moved`` moved while their
+    worker lived, by how the next worker got their context: ``pulled`` or ``computed``. The
+    scheduler changed workers' roles ``num_role_changes`` times.
+    """
 
     outcomes: list[RequestOutcome]
     incarnations: list[WorkerIncarnation]
@@ -55,7 +58,7 @@ class Result:
 
 
 class _AsIs:
-    """A ``scheduler.jobs.model_cache.Preparer`` for jobs that are prepared already."""
+    """Preparer for jobs that are already prepared. See ``scheduler.jobs.model_cache.Preparer``."""
 
     prices = UNPRICED
     tool_format: ToolFormat | None = None
@@ -69,7 +72,7 @@ class _AsIs:
 
 
 def simulate(trace: Sequence[TraceRequest], settings: SimulationSettings, policy: Policy) -> Result:
-    """Run a trace to its end; the same for the same arguments."""
+    """Run a trace to its end; the result is the same for the same arguments."""
     return run_virtual(lambda clock: _simulate(clock, trace, settings, policy))
 
 
@@ -108,7 +111,7 @@ async def _simulate(
         await clients.listen()
         await fleet.start()
         spawn(clients.send_all())
-        with contextlib.suppress(TimeoutError):  # what is not answered by then is unfinished
+        with contextlib.suppress(TimeoutError):  # the rest counts as unfinished
             async with asyncio.timeout_at(LEAD_S + trace[-1].at_s + settings.drain_s):
                 await clients.all_ended.wait()
         end_s = clock.monotonic()

@@ -1,1 +1,1 @@
-"""The contract of the bus for programs that are not ours: an AsyncAPI document."""
+"""Bus contract for programs outside Millrace: an AsyncAPI document."""

@@ -1,4 +1,4 @@
-"""Makes an AsyncAPI 3 document of channels and the structs that they carry."""
+"""AsyncAPI 3 document from channels and the structs that they carry."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace.schemas.json_schema import REF, Schema, pascal, without_discrimina
 _TAG = "type"
 _NULL = {"type": "null"}
 _PLAIN_TYPES = ("string", "integer", "number", "boolean", "null")
-# Integers that may be above 2^53, where JavaScript's numbers are not exact any more.
+# Integers that may exceed 2^53, beyond which JavaScript numbers are not exact.
 _NANOSECONDS, _WIDE = re.compile(r"\w+_ns"), re.compile(r"\w+_ns|seed|priority")
 _NANOSECONDS_NOTE = "Nanoseconds since 1970-01-01 UTC."
 _WIDE_NOTE = "A 64-bit integer: see the note on numbers."
@@ -27,10 +27,12 @@ _WIDE_NOTE = "A 64-bit integer: see the note on numbers."
 def components(
     kinds: Sequence[Any], unions: Mapping[str, Any], bounds: Mapping[str, Mapping[str, Schema]]
 ) -> dict[str, Schema]:
-    """The schemas of ``kinds``, and of all that they are made of, by their names.
+    """Return the schemas of ``kinds`` and of all types inside them, by name.
 
-    ``unions`` are tagged unions of structs, by the names that they get. ``bounds`` are keywords
-    that the structs check by themselves, by struct and field.
+    Args:
+        kinds: The types.
+        unions: Tagged unions of structs, by name.
+        bounds: Keywords that the structs check themselves, by struct and field.
     """
     made, found = msgspec.json.schema_components([*kinds, *unions.values()], ref_template=REF)
     schemas: dict[str, Schema] = without_discriminators(found)
@@ -46,13 +48,13 @@ def components(
 
 
 class _Writer:
-    """Writes schemas anew. ``unions`` are the members of named unions."""
+    """Schema writer. ``unions`` are the members of named unions."""
 
     def __init__(self, unions: Mapping[str, list[Schema]]) -> None:
         self._unions = unions
 
     def schema(self, schema: Schema, title: str) -> Schema:
-        """A schema with a title, and with all that is in it."""
+        """Return a schema with a title, and the same for all schemas inside it."""
         for name, members in self._unions.items():
             if schema.get("anyOf") == members:
                 return {"$ref": REF.format(name=name)}
@@ -64,7 +66,7 @@ class _Writer:
         if written.get("type") == "integer":
             written["format"] = "int64"
         if written.get("type") in ("integer", "number") and written.get("default"):
-            # Java does not take a number like 6 as the default of a Long or Double.
+            # Java rejects a number like 6 as the default of a Long or Double.
             said = written.get("description", "")
             written["description"] = f"{said} Default: {written.pop('default')}.".strip()
         if "description" in written:
@@ -89,13 +91,12 @@ class _Writer:
 
 
 def _makes_a_class(schema: Schema) -> bool:
-    """Whether a generator of code needs a name for it."""
+    """Return whether code generators need a name for the schema."""
     return "enum" in schema or schema.get("type") not in _PLAIN_TYPES
 
 
 def _without_default(schema: Schema) -> Schema:
-    """A field that is not set is left out: that it is null, or an empty list or object, needs no
-    default."""
+    """Return a schema without a null or empty default, as unset fields are left out."""
     written = dict(schema)
     if written.get("default", "") in (None, (), [], {}):
         del written["default"]
@@ -103,7 +104,7 @@ def _without_default(schema: Schema) -> Schema:
 
 
 def _without_null(schema: Schema) -> Schema:
-    """The schema of a property. Null is read as a field that is not set, and is never sent."""
+    """Return a property's schema without null. Null is read as unset and never sent."""
     types = [one for one in schema.get("anyOf", ()) if one != _NULL]
     if len(types) == len(schema.get("anyOf", ())):
         return schema
@@ -117,7 +118,7 @@ def _typed_enum(values: Sequence[Any]) -> Schema:
 
 
 def _noted(schema: Schema, name: str) -> Schema:
-    """A property with what its name says of its numbers."""
+    """Return a property with the note that its name implies for its numbers."""
     if schema.get("type") != "integer" or not _WIDE.fullmatch(name):
         return schema
     said = [_NANOSECONDS_NOTE] if _NANOSECONDS.fullmatch(name) else []
@@ -125,9 +126,9 @@ def _noted(schema: Schema, name: str) -> Schema:
     return {**schema, "description": " ".join(said).strip()}
 
 
-# Unions of structs, by the names that their messages have.
+# Unions of structs, by name.
 _UNIONS = {"Frame": Frame, "WorkerCommand": WorkerCommand}
-# What a job checks by itself.
+# Bounds that a job checks itself.
 _NAME: Schema = {"maxLength": MAX_NAME_CHARACTERS}
 _JOB_BOUNDS = {"request_id": {"minLength": 1, **_NAME}, "reply": _NAME, "tenant": _NAME}
 _JOBS = "jobs."
@@ -137,9 +138,11 @@ Action = Literal["send", "receive"]
 
 @dataclass(frozen=True)
 class Channel:
-    """One kind of subject or topic. ``action`` is what Millrace does with it; ``kinds`` are what it
-    carries, in each of ``content_types``; one of ``answers`` comes back on the message's reply
-    subject, in the same encodings."""
+    """Kind of subject or topic.
+
+    ``action`` is Millrace's part. The channel carries ``kinds`` in each of ``content_types``. One
+    of ``answers`` is sent to the message's reply subject, in the same encodings.
+    """
 
     key: str
     address: str
@@ -194,7 +197,7 @@ BigInt with a JSON library that writes it as a number, or in MessagePack with 64
 
 
 def document(listed: Sequence[Channel]) -> Schema:
-    """The AsyncAPI document of channels, ready for JSON."""
+    """Return the AsyncAPI document of channels, ready for JSON."""
     kinds = {_name(kind): kind for one in listed for kind in (*one.kinds, *one.answers)}
     structs = [kind for name, kind in kinds.items() if name not in _UNIONS]
     jobs = [kind for one in listed if one.address.startswith(_JOBS) for kind in one.kinds]
@@ -256,7 +259,7 @@ _EMPTY: Schema = {"name": "Empty", "title": "Nothing: the payload is empty"}
 
 
 def _message(kind: Any, content_type: str) -> Schema:
-    """A message in one encoding; the name of one in JSON ends in Json."""
+    """Return a message in one encoding. The name of a JSON message ends in Json."""
     name, is_json = _name(kind), content_type == codec.JSON
     return {
         "name": f"{name}Json" if is_json else name,
@@ -267,7 +270,7 @@ def _message(kind: Any, content_type: str) -> Schema:
 
 
 def _name(kind: Any) -> str:
-    """A struct's own name; that of a union is in ``_UNIONS``."""
+    """Return the name of a struct, or that of a union in ``_UNIONS``."""
     for name, union in _UNIONS.items():
         if kind == union:
             return name

@@ -1,1 +1,1 @@
-"""Which workers there are, what they are called, and how many are wanted."""
+"""Fleet: workers, their names, their adapters and versions, and the desired number."""

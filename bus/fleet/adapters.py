@@ -1,4 +1,4 @@
-"""Which LoRA adapters there are, as Redis keeps them and every process knows them."""
+"""LoRA adapters in Redis, and each process's copy of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from millrace.schemas.models.adapters import (
     AdapterTakenError,
 )
 
-# How long requests of an adapter that is gone may still run and move.
+# Time for which requests of a removed adapter may still run and move.
 _FORMER_S = 7 * 86_400
 
-# KEYS: the adapters, the changes, where the former one goes. ARGV: name, JSON, whether it may take
-# the place of another, the version of that, for how long it is kept.
+# KEYS: the adapters, the change counter, the key of the former adapter. ARGV: name, JSON, whether
+# it may replace another, that one's version, seconds to keep it.
 _ADD = Script(
     """
 local former = redis.call('HGET', KEYS[1], ARGV[1])
@@ -34,7 +34,7 @@ return 1
 """
 )
 
-# KEYS as above. ARGV: name, version, for how long it is kept.
+# KEYS as above. ARGV: name, version, seconds to keep it.
 _REMOVE = Script(
     """
 local former = redis.call('HGET', KEYS[1], ARGV[1])
@@ -50,14 +50,17 @@ _decoder = msgspec.json.Decoder(Adapter)
 
 
 class AdapterStore:
-    """Calls raise RedisUnreachableError while Redis is unreachable. The link is its owner's."""
+    """Store of adapters in Redis. Calls raise RedisUnreachableError. It does not own the link."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     async def add(self, adapter: Adapter, *, replace: bool = False) -> None:
-        """Raises AdapterTakenError if another has the name, unless it may be replaced: then it is
-        kept for the requests that run with it."""
+        """Add an adapter.
+
+        A replaced adapter is kept for the requests that run with it. Raises AdapterTakenError if
+        the name is taken and ``replace`` is False.
+        """
         while True:
             former = await self._get(adapter.name)
             if former is not None and not replace:
@@ -72,8 +75,10 @@ class AdapterStore:
                 return
 
     async def remove(self, name: str) -> Adapter:
-        """The adapter, which stays for the requests that run with it. Raises
-        AdapterNotFoundError."""
+        """Remove an adapter and return it. It is kept for the requests that run with it.
+
+        Raises AdapterNotFoundError.
+        """
         while True:
             known = await self._get(name)
             if known is None:
@@ -83,17 +88,17 @@ class AdapterStore:
                 return known
 
     async def all(self) -> list[Adapter]:
-        """By name."""
+        """Return all adapters, sorted by name."""
         found: list[bytes] = await self._link.call("HVALS", redis_keys.ADAPTERS_KEY)
         return sorted(map(_decoder.decode, found), key=lambda one: one.name)
 
     async def number_of_changes(self) -> int:
-        """Another one after each change."""
+        """Return a number that differs after each change."""
         found: bytes | None = await self._link.call("GET", redis_keys.ADAPTER_CHANGES_KEY)
         return int(found or 0)
 
     async def find(self, name: str, version: str = "") -> Adapter | None:
-        """The adapter, or what it was while it had that version."""
+        """Return an adapter; with ``version``, the adapter of that version, also a former one."""
         known = await self._get(name)
         if not version or (known is not None and known.version == version):
             return known
@@ -108,21 +113,23 @@ class AdapterStore:
 
 
 class AdapterDirectory(WatchedStore[Adapter]):
-    """What one process knows of the adapters, and what it is asked for that is newer."""
+    """Adapters that one process knows, with lookups of newer ones."""
 
     def __init__(self, link: RedisLink | None, clock: Clock) -> None:
-        """Without a link there are none."""
+        """Create a directory; empty without a link."""
         self.store = None if link is None else AdapterStore(link)
         super().__init__(self.store, clock, "adapters", lambda one: one.name)
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """All that are known, by name."""
+        """Known adapters by name."""
         return self._items
 
     def known(self, name: str, tenant: str) -> Adapter | None:
-        """What a client calls so, an adapter by its own name or as ``model:adapter``, as far as
-        its tenant may know of it."""
+        """Return the adapter that a client names, if its tenant may use it.
+
+        The name is the adapter's own, or ``model:adapter``.
+        """
         model, separator, own_name = name.rpartition(SEPARATOR)
         for adapter in (self.adapters.get(name), self.adapters.get(own_name)):
             if adapter is None or not adapter.is_for(tenant):
@@ -132,7 +139,7 @@ class AdapterDirectory(WatchedStore[Adapter]):
         return None
 
     async def find(self, name: str, tenant: str) -> Adapter | None:
-        """As ``known``; one that has just been added is found as well."""
+        """Return an adapter like ``known``, including new adapters."""
         adapter = self.known(name, tenant)
         if adapter is None and self.store is not None:
             await self.look()
@@ -140,8 +147,7 @@ class AdapterDirectory(WatchedStore[Adapter]):
         return adapter
 
     async def version(self, name: str, version: str) -> Adapter | None:
-        """The adapter while it had that version, the newest if none is named. Raises
-        RedisUnreachableError."""
+        """Return an adapter of a version, by default the newest. Raises RedisUnreachableError."""
         adapter = self.adapters.get(name)
         if adapter is not None and version == adapter.version:
             return adapter

@@ -1,4 +1,4 @@
-"""How many workers the schedulers want."""
+"""Desired number of workers, from the schedulers' queue statuses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from millrace.schemas.control import QueueStatus
 
-# Of what was heard within this, the most counts. Several schedulers publish a figure each, under no
-# name; one that has just started has not seen all that is needed yet.
+# The highest figure within this time counts. Several schedulers publish figures without a name, and
+# a scheduler that has just started does not know the whole need yet.
 _WINDOW_S = 3.0
 
 
@@ -23,7 +23,7 @@ class _Heard:
 
 
 class DesiredReplicas:
-    """Remembers what queue statuses said of late. Pure: the caller passes the time in."""
+    """Recent figures of queue statuses. Pure: the caller passes the time."""
 
     def __init__(self) -> None:
         self._heard: dict[str, _Heard] = {}
@@ -36,7 +36,8 @@ class DesiredReplicas:
         heard.figures.append((now_s, status.desired_workers))
 
     def of(self, model: str, now_s: float) -> int | None:
-        """The most that any scheduler wants for a model; None: none was heard of lately."""
+        """Return the highest number that a scheduler wants for a model; None without recent
+        figures."""
         heard = self._heard.get(model)
         if heard is None:
             return None
@@ -44,7 +45,9 @@ class DesiredReplicas:
         return max((count for _, count in heard.figures), default=None)
 
     def is_settled(self, model: str, now_s: float) -> bool:
-        """Whether schedulers were heard for so long that none wants more than ``of`` says: enough
-        to stop what is beyond that."""
+        """Return whether schedulers were heard for long enough that none wants more than ``of``.
+
+        Workers beyond that number may then be stopped.
+        """
         heard = self._heard.get(model)
         return heard is not None and now_s - heard.since_s >= _WINDOW_S

@@ -1,4 +1,4 @@
-"""What the processes of a system know of one another's choices, as Redis keeps them."""
+"""Directories that the processes of a system share through Redis."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from millrace.schemas.tenants import LOCAL_TENANT, may_reply_to
 
 @dataclass(frozen=True)
 class Directories:
-    """The adapters, the rollouts of versions, and the tenants that own listeners. ``start`` begins
-    to watch adapters and rollouts; ``close`` ends that."""
+    """Adapters, rollouts, and owners of listeners.
+
+    ``start`` begins to watch adapters and rollouts. ``close`` ends that.
+    """
 
     adapters: AdapterDirectory
     rollouts: RolloutDirectory
@@ -24,7 +26,7 @@ class Directories:
 
     @classmethod
     def of(cls, link: RedisLink | None, clock: Clock) -> Self:
-        """Without a link there is nothing in them."""
+        """Create the directories; empty without a link."""
         return cls(AdapterDirectory(link, clock), RolloutDirectory(link, clock), ReplyOwners(link))
 
     async def start(self) -> None:
@@ -38,15 +40,20 @@ class Directories:
 
 
 class ReplyOwners:
-    """The keyless tenant may name any listener except those of tenants with a record in Redis."""
+    """Owners of listeners.
+
+    The keyless tenant may name any listener except those of tenants with a record in Redis.
+    """
 
     def __init__(self, link: RedisLink | None) -> None:
-        """Without a link no tenant has a record."""
+        """Create the owners. Without a link no tenant has a record."""
         self._link = link
 
     async def is_foreign(self, tenant: str, reply: str) -> bool:
-        """See ``bus.job_queue.IsForeignReply``. While Redis is unreachable, every tenant counts as
-        one without a record."""
+        """Return whether a listener is another tenant's. See ``bus.job_queue.IsForeignReply``.
+
+        While Redis is unreachable, every tenant counts as one without a record.
+        """
         if not may_reply_to(tenant, reply):
             return True
         is_bare = reply not in ("", tenant) and "/" not in reply

@@ -1,4 +1,4 @@
-"""How the workers of a model are shared out among roles, as their number changes. Pure."""
+"""Shares of a model's workers by role, as their number changes. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from millrace.schemas.engines import WorkerRole
 
 
 class RoleShares(msgspec.Struct, frozen=True):
-    """Roles in the shares that ``first`` has them in (empty: all workers have both), or, where
-    ``may_change``, in those of the workers that there are."""
+    """Target shares of the roles.
+
+    They are those of ``first`` (empty: all workers have both roles), or with ``may_change`` those
+    of the present workers.
+    """
 
     first: tuple[WorkerRole, ...] = ()
     may_change: bool = False
 
     def next(self, present: Sequence[WorkerRole]) -> WorkerRole:
-        """That of one more worker beside those of the ``present`` roles: the one which is furthest
-        behind its share then."""
+        """Return the role of one more worker: the role furthest below its share."""
         shares = self._shares(present)
         if not shares:
             return WorkerRole.BOTH
@@ -27,10 +29,10 @@ class RoleShares(msgspec.Struct, frozen=True):
         return max(shares, key=lambda role: shares[role] * number - there[role])
 
     def spare(self, present: Sequence[WorkerRole]) -> WorkerRole:
-        """That of which one may go: the one which is furthest beyond its share without it."""
+        """Return the role that should lose a worker: the role furthest above its share."""
         shares = self._shares(present)
         there, number = Counter(present), len(present) - 1
-        # Of equals the one that was named last goes.
+        # Of equal roles, the last named one loses a worker.
         known = [*shares, *(role for role in there if role not in shares)]
         held = [role for role in reversed(known) if there[role]]
         return max(held, key=lambda role: there[role] - shares.get(role, 0.0) * number)

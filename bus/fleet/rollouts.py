@@ -1,4 +1,4 @@
-"""Rollouts of versions, as Redis keeps them and every process knows them."""
+"""Rollouts of versions in Redis, and each process's copy of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace.schemas.models.rollouts import (
     VersionFigures,
 )
 
-# KEYS: the rollouts, the changes, the figures. ARGV: the model, JSON, the revision before.
+# KEYS: the rollouts, the change counter, the figures. ARGV: model, JSON, former revision.
 _PUT = Script(
     """
 local former = redis.call('HGET', KEYS[1], ARGV[1])
@@ -30,7 +30,7 @@ redis.call('INCR', KEYS[2])
 return 1
 """
 )
-# KEYS: the rollouts, the figures. ARGV: the model, JSON, the revision that they belong to.
+# KEYS: the rollouts, the figures. ARGV: model, JSON, the revision that they belong to.
 _PUT_FIGURES = Script(
     """
 local rollout = redis.call('HGET', KEYS[1], ARGV[1])
@@ -46,15 +46,20 @@ _figures_decoder = msgspec.json.Decoder(tuple[VersionFigures, ...])
 
 
 class RolloutStore:
-    """The latest rollout of each model. Calls raise RedisUnreachableError while Redis is
-    unreachable. The link is its owner's."""
+    """Store of the latest rollout of each model.
+
+    Calls raise RedisUnreachableError. It does not own the link.
+    """
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     async def start(self, rollout: Rollout, former: Rollout | None = None) -> Rollout:
-        """Begin it, in place of the ``former`` one that it was made after; as it is kept. Raises
-        RolloutConflictError while that goes on, or if there is another one by now."""
+        """Start a rollout in place of ``former`` and return it as stored.
+
+        Raises RolloutConflictError if ``former`` is open, or if another rollout was stored
+        meanwhile.
+        """
         if former is not None and former.is_open:
             raise RolloutConflictError(
                 f"A rollout of {rollout.model} to {former.candidate} goes on; turn it back first, "
@@ -69,8 +74,8 @@ class RolloutStore:
         return started
 
     async def change(self, before: Rollout | None, after: Rollout) -> Rollout | None:
-        """Put ``after`` in the place of ``before``; as it is kept, or None if somebody else has
-        changed it meanwhile."""
+        """Replace ``before`` by ``after`` and return it as stored; None if it was changed
+        meanwhile."""
         revision = 0 if before is None else before.revision
         stored = msgspec.structs.replace(after, revision=revision + 1)
         encoded = msgspec.json.encode(stored)
@@ -78,8 +83,10 @@ class RolloutStore:
         return stored if kept else None
 
     async def apply(self, model: str, change: Callable[[Rollout], Rollout | None]) -> Rollout:
-        """What ``change`` makes of the latest rollout of a model, as it is kept. Raises
-        RolloutNotFoundError, or RolloutConflictError if it makes nothing of it."""
+        """Apply ``change`` to the latest rollout of a model and return the result as stored.
+
+        Raises RolloutNotFoundError, or RolloutConflictError if ``change`` returns None.
+        """
         while True:
             known = await self.find(model)
             if known is None:
@@ -92,28 +99,28 @@ class RolloutStore:
                 return stored
 
     async def find(self, model: str) -> Rollout | None:
-        """The latest rollout of a model."""
+        """Return the latest rollout of a model."""
         found: bytes | None = await self._link.call("HGET", redis_keys.ROLLOUTS_KEY, model)
         return None if found is None else _decoder.decode(found)
 
     async def all(self) -> list[Rollout]:
-        """By model."""
+        """Return all rollouts, sorted by model."""
         found: list[bytes] = await self._link.call("HVALS", redis_keys.ROLLOUTS_KEY)
         return sorted(map(_decoder.decode, found), key=lambda one: one.model)
 
     async def number_of_changes(self) -> int:
-        """Another one after each change."""
+        """Return a number that differs after each change."""
         found: bytes | None = await self._link.call("GET", redis_keys.ROLLOUT_CHANGES_KEY)
         return int(found or 0)
 
     async def put_figures(self, rollout: Rollout, figures: Sequence[VersionFigures]) -> None:
-        """What was seen of the versions of a rollout, unless it has changed meanwhile."""
+        """Store the figures of a rollout's versions, unless it was changed meanwhile."""
         keys = [redis_keys.ROLLOUTS_KEY, redis_keys.ROLLOUT_FIGURES_KEY]
         encoded = msgspec.json.encode(figures)
         await self._link.evaluate(_PUT_FIGURES, keys, [rollout.model, encoded, rollout.revision])
 
     async def report(self, model: str) -> RolloutReport | None:
-        """The latest rollout of a model and its figures."""
+        """Return the latest rollout of a model with its figures."""
         rollout = await self.find(model)
         if rollout is None:
             return None
@@ -122,20 +129,20 @@ class RolloutStore:
         return RolloutReport(rollout=rollout, figures=figures)
 
     async def reports(self) -> list[RolloutReport]:
-        """Of all models, by name."""
+        """Return the reports of all models, sorted by name."""
         found = [await self.report(one.model) for one in await self.all()]
         return [one for one in found if one is not None]
 
 
 class RolloutDirectory(WatchedStore[Rollout]):
-    """What one process knows of the rollouts."""
+    """Rollouts that one process knows."""
 
     def __init__(self, link: RedisLink | None, clock: Clock) -> None:
-        """Without a link there are none."""
+        """Create a directory; empty without a link."""
         self.store = None if link is None else RolloutStore(link)
         super().__init__(self.store, clock, "rollouts", lambda one: one.model)
 
     @property
     def rollouts(self) -> Mapping[str, Rollout]:
-        """The latest of each model, by name."""
+        """Latest rollouts by model."""
         return self._items

@@ -1,4 +1,4 @@
-"""What one process knows of a store in Redis that changes seldom."""
+"""Copy of a Redis store that changes rarely, kept by one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millrace.runtime.clock import Clock
 from millrace.runtime.redis.link import RedisUnreachableError
 from millrace.runtime.tasks import Tasks
 
-# How long a change may go unseen by those who are not asked for what is new in it.
+# Longest time until a change is seen by readers that do not look themselves.
 _LOOK_EVERY_S = 1.0
 
 _ItemT = TypeVar("_ItemT")
@@ -17,17 +17,20 @@ _ItemT_co = TypeVar("_ItemT_co", covariant=True)
 
 
 class ChangingStore(Protocol[_ItemT_co]):
-    """Calls raise RedisUnreachableError while Redis is unreachable."""
+    """Store with a change counter. Calls raise RedisUnreachableError."""
 
     async def all(self) -> Sequence[_ItemT_co]: ...
 
     async def number_of_changes(self) -> int:
-        """Another one after each change."""
+        """Return a number that differs after each change."""
 
 
 class WatchedStore(Generic[_ItemT]):
-    """All items of a store, as they were at most a second ago; while Redis is unreachable they stay
-    as they were. Owns the task that looks, which ``close`` ends."""
+    """Items of a store, at most a second old.
+
+    They stay as they were while Redis is unreachable. Owns the task that looks, which ``close``
+    ends.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,14 @@ class WatchedStore(Generic[_ItemT]):
         what: str,
         name_of: Callable[[_ItemT], str],
     ) -> None:
-        """Without a store there are none. ``what`` they are called, and each by ``name_of``."""
+        """Watch a store; without one there are no items.
+
+        Args:
+            store: The store.
+            clock: The clock.
+            what: Name of the items in the task's name.
+            name_of: Returns an item's name.
+        """
         self._watched = store
         self._clock = clock
         self._what = what
@@ -53,7 +63,7 @@ class WatchedStore(Generic[_ItemT]):
         await self._tasks.close()
 
     async def look(self) -> None:
-        """Take in what has changed."""
+        """Reload the items if the store has changed."""
         if self._watched is None:
             return
         try:
@@ -62,4 +72,4 @@ class WatchedStore(Generic[_ItemT]):
                 self._items = {self._name_of(one): one for one in await self._watched.all()}
                 self._changes = changes
         except RedisUnreachableError:
-            return  # the link logs that, once
+            return  # the link logs it once

@@ -1,1 +1,1 @@
-"""Jobs on their way through the queue: decoded, refused, ended, and word of them."""
+"""Jobs in the queue: decoding, refusals, ends, and announcements."""

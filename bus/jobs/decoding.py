@@ -1,4 +1,4 @@
-"""From a stored message to a Job: what a job must be, whoever published it."""
+"""Decoding of stored messages to jobs, with the checks that hold for every publisher."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ MALFORMED = "malformed"
 TOO_MANY_DELIVERIES = "too_many_deliveries"
 NOT_A_TENANT_QUEUE = "the subject is neither jobs.<model>.<tier> nor jobs.<model>.<tier>.<tenant>"
 FOREIGN_TENANT = (
-    "The subject says whose a job is, and this job names another tenant. Publish it under "
+    "The job names another tenant than its subject does. Publish it under "
     "jobs.<model>.<tier>.<tenant>."
 )
 
 
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
-    """Who to tell about a message that is not a job, as far as it can be read. Without a
-    ``request_id`` it is told all the same, under the empty one."""
+    """Publisher of a message that is not a job, as far as it can be read.
+
+    Without a ``request_id`` it is answered under the empty id.
+    """
 
     request_id: str = ""
     reply: str = ""
@@ -56,18 +58,18 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_valid_id(self) -> bool:
-        """Whether a job may have its request id."""
+        """True if a job may have its request id."""
         return 0 < len(self.request_id) <= MAX_NAME_CHARACTERS
 
 
 class _Stated(msgspec.Struct, frozen=True):
-    """Tier and tenant as written; what is absent, the subject says."""
+    """Tier and tenant as written. The subject supplies absent ones."""
 
     tier: str | None = None
     tenant: str | None = None
 
 
-# The fields of an owner, none of them read so far.
+# Raw fields of an owner.
 _OwnerFields = msgspec.defstruct(
     "_OwnerFields",
     [(name, msgspec.Raw, _ABSENT) for name in Owner.__struct_fields__],
@@ -78,7 +80,7 @@ _OWNER_FIELDS: codec.Codec[msgspec.Struct] = codec.Codec(_OwnerFields)
 _LABEL: codec.Codec[str] = codec.Codec(str)
 _FLAG: codec.Codec[bool] = codec.Codec(bool)
 _ID: codec.Codec[str | int | float] = codec.Codec(str | int | float)  # type: ignore[arg-type]
-# As many as the longest name takes: four bytes a character, each of them percent-encoded.
+# Length of the longest name: four bytes a character, each percent-encoded.
 _MAX_TOKEN_CHARACTERS = 12 * MAX_NAME_CHARACTERS
 _MAX_CHARACTERS = {
     "reply": MAX_NAME_CHARACTERS,
@@ -86,7 +88,7 @@ _MAX_CHARACTERS = {
     "model": MAX_LABEL_CHARACTERS,
 }
 _FLAGS = ("store_result", "frames_as_json")
-# A pair of a JSON object that is broken elsewhere; within a string its quotes would be escaped.
+# Pair of a JSON object that is broken elsewhere. Within a string its quotes would be escaped.
 _PAIR = re.compile(rb'"(request_id|reply)"\s*:\s*("(?:[^"\\]|\\.)*")')
 _STATED: codec.Codec[_Stated] = codec.Codec(_Stated)
 
@@ -98,17 +100,19 @@ def read_job(
     stored_ns: int,
     traceparent: str | None = None,
 ) -> Job:
-    """Read the job in a message of the stream JOBS. The job was made by a gateway, or published by
-    a service (see ``published.read_published``).
+    """Read the job in a message of the stream JOBS, from a gateway or a service.
 
-    The model in the body must be the subject's, and so must tier and tenant where both state
-    them; under a subject without a tenant a job is the keyless one's. A job without
-    ``received_ns`` was received when it was stored; a JSON job's listener reads JSON. A service's
-    job came over NATS, whatever its ``source`` says. A job that names no trace is of that in the
-    message's header ``traceparent``, if that is one. A message without a Content-Type is
-    MessagePack, unless it begins as a JSON object does. Raises
-    MalformedMessageError, ForeignTenantError for a job that names another tenant, and
-    ForeignReplyError for a service's job that names a listener of another tenant.
+    For services see ``published.read_published``. The model in the body must be the subject's, and
+    so must tier and tenant if both state them. Under a subject without a tenant a job is the
+    keyless tenant's. ``received_ns`` defaults to the time of storing. A JSON job's listener gets
+    JSON. A service's job has the source NATS, even if it states another. A job without a trace
+    takes the message's header ``traceparent`` if it is valid. A message without a Content-Type is
+    MessagePack, unless it begins like a JSON object.
+
+    Raises:
+        MalformedMessageError: The message is not a job.
+        ForeignTenantError: The job names another tenant.
+        ForeignReplyError: A service's job names another tenant's listener.
     """
     payload = without_mark(payload)
     content_type = codec.stated_or_seen(payload, content_type)
@@ -150,7 +154,7 @@ def read_job(
     if traceparent and not job.traceparent:
         context = parse_traceparent(traceparent)
         if context is not None:
-            # As it is written here: of another version, it may be of any length.
+            # Rewritten here: a header of another version may be of any length.
             changes["traceparent"] = context.traceparent
     try:
         job = msgspec.structs.replace(job, **changes) if changes else job
@@ -173,18 +177,18 @@ def _published(payload: bytes, content_type: str | None) -> Job:
 
 
 def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
-    """Whatever can be read of who published a malformed job; empty where nothing can.
+    """Read as much as possible of a malformed job's publisher.
 
-    The subject's tenant holds, whatever the body says: who may publish under it alone must not be
-    answered in another's name, nor have a stranger told. Where ``reply`` is another's or cannot be
-    read, the tenant's own listener is told; an empty one names no listener. A request id may be
-    invalid for a job, because it is a number or too long. The answer still goes to this id, which
-    the publisher listens for, if a subject can hold it.
+    The subject's tenant overrides the body, so a client that may publish only under its own tenant
+    cannot cause answers to others. If ``reply`` is another tenant's or unreadable, the tenant's own
+    listener is used. An empty ``reply`` names no listener. A request id may be invalid for a job (a
+    number, or too long). The answer still goes to this id, which the publisher listens for, if a
+    subject can hold it.
     """
     payload = without_mark(payload)
     is_json = codec.is_json(codec.stated_or_seen(payload, content_type))
     if not is_json and content_type is not None and content_type != codec.MSGPACK:
-        # A type that is refused says nothing of how the message is written.
+        # A refused type does not tell the encoding.
         is_json = codec.is_json(codec.stated_or_seen(payload, None))
     fields = _owner_fields(payload, codec.JSON if is_json else codec.MSGPACK)
     if is_json:
@@ -199,13 +203,13 @@ def read_owner(subject: str, payload: bytes, content_type: str | None) -> Owner:
 
 
 def _owner_fields(payload: bytes, content_type: str) -> dict[str, Any]:
-    """What can be read and is not longer than it may be, each by itself."""
+    """Return the readable fields within their length limits, each read by itself."""
     try:
         read = _OWNER_FIELDS.decode(payload, content_type)
         raw = {name: bytes(getattr(read, name)) for name in read.__struct_fields__}
     except MalformedMessageError:
         pairs = _PAIR.findall(payload) if content_type == codec.JSON else []
-        # Whose pairs they are cannot be known; the first of each counts.
+        # The enclosing object is unknown, so the first pair of each name counts.
         raw = {name.decode(): value for name, value in reversed(pairs)}
     fields: dict[str, Any] = {}
     for name, value in raw.items():
@@ -226,8 +230,10 @@ def _owner_fields(payload: bytes, content_type: str) -> dict[str, Any]:
 
 
 def _listened_id(raw: bytes, content_type: str) -> str:
-    """Return the request id as the publisher writes it in the subject of its listener. Raises
-    ValueError for an id that is too long for a subject, and for a value of another type."""
+    """Return the request id as it is in the subject of the publisher's listener.
+
+    Raises ValueError for an id that is too long for a subject, or a value of another type.
+    """
     value = _ID.decode(raw, content_type)
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value
@@ -238,7 +244,7 @@ def _listened_id(raw: bytes, content_type: str) -> str:
 
 
 def _tenant_of(subject: str) -> str:
-    """The tenant that a subject names; the keyless tenant if it names none or cannot be read."""
+    """Return the tenant in a subject; the keyless tenant if there is none or it is unreadable."""
     parts = subject.split(".")
     try:
         tenant = untoken(parts[3]) if len(parts) in (4, 5) else LOCAL_TENANT

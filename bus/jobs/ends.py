@@ -1,4 +1,4 @@
-"""Jobs that end without a worker: record, result, the frame for their owner, dead letters."""
+"""Ends of jobs without a worker: record, result, frame for the owner, dead letter."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ from millrace.schemas.tenants import may_reply_to
 logger = logging.getLogger(__name__)
 
 _NS_PER_MS = 1e6
-# A job that is refused may ask for more.
+# A refused job may ask for more.
 _MOST_TOKENS = (1 << 32) - 1
 
 
-_ID_IS_FREE = "Its request_id is free: a corrected job may have it."
+_ID_IS_FREE = "Its request_id is free: a corrected job may use it."
 
 
 def record_of(job: Job, status: Status, error_code: str, epoch: int, done_ns: int) -> RequestRecord:
-    """The record of a job that no worker answered: no tokens of a completion, no cost. A worker
-    adds what it knows. A part of a request counts no prompt unless a worker has computed it, so
-    that tokens and cost of the request's parts add up."""
+    """Make the record of a job that no worker answered: no completion tokens, no cost.
+
+    A worker adds its data. A part of a request counts no prompt tokens unless a worker has computed
+    them, so tokens and cost of the request's parts add up.
+    """
     asked = asked_of(job)
     part = job.part or RequestPart(request_id="")
     return RequestRecord(
@@ -82,7 +84,7 @@ def result_of(
     done_ns: int,
     error_param: str = "",
 ) -> JobResult:
-    """What ``owner`` fetches of a job that no worker answered. A worker adds the answer."""
+    """Make the result of a job that no worker answered. A worker adds the answer."""
     return JobResult(
         request_id=owner.request_id,
         tenant=owner.tenant,
@@ -96,14 +98,15 @@ def result_of(
 
 
 async def is_foreign_by_name(tenant: str, reply: str) -> bool:
-    """Whether a listener is another tenant's, as far as its name says."""
+    """Return whether a listener is another tenant's, by its name alone."""
     return not may_reply_to(tenant, reply)
 
 
 class JobRefusals:
-    """Tells the owner of a dead-lettered job: a terminal frame, the result if asked for, a record.
+    """Refusals of dead-lettered jobs: a terminal frame, the result if asked for, a record.
 
-    ``is_foreign_reply`` says which listeners are another tenant's."""
+    ``is_foreign_reply`` tells another tenant's listeners.
+    """
 
     def __init__(
         self, frames: FrameStreams, results: Results, outbox: Outbox, clock: Clock
@@ -121,7 +124,7 @@ class JobRefusals:
         content_type: str | None,
         error: MalformedMessageError,
     ) -> None:
-        """For a message that is not a job: its publisher is told, as far as it can be read."""
+        """Refuse a message that is not a job, and tell its publisher as far as it is known."""
         owner = decoding.read_owner(subject, payload, content_type)
         is_reserved = subjects.is_reserved(subject)
         if not is_reserved and await self.is_foreign_reply(owner.tenant, owner.reply):
@@ -134,7 +137,7 @@ class JobRefusals:
         await self._tell(owner, error.code, message, epoch=0, param=error.param)
 
     async def refuse(self, job: Job, code: str, message: str, num_deliveries: int) -> None:
-        """For a job that must not run: its record is stored, then its owner is told."""
+        """Refuse a job that must not run: store its record, then tell its owner."""
         epoch = (num_deliveries - 1) * EPOCHS_PER_DELIVERY
         record = record_of(job, Status.FAILED, code, epoch, self._clock.now_ns())
         await self._outbox.publish(record)
@@ -155,7 +158,7 @@ class JobRefusals:
 
 
 class QueuedMessage(NamedTuple):
-    """A message as the queue has it, job or not; ``sequence`` is its place there."""
+    """Message in the queue, a job or not; ``sequence`` is its place."""
 
     subject: str
     payload: bytes
@@ -165,8 +168,11 @@ class QueuedMessage(NamedTuple):
 
 
 class JobDeadLetters:
-    """``store`` keeps a dead letter, given with its job's place in the queue: once. To take the
-    message out of the queue is left to the caller, after that."""
+    """Dead letters of jobs.
+
+    ``store`` keeps a dead letter once, by its job's place in the queue. The caller then removes the
+    message from the queue.
+    """
 
     def __init__(
         self,
@@ -183,8 +189,10 @@ class JobDeadLetters:
     async def read(
         self, message: QueuedMessage, stored_ns: int, traceparent: str | None = None
     ) -> Job | None:
-        """Return the job of a message that was stored at ``stored_ns``. A message that is no job,
-        or that was delivered too often, is refused and kept (None)."""
+        """Return the job of a message that was stored at ``stored_ns``.
+
+        A message that is no job, or was delivered too often, is refused and kept (None).
+        """
         try:
             job = decoding.read_job(
                 message.subject, message.payload, message.content_type, stored_ns, traceparent
@@ -198,19 +206,19 @@ class JobDeadLetters:
         return job
 
     async def refuse_unreadable(self, message: QueuedMessage, error: MalformedMessageError) -> None:
-        """For a message that is not a job, whose publisher is told as far as it can be made out."""
+        """Keep a message that is not a job, and tell its publisher as far as it is known."""
         await self.keep_unreadable(message, error)
         await self._refusals.refuse_unreadable(
             message.subject, message.payload, message.content_type, error
         )
 
     async def keep_unreadable(self, message: QueuedMessage, error: MalformedMessageError) -> None:
-        """The same, but nobody is told."""
+        """Keep a message that is not a job, and tell no publisher."""
         owner = decoding.read_owner(message.subject, message.payload, message.content_type)
         await self._keep(message, decoding.MALFORMED, error.message, owner.request_id)
 
     async def _refuse_worn_out(self, message: QueuedMessage, job: Job) -> None:
-        """For a job that was delivered too often."""
+        """Refuse a job that was delivered too often."""
         reason, num_deliveries = decoding.TOO_MANY_DELIVERIES, message.num_deliveries
         why = f"The job was delivered {num_deliveries - 1} times without an answer."
         await self._keep(message, reason, why, job.request_id)
@@ -218,7 +226,7 @@ class JobDeadLetters:
 
     async def _keep(self, message: QueuedMessage, reason: str, why: str, request_id: str) -> None:
         logger.warning(
-            "a job goes to the dead letters",
+            "moving a message to the dead letters",
             extra={"reason": reason, "subject": message.subject, "sequence": message.sequence},
         )
         dead = DeadJob(
@@ -238,13 +246,16 @@ class JobDeadLetters:
 async def watch_stored_jobs(
     transport: Transport, on_published: Callable[[TenantQueue], None]
 ) -> Subscription:
-    """See ``bus.job_queue.JobQueue.watch``: the server repeats the subject of what it stored."""
+    """Watch stored jobs.
+
+    See ``JobQueue.watch``: the server repeats the subjects of stored messages.
+    """
 
     def on_message(message: Message) -> None:
         try:
             tenant_queue = subjects.stored_tenant_queue_of(message.subject)
         except ValueError:
-            return  # of no tenant queue; ``JobQueue.tenant_queues`` answers for it
+            return  # no tenant queue: ``JobQueue.tenant_queues`` handles it
         try:
             on_published(tenant_queue)
         except Exception:
@@ -256,7 +267,7 @@ async def watch_stored_jobs(
 async def watch_results(
     transport: Transport, tenant: str, on_stored: Callable[[str], None]
 ) -> Subscription:
-    """See ``bus.api.Results.watch``: what goes to the stream passes by everybody who listens."""
+    """Watch stored results. See ``Results.watch``: every subscriber hears the stream's messages."""
 
     def on_message(message: Message) -> None:
         on_stored(subjects.last_token(message.subject))

@@ -1,5 +1,7 @@
-"""From what a service has published to a Job: its own fields, and beside them a body, which the
-scheduler reads, or the nested form of a job, which is a Job itself."""
+"""Jobs as services publish them: job fields beside a request body, or a nested Job.
+
+The scheduler reads the body later.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +26,10 @@ _ANY: codec.Codec[Any] = codec.Codec(object)
 _TEXT: codec.Codec[str] = codec.Codec(str)
 _FIELDS: codec.Codec[JobFields] = codec.Codec(JobFields)
 
-# Fields of ``Job`` that no service writes.
+# Fields of ``Job`` that services must not set.
 _OWN_FIELDS = ("body", "answer", "asked", "part", "batch_id")
 _NESTED_FIELDS = ("sampling", "prompt_token_ids", "pooling", "text_pair")
-# How a chat body writes what the nested form writes otherwise.
+# Hints: the form that a chat body uses in place of the nested form.
 _HOW_ELSEWHERE = "write what is in sampling beside messages, or leave the field out"
 _HOW_IN_CHAT = {
     "tools": 'write a tool as {"type": "function", "function": {"name": ...}}',
@@ -51,7 +53,7 @@ _COMPLETION_FIELDS = _names(CompletionRequest)
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """The head of a tool or of a call. The place of its name tells the form."""
+    """Head of a tool or call. The place of its name tells the form."""
 
     name: msgspec.Raw = msgspec.Raw(b"")
     type: msgspec.Raw = msgspec.Raw(b"")
@@ -71,10 +73,10 @@ _TURNS: codec.Codec[list[_Turn]] = codec.Codec(list[_Turn])
 
 
 def read_published(payload: bytes, content_type: str | None) -> Job:
-    """The job that a service has published. Null is what was not set, and a float with nothing
-    behind its point is an integer where one is wanted.
+    """Decode a published job.
 
-    Raises MalformedMessageError, which names the field at fault.
+    Null counts as unset, and an integral float as an integer where one is expected. Raises
+    MalformedMessageError, which names the field.
     """
     given = _parts(payload, content_type)
     for name in _OWN_FIELDS:
@@ -96,8 +98,10 @@ def read_published(payload: bytes, content_type: str | None) -> Job:
 
 
 def encode_job(job: Job) -> bytes:
-    """The job in MessagePack as it is published: one with a body, which is MessagePack then, has
-    the fields of the body beside its own."""
+    """Encode a job in MessagePack as it is published.
+
+    The fields of a body, which must be MessagePack, are beside the job's own.
+    """
     if not job.body:
         return codec.encode(job)
     bare = msgspec.structs.replace(job, body=b"", prompt_token_ids=())
@@ -107,14 +111,14 @@ def encode_job(job: Job) -> bytes:
 
 
 def _parts(payload: bytes, content_type: str | None) -> dict[str, msgspec.Raw]:
-    """Return the raw fields of a message. Null fields are left out."""
+    """Return the raw fields of a message without null fields."""
     null = b"null" if codec.is_json(content_type) else b"\xc0"
     parts = _PARTS.decode(payload, content_type)
     return {name: raw for name, raw in parts.items() if bytes(raw) != null}
 
 
 def _with_body(given: _Parts, content_type: str | None) -> Job:
-    """A job whose body is read later: nothing of that is known here but its model."""
+    """Make a job whose body is read later. Only its model is known here."""
     kind, known = "messages", _CHAT_FIELDS
     if "messages" not in given:
         kind, known = "prompt", _COMPLETION_FIELDS
@@ -128,7 +132,7 @@ def _with_body(given: _Parts, content_type: str | None) -> Job:
         raise MalformedMessageError("model is missing: name the model of the subject", "model")
     own = {name: raw for name, raw in given.items() if name in _JOB_FIELDS}
     fields = _tolerantly(_FIELDS, _encoded(own, content_type), content_type)
-    # In one order, since the same job may be published again by another process.
+    # Sorted, since another process may publish the same job again.
     body = {name: given[name] for name in sorted(given) if name not in _JOB_FIELDS}
     try:
         return Job(
@@ -141,7 +145,7 @@ def _with_body(given: _Parts, content_type: str | None) -> Job:
             body=_encoded(body, content_type),
         )
     except ValueError as error:
-        # The sentence begins with the field.
+        # The message begins with the field.
         name = str(error).partition(" ")[0]
         raise MalformedMessageError(str(error), name if name in _JOB_FIELDS else "") from error
 
@@ -153,8 +157,11 @@ def _model(raw: msgspec.Raw, content_type: str | None) -> str:
 
 
 def _nested_sign(given: _Parts, content_type: str | None) -> str | None:
-    """The field that only the nested form of a job has; empty where nothing tells the two forms
-    apart, as both mean the same then; None for a job with a body."""
+    """Return the field that only the nested form of a job has.
+
+    Empty if nothing tells the two forms apart, as both then mean the same. None for a job with a
+    body.
+    """
     for name in _NESTED_FIELDS:
         if name in given:
             return name
@@ -217,7 +224,7 @@ def _check_request_id(given: _Parts, content_type: str | None) -> None:
 def _with_deadline(
     given: dict[str, msgspec.Raw], content_type: str | None
 ) -> dict[str, msgspec.Raw]:
-    """The same with ``deadline_ns`` in place of a deadline that is a text or a time."""
+    """Replace a deadline that is a text or a time by ``deadline_ns``."""
     named = [name for name in (_DEADLINE, _DEADLINE_NS) if name in given]
     if not named or (named == [_DEADLINE_NS] and not _is_text(given[_DEADLINE_NS], content_type)):
         return given
@@ -230,7 +237,7 @@ def _with_deadline(
 
 
 def _ns_of(value: object, name: str) -> int:
-    """UTC epoch of a time, or of a text in ISO 8601."""
+    """Return the UTC epoch in ns of a time, or of an ISO 8601 text."""
     try:
         time = datetime.fromisoformat(value) if isinstance(value, str) else value
     except ValueError:
@@ -248,7 +255,7 @@ def _ns_of(value: object, name: str) -> int:
 
 
 def _tolerantly(kind: codec.Codec[_T], payload: bytes, content_type: str | None) -> _T:
-    """Decode as it is written, or else what the serializers of other languages mean by it."""
+    """Decode a message as written, else as other languages' serializers write it."""
     try:
         return kind.decode(payload, content_type)
     except MalformedMessageError:

@@ -1,4 +1,4 @@
-"""What the clients of the in-memory bus share: subscribers, streams, and whether it is up."""
+"""Broker that the clients of the in-memory bus share: subscribers, streams, outages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEFAULT_MAX_PAYLOAD_BYTES = 1024 * 1024
 
 
 class Subscriber:
-    """One subscription; the broker calls it until it is closed. ``number`` counts them."""
+    """Subscription that the broker calls until it is closed. ``number`` is its order."""
 
     def __init__(
         self, broker: MemoryBroker, number: int, subject: str, on_message: OnMessage, group: str
@@ -42,7 +42,7 @@ class Subscriber:
         return "*" in self.parts or ">" in self.parts
 
     def matches(self, parts: Sequence[str]) -> bool:
-        """Whether it is for the subject of these parts."""
+        """Return whether the subscription matches the subject with these parts."""
         for index, wanted in enumerate(self.parts):
             if wanted == ">":
                 return len(parts) > index
@@ -60,8 +60,10 @@ class Subscriber:
 
 
 class _Subscribers:
-    """Found by their subject, or by the first part of their pattern, so that hundreds of clients
-    cost a publisher nothing that are not meant."""
+    """Subscribers by subject, or by the first part of their pattern.
+
+    So a publisher pays nothing for hundreds of clients that do not match.
+    """
 
     def __init__(self) -> None:
         self._exact: dict[str, list[Subscriber]] = {}
@@ -78,7 +80,7 @@ class _Subscribers:
             del self._exact[subscriber.subject]
 
     def of(self, subject: str) -> list[Subscriber]:
-        """Those that a message is for, the oldest first."""
+        """Return the subscribers of a subject, the oldest first."""
         parts = subject.split(".")
         found = list(self._exact.get(subject, ()))
         for first in (parts[0], "*", ">"):
@@ -92,9 +94,12 @@ class _Subscribers:
 
 
 class MemoryBroker(MemoryServer):
-    """A server in memory. ``stop`` and ``start`` play an outage: stored work stays, core messages
-    published meanwhile are lost, leases run on. A stream put among ``failed_streams``, with a
-    cause, takes nothing until the next start."""
+    """Memory server.
+
+    ``stop`` and ``start`` simulate an outage: stored messages stay, core messages published
+    meanwhile are lost, and leases run on. ``failed_streams`` (with the cause) accept nothing until
+    the next start.
+    """
 
     def __init__(
         self,
@@ -121,7 +126,10 @@ class MemoryBroker(MemoryServer):
         self.up = False
 
     def start(self, *, lost_deliveries: bool = False) -> None:
-        """``lost_deliveries``: it was killed before it had written down which jobs are held."""
+        """Start the server again.
+
+        ``lost_deliveries``: it was killed before it stored which jobs are leased.
+        """
         self.up = True
         self.num_starts += 1
         self.failed_streams = {}
@@ -141,7 +149,7 @@ class MemoryBroker(MemoryServer):
         headers: Mapping[str, str] | None = None,
         reply: str = "",
     ) -> bool:
-        """Deliver to every subscriber in the loop's next turn; whether there was one."""
+        """Deliver to every subscriber in the loop's next turn; return whether there was one."""
         if not self.up:
             return False
         self.require_fits(len(payload))

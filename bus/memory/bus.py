@@ -1,4 +1,4 @@
-"""A client of the in-memory broker."""
+"""Client of the in-memory broker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class _MemoryTransport:
-    """See ``bus.transport.Transport``."""
+    """Transport over the broker. See ``bus.transport.Transport``."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
@@ -82,7 +82,7 @@ class _MemoryTransport:
 
 
 class _MemoryResults:
-    """See ``bus.api.Results``."""
+    """Results in the broker. See ``bus.api.Results``."""
 
     def __init__(self, broker: MemoryBroker, transport: _MemoryTransport) -> None:
         self._broker = broker
@@ -108,7 +108,7 @@ class _MemoryResults:
 
 
 class _MemoryStorage:
-    """See ``bus.storage.Storage``."""
+    """Storage of the broker. See ``bus.storage.Storage``."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker
@@ -123,7 +123,7 @@ class _MemoryStorage:
 
 
 class MemoryBus:
-    """See ``bus.api.Bus``. Closing it ends its own subscriptions only."""
+    """Bus on the broker. See ``bus.api.Bus``. Closing it ends only its own subscriptions."""
 
     def __init__(self, broker: MemoryBroker) -> None:
         self.broker = broker

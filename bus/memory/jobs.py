@@ -1,4 +1,4 @@
-"""JobQueue on the in-memory broker."""
+"""Job queue on the in-memory broker."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RETRY_AFTER_FULL_S = 5.0
 
 
 class MemoryJobQueue:
-    """See ``bus.job_queue.JobQueue``."""
+    """Job queue in memory. See ``bus.job_queue.JobQueue``."""
 
     def __init__(self, broker: MemoryBroker, transport: Transport, refusals: JobRefusals) -> None:
         self._broker = broker
@@ -30,8 +30,8 @@ class MemoryJobQueue:
         self._dead_letters = JobDeadLetters(
             self._store_dead, refusals, broker.clock, broker.config.max_deliver
         )
-        # By subject: the number of the server's start after which the tenant queue was opened, and
-        # the newest job then.
+        # By subject: the number of the server's start in which the tenant queue was opened, and the
+        # newest job at that time.
         self._opened: dict[str, tuple[int, int]] = {}
 
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
@@ -119,7 +119,7 @@ class MemoryJobQueue:
         return tenant_queues
 
     async def _refuse_misfits(self, subject: str) -> None:
-        """A subject that names no tenant queue, which nobody can pull from."""
+        """Refuse all messages of a subject that names no tenant queue: they cannot be pulled."""
         while (stored := self._broker.jobs.take_newest(subject)) is not None:
             error = MalformedMessageError(decoding.NOT_A_TENANT_QUEUE)
             await self._dead_letters.refuse_unreadable(_queued(stored), error)
@@ -186,7 +186,10 @@ def _queued(stored: StoredJob) -> QueuedMessage:
 
 
 class _Recovery:
-    """See ``JobQueue.recover_dropped``; the broker stores dropped jobs anew while there is one."""
+    """Recovery of dropped jobs.
+
+    See ``JobQueue.recover_dropped``. It is active until it is closed.
+    """
 
     def __init__(self, broker: MemoryBroker) -> None:
         self._broker = broker

@@ -1,4 +1,4 @@
-"""The work queue in memory: redelivery, duplicates and bounds as JetStream has them."""
+"""Work queue in memory: redelivery, duplicates and bounds as in JetStream."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ DUPLICATE_WINDOW_S = 600.0
 
 @dataclass(eq=False)
 class StoredJob:
-    """A message of the queue. It is held by somebody until ``due_s``, on the monotonic clock, when
-    it is delivered again; the alarm that says so rings at ``alarm_s``, or has rung."""
+    """Message of the queue.
+
+    It is leased until ``due_s`` on the monotonic clock, and then delivered again. Its alarm rings
+    at ``alarm_s``, or has rung.
+    """
 
     sequence: int
     subject: str
@@ -37,21 +40,24 @@ class StoredJob:
 
 @dataclass(eq=False)
 class _Consumer:
-    """What the server keeps for a tenant queue once somebody has pulled from it."""
+    """Server's state of a tenant queue after its first pull."""
 
     held: dict[int, StoredJob] = field(default_factory=dict)
     alarms: list[tuple[float, int]] = field(default_factory=list)
 
     def hold(self, job: StoredJob, due_s: float) -> None:
-        """Until ``due_s``. A job has one alarm that counts, which may ring too early, as leases
-        are extended far more often than they end."""
+        """Lease a job until ``due_s``.
+
+        A job has one valid alarm, which may ring too early: leases are extended far more often than
+        they end.
+        """
         job.due_s = due_s
         if job.sequence not in self.held or due_s < job.alarm_s:
             self._set_alarm(job)
         self.held[job.sequence] = job
 
     def take_due(self, now_s: float, max_jobs: int) -> list[StoredJob]:
-        """Jobs that are held no more, which the caller holds again."""
+        """Return jobs whose lease has lapsed. The caller leases them again."""
         taken: list[StoredJob] = []
         while len(taken) < max_jobs and self.alarms and self.alarms[0][0] <= now_s:
             alarm_s, sequence = heapq.heappop(self.alarms)
@@ -71,8 +77,10 @@ class _Consumer:
 
 
 class _Queue:
-    """The jobs of one subject: ``waiting`` were never delivered, except to a consumer that is
-    forgotten."""
+    """Jobs of one subject.
+
+    ``waiting`` jobs were never delivered, except to a forgotten consumer.
+    """
 
     def __init__(self) -> None:
         self.waiting: deque[StoredJob] = deque()
@@ -89,7 +97,7 @@ class _Queue:
 
 
 class StoredJobs:
-    """All tenant queues, by subject, and the pulls that wait for them."""
+    """All tenant queues by subject, and the pulls that wait for them."""
 
     def __init__(self, clock: Clock, config: NatsConfig) -> None:
         self._clock = clock
@@ -110,7 +118,10 @@ class StoredJobs:
     def add(
         self, subject: str, payload: bytes, content_type: str | None, message_id: str
     ) -> tuple[int, bool]:
-        """(sequence, whether that message id was there already); the caller checked the bound."""
+        """Add a message; return its sequence, and whether its message id was known.
+
+        The caller has checked the bound.
+        """
         now_s = self._clock.monotonic()
         known = self._seen.get(message_id)
         if message_id and known is not None and known[1] > now_s:
@@ -136,7 +147,7 @@ class StoredJobs:
         return known is not None and known[1] > self._clock.monotonic()
 
     def take(self, subject: str, max_jobs: int) -> list[StoredJob]:
-        """Jobs to deliver now, those delivered before first; each is held for AckWait."""
+        """Return jobs to deliver now, redeliveries first. Each is leased for AckWait."""
         tenant_queue = self._tenant_queue(subject)
         if tenant_queue.consumer is None:
             tenant_queue.consumer = _Consumer()
@@ -150,12 +161,12 @@ class StoredJobs:
         return taken
 
     def next_due_s(self, subject: str) -> float | None:
-        """When to look for jobs that come back, on the monotonic clock; None while none is held."""
+        """Return the time of the next redelivery on the monotonic clock; None without leases."""
         consumer = self._tenant_queue(subject).consumer
         return consumer.alarms[0][0] if consumer is not None and consumer.alarms else None
 
     def hold(self, lease: str, seconds: float) -> None:
-        """Deliver it again after ``seconds``, unless it is gone already."""
+        """Deliver a leased job again after ``seconds``, unless it is gone."""
         sequence = sequence_of(lease)
         job = self._jobs.get(sequence)
         if job is None:
@@ -167,7 +178,7 @@ class StoredJobs:
                 tenant_queue.wake()
 
     def remove(self, sequence: int) -> None:
-        """A job of which no delivery is known any more goes too."""
+        """Remove a job, also if its deliveries were forgotten."""
         job = self._jobs.pop(sequence, None)
         if job is None:
             return
@@ -179,7 +190,7 @@ class StoredJobs:
             tenant_queue.waiting.remove(job)
 
     def take_newest(self, subject: str) -> StoredJob | None:
-        """Take the newest job that was never delivered out of the queue."""
+        """Remove and return the newest job that was never delivered."""
         tenant_queue = self._tenant_queue(subject)
         if not tenant_queue.waiting:
             return None
@@ -198,7 +209,7 @@ class StoredJobs:
         return sequence in self._jobs
 
     def subjects(self) -> dict[str, int]:
-        """The subjects of which there are jobs, and how many."""
+        """Return the number of jobs by subject, without zeros."""
         counts = {
             subject: len(tenant_queue.waiting) + tenant_queue.num_held
             for subject, tenant_queue in self._tenant_queues.items()
@@ -206,7 +217,7 @@ class StoredJobs:
         return {subject: count for subject, count in counts.items() if count}
 
     def forget(self, subject: str) -> bool:
-        """Forget a tenant queue without jobs; False if it has any."""
+        """Forget a tenant queue without jobs; return False if it has any."""
         tenant_queue = self._tenant_queues.get(subject)
         if tenant_queue is None:
             return True
@@ -218,7 +229,10 @@ class StoredJobs:
         return True
 
     def lose_deliveries(self) -> None:
-        """As a server does that is killed before it has written them down; the jobs stay."""
+        """Forget all deliveries, as a server does that is killed before it stores them.
+
+        The jobs stay.
+        """
         for tenant_queue in self._tenant_queues.values():
             held = tenant_queue.consumer.held.values() if tenant_queue.consumer is not None else ()
             for job in held:
@@ -230,7 +244,7 @@ class StoredJobs:
             tenant_queue.wake()
 
     async def wait(self, subject: str, timeout_s: float) -> None:
-        """Return after a change of a tenant queue, or after ``timeout_s``."""
+        """Wait for a change of a tenant queue, at most ``timeout_s``."""
         event = asyncio.Event()
         waiters = self._tenant_queue(subject).waiters
         waiters.add(event)
@@ -248,5 +262,5 @@ class StoredJobs:
 
 
 def sequence_of(lease: str) -> int:
-    """The place of a leased job in its queue."""
+    """Return the sequence of a leased job."""
     return int(lease.rpartition(".")[2])

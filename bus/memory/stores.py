@@ -1,4 +1,4 @@
-"""Results, outbox and worker entries in memory."""
+"""Results, outbox, journal and worker entries in memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ BRIDGE_ACK_WAIT_S = 30.0
 
 
 class MemoryServer:
-    """What the stores of a broker go by. ``failed_streams`` take nothing, each for its cause;
-    ``num_starts`` counts the starts."""
+    """State of a server that its stores share.
+
+    ``failed_streams`` accept nothing, each with its cause. ``num_starts`` counts the starts.
+    """
 
     def __init__(self, clock: Clock, config: NatsConfig, max_payload_bytes: int) -> None:
         self.clock = clock
@@ -34,24 +36,24 @@ class MemoryServer:
         self.failed_streams: dict[str, str] = {}
 
     def require_up(self) -> None:
-        """Raises BusUnavailableError while the server is stopped."""
+        """Raise BusUnavailableError while the server is stopped."""
         if not self.up:
             raise BusUnavailableError("The message bus cannot be reached. Try again later.")
 
     def require_store(self, stream: str) -> None:
-        """Raises BusUnavailableError while the server is stopped or has given the stream up."""
+        """Raise BusUnavailableError while the server is stopped or the stream has failed."""
         self.require_up()
         if stream in self.failed_streams:
             raise BusUnavailableError("The message bus cannot be reached: no answer in time.")
 
     def require_fits(self, size_bytes: int) -> None:
-        """Raises PayloadTooLargeError."""
+        """Raise PayloadTooLargeError for a message that is too large."""
         if size_bytes > self.max_payload_bytes:
             raise PayloadTooLargeError(size_bytes, self.max_payload_bytes)
 
 
 class StoredResults:
-    """The result of each subject, for a while."""
+    """Results by subject, each until it expires."""
 
     def __init__(self, clock: Clock, ttl_s: float) -> None:
         self._clock = clock
@@ -75,7 +77,10 @@ class _Entry(NamedTuple):
 
 
 class MemoryBucket:
-    """See ``bus.fleet.directory.WorkerBucket``; revisions count all that were put."""
+    """Worker bucket in memory.
+
+    See ``bus.fleet.directory.WorkerBucket``. Revisions count all puts.
+    """
 
     def __init__(self, server: MemoryServer) -> None:
         self._server = server
@@ -125,7 +130,7 @@ class _Logged:
 
 
 class MemoryOutbox:
-    """See ``bus.api.Outbox``: records in order, and how far the bridge has come with them."""
+    """Outbox in memory with the bridge's position. See ``bus.api.Outbox``."""
 
     def __init__(self, server: MemoryServer) -> None:
         self._server = server
@@ -138,14 +143,14 @@ class MemoryOutbox:
         self._waiters: set[asyncio.Event] = set()
 
     async def publish(self, record: Record, linger_s: float = 0.0) -> None:
-        del linger_s  # a batch makes nothing cheaper here
+        del linger_s  # a batch saves nothing here
         payload = codec.encode(record)
         self._server.require_fits(len(payload))
         self._server.require_store(subjects.OUTBOX_STREAM)
         self.add(subjects.record(record), payload, subjects.record_identity(record))
 
     def add(self, subject: str, payload: bytes, identity: str) -> None:
-        """Store a message as it is, once."""
+        """Store a message unchanged, once by its identity."""
         if identity in self._known:
             return
         self._known.add(identity)
@@ -208,11 +213,11 @@ class MemoryOutbox:
         return len(waiting - self._acked)
 
     def messages(self) -> list[OutboxMessage]:
-        """All that are kept, in order."""
+        """Return all kept messages in order."""
         return [record.message for record in self._records]
 
     def wake(self) -> None:
-        """Have the pulls that wait look again."""
+        """Wake the waiting pulls."""
         for event in self._waiters:
             event.set()
 
@@ -224,7 +229,7 @@ class _Kept:
 
 
 class MemoryJournal:
-    """See ``bus.store.journal.Journal``; all clients share it."""
+    """Journal in memory, shared by all clients. See ``bus.store.journal.Journal``."""
 
     def __init__(self, server: MemoryServer) -> None:
         self._server = server

@@ -1,8 +1,8 @@
-"""The bus on a real nats-server with JetStream."""
+"""Bus on a real nats-server with JetStream."""
 
 from millrace.runtime.imports import without
 
-# Its client's transport over WebSocket, which is not used here, is a tenth of a second of a start.
+# The client's unused WebSocket transport takes 0.1 s to import.
 with without("aiohttp"):
     import nats.aio.transport as _transport  # noqa: F401
 

@@ -1,8 +1,8 @@
-"""``python -m millrace.bus.nats.accounts``: the users of a NATS server and their permissions, as
-nats-server's configuration.
+"""Users and permissions of a NATS server: ``python -m millrace.bus.nats.accounts``.
 
-One user for each part, and one for each ``--service``: a tenant's service, which publishes its jobs
-itself. Passwords are variables of the server's environment, plain or as bcrypt hashes.
+Writes nats-server's configuration: one user for each part, and one for each ``--service``, a
+tenant's service that publishes its own jobs. Passwords are variables of the server's environment,
+plain or as bcrypt hashes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from millrace.schemas.jobs import Tier
 from millrace.schemas.tenants import check_tenant, own_reply
 
 _ACCOUNT = "MILLRACE"
-# A query of telemetry is the longest that anybody waits for.
+# A telemetry query is the longest request.
 _ANSWER_WITHIN = "1m"
 
 
 class TenantService(NamedTuple):
-    """A tenant's service and the tiers that it may publish in."""
+    """Tenant's service with the tiers that it may publish in."""
 
     tenant: str
     tiers: tuple[Tier, ...]
@@ -35,7 +35,7 @@ class TenantService(NamedTuple):
 
 
 def text(services: Sequence[TenantService] = ()) -> str:
-    """What nats-server includes."""
+    """Return the configuration for nats-server to include."""
     users = [_user(part.value, grants_of(part)) for part in Part]
     users += [_user(one.user, grants_of_service(*one)) for one in services]
     return (
@@ -48,12 +48,12 @@ def text(services: Sequence[TenantService] = ()) -> str:
 
 
 def password_variable(user: str) -> str:
-    """The variable of the environment that has a user's password."""
+    """Return the environment variable with a user's password."""
     return f"NATS_{re.sub('[^A-Z0-9]', '_', user.upper())}_PASSWORD"
 
 
 def parse_service(argument: str) -> TenantService:
-    """``tenant=tier,tier[:reply,reply]``. Raises argparse.ArgumentTypeError."""
+    """Parse ``tenant=tier,tier[:reply,reply]``. Raises argparse.ArgumentTypeError."""
     tenant, _, rest = argument.partition("=")
     tiers, _, replies = rest.partition(":")
     try:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[],
         type=parse_service,
         metavar="TENANT=TIER[,TIER][:REPLY]",
-        help="a tenant's service, and in which tiers it may publish; may be repeated",
+        help="a tenant's service and the tiers that it may publish in; may be repeated",
     )
     parsed = parser.parse_args(arguments)
     sys.stdout.write(text(parsed.service))

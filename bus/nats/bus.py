@@ -1,4 +1,4 @@
-"""A client of a NATS server."""
+"""Client of a NATS server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class NatsBus:
-    """See ``bus.api.Bus``. Owns its connection; made by ``connect``."""
+    """Bus on NATS, made by ``connect``. See ``bus.api.Bus``. Owns its connection."""
 
     def __init__(
         self, connection: Connection, config: NatsConfig, clock: Clock, part: Part
@@ -79,7 +79,7 @@ class NatsBus:
         await self._connection.close()
 
     def _set_up_again(self) -> None:
-        """The server that came back may have lost its store."""
+        """Set up the streams again, as a restarted server may have lost its store."""
         if self._setup is None or self._setup.done():
             self._setup = asyncio.ensure_future(self._set_up())
 
@@ -93,16 +93,18 @@ class NatsBus:
 async def connect(
     config: NatsConfig, name: str, clock: Clock | None = None, *, part: Part = Part.OPERATOR
 ) -> NatsBus:
-    """A bus on the server at ``config.url``, with all streams in place.
+    """Connect to the server at ``config.url`` and set up all streams.
 
-    ``part`` is what this process is, which says where answers to it come: a server with
-    permissions lets no other user read them. It also says what the process does to streams: a
-    scheduler creates and changes them, another part of a system creates missing ones, and the
-    operator does neither. Raises BusForbiddenError if it may not read its answers.
+    ``part`` is the kind of this process. It determines the subject of answers: a server with
+    permissions lets no other user read them. It also determines the handling of streams: a
+    scheduler creates and changes them, other parts create missing ones, the operator does neither.
+    Once connected, the bus reconnects by itself for ever.
 
-    Tries for ``connect_timeout_s``, then raises BusUnavailableError; ConfigError if a stream is
-    there that cannot be made ours, or if the operator finds no streams. Once connected, it comes
-    back by itself for ever.
+    Raises:
+        BusUnavailableError: No server answers within ``connect_timeout_s``.
+        BusForbiddenError: The process may not read its answers.
+        ConfigError: An existing stream cannot be changed into ours, or the operator finds no
+            streams.
     """
     connection = Connection(config, name, config.inbox_prefix or inbox_of(part))
     await connection.open()
@@ -122,10 +124,10 @@ async def _set_up(connection: Connection, config: NatsConfig, part: Part) -> Non
         else:
             await ensure_streams(connection, config, changes_existing=part is Part.SCHEDULER)
     except BusUnavailableError as error:
-        # An error of a narrower type says what the server answered.
+        # A narrower error type has the server's answer.
         if type(error) is not BusUnavailableError or not connection.connected:
             raise
         raise BusUnavailableError(
-            f"The NATS server at {address} is there, but its JetStream does not answer. Enable "
+            f"The NATS server at {address} answers, but its JetStream does not. Enable "
             "JetStream (nats-server -js), or correct the address."
         ) from error

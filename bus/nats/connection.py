@@ -20,12 +20,12 @@ from millrace.schemas.errors import BusForbiddenError, BusUnavailableError, Payl
 
 logger = logging.getLogger(__name__)
 
-# Called with each answer, and with None when the connection is lost: no answer will come.
+# Called with each answer, and with None when the connection is lost and no answer will come.
 OnAnswer = Callable[[Msg | None], None]
 
 
 class Inbox:
-    """Hands answers to those who expect them; an answer that nobody expects any more is late."""
+    """Inbox that passes answers to their callbacks and drops late ones."""
 
     def __init__(self) -> None:
         self._expected: dict[str, OnAnswer] = {}
@@ -38,7 +38,7 @@ class Inbox:
             on_answer(message)
 
     def expect(self, on_answer: OnAnswer) -> str:
-        """A reply subject whose answers go to ``on_answer`` until it is forgotten."""
+        """Register ``on_answer`` for a new reply subject, until ``forget``; return the subject."""
         subject = f"{self.prefix}.{next(self._numbers)}"
         self._expected[subject] = on_answer
         return subject
@@ -47,7 +47,7 @@ class Inbox:
         self._expected.pop(subject, None)
 
     def lose_all(self) -> None:
-        """The connection is lost: whoever waits is told."""
+        """Tell all waiting callbacks that the connection is lost."""
         for on_answer in list(self._expected.values()):
             on_answer(None)
 
@@ -63,20 +63,20 @@ _NO_RESPONDERS = "503"
 
 
 class NoAnswerError(Exception):
-    """A request got no answer: timed out, nobody listens, or the connection was lost."""
+    """Request without an answer: it timed out, had no listener, or lost the connection."""
 
 
 class LostRequestError(NoAnswerError):
-    """The request may not have reached the server, or its answer this process."""
+    """Request that may not have reached the server, or whose answer may be lost."""
 
 
 def status_of(message: Msg) -> str | None:
-    """The status line of a message without payload, such as 404 or 503."""
+    """Return the status of a message without payload, such as 404 or 503; else None."""
     return message.headers.get("Status") if message.headers and not message.data else None
 
 
 class Connection(Link):
-    """A link on which requests are answered, some of which outlive its interruptions.
+    """Link with requests, some of which outlive its interruptions.
 
     It is a ``bus.transport.Transport``: at most once, nothing is buffered while the server is
     unreachable. Stored messages go through ``request_until``.
@@ -94,13 +94,15 @@ class Connection(Link):
         self.on_loss(self._inbox.lose_all)
 
     def beside(self, server: Srv, timeout_s: float) -> Connection:
-        """Another connection of the same process, to one server, which has ``timeout_s`` to take
-        it; the caller opens and closes it."""
+        """Make another connection of this process to one server.
+
+        The server has ``timeout_s`` to accept it. The caller opens and closes it.
+        """
         config = replace(self._config, connect_timeout_s=timeout_s)
         return Connection(config, self._name, self._inbox_prefix, server)
 
     async def open(self) -> None:
-        """As ``Link.open``; BusForbiddenError if this process may not read answers."""
+        """Open the link. See ``Link.open``. Raises BusForbiddenError if answers may not be read."""
         await super().open()
         self._inbox.prefix = await self.open_inbox(self._inbox.receive)
         await self._settle()
@@ -111,7 +113,7 @@ class Connection(Link):
             raise
 
     async def close(self) -> None:
-        """Send what is pending if the server is there, then end. Never raises."""
+        """Send pending messages if the server is reachable, then close. Never raises."""
         if self.connected:
             await self._settle()
         await super().close()
@@ -121,7 +123,10 @@ class Connection(Link):
     async def publish(
         self, subject: str, payload: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Drops the message while the server is unreachable. Raises PayloadTooLargeError."""
+        """Publish a message; drops it while the server is unreachable.
+
+        Raises PayloadTooLargeError.
+        """
         await self.send(subject, payload, "", headers)
 
     async def subscribe(self, subject: str, on_message: OnMessage, group: str = "") -> NatsCallback:
@@ -161,9 +166,10 @@ class Connection(Link):
         return Message(answer.subject, answer.data, content_type, answer.reply)
 
     async def _settle(self) -> None:
-        """Returns once the server has read everything sent so far, or is unreachable.
+        """Wait until the server has read all sent messages, or is unreachable.
 
-        A message to ourselves: the client's own flush sends its PING past what is still buffered.
+        Sends a message to this process. The client's own flush is unsuitable: its PING overtakes
+        buffered messages.
         """
         arrived: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -190,8 +196,11 @@ class Connection(Link):
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> Msg:
-        """The answer. Raises NoAnswerError as soon as it is known that none will come, and
-        BusForbiddenError if this process may not ask."""
+        """Send a request once and return the answer.
+
+        Raises NoAnswerError as soon as it is known that no answer will come, BusForbiddenError if
+        this process may not ask.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Msg | None] = loop.create_future()
 
@@ -218,7 +227,7 @@ class Connection(Link):
         if answer is None:
             raise LostRequestError("the connection was lost")
         if status_of(answer) == _NO_RESPONDERS:
-            raise NoAnswerError("nobody answers there")
+            raise NoAnswerError("there is no listener")
         return answer
 
     async def request_until(
@@ -228,10 +237,22 @@ class Connection(Link):
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
     ) -> tuple[Msg, int]:
-        """The answer to a request that may safely be made again, and how often it was made.
+        """Send an idempotent request until it is answered.
 
-        Waits for the server to come back. Raises BusUnavailableError after ``timeout_s``
-        (``connect_timeout_s`` unless told), BusForbiddenError at once.
+        Waits for the server to come back.
+
+        Args:
+            subject: Subject of the request.
+            payload: Its payload.
+            headers: Its headers.
+            timeout_s: Longest time; by default ``connect_timeout_s``.
+
+        Returns:
+            The answer, and the number of attempts.
+
+        Raises:
+            BusUnavailableError: No answer within ``timeout_s``.
+            BusForbiddenError: This process may not ask. Raised at once.
         """
         loop = asyncio.get_running_loop()
         limit_s = self._config.connect_timeout_s if timeout_s is None else timeout_s
@@ -263,8 +284,10 @@ class Connection(Link):
         on_answer: OnAnswer,
         headers: Mapping[str, str] | None = None,
     ) -> str:
-        """Start a request that is not waited for; the caller forgets the returned reply subject.
-        Without a server the only answer is None. Raises PayloadTooLargeError."""
+        """Start a request without waiting; the caller forgets the returned reply subject.
+
+        Without a server the only answer is None. Raises PayloadTooLargeError.
+        """
         reply = self._inbox.expect(on_answer)
         try:
             if not await self.send(subject, payload, reply, headers):
@@ -279,7 +302,7 @@ class Connection(Link):
 
 
 class NatsCallback:
-    """A subscription; closing it is safe at any time."""
+    """Subscription that may be closed at any time."""
 
     def __init__(self, subscription: NatsSubscription) -> None:
         self._subscription = subscription

@@ -1,8 +1,8 @@
-"""Stores jobs again that the server dropped because their ``Nats-Msg-Id`` was used before.
+"""Recovery of jobs that the server dropped because their ``Nats-Msg-Id`` was used before.
 
 The server acknowledges such a message to its publisher (``duplicate``) and does not store it. Core
-subscribers of the subject hear it all the same. A scheduler stores it again under an id of its own,
-and answers it as it answers every message that repeats a request id.
+subscribers of the subject hear it all the same. A scheduler stores it again under a new id, and
+answers it like every message that repeats a request id.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOK_S = 0.25
 _MAX_PENDING = 10_000
 _MAX_PENDING_BYTES = 64 * 1024 * 1024
 _MAX_KNOWN = 65_536
-# An id may be as long as a header of the server; a longer one is known by its digest.
+# An id may be as long as a header of the server. Longer ids are kept as digests.
 _MAX_ID_CHARACTERS = 128
 # The header of a job that was stored again.
 _REPEAT = "Millrace-Repeat"
@@ -41,8 +41,11 @@ _SEQUENCE = "Nats-Sequence"
 
 @dataclass(slots=True)
 class _Announced:
-    """A message that the server stored. ``is_heard``: its publication was received, too.
-    Publication and announcement arrive in any order if they come over different servers."""
+    """Message that the server stored.
+
+    ``is_heard``: its publication was received, too. Publication and announcement may arrive in any
+    order over different servers.
+    """
 
     sequence: int
     announced_s: float
@@ -50,14 +53,15 @@ class _Announced:
 
 
 class DroppedJobs:
-    """Listens to the jobs of services and to the server's announcements of stored messages. A job
-    without an announcement, and each of several jobs with the same id, is compared with the message
-    that was announced under its id. If they differ, the job was dropped.
+    """Listener to services' jobs and to the server's announcements of stored messages.
+
+    A job without an announcement, and each of several jobs with the same id, is compared with the
+    message that was announced under its id. If they differ, the job was dropped.
 
     Every scheduler does this. The new id of a job is a digest of its id, its publisher's inbox and
-    its payload, so that the server keeps one of the copies. The server is never asked for an id:
-    nats-server 2.15 has no request for that, and a replicated stream stops accepting messages after
-    one with a wrong ``Nats-Expected-Last-Msg-Id``.
+    its payload, so the server keeps one of the copies. The server is never asked for an id:
+    nats-server 2.15 has no such request, and a replicated stream stops accepting messages after a
+    wrong ``Nats-Expected-Last-Msg-Id``.
 
     Up to ``_MAX_KNOWN`` ids are remembered. A duplicate of an older id is not answered.
     """
@@ -69,7 +73,7 @@ class DroppedJobs:
         self._num_pending = 0
         self._pending_bytes = 0
         self._num_unchecked = 0
-        # By key, the oldest first.
+        # Announcements by key, the oldest first.
         self._known: OrderedDict[str, _Announced] = OrderedDict()
         self._subscriptions: list[Subscription] = []
         self._tasks = Tasks()
@@ -126,7 +130,7 @@ class DroppedJobs:
             self._take(key)
 
     def _take(self, key: str) -> list[Message]:
-        """The messages of a key, which wait no longer; none if they were taken meanwhile."""
+        """Remove and return the pending messages of a key; none if they were taken meanwhile."""
         taken = [message for _, message in self._pending.pop(key, ())]
         self._num_pending -= len(taken)
         self._pending_bytes -= sum(len(message.payload) for message in taken)
@@ -156,9 +160,11 @@ class DroppedJobs:
                     )
 
     async def _was_dropped(self, key: str, message: Message) -> bool:
-        """Whether another message has the id, as far as this process knows. False for a message
-        that the server refused, since its publisher was told, and for a copy of a job that waits or
-        runs."""
+        """Return whether another message has the id, as far as this process knows.
+
+        False for a message that the server refused, since its publisher was told, and for a copy of
+        a job that waits or runs.
+        """
         known = self._known.get(key)
         if known is None:
             return False
@@ -177,7 +183,7 @@ class DroppedJobs:
         headers |= {MESSAGE_ID: f"repeat:{digest.hexdigest()}", _REPEAT: "job"}
         await jetstream.store(self._connection, message.subject, message.payload, headers)
         logger.info(
-            "a job whose message id was used before is stored under a new id",
+            "stored a job with a used message id under a new id",
             extra={"subject": message.subject},
         )
 
@@ -189,6 +195,5 @@ def _key(message_id: str) -> str:
 
 
 def _is_condition(header: str) -> bool:
-    """Whether a header is a condition for storing; the server reports to the publisher if it
-    fails."""
+    """Return whether a header is a condition for storing. The publisher is told if it fails."""
     return header.startswith("Nats-Expected-")

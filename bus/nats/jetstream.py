@@ -1,4 +1,4 @@
-"""The few JetStream requests that the bus makes, with their errors as types."""
+"""JetStream requests of the bus, with their errors as types."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CONSUMER_NOT_UNIQUE = 10100
 MESSAGE_NOT_FOUND = 10037
 SEQUENCE_NOT_FOUND = 10043
 NOT_DELETED = 10057
-# There is no room for a message: the stream takes none of its size (see ``NatsStorage``), or the
-# server or the account has all that it may have.
+# No room for a message: the stream takes none of its size (see ``NatsStorage``), or the server or
+# account has reached its limit.
 _NO_ROOM = frozenset({10002, 10023, 10047, 10054})
 _NO_STORE = 10049
 # "write <path>: no space left on device", as Go writes errors of files.
@@ -44,7 +44,7 @@ _OF_A_FILE = re.compile(r"\w+ \S.*: (.+)")
 
 
 class JetStreamError(BusUnavailableError):
-    """The server refused a JetStream request; ``number`` is its error code."""
+    """JetStream request that the server refused; ``number`` is its error code."""
 
     def __init__(self, number: int, description: str) -> None:
         self.reason = f"{description} ({number})"
@@ -54,7 +54,7 @@ class JetStreamError(BusUnavailableError):
 
 
 class StoredAt(msgspec.Struct, frozen=True):
-    """Where a message was stored; ``duplicate``: it was there already."""
+    """Place of a stored message; ``duplicate``: it was stored before."""
 
     seq: int
     duplicate: bool = False
@@ -69,8 +69,11 @@ class _ConsumerConfig(msgspec.Struct, frozen=True):
 
 
 class ConsumerInfo(msgspec.Struct, frozen=True):
-    """``delivered.stream_seq`` is the newest message that was delivered to anybody;
-    ``config.pause_until`` is when the last pause ends or ended; ``ts`` is the server's time."""
+    """State of a consumer.
+
+    ``delivered.stream_seq`` is the newest delivered message. ``config.pause_until`` is when the
+    last pause ends or ended. ``ts`` is the server's time.
+    """
 
     config: _ConsumerConfig
     delivered: Delivered
@@ -80,7 +83,7 @@ class ConsumerInfo(msgspec.Struct, frozen=True):
 
     @property
     def has_messages(self) -> bool:
-        """Whether any wait or are held."""
+        """True if messages wait or are leased."""
         return self.num_pending > 0 or self.num_ack_pending > 0
 
 
@@ -91,8 +94,11 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class StreamInfo(msgspec.Struct, frozen=True):
-    """``total`` counts all subjects that were asked for, of which an answer has some; ``ts`` is
-    the time of the stream's leader."""
+    """State of a stream.
+
+    ``total`` counts all requested subjects, of which an answer has a part. ``ts`` is the time of
+    the stream's leader.
+    """
 
     config: Json
     state: StreamState
@@ -106,7 +112,7 @@ class _ConsumerNames(msgspec.Struct, frozen=True):
 
 
 class RawMessage(msgspec.Struct, frozen=True):
-    """A stored message as the server keeps it."""
+    """Stored message as the server keeps it."""
 
     subject: str
     seq: int
@@ -143,7 +149,7 @@ class _MessageReply(msgspec.Struct, frozen=True):
 async def call(
     connection: Connection, request: str, body: object = None, timeout_s: float | None = None
 ) -> bytes:
-    """The answer of ``$JS.API.<request>``. Raises JetStreamError or BusUnavailableError."""
+    """Return the answer of ``$JS.API.<request>``. Raises JetStreamError or BusUnavailableError."""
     payload = b"" if body is None else msgspec.json.encode(body)
     answer, _ = await connection.request_until(f"{API}.{request}", payload, timeout_s=timeout_s)
     _raise_error(answer)
@@ -153,12 +159,12 @@ async def call(
 async def store(
     connection: Connection, subject: str, payload: bytes, headers: Mapping[str, str]
 ) -> StoredAt:
-    """Store a message; once this returns it is on disk.
+    """Store a message. Once this returns it is on disk.
 
-    Attempts whose acknowledgement got lost are made again with the same headers, which must make
-    the message known again: by ``Nats-Msg-Id`` or the expected last sequence. ``duplicate`` is
-    False then, as the first attempt may have stored it. Raises PayloadTooLargeError,
-    StoreFullError, JetStreamError, or BusUnavailableError.
+    Attempts with a lost acknowledgement are repeated with the same headers. These must identify the
+    message, by ``Nats-Msg-Id`` or the expected last sequence. ``duplicate`` is False then, as the
+    first attempt may have stored it. Raises PayloadTooLargeError, StoreFullError, JetStreamError,
+    or BusUnavailableError.
     """
     answer, num_attempts = await connection.request_until(subject, payload, headers)
     try:
@@ -178,8 +184,11 @@ async def store_after(
     after: int,
     headers: Mapping[str, str],
 ) -> int | None:
-    """Store a message behind that of its subject with the sequence ``after`` (0: there is none);
-    its sequence, or None if another one is the last. Raises what ``store`` does."""
+    """Store a message if the last one of its subject has the sequence ``after`` (0: none).
+
+    Returns its sequence, or None if another message is the last one. Raises the errors of
+    ``store``.
+    """
     guard = {"Nats-Expected-Last-Subject-Sequence": str(after)}
     try:
         stored = await store(connection, subject, payload, {**headers, **guard})
@@ -189,7 +198,7 @@ async def store_after(
         return None
     if stored.seq:
         return stored.seq
-    # An attempt whose acknowledgement got lost was stored, or somebody else was quicker.
+    # An attempt with a lost acknowledgement was stored, or another process was faster.
     found = await newest(connection, stream, subject)
     if found is not None and found.seq > after and found.payload == payload:
         return found.seq
@@ -197,8 +206,10 @@ async def store_after(
 
 
 def stored_at(answer: Msg) -> StoredAt:
-    """What the server says of a message that it was to store. Raises StoreFullError,
-    JetStreamError, or BusUnavailableError for an answer that makes no sense."""
+    """Read the server's answer to a store request.
+
+    Raises StoreFullError, JetStreamError, or BusUnavailableError for an unreadable answer.
+    """
     with _room_needed():
         _raise_error(answer)
     return msgspec.json.decode(answer.data, type=StoredAt)
@@ -206,7 +217,7 @@ def stored_at(answer: Msg) -> StoredAt:
 
 @contextmanager
 def _room_needed() -> Iterator[None]:
-    """Raises StoreFullError for what the server refuses as it has no room."""
+    """Convert the server's errors for lack of room to StoreFullError."""
     try:
         yield
     except JetStreamError as error:
@@ -226,7 +237,7 @@ def _raise_error(answer: Msg) -> None:
 
 
 async def _unless(asking: Awaitable[T], *numbers: int) -> T | None:
-    """Return the answer; None for an error of one of these numbers."""
+    """Return the answer; None for an error with one of these numbers."""
     try:
         return await asking
     except JetStreamError as error:
@@ -245,7 +256,7 @@ async def find_consumer(connection: Connection, stream: str, consumer: str) -> C
 
 
 async def pause(connection: Connection, stream: str, consumer: str, until: datetime) -> None:
-    """Deliver nothing until then, by the server's clock; a time that is past ends a pause."""
+    """Pause deliveries until a time by the server's clock. A past time ends a pause."""
     body = {"pause_until": until.isoformat()}
     await call(connection, f"CONSUMER.PAUSE.{stream}.{consumer}", body)
 
@@ -258,15 +269,17 @@ async def stream_info(
 
 
 async def newest(connection: Connection, stream: str, subject_filter: str) -> RawMessage | None:
-    """The newest message of some subjects, as the stream's leader knows it."""
+    """Return the newest message of some subjects, as the stream's leader knows it."""
     return await _message(connection, stream, {"last_by_subj": subject_filter})
 
 
 async def newest_of_each(
     connection: Connection, stream: str, subject_filters: Sequence[str]
 ) -> list[Msg]:
-    """The newest message of each subject that matches, as any replica knows it. Raises
-    BusUnavailableError."""
+    """Return the newest message of each matching subject, as any replica knows it.
+
+    Raises BusUnavailableError.
+    """
     found: list[Msg] = []
     ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -292,7 +305,7 @@ async def newest_of_each(
 
 
 async def get(connection: Connection, stream: str, sequence: int) -> RawMessage | None:
-    """A message that is still stored, as the stream's leader knows it."""
+    """Return a message that is still stored, as the stream's leader knows it."""
     return await _message(connection, stream, {"seq": sequence})
 
 
@@ -305,12 +318,12 @@ async def _message(
 
 
 async def exists(connection: Connection, stream: str, sequence: int) -> bool:
-    """Whether a message is still stored."""
+    """Return whether a message is still stored."""
     return await get(connection, stream, sequence) is not None
 
 
 async def subjects_in(connection: Connection, stream: str, subject_filter: str) -> dict[str, int]:
-    """The subjects that have messages, and how many."""
+    """Return the number of messages by subject."""
     found: dict[str, int] = {}
     offset = 0
     while True:
@@ -326,9 +339,11 @@ async def subjects_in(connection: Connection, stream: str, subject_filter: str) 
 async def create_consumer(
     connection: Connection, stream: str, name: str, config: Mapping[str, object]
 ) -> ConsumerInfo:
-    """Make a durable consumer, or bring the one that is there up to date. Raises StoreFullError,
-    JetStreamError or BusUnavailableError."""
-    # The filter may stand in the subject too, but then a long one makes the request too long.
+    """Create a durable consumer or update the existing one.
+
+    Raises StoreFullError, JetStreamError or BusUnavailableError.
+    """
+    # The filter may also be in the subject, but a long one then exceeds the request's limit.
     body = {
         "stream_name": stream,
         "config": {"name": name, "durable_name": name, **config},
@@ -352,15 +367,15 @@ async def consumer_names(connection: Connection, stream: str) -> list[str]:
 async def delete_consumer(
     connection: Connection, stream: str, name: str, timeout_s: float | None = None
 ) -> None:
-    """It may be gone already."""
+    """Delete a consumer, which may be gone already."""
     request = f"CONSUMER.DELETE.{stream}.{name}"
     await _unless(call(connection, request, timeout_s=timeout_s), CONSUMER_NOT_FOUND)
 
 
 async def delete(connection: Connection, stream: str, sequence: int) -> bool:
-    """Delete a message; False if it was not there any more.
+    """Delete a message; return False if it was gone already.
 
-    An attempt whose answer got lost counts as ours, so that somebody answers for the message.
+    An attempt with a lost answer counts as ours, so the message is answered in any case.
     """
     body = msgspec.json.encode({"seq": sequence})
     answer, num_attempts = await connection.request_until(f"{API}.STREAM.MSG.DELETE.{stream}", body)
@@ -368,7 +383,7 @@ async def delete(connection: Connection, stream: str, sequence: int) -> bool:
         _raise_error(answer)
     except JetStreamError as error:
         gone = error.number in (SEQUENCE_NOT_FOUND, MESSAGE_NOT_FOUND)
-        # Losing a race against another deletion or an ack is reported as a failure to delete.
+        # A lost race against another deletion or an ack is reported as a failure to delete.
         if not gone and await exists(connection, stream, sequence):
             raise
         return num_attempts > 1
@@ -376,7 +391,7 @@ async def delete(connection: Connection, stream: str, sequence: int) -> bool:
 
 
 def epoch_ns(timestamp: str) -> int:
-    """UTC epoch of an RFC 3339 time; finer than microseconds is cut."""
+    """Return the UTC epoch in ns of an RFC 3339 time, truncated to microseconds."""
     whole = datetime.fromisoformat(timestamp)
     return round(whole.timestamp() * 1_000_000) * 1_000
 
@@ -386,11 +401,11 @@ def nanoseconds(seconds: float) -> int:
 
 
 def cause_in_a_file(error: JetStreamError) -> str:
-    """What the server met when it wrote to its files; empty if the error is another."""
+    """Return the error that the server got when writing its files; empty for other errors."""
     found = _OF_A_FILE.fullmatch(error.description)
     return "" if found is None else found[1]
 
 
 def is_of_a_file(error: JetStreamError) -> bool:
-    """Whether the server could not write to its files."""
+    """Return whether the server could not write its files."""
     return error.number == _NO_STORE or bool(cause_in_a_file(error))

@@ -1,4 +1,4 @@
-"""The work queue on JetStream."""
+"""Job queue on JetStream."""
 
 from __future__ import annotations
 
@@ -42,17 +42,16 @@ _IN_PROGRESS = b"+WPI"
 _ACK_TIMEOUT_S = 1.0
 _ACK_ATTEMPTS = 2
 _MAX_MISFITS = 64
-# Times of a server are compared, of which one is cut to microseconds.
+# Tolerance for comparing server times, of which one is truncated to microseconds.
 _SAME_TIME_NS = 1_000
 
 
 class _OpenQueue:
-    """What this process keeps for a tenant queue that it has pulled from.
+    """Tenant queue that this process has pulled from.
 
-    A server that is killed has not written its last deliveries down, and a consumer that is made
-    anew knows of none. Either happens before a process opens the tenant queue, or opens it again
-    after a loss of its connection, so what is stored later is known to be delivered for the first
-    time.
+    A server that is killed loses its last deliveries, and a new consumer knows of none. Either
+    happens before this process opens the tenant queue, or reopens it after a loss of its
+    connection. So later messages are certainly delivered for the first time.
     """
 
     def __init__(
@@ -81,12 +80,12 @@ class _OpenQueue:
         )
 
     def may_have_been_held(self, stored_ns: int) -> bool:
-        """Whether a message may have been delivered before, though none counted it."""
+        """Return whether a message may have been delivered before without being counted."""
         return stored_ns <= self._opened_ns + _SAME_TIME_NS
 
 
 class NatsJobQueue:
-    """See ``bus.job_queue.JobQueue``."""
+    """Job queue on NATS. See ``bus.job_queue.JobQueue``."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class NatsJobQueue:
         self._dead_letters = JobDeadLetters(self._store_dead, refusals, clock, config.max_deliver)
         self._open_queues: dict[TenantQueue, _OpenQueue] = {}
 
-    # --- in ---
+    # --- publishing ---
 
     async def publish(self, job: Job, *, reserved: bool = False) -> PublishedJob:
         headers = {MESSAGE_ID: token(job.request_id)}
@@ -119,7 +118,7 @@ class NatsJobQueue:
             raise
         return PublishedJob(stream_sequence=stored.seq, duplicate=stored.duplicate)
 
-    # --- out ---
+    # --- pulling ---
 
     async def pull(
         self, tenant_queue: TenantQueue, max_jobs: int, timeout_s: float
@@ -171,7 +170,10 @@ class NatsJobQueue:
         )
 
     async def _forget(self, lease: str) -> None:
-        """Ack a dead-lettered message; without a server now, it is dead-lettered again later."""
+        """Ack a dead-lettered message.
+
+        If the server is unreachable, it is dead-lettered again later.
+        """
         try:
             await self.ack(lease)
         except BusUnavailableError:
@@ -208,8 +210,11 @@ class NatsJobQueue:
         return tenant_queues
 
     async def _refuse_misfits(self, subject: str, max_messages: int) -> int:
-        """Empty a subject that names no tenant queue, which nobody can pull from; how many messages
-        it had, up to ``max_messages``. Whoever deletes one tells its publisher."""
+        """Remove the messages of a subject that names no tenant queue, as no pull reaches them.
+
+        The process that deletes a message tells its publisher. Returns the number of messages, up
+        to ``max_messages``.
+        """
         stream = subjects.JOBS_STREAM
         error = MalformedMessageError(decoding.NOT_A_TENANT_QUEUE)
         for num_done in range(max_messages):
@@ -239,7 +244,7 @@ class NatsJobQueue:
         return QueueDepth(num_queued=await self._count(tenant_queue), num_leased=0)
 
     async def _count(self, tenant_queue: TenantQueue) -> int:
-        """Jobs that the stream has of a tenant queue."""
+        """Return the number of a tenant queue's jobs in the stream."""
         subject = subjects.job(tenant_queue)
         found = await jetstream.subjects_in(self._connection, subjects.JOBS_STREAM, subject)
         return found.get(subject, 0)
@@ -256,7 +261,7 @@ class NatsJobQueue:
             except JetStreamError as error:
                 if error.number != jetstream.CONSUMER_NOT_FOUND:
                     raise
-                return []  # the tenant queue was forgotten just now: it has nothing to shed
+                return []  # the tenant queue was just forgotten, so it is empty
         shed: list[Job] = []
         for message in taken:
             stored_ns = jetstream.epoch_ns(message.time)
@@ -278,10 +283,10 @@ class NatsJobQueue:
             try:
                 await self._connection.request_once(lease, _ACK, _ACK_TIMEOUT_S)
             except NoAnswerError as error:
-                logger.info("an ack is repeated", extra={"cause": str(error)})
+                logger.info("repeating an ack", extra={"cause": str(error)})
             else:
                 return
-        # Its consumer may be gone, or the server: the message itself must go.
+        # The consumer or the server may be gone, so delete the message itself.
         await jetstream.delete(self._connection, subjects.JOBS_STREAM, sequence)
 
     async def release(self, lease: str, delay_s: float = 0.0) -> None:
@@ -293,19 +298,19 @@ class NatsJobQueue:
         await self.ack(lease)
 
     async def _store_dead(self, dead: DeadJob, sequence: int) -> None:
-        """``sequence`` is the job's in its queue: it is stored once. Raises BusUnavailableError."""
+        """Store a dead letter, once for a job's ``sequence``. Raises BusUnavailableError."""
         subject = subjects.dead_job(dead.reason)
         headers = {MESSAGE_ID: f"{sequence}:{token(dead.reason)}"}
         try:
             await self._store_letter(subject, dead, headers)
         except PayloadTooLargeError:
-            # The job filled a message by itself; its envelope does not fit with it.
+            # The job alone filled a message, so its envelope does not fit.
             note = f"{dead.message} (the payload of {len(dead.payload)} bytes is not kept)"
             smaller = msgspec.structs.replace(dead, payload=b"", message=note)
             await self._store_letter(subject, smaller, headers)
 
     async def _store_letter(self, subject: str, dead: DeadJob, headers: dict[str, str]) -> None:
-        """In the encoding of the job's publisher."""
+        """Store a dead letter in the encoding of the job's publisher."""
         payload, more = codec.encoded(dead, as_json=codec.is_json(dead.content_type))
         await jetstream.store(self._connection, subject, payload, {**headers, **(more or {})})
 

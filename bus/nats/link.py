@@ -1,4 +1,4 @@
-"""A client of a NATS server that comes back by itself."""
+"""NATS client that reconnects by itself."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ from millrace.schemas.redaction import redact_urls
 
 logger = logging.getLogger(__name__)
 
-# nats-py writes what the server says in small letters.
+# nats-py lowercases the server's messages.
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 
 OnForbidden = Callable[[BusForbiddenError], None]
 
 
 class Forbidden:
-    """The subjects that one connection may not use. Those who ask on one are told at once; each is
-    logged once a connection."""
+    """Forbidden subjects of one connection.
+
+    Pending requests on such a subject fail at once. Each subject is logged once for a connection.
+    """
 
     def __init__(self) -> None:
         self._asking: dict[str, list[tuple[str, OnForbidden]]] = {}
@@ -45,7 +47,7 @@ class Forbidden:
         self._subscription: set[str] = set()
 
     def note(self, error: Exception) -> bool:
-        """Whether the error says that a subject is forbidden."""
+        """Record a permission error; return whether the error was one."""
         found = _VIOLATION.search(str(error).lower())
         if found is None:
             return False
@@ -54,7 +56,7 @@ class Forbidden:
         if subject not in known:
             known.add(subject)
             logger.error(
-                "the NATS server forbids this process a subject",
+                "the NATS server forbids a subject to this process",
                 extra={"action": kind, "subject": subject},
             )
         if kind == "publish":
@@ -63,18 +65,18 @@ class Forbidden:
         return True
 
     def forget(self) -> None:
-        """The connection is another now, and so may be the permissions."""
+        """Forget the subjects, as a new connection may have other permissions."""
         self._publish.clear()
         self._subscription.clear()
 
     def check_subscribed(self, subject: str) -> None:
-        """Raises BusForbiddenError if a subscription that the server has read was refused."""
+        """Raise BusForbiddenError if the server refused a subscription that it has read."""
         if subject.lower() in self._subscription:
             raise _error("subscribe to", subject)
 
     @contextlib.contextmanager
     def asking(self, subject: str, on_forbidden: OnForbidden) -> Iterator[None]:
-        """Call back if it turns out that nothing may be published there."""
+        """Call ``on_forbidden`` if publishing on the subject turns out to be forbidden."""
         key = subject.lower()
         callbacks = self._asking.setdefault(key, [])
         entry = (subject, on_forbidden)
@@ -101,13 +103,15 @@ _CLOSE_TIMEOUT_S = 2.0
 _HEADER_LINE_BYTES = len(b"NATS/1.0\r\n\r\n")
 
 RETRY_WAIT_S = 0.05
-# What nats-py raises when a message cannot leave, besides a bug of ours.
+# Errors of nats-py for a message that cannot be sent.
 UNSENT = (nats.errors.Error, OSError)
 
 
 class Link:
-    """Owns the client; ``close`` ends it with its subscriptions. It connects to ``server`` alone
-    where one is given, else to those of ``config``."""
+    """Link to NATS that owns the client; ``close`` ends it with its subscriptions.
+
+    It connects only to ``server`` if that is given, else to the servers of ``config``.
+    """
 
     def __init__(
         self,
@@ -134,8 +138,14 @@ class Link:
         self._on_loss_calls: list[Callable[[], None]] = []
 
     async def open(self) -> None:
-        """Raises BusUnavailableError if no server answers within ``connect_timeout_s``;
-        UntrustedServerError or CredentialsRefusedError as soon as all of them failed so."""
+        """Connect to a server.
+
+        Raises:
+            BusUnavailableError: No server answers within ``connect_timeout_s``.
+            UntrustedServerError: No server can be trusted. Raised at once when all have failed.
+            CredentialsRefusedError: No server accepts the credentials. Raised at once when all have
+                failed.
+        """
         try:
             async with asyncio.timeout(self._config.connect_timeout_s):
                 await self._client.connect(
@@ -182,49 +192,54 @@ class Link:
 
     @property
     def server_version(self) -> tuple[int, int]:
-        """Major and minor."""
+        """Major and minor version of the server."""
         version = self._client.connected_server_version
         return version.major, version.minor
 
     @property
     def other_servers(self) -> list[Srv]:
-        """The servers of this cluster that are known, without the present one."""
+        """Known servers of this cluster except the present one."""
         return self._client.other_servers
 
     async def move_to(self, server: Srv) -> None:
-        """Go on at another server, which is home from now on. What was published before is not
-        lost; what others publish in between is, as with every reconnect."""
+        """Move to another server, which becomes the home.
+
+        Messages published before are not lost. Messages of others during the move are lost, as with
+        every reconnect.
+        """
         self._home.settle(server)
         await self._client.move_to(server)
 
     def on_reconnect(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` after each reconnect. A bound method is called as long as its object is
-        used elsewhere: a worker or scheduler that failed does not stay in memory for it."""
+        """Call ``callback`` after each reconnect.
+
+        A bound method is held weakly, so a failed worker or scheduler does not stay in memory.
+        """
         is_method = inspect.ismethod(callback)
         self._on_reconnect_calls.append(
             weakref.WeakMethod(callback) if is_method else lambda: callback
         )
 
     def on_loss(self, callback: Callable[[], None]) -> None:
-        """Call back whenever the connection is lost: what was asked is not answered any more."""
+        """Call back whenever the connection is lost: pending requests get no answer."""
         self._on_loss_calls.append(callback)
 
     async def wait_connected(self, timeout_s: float) -> bool:
-        """Whether the connection is there, or came back within ``timeout_s``."""
+        """Return whether the connection is up, or comes back within ``timeout_s``."""
         if self.connected:
             return True
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
                 while not self._client.is_connected:
                     if self._up.is_set():
-                        await asyncio.sleep(RETRY_WAIT_S)  # the loss is just being noticed
+                        await asyncio.sleep(RETRY_WAIT_S)  # the loss is being processed
                     await self._up.wait()
         except TimeoutError:
             return False
         return True
 
     async def open_inbox(self, receive: Callable[[Msg], Awaitable[None]]) -> str:
-        """A new inbox of the caller's own; it gets everything sent to ``<inbox>.*``."""
+        """Open a new inbox, which gets all messages to ``<inbox>.*``; return its prefix."""
         prefix = self._client.new_inbox()
         await self._client.subscribe(
             f"{prefix}.*", cb=receive, pending_msgs_limit=0, pending_bytes_limit=0
@@ -238,12 +253,14 @@ class Link:
         reply: str = "",
         headers: Mapping[str, str] | None = None,
     ) -> bool:
-        """Hand a message over; False if the server is unreachable, and then it is never sent.
-        Raises PayloadTooLargeError."""
+        """Send a message; return False if the server is unreachable, and then it is never sent.
+
+        Raises PayloadTooLargeError.
+        """
         size_bytes = len(payload) + (_size(headers) if headers else 0)
         if size_bytes > self._client.max_payload:
             raise PayloadTooLargeError(size_bytes, self._client.max_payload)
-        # Buffered by the client, it would be sent after its sender gave up.
+        # The client would buffer it and send it after its sender gave up.
         if not self._client.is_connected:
             return False
         try:
@@ -286,7 +303,7 @@ class Link:
                 logger.exception("a reconnect callback failed")
 
     async def close(self) -> None:
-        """Never raises."""
+        """Close the client. Never raises."""
         self._up.clear()
         self._home.close()
         try:
@@ -294,22 +311,25 @@ class Link:
                 await self._client.close()
                 await self._end_reconnecting()
         except Exception:
-            # nats-py raises assorted errors when it is closed during a reconnect.
+            # nats-py raises various errors when it is closed during a reconnect.
             logger.debug("the client did not close cleanly", exc_info=True)
         finally:
-            # A cancelled close has to end the watchdog, too.
+            # A cancelled close must stop the watchdog, too.
             self._client.abort()
             self._lose_all()
 
     async def _end_reconnecting(self) -> None:
-        """nats-py cancels its attempts once, in ``asyncio.wait_for``, which up to Python 3.11 may
-        drop that in the moment in which an attempt fails. They would go on for ever then, and the
-        end of the event loop would wait for them."""
+        """Cancel reconnect attempts until they end.
+
+        nats-py cancels them once, in ``asyncio.wait_for``. Up to Python 3.11 that may drop a
+        cancellation at the moment in which an attempt fails. The attempts would then go on forever,
+        and the end of the event loop would wait for them.
+        """
         while (task := self._client._reconnection_task) is not None and not task.done():
             task.cancel()
             await asyncio.wait([task], timeout=RETRY_WAIT_S)
         if self._client.is_connected:
-            # The attempt in that moment went well.
+            # The attempt succeeded at that moment.
             await self._client.close()
 
     def _lose_all(self) -> None:
@@ -318,7 +338,7 @@ class Link:
 
 
 def _size(headers: Mapping[str, Any]) -> int:
-    """Headers count towards the server's payload limit."""
+    """Return the size of headers, which count towards the server's payload limit."""
     return _HEADER_LINE_BYTES + sum(
         len(key.encode()) + len(str(value).encode()) + 4 for key, value in headers.items()
     )

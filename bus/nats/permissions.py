@@ -1,6 +1,6 @@
-"""What each part may publish and hear on a NATS server, and a tenant's service: no subject more.
+"""Permissions of each part and of tenants' services on a NATS server, as narrow as possible.
 
-``python -m millrace.bus.nats.accounts`` writes it down for nats-server.
+``python -m millrace.bus.nats.accounts`` writes them for nats-server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ON_DISK = tuple(name for name in subjects.STREAMS if name != subjects.WORKERS_S
 
 
 class Part(StrEnum):
-    """Who connects. The operator is the command line: ``publish``, ``result``, ``top``."""
+    """Kind of client. The operator is the command line: ``publish``, ``result``, ``top``."""
 
     GATEWAY = "gateway"
     SCHEDULER = "scheduler"
@@ -30,7 +30,7 @@ class Part(StrEnum):
 
 
 class Grants(NamedTuple):
-    """Subjects, with wildcards. ``answers``: it may answer those who ask it."""
+    """Subjects with wildcards. ``answers``: the client may answer requests."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
@@ -38,29 +38,31 @@ class Grants(NamedTuple):
 
 
 def inbox_of(part: Part) -> str:
-    """Below it come the answers that a part waits for."""
+    """Return the prefix of the subjects on which a part gets its answers."""
     return f"{_INBOX}.{part.value}"
 
 
 def service_inbox(tenant: str) -> str:
-    """The same of the service of a tenant."""
+    """Return the inbox prefix of a tenant's service."""
     return f"{_INBOX}.service.{token(tenant)}"
 
 
 def grants_of(part: Part) -> Grants:
-    """What a part needs."""
+    """Return the permissions of a part."""
     make = _GRANTS[part]
     publish, subscribe, answers = make()
     inbox = f"{inbox_of(part)}.>"
-    # A message to itself tells a process that the server has read what it sent before.
+    # A message to itself tells a process that the server has read its earlier messages.
     return Grants(
         (inbox, *_each("STREAM.CREATE", subjects.STREAMS), *publish), (inbox, *subscribe), answers
     )
 
 
 def grants_of_service(tenant: str, tiers: Sequence[Tier], replies: Sequence[str] = ()) -> Grants:
-    """What a service needs that publishes jobs of its tenant, in these tiers only. Its frames go to
-    the tenant's name, or to what else ``replies`` has."""
+    """Return the permissions of a service that publishes its tenant's jobs in these tiers.
+
+    Its frames go to the tenant's name and to ``replies``.
+    """
     names = (tenant, *replies)
     inbox = f"{service_inbox(tenant)}.>"
     result = subjects.results_of(tenant)
@@ -101,8 +103,8 @@ def _gateway() -> Grants:
             *_each("STREAM.MSG.GET", journals),
             *_each("STREAM.INFO", journals),
             *_each("STREAM.PURGE", journals),
-            # It asks every stream on disk whether it can be written to, and closes the queue's door
-            # while one cannot (see ``bus.nats.storage``).
+            # It checks whether every stream on disk can be written, and closes the queue while one
+            # cannot (see ``bus.nats.topology.NatsStorage``).
             *_each("STREAM.MSG.DELETE", _ON_DISK),
             *_each("STREAM.INFO", (subjects.JOBS_STREAM,)),
             *_each("STREAM.UPDATE", (subjects.JOBS_STREAM,)),
@@ -155,7 +157,7 @@ def _scheduler() -> Grants:
             subjects.ALL_PREFILLED,
             subjects.ALL_MOVES,
             subjects.ALL_STORED_JOBS,
-            # It answers those jobs of services that the server drops as duplicates.
+            # For jobs of services that the server drops as duplicates.
             *subjects.SERVICE_JOBS,
             subjects.ALL_HEARTBEATS,
             subjects.ALL_PREFIX_REPORTS,
@@ -184,7 +186,7 @@ def _worker() -> Grants:
             subjects.ALL_PREFIX_REPORTS,
             *_each("STREAM.MSG.GET", (jobs, subjects.WORKERS_STREAM)),
             f"{API}.DIRECT.GET.{subjects.RESULTS_STREAM}.{subjects.ALL_RESULTS}",
-            # Whether the other workers of its model serve the same weights.
+            # For comparing weights with the other workers of its model.
             *_each("DIRECT.GET", (subjects.WORKERS_STREAM,)),
             *_each("STREAM.MSG.DELETE", (jobs,)),
             f"{_ACK}.{jobs}.>",
@@ -218,7 +220,7 @@ def _telemetry() -> Grants:
 
 
 def _operator() -> Grants:
-    """Any tenant's jobs, within its limits, and all that there is to see and to repair."""
+    """Return the operator's permissions: any tenant's jobs within its limits, views and repairs."""
     return Grants(
         (
             *subjects.SERVICE_JOBS,

@@ -1,4 +1,4 @@
-"""Pulling from a durable consumer through outages, deleted consumers and late deliveries."""
+"""Pulls from a durable consumer through outages, deleted consumers and late deliveries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Delivery(NamedTuple):
-    """One delivery of one stored message; ``stored_ns`` is UTC epoch."""
+    """Delivery of a stored message; ``stored_ns`` is UTC epoch."""
 
     num_deliveries: int
     stream_sequence: int
@@ -29,10 +29,10 @@ class Delivery(NamedTuple):
 
 
 def read_lease(lease: str) -> Delivery:
-    """Raises MalformedMessageError for a string that is not a lease.
+    """Parse a lease. Raises MalformedMessageError for a string that is not a lease.
 
     ``$JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>``, or
-    with domain and account hash after ``$JS.ACK`` and perhaps more behind.
+    with domain and account hash after ``$JS.ACK`` and further fields at the end.
     """
     parts = lease.split(".")
     fields = parts[4:] if len(parts) == 9 else parts[6:]
@@ -42,7 +42,7 @@ def read_lease(lease: str) -> Delivery:
 
 
 def consumer_of(lease: str) -> str:
-    """``<stream>.<consumer>`` that a delivery came from; empty for what is no lease."""
+    """Return ``<stream>.<consumer>`` of a delivery; empty if the string is not a lease."""
     parts = lease.split(".")
     if len(parts) == 9:
         return f"{parts[2]}.{parts[3]}"
@@ -53,7 +53,7 @@ _GRACE_S = 0.5
 
 
 class _Pull:
-    """A pull request that is out. ``ended`` holds the status that ended it, None for none."""
+    """Open pull request. ``ended`` holds the status that ended it, None for none."""
 
     __slots__ = ("ended", "messages", "num_wanted")
 
@@ -72,11 +72,11 @@ class _Pull:
 
 
 class PullInbox:
-    """Hands deliveries to the pulls of their consumer, the oldest first.
+    """Inbox that passes deliveries to the pulls of their consumer, the oldest first.
 
-    Messages keep their own subject, and which request brought one is not said; so it is told by
-    the consumer in its lease alone. What arrives when nobody pulls is given back at once, for
-    somebody else. ``num_losses`` counts those of the connection.
+    Messages keep their own subject, and do not name the request that they answer. Only the consumer
+    in the lease tells it. A delivery without an open pull is given back at once. ``num_losses``
+    counts losses of the connection.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -92,8 +92,11 @@ class PullInbox:
     async def request(
         self, subject: str, body: bytes, consumer: str, num_wanted: int, wait_s: float
     ) -> tuple[list[Msg], str | None]:
-        """What one pull request brings within ``wait_s``, and the status that ended it.
-        ``consumer`` is as in ``consumer_of``."""
+        """Send one pull request; return its messages within ``wait_s`` and the status that ended
+        it.
+
+        ``consumer`` is as in ``consumer_of``.
+        """
         if not self._prefix:
             await self._open()
         loop = asyncio.get_running_loop()
@@ -101,7 +104,7 @@ class PullInbox:
         reply = f"{self._prefix}.{next(self._numbers)}"
         self._by_reply[reply] = pull
         self._by_consumer.setdefault(consumer, []).append(pull)
-        # A request that is lost ends here; if it is not, a late message is given back.
+        # A lost request ends here. If it was not lost, late messages are given back.
         timer = loop.call_later(wait_s + _GRACE_S, pull.end)
         try:
             if not await self._connection.send(subject, body, reply):
@@ -149,7 +152,7 @@ class PullInbox:
             pull.end()
 
 
-# A waiting request is made anew this often, so that one that the server forgot is not for ever.
+# A waiting request is renewed this often, in case the server forgot it.
 _MAX_WAIT_S = 5.0
 _ENSURE_S = 0.5
 _RETRY_WAIT_S = 0.05
@@ -157,10 +160,10 @@ _SPENT = frozenset({"404", "408"})
 
 
 class ConsumerPuller:
-    """Pull requests on one consumer; any number of tasks may pull at a time.
+    """Puller of one consumer; any number of tasks may pull at a time.
 
-    ``ensure`` makes the consumer if it is not there. It is called before the first pull, after
-    each loss of the connection, and when the server says that the consumer is gone.
+    ``ensure`` creates a missing consumer. It is called before the first pull, after each loss of
+    the connection, and when the server reports that the consumer is gone.
     """
 
     def __init__(
@@ -180,15 +183,17 @@ class ConsumerPuller:
         self._refused = ""
 
     async def ensure(self) -> None:
-        """The consumer is there once this returns. Raises BusUnavailableError."""
+        """Ensure that the consumer exists. Raises BusUnavailableError."""
         num_losses = self._inbox.num_losses
         if self._ensured_after != num_losses:
             await self._ensure()
             self._ensured_after = num_losses
 
     async def pull(self, max_messages: int, timeout_s: float) -> list[Msg]:
-        """Messages, as soon as there is one; an empty list after ``timeout_s``. With 0 that is
-        one round trip."""
+        """Return messages as soon as there is one; an empty list after ``timeout_s``.
+
+        With a timeout of 0 this takes one round trip.
+        """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         may_retry = True
@@ -203,12 +208,12 @@ class ConsumerPuller:
                 messages = await self._request(max_messages, 0.0)
                 left_s = deadline_s - loop.time()
             if not messages and left_s > 0 and self._is_ensured:
-                # One message ends the wait; more would have to be waited for.
+                # One message ends the wait. A larger batch would wait for more.
                 messages = await self._request(1, min(left_s, _MAX_WAIT_S))
             if messages:
                 return messages
             if not self._is_ensured and may_retry:
-                # Somebody removed an idle consumer: that there is nothing is not said by that.
+                # An idle consumer was removed, so the queue may still have messages.
                 may_retry = False
                 continue
             if loop.time() >= deadline_s:
@@ -236,11 +241,11 @@ class ConsumerPuller:
         return True
 
     def _warn(self, cause: str) -> None:
-        """Once for each cause: with jobs in it, a queue that cannot be read must not be silent."""
+        """Log each cause once: a queue that cannot be read must not be silent."""
         if self._connection.connected and cause != self._refused:
             self._refused = cause
             logger.warning(
-                "a queue cannot be read", extra={"consumer": self._consumer, "cause": cause}
+                "messages cannot be pulled", extra={"consumer": self._consumer, "cause": cause}
             )
 
     async def _request(self, batch: int, wait_s: float) -> list[Msg]:
@@ -249,17 +254,17 @@ class ConsumerPuller:
             self._subject, body, self._consumer, batch, wait_s
         )
         if not messages and status is not None and status not in _SPENT:
-            # No such consumer, or the server is starting or stopping.
+            # The consumer is missing, or the server is starting or stopping.
             self._ensured_after = -1
         return messages
 
 
 @functools.lru_cache(1024)
 def _at_once(batch: int) -> bytes:
-    """A request for what is there now."""
+    """Encode a request for the messages that are available now."""
     return msgspec.json.encode({"batch": batch, "no_wait": True})
 
 
 def _waiting(wait_s: float) -> bytes:
-    """A request for the next message."""
+    """Encode a request that waits for the next message."""
     return msgspec.json.encode({"batch": 1, "expires": max(nanoseconds(wait_s), 1_000_000)})

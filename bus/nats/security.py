@@ -1,4 +1,4 @@
-"""Credentials and trust of a connection to nats-server: options, and the meaning of refusals."""
+"""Credentials and trust of a connection to nats-server: options, and causes of refusals."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ _SEED = re.compile(r"-----BEGIN USER NKEY SEED-----\s+(\S+)\s")
 
 
 def servers_of(config: NatsConfig) -> list[str]:
-    """The servers' addresses, one each, without user data. Raises ConfigError for one that is no
-    address."""
+    """Return the servers' addresses without user data.
+
+    Raises ConfigError for an invalid address.
+    """
     servers = []
     for url in _addresses(config):
         parts = _parse(url)
@@ -47,8 +49,10 @@ def servers_of(config: NatsConfig) -> list[str]:
 
 
 def connect_options(config: NatsConfig) -> dict[str, Any]:
-    """What nats-py is to be told of ``config``'s credentials and files. Raises ConfigError that
-    names the setting at fault."""
+    """Return nats-py's options for the configured credentials and files.
+
+    Raises ConfigError, which names the invalid setting.
+    """
     options = _user_data(config)
     if config.user:
         options = {"user": config.user, "password": config.password}
@@ -84,10 +88,10 @@ def _parse(url: str) -> SplitResult:
 
 
 def _user_data(config: NatsConfig) -> dict[str, Any]:
-    """Of the addresses: one user for all servers, also those that we learn of later."""
+    """Return the user data in the addresses: one user for all servers, also discovered ones."""
     users = {parts.netloc.rpartition("@")[0] for parts in map(_parse, _addresses(config))} - {""}
     if len(users) > 1:
-        raise ConfigError("nats.url has different user data for its servers; they must know one.")
+        raise ConfigError("nats.url has different user data for its servers. Use the same for all.")
     if not users:
         return {}
     user, has_password, password = users.pop().partition(":")
@@ -103,7 +107,7 @@ def _check_seed(setting: str, seed: str) -> None:
     except (nkeys.NkeysError, ValueError, IndexError):
         is_user = False
     if not is_user:
-        # Without a cause: that could tell of the seed.
+        # Without the cause, which could reveal the seed.
         raise ConfigError(f"{setting} is not the seed of a user (SU…).") from None
 
 
@@ -118,8 +122,10 @@ def _check_creds(path: str) -> None:
 
 
 def why_refused(error: Exception, client: Client, config: NatsConfig) -> MillraceError | None:
-    """What trying again does not mend: the server is not trusted, or does not take us. None for
-    all else."""
+    """Return the error if a retry does not help: an untrusted server, or refused credentials.
+
+    None for all other errors.
+    """
     server = client._current_server
     where = redact_urls(config.url if server is None else server.uri.geturl())
     who = f"The NATS server at {where}"
@@ -137,7 +143,7 @@ def why_refused(error: Exception, client: Client, config: NatsConfig) -> Millrac
 
 
 def _misses_certificate(error: Exception, client: Client, config: NatsConfig) -> bool:
-    """A server that demands a certificate says so, and hangs up on a client without one."""
+    """Return whether the server hung up as it demands a certificate that the client lacks."""
     hung_up = isinstance(error, ClosedAtOnceError | ConnectionError | ssl.SSLError)
     return hung_up and bool(client._server_info.get("tls_verify")) and not config.certificate_file
 
@@ -157,7 +163,7 @@ def _credentials(config: NatsConfig) -> str:
 
 
 class ConnectionRefusals:
-    """What servers said that trying again does not mend."""
+    """Refusals of servers that a retry does not help against."""
 
     def __init__(self, config: NatsConfig) -> None:
         self._config = config
@@ -174,8 +180,11 @@ class ConnectionRefusals:
         self._logged.clear()
 
     def note(self, error: Exception, client: Client) -> None:
-        """At first, raises as soon as no server is left to be tried. Later it is logged, once for
-        each reason: what is wrong may be put right while we try."""
+        """Record a refusal.
+
+        Before the first connection, raises once no server is left to try. Later it logs each reason
+        once: the cause may be corrected while this process retries.
+        """
         refusal = why_refused(error, client, self._config)
         if refusal is None:
             return

@@ -1,4 +1,4 @@
-"""Taking waiting jobs, or the queue itself, away from those who pull from it at the same time."""
+"""Removal of waiting jobs, or of an idle consumer, while other processes pull."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millrace.bus.nats.jetstream import JetStreamError, RawMessage
 
 logger = logging.getLogger(__name__)
 
-# Whoever dies meanwhile holds a tenant queue's deliveries up for no longer than this.
+# Longest pause of a tenant queue's deliveries, also if this process dies meanwhile.
 _PAUSE_S = 2.0
 _PAST = datetime.fromtimestamp(0, UTC)
 
@@ -22,11 +22,11 @@ _PAST = datetime.fromtimestamp(0, UTC)
 async def take_newest(
     connection: Connection, tenant_queue: TenantQueue, count: int
 ) -> list[RawMessage]:
-    """Up to ``count`` of the newest messages that nobody holds, newest first; they are ours now.
+    """Delete and return up to ``count`` of the newest messages that are not leased, newest first.
 
-    Waiting are the messages behind the newest one that was delivered. Whoever deletes a message
-    has it, but a deletion does not stop a delivery that is under way, so deliveries are paused
-    meanwhile. Raises BusUnavailableError; what was deleted before is put back.
+    Waiting messages are those behind the newest delivered one. Deleting a message takes it, but
+    does not stop a delivery that is under way, so deliveries are paused meanwhile. Raises
+    BusUnavailableError: messages deleted before are stored again.
     """
     stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(tenant_queue)
     pause_until = datetime.now(UTC) + timedelta(seconds=_PAUSE_S)
@@ -38,22 +38,22 @@ async def take_newest(
     except BaseException:
         await _put_back(connection, taken)
         raise
-    # If another shedder paused it again, the end of the pause is that one's to tell.
+    # If another process paused it again, that process ends the pause.
     if _is_same(info.config.pause_until, pause_until):
         await jetstream.pause(connection, stream, consumer, _PAST)
-    # The pause may have ended before we had: what may have been delivered is not ours. Put back,
-    # it may run twice, which epochs and record identities allow for; dropped, it might never run.
+    # The pause may have ended before the deletions, so messages that may have been delivered are
+    # put back. Such a message may run twice, which epochs and record identities allow. Dropped, it
+    # might never run.
     delivered = info.delivered.stream_seq
     await _put_back(connection, [message for message in taken if message.seq <= delivered])
     return [message for message in taken if message.seq > delivered]
 
 
 async def remove_idle(connection: Connection, tenant_queue: TenantQueue) -> bool:
-    """Remove a tenant queue's consumer, unless it has jobs; whether it has. Raises
-    BusUnavailableError.
+    """Remove an idle tenant queue's consumer; return whether it has jobs.
 
-    It forgets its deliveries, so there must be none: deliveries are paused, and only then it is
-    looked whether there is anything.
+    Removing a consumer forgets its deliveries, so it must have none: deliveries are paused before
+    the check. Raises BusUnavailableError.
     """
     stream, consumer = subjects.JOBS_STREAM, subjects.jobs_consumer(tenant_queue)
     pause_until = datetime.now(UTC) + timedelta(seconds=_PAUSE_S)
@@ -69,7 +69,7 @@ async def remove_idle(connection: Connection, tenant_queue: TenantQueue) -> bool
     except JetStreamError as error:
         if error.number != jetstream.CONSUMER_NOT_FOUND:
             raise
-        return False  # somebody else removed it, or nobody ever pulled from it
+        return False  # another process removed it, or it was never used
     return info.has_messages
 
 
@@ -89,7 +89,7 @@ async def _delete_newest(
 
 async def _put_back(connection: Connection, messages: list[RawMessage]) -> None:
     for message in reversed(messages):
-        logger.info("a job goes back to the queue", extra={"sequence": message.seq})
+        logger.info("putting a job back into the queue", extra={"sequence": message.seq})
         headers = {MESSAGE_ID: f"back:{message.seq}"}
         content_type = message.header(CONTENT_TYPE)
         if content_type is not None:

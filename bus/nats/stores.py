@@ -1,4 +1,4 @@
-"""Results, outbox and worker bucket on JetStream."""
+"""Results, outbox, worker bucket and journal on JetStream."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ class _Message:
 
 
 class PublishBatcher:
-    """Stores messages in groups. A process that sleeps between messages pays for waking up and for
-    reading and writing its socket each time, which is most of what storing one costs; a group pays
-    once."""
+    """Batcher that stores messages in groups.
+
+    A process that sleeps between messages pays each time for waking up and for socket reads and
+    writes, most of the cost of storing. A group pays once.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -53,8 +55,10 @@ class PublishBatcher:
     async def store(
         self, subject: str, payload: bytes, headers: Mapping[str, str], linger_s: float
     ) -> None:
-        """As ``jetstream.store``, after ``linger_s`` at most: the first one of a group says how
-        long it waits for others."""
+        """Store a message like ``jetstream.store``, after at most ``linger_s``.
+
+        The first message of a group determines how long it waits.
+        """
         loop = asyncio.get_running_loop()
         message = _Message(subject, payload, headers, loop.create_future())
         self._waiting.append(message)
@@ -62,8 +66,7 @@ class PublishBatcher:
             loop.call_later(linger_s, self._leave)
         answer = await message.answer
         if answer is None or status_of(answer) is not None:
-            # Lost on the way, late, or nobody was there to store it: now by itself, for as long as
-            # that takes.
+            # Lost, late, or no server: store it alone, for as long as that takes.
             await jetstream.store(self._connection, subject, payload, headers)
         else:
             jetstream.stored_at(answer)
@@ -81,7 +84,7 @@ class PublishBatcher:
                 answers = [message.answer for message in group]
                 await asyncio.wait(answers, timeout=_ANSWERS_TIMEOUT_S)
         finally:
-            # Whatever went wrong, nobody waits for ever.
+            # Release all waiting callers after any failure.
             for message in group:
                 self._connection.forget(message.reply)
                 _settle(message.answer, None)
@@ -108,14 +111,14 @@ _NS_PER_S = 1e9
 
 
 class _Found(NamedTuple):
-    """A stored result and its place in the stream."""
+    """Stored result with its place in the stream."""
 
     result: JobResult
     sequence: int
 
 
 class NatsResults:
-    """See ``bus.api.Results``. Results are JSON, as those who fetch them are not all ours."""
+    """Results on NATS. See ``bus.api.Results``. They are JSON for readers outside Millrace."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -131,7 +134,7 @@ class NatsResults:
             await self._store_after(result, found.sequence)
 
     async def _store_after(self, result: JobResult, sequence: int) -> bool:
-        """Store it if the newest of its request is at ``sequence`` (0: there is none)."""
+        """Store a result if the newest of its request is at ``sequence`` (0: none)."""
         headers = {**codec.JSON_HEADERS, "Nats-Expected-Last-Subject-Sequence": str(sequence)}
         subject = subjects.result(result.tenant, result.request_id)
         try:
@@ -147,7 +150,7 @@ class NatsResults:
         return None if found is None else found.result
 
     async def _find(self, tenant: str, request_id: str) -> _Found | None:
-        # With the result's subject in that of the request, permissions can keep tenants apart.
+        # The request's subject contains the result's, so permissions can separate tenants.
         result = subjects.result(tenant, request_id)
         request = f"{jetstream.API}.DIRECT.GET.{subjects.RESULTS_STREAM}.{result}"
         answer, _ = await self._connection.request_until(request, b"")
@@ -164,7 +167,7 @@ class NatsResults:
 
 
 class NatsOutbox:
-    """See ``bus.api.Outbox``."""
+    """Outbox on NATS. See ``bus.api.Outbox``."""
 
     def __init__(self, connection: Connection, inbox: PullInbox) -> None:
         self._connection = connection
@@ -198,8 +201,11 @@ class NatsOutbox:
         ]
 
     async def ack(self, messages: Sequence[OutboxMessage]) -> None:
-        """The server reads the acks of a connection in order: its answer to the last one says
-        that it has them all."""
+        """Acknowledge messages.
+
+        The server reads the acks of a connection in order, so its answer to the last one confirms
+        all.
+        """
         if not messages:
             return
         for message in messages[:-1]:
@@ -210,7 +216,7 @@ class NatsOutbox:
         last = await self.last_sequence()
         if sequence > last:
             logger.warning(
-                "the outbox is younger than what it is rewound to; it starts at its beginning",
+                "the outbox does not reach the requested sequence; rewinding to its beginning",
                 extra={"sequence": sequence, "last_sequence": last},
             )
             sequence = 0
@@ -230,8 +236,10 @@ class NatsOutbox:
 
 
 class NatsWorkerBucket:
-    """See ``bus.fleet.directory.WorkerBucket``. Puts are not waited for: the next heartbeat is
-    soon."""
+    """Worker bucket on NATS. See ``bus.fleet.directory.WorkerBucket``.
+
+    Puts are not confirmed: the next heartbeat follows soon.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -243,7 +251,7 @@ class NatsWorkerBucket:
         return [message.data for message in await self._newest()]
 
     async def ages(self) -> Sequence[tuple[bytes, float]]:
-        # In this order what is written meanwhile is no older than it is.
+        # In this order, an entry written meanwhile does not appear older than it is.
         info = await jetstream.stream_info(self._connection, subjects.WORKERS_STREAM)
         now_ns = jetstream.epoch_ns(info.ts)
         messages = await self._newest()
@@ -273,7 +281,7 @@ _SUBJECT = "Nats-Subject"
 
 
 class NatsJournal:
-    """See ``bus.store.journal.Journal``."""
+    """Journal on NATS. See ``bus.store.journal.Journal``."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,7 +1,7 @@
-"""Streams and consumers: which there are, who creates them, and who changes them.
+"""Streams and consumers, and the processes that create and change them.
 
-Gateways, schedulers, workers and telemetry create streams that are missing. Schedulers alone change
-a stream that is there. The command line does neither.
+Gateways, schedulers, workers and telemetry create missing streams. Only schedulers change existing
+streams. The command line does neither.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from millrace.schemas.errors import BusForbiddenError, ConfigError, StoreFullErr
 logger = logging.getLogger(__name__)
 
 DUPLICATE_WINDOW_S = 600.0
-# A tenant queue's consumer that nobody pulls from for so long is removed by the server: no
-# scheduler is left to forget the tenant queue, and consumers cost memory.
+# The server removes a tenant queue's consumer that is unused for this long: no scheduler is left to
+# forget the tenant queue, and consumers cost memory.
 QUEUE_IDLE_S = 3_600.0
-# Since 2.15 a stream without a bound of its own may have 1,000 consumers; before, any number, and
-# the bound of a stream could not be changed.
+# Since 2.15 a stream without a bound may have 1,000 consumers. Earlier versions allow any number
+# and cannot change a stream's bound.
 MAX_JOBS_CONSUMERS = 100_000
 _BOUNDED_SINCE = (2, 15)
 DEAD_MAX_AGE_S = 30 * 86_400.0
@@ -41,7 +41,7 @@ _LIMITS = frozenset({"num_replicas", "max_age", "max_msgs", "max_consumers", "du
 
 
 def streams(config: NatsConfig, server_version: tuple[int, int]) -> list[Json]:
-    """The configuration of every stream on a server of that version."""
+    """Return the configuration of every stream for a server version."""
 
     def stream(name: str, *names: str, max_age_s: float = 0.0, **more: object) -> Json:
         window_s = min(DUPLICATE_WINDOW_S, max_age_s or DUPLICATE_WINDOW_S)
@@ -99,12 +99,12 @@ def streams(config: NatsConfig, server_version: tuple[int, int]) -> list[Json]:
 
 
 def names_on_disk(config: NatsConfig, server_version: tuple[int, int]) -> list[str]:
-    """The streams that are kept in files."""
+    """Return the names of the streams that are stored in files."""
     return [one["name"] for one in streams(config, server_version) if one["storage"] == "file"]
 
 
 async def require_streams(connection: Connection, address: str) -> None:
-    """Raises ConfigError if Millrace's streams are not on this server. Creates nothing."""
+    """Raise ConfigError if Millrace's streams are not on this server. Creates nothing."""
     try:
         await jetstream.stream_info(connection, subjects.JOBS_STREAM)
     except BusForbiddenError:
@@ -122,8 +122,10 @@ async def require_streams(connection: Connection, address: str) -> None:
 async def ensure_streams(
     connection: Connection, config: NatsConfig, *, changes_existing: bool
 ) -> None:
-    """Create the streams that are missing; with ``changes_existing`` also bring those up to date
-    that are there. Raises ConfigError if a stream is there that cannot be changed into ours."""
+    """Create missing streams; with ``changes_existing`` also update existing ones.
+
+    Raises ConfigError if an existing stream cannot be changed into ours.
+    """
     version = connection.server_version
     defaults = streams(NatsConfig(), version)
     await asyncio.gather(
@@ -135,8 +137,11 @@ async def ensure_streams(
 
 
 async def _ensure_stream(connection: Connection, wanted: Json, default: Json | None) -> None:
-    """``default`` is the configuration without any setting; None: leave an existing stream as it
-    is. A process without the permission takes the streams as they are."""
+    """Create or update a stream.
+
+    ``default`` is its configuration without settings; None leaves an existing stream unchanged.
+    Without permission the stream stays as it is.
+    """
     name = wanted["name"]
     try:
         try:
@@ -161,7 +166,7 @@ async def _update_stream(connection: Connection, wanted: Json, default: Json) ->
     except JetStreamError as error:
         if not jetstream.is_of_a_file(error):
             raise
-        # It goes on as it is: what was accepted is to end.
+        # It goes on unchanged, so accepted jobs can end.
         logger.warning("a stream cannot be updated", extra={"stream": name, "cause": error.reason})
 
 
@@ -171,8 +176,7 @@ async def update_stream(
     change: Callable[[Json], Json],
     timeout_s: float | None = None,
 ) -> None:
-    """Give a stream the configuration that ``change`` makes of the one it has. Sends nothing if
-    both are the same."""
+    """Change a stream's configuration by ``change``. Sends nothing if it stays the same."""
     existing = (await jetstream.stream_info(connection, stream, timeout_s=timeout_s)).config
     # As JSON, so that a tuple equals a list.
     wanted: Json = msgspec.json.decode(msgspec.json.encode(change(existing)))
@@ -187,8 +191,11 @@ async def update_stream(
 
 
 def updated(existing: Json, wanted: Json, default: Json) -> Json:
-    """The configuration that a stream gets. What we do not set stays. A limit that has its default
-    value only ever grows; a setting that differs from its default applies as it is."""
+    """Merge the existing configuration with ours.
+
+    Keys that we do not set stay. A limit with its default value is only raised. A setting that
+    differs from its default applies as it is.
+    """
     merged = dict(existing)
     for key, value in wanted.items():
         kept = existing.get(key)
@@ -205,17 +212,17 @@ def updated(existing: Json, wanted: Json, default: Json) -> Json:
 
 
 def _size(limit: float | None) -> float:
-    """The server writes 0, -1 or nothing for no limit."""
+    """Return a limit's size. The server writes no limit as 0, -1 or nothing."""
     return limit if limit and limit > 0 else math.inf
 
 
 async def ensure_jobs_consumer(
     connection: Connection, config: NatsConfig, tenant_queue: TenantQueue
 ) -> int:
-    """One durable pull consumer a tenant queue; the UTC epoch by the server's clock, in ns.
+    """Ensure a tenant queue's durable pull consumer; return the server's time, UTC epoch in ns.
 
-    No BackOff: it would override AckWait. Deliveries are counted when they are pulled, as the
-    server would leave a job over its limit in the queue.
+    BackOff is not set: it would override AckWait. The puller counts deliveries, as the server would
+    leave a job over its limit in the queue.
     """
     name = subjects.jobs_consumer(tenant_queue)
     body = {
@@ -233,7 +240,7 @@ async def ensure_jobs_consumer(
         info = await jetstream.create_consumer(connection, stream, name, body)
     except JetStreamError as error:
         if jetstream.is_of_a_file(error):
-            # On a full disk the one that is there goes on, as what was accepted is to end.
+            # On a full disk the existing consumer goes on, so accepted jobs can end.
             known = await jetstream.find_consumer(connection, stream, name)
             if known is None:
                 raise
@@ -246,18 +253,22 @@ async def ensure_jobs_consumer(
 
 
 async def _remove_outdated_consumers(connection: Connection) -> None:
-    """Once there was one consumer a model, for all its tenant queues. Jobs that were held by one
-    come again as ``uncertain``."""
+    """Remove consumers of an earlier version, which had one for each model.
+
+    Jobs that they held are redelivered as ``uncertain``.
+    """
     stream = subjects.JOBS_STREAM
     for name in await jetstream.consumer_names(connection, stream):
         if subjects.is_outdated_consumer(name):
-            logger.warning("an outdated consumer of the jobs is removed", extra={"consumer": name})
+            logger.warning("removing an outdated consumer of jobs", extra={"consumer": name})
             await jetstream.delete_consumer(connection, stream, name)
 
 
 async def ensure_bridge(connection: Connection, after_sequence: int | None = None) -> None:
-    """The consumer of the outbox; where it is stays, unless ``after_sequence`` says where to
-    start again."""
+    """Ensure the outbox's consumer.
+
+    It keeps its place, unless ``after_sequence`` says where to restart.
+    """
     name = subjects.BRIDGE_CONSUMER
     stream = subjects.OUTBOX_STREAM
     start: Json = {"deliver_policy": "all"}
@@ -278,15 +289,15 @@ async def ensure_bridge(connection: Connection, after_sequence: int | None = Non
     await jetstream.create_consumer(connection, stream, name, body)
 
 
-# No stream ever comes to it. A stream that was given up says so when it is asked to delete, also
-# what it does not have; an information about it, and an ack, is answered as if nothing were wrong.
+# Sequence that no stream reaches. A failed stream reports its failure on a delete, even of a
+# missing message. It answers info requests and acks as if it were healthy.
 _NO_SEQUENCE = 2**62
 _TIMEOUT_S = 2.0
 _NOTHING_FITS = 1
 
 
 class NatsStorage:
-    """See ``bus.storage.Storage``."""
+    """Storage of NATS. See ``bus.storage.Storage``."""
 
     def __init__(self, connection: Connection, config: NatsConfig) -> None:
         self._connection = connection
@@ -298,7 +309,7 @@ class NatsStorage:
         return {name: cause for name, cause in zip(names, causes, strict=True) if cause}
 
     async def _cause(self, stream: str) -> str:
-        """Why a stream takes nothing; empty while it does."""
+        """Return why a stream accepts nothing; empty if it does."""
         request, body = f"STREAM.MSG.DELETE.{stream}", {"seq": _NO_SEQUENCE}
         try:
             await jetstream.call(self._connection, request, body, timeout_s=_TIMEOUT_S)

@@ -1,1 +1,1 @@
-"""What the journal keeps: large objects, and whether there is room for more."""
+"""Large objects in the journal, and the watch for free space."""

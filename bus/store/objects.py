@@ -1,4 +1,4 @@
-"""Large objects as chunks in the journal."""
+"""Large objects, stored as chunks in the journal."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ logger = logging.getLogger(__name__)
 
 
 class JournalConflictError(MillraceError, code="conflict", retryable=True, http_status=409):
-    """Somebody else wrote under that name in the meantime; nothing was stored."""
+    """Another process wrote under that name in the meantime. Nothing was stored."""
 
     def __init__(self) -> None:
-        super().__init__("Somebody else changed it at the same time. Try again.")
+        super().__init__("It was changed at the same time. Try again.")
 
 
 class JournalEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry and its place; sequences of one name only grow."""
+    """Journal entry with its place; sequences of one name only grow."""
 
     sequence: int
     payload: bytes
 
 
 class Journal(Protocol):
-    """Entries in order under names, kept for ``nats.files_ttl_s``: what files and batches are
-    made of. Names are those of ``bus.subjects``, section "files and batches".
+    """Ordered entries under names, kept for ``nats.files_ttl_s``: the storage of files and batches.
 
-    Every method raises BusUnavailableError while nobody can say.
+    Names are those of ``bus.subjects``, section "files and batches". Every method raises
+    BusUnavailableError.
     """
 
     async def append(self, name: str, payload: bytes, *, after: int, replace: bool = False) -> int:
-        """Store an entry behind the one with the sequence ``after``, which must be the name's last
-        (0: it must have none); with ``replace`` those before it go. Returns its sequence.
+        """Store an entry behind the one with the sequence ``after``; return its sequence.
 
-        Raises JournalConflictError if another entry is the last one, and PayloadTooLargeError:
-        nothing was stored.
+        ``after`` must be the name's last entry (0: it must have none). ``replace`` removes the
+        entries before it. Raises JournalConflictError if another entry is the last one, and
+        PayloadTooLargeError: nothing was stored.
         """
 
     async def next(self, name: str, after: int) -> JournalEntry | None:
-        """The first entry behind a sequence."""
+        """Return the first entry behind a sequence."""
 
     async def last(self, name: str) -> JournalEntry | None:
-        """The newest entry, never an older one."""
+        """Return the newest entry, never an older one."""
 
     async def last_of(self, names: Sequence[str]) -> dict[str, JournalEntry]:
-        """The newest entries of those names that have any."""
+        """Return the newest entries of the names that have any."""
 
     async def names(self, pattern: str) -> list[str]:
-        """The names with entries that match a pattern, sorted."""
+        """Return the names with entries that match a pattern, sorted."""
 
     async def drop(self, name: str) -> None:
         """Remove every entry of a name."""
@@ -67,12 +67,11 @@ _INFOS_AT_ONCE = 500
 
 
 class ObjectLostError(MillraceError, code="file_lost", http_status=410):
-    """An object's bytes are not all there any more."""
+    """Object whose bytes are partly gone."""
 
 
 class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes that were stored once and for all. ``sha256`` is hexadecimal; ``metadata`` is the
-    owner's own."""
+    """Immutable stored bytes. ``sha256`` is hexadecimal. ``metadata`` is the owner's own."""
 
     name: str
     size_bytes: int
@@ -84,11 +83,11 @@ class StoredObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Objects:
-    """Large immutable things, each under its owner and a name, kept for ``ttl_s``.
+    """Large immutable objects by owner and name, kept for ``ttl_s``.
 
-    Chunks go under a name that is drawn anew for each attempt; the entry that says what the object
-    is comes last and at most once. So whoever finds the entry finds all the bytes, and of two that
-    store the same object one wins and the other removes what it wrote.
+    Chunks go under a random name for each attempt. The entry that describes the object comes last
+    and at most once. So a reader that finds the entry finds all bytes. If two processes store the
+    same object, one wins and the other removes its chunks.
     """
 
     def __init__(
@@ -102,10 +101,12 @@ class Objects:
     async def put(
         self, owner: str, name: str, chunks: AsyncIterable[bytes], metadata: dict[str, str]
     ) -> StoredObject:
-        """Store bytes as they come, in pieces that fit a message. If there is an object of that
-        name already, it stays and is returned. Raises whatever ``chunks`` raises: nothing is
-        stored then; and BusUnavailableError, after which it may be stored all the same, as it may
-        when this is cancelled."""
+        """Store bytes as they come, in chunks that fit a message.
+
+        An existing object of that name stays and is returned. Raises the errors of ``chunks``:
+        nothing is stored then. Raises BusUnavailableError: the object may be stored all the same,
+        as after a cancellation.
+        """
         upload_id = secrets.token_hex(16)
         chunk_name = subjects.object_chunks(upload_id)
         digest = hashlib.sha256()
@@ -138,7 +139,7 @@ class Objects:
                 raise
             return there
         except BaseException:
-            # An entry that is under way may be stored yet, and its chunks have to be there then.
+            # An entry on its way may still be stored, and then needs its chunks.
             if num_chunks and not is_entered:
                 await self._forget(chunk_name)
             raise
@@ -148,14 +149,14 @@ class Objects:
         try:
             await self._journal.drop(chunk_name)
         except BusUnavailableError:
-            logger.warning("chunks of a broken upload stay until they are old")
+            logger.warning("chunks of a failed upload stay until they expire")
 
     async def info(self, owner: str, name: str) -> StoredObject | None:
         entry = await self._journal.last(subjects.object_entry(owner, name))
         return None if entry is None else _read(entry)
 
     async def infos(self, owner: str, names: Sequence[str]) -> list[StoredObject]:
-        """Those that are there, in the order of ``names``."""
+        """Return the existing objects, in the order of ``names``."""
         found: list[StoredObject] = []
         for start in range(0, len(names), _INFOS_AT_ONCE):
             wanted = [
@@ -166,12 +167,12 @@ class Objects:
         return found
 
     async def names(self, owner: str) -> list[str]:
-        """The names of all of an owner's objects, sorted."""
+        """Return the names of all of an owner's objects, sorted."""
         found = await self._journal.names(subjects.object_entry(owner))
         return sorted(map(subjects.last_token, found))
 
     async def read(self, stored: StoredObject) -> AsyncIterator[bytes]:
-        """Its bytes, piece by piece. Raises ObjectLostError when they are not all there."""
+        """Yield an object's bytes in chunks. Raises ObjectLostError if some are missing."""
         chunk_name = subjects.object_chunks(stored.upload_id)
         last = 0
         for _ in range(stored.num_chunks):
@@ -182,7 +183,7 @@ class Objects:
             yield entry.payload
 
     async def delete(self, owner: str, name: str) -> bool:
-        """Whether it was there."""
+        """Delete an object; return whether it existed."""
         stored = await self.info(owner, name)
         if stored is None:
             return False
@@ -192,7 +193,7 @@ class Objects:
 
 
 async def _of_size(chunks: AsyncIterable[bytes], size_bytes: int) -> AsyncIterator[bytes]:
-    """The same bytes in pieces of one size; the last may be shorter."""
+    """Yield the same bytes in chunks of one size; the last may be shorter."""
     held = bytearray()
     async for chunk in chunks:
         held += chunk

@@ -1,4 +1,4 @@
-"""Which stores have no room, as far as one process can see: what its door and its health go by."""
+"""Watch for stores without free space, as one process sees them, for its admission and health."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from millrace.schemas.config import StorageConfig
 from millrace.schemas.errors import BusUnavailableError, StoreFullError
 
 if TYPE_CHECKING:
-    # Its client takes 70 ms to import, which telemetry does without.
+    # This client takes 70 ms to import, and telemetry does not need it.
     from millrace.runtime.redis.link import RedisLink
 
 logger = logging.getLogger(__name__)
 
-# A store that was short of room has it again a little above the mark, so that it does not go to
-# and fro at it.
+# A store has room again only this factor above the mark, so that it does not alternate.
 _ENOUGH = 1.25
 _DIRECT_SHARE = 0.5
-# A stream is given up when it cannot be written. Where its disk is seen to have room, the server is
-# asked this seldom whether that happened.
+# A stream fails when it cannot be written. While its disk has room, the server is asked for failed
+# streams only this often.
 _ASK_EVERY_S = 5.0
-# Whoever connects to the bus sets the queue up as it is in good times.
+# A process that connects to the bus resets the queue to accept jobs, so refusal is asserted again
+# this often.
 _ASSERT_EVERY_S = 5.0
 _MIB = 1024 * 1024
-# A disk is taken to fill no faster than this, and is looked at after so many intervals at the
-# latest.
+# Fastest assumed growth of used space. A disk is checked after at most this many intervals.
 _FASTEST_BYTES_PER_S = 4 * 1024 * _MIB
 _MOST_INTERVALS = 5
 
 
 def free_bytes(folder: str) -> int:
-    """What is free on the disk of a folder, which need not be there so far. Raises OSError."""
+    """Return the free bytes on the disk of a folder, which may not exist yet. Raises OSError."""
     path = Path(folder)
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -54,7 +53,7 @@ def free_bytes(folder: str) -> int:
 
 
 def folders_of(config: StorageConfig) -> dict[str, str]:
-    """The folders that a process was told of, by store."""
+    """Return the configured folders by store."""
     folders = {
         NATS: config.nats_dir,
         REDIS: config.redis_dir,
@@ -65,12 +64,11 @@ def folders_of(config: StorageConfig) -> dict[str, str]:
 
 
 class StoreWatch:
-    """Looks at the stores every ``check_interval_s``, and less often while their disks have so much
-    room that nothing could fill it meanwhile.
+    """Store watch: checks the stores every ``check_interval_s``, less often with ample free space.
 
-    What it can see: the free room on the disks of the folders it was told of, streams that the
-    message bus gave up (with ``storage``), and whether Redis can write (with ``redis``). Where
-    ``gates`` is set, it has the queue refuse jobs of all publishers while hardly any room is left.
+    It sees the free space on the disks of configured folders, failed streams of the bus (with
+    ``storage``), and whether Redis can write (with ``redis``). With ``gates`` it makes the queue
+    refuse all publishers' jobs while hardly any space is left.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class StoreWatch:
         self._folders = folders_of(config)
         self._short: set[str] = set()
         self._closed_s: float | None = None
-        # Not known at first: a gateway that closed the queue may have been killed since.
+        # Unknown at first: a gateway that closed the queue may have been killed since.
         self._is_open = False
         self._asked_s = float("-inf")
         self._told: dict[str, str] = {}
@@ -101,11 +99,11 @@ class StoreWatch:
         self.failed_streams: dict[str, str] = {}
 
     def start(self) -> None:
-        """Look on and on, in a task that ``close`` ends."""
+        """Check the stores repeatedly, in a task that ``close`` ends."""
         self._tasks.repeat(partial(self.look, spares_bus=True), self.rest_s, self._clock, "stores")
 
     def rest_s(self) -> float:
-        """How long to leave the stores alone after a look."""
+        """Return the seconds until the next check."""
         interval_s = self._config.check_interval_s
         if self._told or self._closed_s is not None or not self.free:
             return interval_s
@@ -117,9 +115,10 @@ class StoreWatch:
         await self._tasks.close()
 
     async def look(self, *, spares_bus: bool = False) -> None:
-        """Look at everything once; with ``spares_bus`` at what the bus has given up only now and
-        then while all is well. Never raises for a store that cannot be seen just now: what was last
-        seen of it stays."""
+        """Check all stores once. Never raises: the last state of an unreachable store stays.
+
+        ``spares_bus``: ask the bus for failed streams only now and then while all is well.
+        """
         if self._folders:
             self.free |= await asyncio.to_thread(self._look_at_disks)
         self._note_short()
@@ -130,7 +129,7 @@ class StoreWatch:
         self._tell()
 
     def _look_at_disks(self) -> dict[str, int]:
-        """What is free, of the stores whose disks can be seen."""
+        """Return the free bytes of the stores whose disks are visible."""
         free = {}
         for store, folder in self._folders.items():
             try:
@@ -142,11 +141,12 @@ class StoreWatch:
         return free
 
     def is_short(self, store: str) -> bool:
-        """Whether a store's disk is nearly full."""
+        """Return whether a store's disk is nearly full."""
         return store in self._short
 
     def troubles(self) -> dict[str, str]:
-        """The stores that have no room, each with the rest of a sentence that begins with it."""
+        """Return the stores in trouble, each with the rest of a sentence that begins with its
+        name."""
         troubles = {
             store: f"has {self.free[store] // _MIB} MiB of room left on its disk, which is less "
             f"than the {self._config.min_free_bytes // _MIB} MiB of storage.min_free_bytes"
@@ -164,7 +164,7 @@ class StoreWatch:
         return troubles
 
     def check(self) -> None:
-        """Raises StoreFullError while the store of accepted work has no room."""
+        """Raise StoreFullError while NATS, the store of accepted jobs, has no room."""
         trouble = self.troubles().get(NATS)
         if trouble is not None:
             raise StoreFullError(NATS, trouble)
@@ -191,7 +191,7 @@ class StoreWatch:
             if self._gates:
                 await self._keep_gate(self._storage)
         except BusUnavailableError as error:
-            logger.debug("the bus does not say how its store is", extra={"why": error.message})
+            logger.debug("the state of the bus's store is unknown", extra={"why": error.message})
 
     async def _keep_gate(self, storage: Storage) -> None:
         if NATS not in self.free:
@@ -217,7 +217,7 @@ class StoreWatch:
 
 
 class StoreMetrics(Collector):
-    """What Prometheus sees of the stores."""
+    """Prometheus metrics of the stores."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class StoreMetrics(Collector):
         troubles: Callable[[], Mapping[str, str]],
         free: Callable[[], Mapping[str, int]],
     ) -> None:
-        """``stores`` are those that the process knows of, ``troubles`` those in trouble."""
+        """Create the metrics for ``stores``. ``troubles`` returns the stores in trouble."""
         self._stores = set(stores)
         self._troubles = troubles
         self._free = free
@@ -233,7 +233,7 @@ class StoreMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         healthy = GaugeMetricFamily(
             "millrace_store_healthy",
-            "1 while a store takes what is to be kept, 0 while it has no room, as /healthz says",
+            "1 while a store accepts writes, 0 while it has no room, as in /healthz",
             labels=["store"],
         )
         troubles = self._troubles()
@@ -241,7 +241,7 @@ class StoreMetrics(Collector):
             healthy.add_metric([store], int(store not in troubles))
         room = GaugeMetricFamily(
             "millrace_store_free_bytes",
-            "What is free on the disk of a store, where the process can see that",
+            "Free bytes on a store's disk, if the process can see that disk",
             labels=["store"],
         )
         for store, num_bytes in sorted(self._free().items()):
@@ -255,8 +255,10 @@ _SHORT = "MillraceStoreShort"
 def store_conditions(
     stores: Iterable[str], troubles: Mapping[str, str], free_bytes: Mapping[str, int]
 ) -> Iterator[AlertCondition]:
-    """Of ``stores``: whether each takes what is to be kept (``troubles`` has those that do not, and
-    why), and whether its disk has room, of those whose disk can be seen."""
+    """Yield alert conditions: each store accepts writes, and each visible disk has room.
+
+    ``troubles`` has the stores that accept no writes, with the reason.
+    """
     for store in stores:
         trouble = troubles.get(store)
         detail = "" if trouble is None else f"{store} {trouble}"

@@ -1,1 +1,1 @@
-"""What tenants and their API keys may use, as whoever lets requests in counts it: in Redis."""
+"""Limits of tenants and API keys, counted in Redis by gateways and schedulers."""

@@ -1,4 +1,4 @@
-"""Accounts, that is tenants and API keys, as limits are kept for them."""
+"""Accounts of limits: tenants and API keys."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from millrace.schemas.tenants import (
 )
 
 TICKS = 60_000
-"""What one request or token weighs in a bucket: as much as a minute has ms, so that a limit of n a
-minute drains n ticks each ms."""
+"""Weight of a request or token in a bucket: the ms of a minute.
+
+A limit of n a minute then drains n ticks each ms.
+"""
 
 _MS_PER_S = 1_000
 _NS_PER_S = 1_000_000_000
@@ -43,7 +45,7 @@ _NOT_LOOKED_UP = b"?"
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant or a key with its limits, as of the ``version`` of its record."""
+    """Tenant or key with its limits, as of the ``version`` of its record."""
 
     kind: Literal["tenant", "key"]
     name: str
@@ -64,7 +66,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state_keys(self) -> tuple[str, str, str]:
-        """Buckets, running requests and holds."""
+        """Keys of buckets, running requests and holds."""
         account = self._account
         return (
             redis_keys.buckets_key(account),
@@ -81,16 +83,18 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Spend(NamedTuple):
-    """Money in billionths of one currency: spent this month, and the most that running requests
-    may cost."""
+    """Money in billionths of one currency: spent this month, and the highest cost of running
+    requests."""
 
     spent_nano: int = 0
     held_nano: int = 0
 
 
 class AccountUsage(NamedTuple):
-    """The present use of an account: ticks in its buckets, running requests, and money by currency.
-    After a reservation only the currency of that request is among the money."""
+    """Present usage of an account: ticks in its buckets, running requests, and money by currency.
+
+    After a reservation only the currency of that request is among the money.
+    """
 
     requests: int = 0
     tokens: int = 0
@@ -102,7 +106,7 @@ class AccountUsage(NamedTuple):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that one request may use of the limits of its tenant and key."""
+    """Highest usage of a request, counted against the limits of its tenant and key."""
 
     request_id: str
     """The reservation's id. Reserving the same id again takes nothing more."""
@@ -144,12 +148,12 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and completion together."""
+        """Tokens of prompt and completion."""
         return self.num_prompt_tokens + self.max_tokens
 
     @property
     def num_context_tokens(self) -> int:
-        """What has to fit a context."""
+        """Tokens that must fit a context."""
         return self.num_tokens if self.longest_tokens is None else self.longest_tokens
 
 
@@ -158,8 +162,11 @@ NEVER = -2
 
 
 class LimitDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Granted, or the limit (named as in ``LimitSet``) and the account that refuse, with the ms to
-    wait, NEXT_MONTH or NEVER. ``usages`` are those of all accounts after it."""
+    """Decision on a reservation: granted, or refused by a limit (see ``LimitSet``) of an account.
+
+    ``wait_ms`` is the time to wait, or NEXT_MONTH or NEVER. ``usages`` are those of all accounts
+    after it.
+    """
 
     usages: tuple[AccountUsage, ...]
     refused_by: Account | None = None
@@ -207,8 +214,10 @@ def decision_of(
 async def read_account_usage(
     link: RedisLink, account: Account, month: str, now_ms: int | None = None
 ) -> AccountUsage:
-    """The account's use, with the money of each currency that it has a budget, spending or
-    holds in; ``now_ms`` None: by Redis' own clock. Raises RedisUnreachableError."""
+    """Return the account's usage, with the money of each currency with a budget, spending or holds.
+
+    ``now_ms`` None: use Redis' clock. Raises RedisUnreachableError.
+    """
     if now_ms is None:
         seconds, microseconds = await link.call("TIME")
         now_ms = int(seconds) * 1_000 + int(microseconds) // 1_000
@@ -238,12 +247,12 @@ async def read_account_usage(
 
 
 def drain(ticks: int, per_minute: int | None, elapsed_ms: int) -> int:
-    """What is left in a bucket after a while; nothing is ever in one without a limit."""
+    """Return the ticks in a bucket after a time; a bucket without a limit is always empty."""
     return 0 if per_minute is None else max(0, ticks - elapsed_ms * per_minute)
 
 
 def remaining(account: Account, usage: AccountUsage) -> Remaining:
-    """Return what is left of the limits of an account, which stands as ``usage`` says."""
+    """Return the remaining limits of an account with this usage."""
     limits = account.limits
     # A limit of one request is never used up.
     left: dict[str, Any] = {name: getattr(limits, name) for name in KEY_LIMITS}
@@ -268,8 +277,10 @@ def room(per_minute: int, ticks: int) -> int:
 
 
 def num_places(account: Account, usage: AccountUsage) -> int | None:
-    """How many more requests the account's counts admit now, whatever their tokens; None: any
-    number."""
+    """Return how many more requests the account's counts admit, ignoring token limits.
+
+    None: any number.
+    """
     limits, places = account.limits, list[int]()
     if limits.concurrent_requests is not None:
         places.append(limits.concurrent_requests - usage.num_running)
@@ -279,7 +290,7 @@ def num_places(account: Account, usage: AccountUsage) -> int | None:
 
 
 def month_of(now_ns: int) -> str:
-    """The UTC month, as in 202611."""
+    """Return the UTC month, such as 202611."""
     return _month_of_day(now_ns // _NS_PER_DAY)
 
 
@@ -289,7 +300,7 @@ def _month_of_day(day: int) -> str:
 
 
 def next_month_s(now_ns: int) -> float:
-    """Seconds until the next UTC month."""
+    """Return the seconds until the next UTC month."""
     now = datetime.fromtimestamp(now_ns // _NS_PER_S, UTC)
     year, month = (now.year + 1, 1) if now.month == 12 else (now.year, now.month + 1)
     return (datetime(year, month, 1, tzinfo=UTC) - now).total_seconds()

@@ -1,11 +1,12 @@
--- Charge what one job of a reservation cost, once, unless the reservation is settled. The cost leaves
--- what is held for the reservation. Its place and its tokens stay taken until it is settled or lapses.
+-- Charge what one job of a reservation cost, once, unless the reservation is settled. The cost is
+-- deducted from the reservation's held money. Its place and tokens stay taken until it is settled or
+-- lapses.
 --
--- KEYS: the reservation, what was charged of it: a hash of billionths by job, and their sum by the
+-- KEYS: the reservation; a hash of what was charged of it: billionths by job, and their sum by the
 -- suffix of the currency.
 -- ARGV: the reservation's request id, the job's id, its cost in billionths, ms to keep what was spent,
 -- and the suffix of the cost's currency, as in reserve.lua.
--- Answers 1 if this charged it, 0 if there was nothing to charge.
+-- Returns 1 if this call charged it, 0 if there was nothing to charge.
 
 local SETTLED = 'settled'
 
@@ -17,7 +18,7 @@ if redis.call('HSETNX', KEYS[2], 'job:' .. job, cost) == 0 then return 0 end
 redis.call('HINCRBY', KEYS[2], currency, cost)
 redis.call('PEXPIRE', KEYS[2], redis.call('PTTL', KEYS[1]))
 
--- These keys are not among KEYS: the reservation was made with them.
+-- These keys are not in KEYS. They come from the reservation.
 for _, account in ipairs(cmsgpack.unpack(kept).accounts) do
   local holds, spent_key = account[3], account[4] .. currency
   local held = redis.call('HGET', holds, request)

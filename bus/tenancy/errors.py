@@ -1,4 +1,4 @@
-"""What a caller is told who is over a limit."""
+"""Errors of requests over a limit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _RETRY_AFTER_S = 2.0
 
 
 class RateLimitError(MillraceError, code="rate_limit_exceeded", retryable=True, http_status=429):
-    """Over a limit; ``limit`` is its name, as in ``schemas.tenants.LimitSet``.
+    """Request over a limit; ``limit`` is its name, as in ``schemas.tenants.LimitSet``.
 
-    ``comes_back``: there is room again this month. ``accounts`` stand as ``usages`` say;
-    ``headers`` are for a door that speaks HTTP to add.
+    ``comes_back``: there is room again this month. ``usages`` are those of ``accounts``.
+    ``headers`` are for HTTP servers to add.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class RateLimitError(MillraceError, code="rate_limit_exceeded", retryable=True, 
 
 
 class RequestsPerMinuteError(RateLimitError, code="requests_per_minute"):
-    """Too many requests lately."""
+    """Too many requests in the last minute."""
 
 
 class TokensPerMinuteError(RateLimitError, code="tokens_per_minute"):
-    """Too many tokens lately."""
+    """Too many tokens in the last minute."""
 
 
 class TooManyTokensError(TokensPerMinuteError, retryable=False):
-    """More tokens in this one request than the limit ever admits."""
+    """Request with more tokens than the limit ever admits."""
 
 
 class ConcurrentRequestsError(RateLimitError, code="concurrent_requests"):
@@ -73,21 +73,22 @@ class TierContextError(ContextLengthError):
 
 
 class KeyGoneError(MillraceError, code="invalid_api_key", http_status=401):
-    """The API key was revoked since it was looked up, or is not there any more."""
+    """API key that was revoked since it was looked up, or no longer exists."""
 
     def __init__(self, key_id: str, *, is_revoked: bool) -> None:
-        super().__init__(f"The API key {key_id} opens nothing any more.")
+        super().__init__(f"The API key {key_id} is no longer valid.")
         self.key_id = key_id
         self.is_revoked = is_revoked
 
 
 class LimitsUnreachableError(RedisUnreachableError):
-    """Work that can wait is not taken while nobody can say what its tenant has used."""
+    """Batch job that is not admitted while Redis is unreachable and its tenant's usage is
+    unknown."""
 
     retry_after_s = _RETRY_AFTER_S
 
 
-# By the name of the limit.
+# Error classes by the name of the limit.
 RATE_LIMIT_ERRORS: dict[str, type[RateLimitError]] = {
     "requests_per_minute": RequestsPerMinuteError,
     "tokens_per_minute": TokensPerMinuteError,
@@ -99,7 +100,7 @@ RATE_LIMIT_ERRORS: dict[str, type[RateLimitError]] = {
 def rate_limit_error(
     accounts: Sequence[Account], decision: LimitDecision, demand: Demand, now_ns: int
 ) -> RateLimitError:
-    """The error that says whose limit it is, how large, and when there is room again."""
+    """Make the error with the limit's account and size, and when there is room again."""
     account = decision.refused_by
     assert account is not None, "it was granted"
     kind = RATE_LIMIT_ERRORS[decision.limit]
@@ -119,7 +120,7 @@ def rate_limit_error(
             "A new month begins at 00:00 UTC on the first."
         )
     elif decision.limit == "monthly_budget":
-        advice = "What is left is set aside for requests that run. Try again when some have ended."
+        advice = "The rest is reserved for running requests. Try again when some have ended."
     elif decision.limit == "concurrent_requests":
         advice = "Try again when one of them has ended."
     else:
@@ -137,7 +138,7 @@ def rate_limit_error(
 
 
 def check_request_alone(account: Account, demand: Demand) -> None:
-    """Raise TierContextError for a request that is over a limit whatever else runs."""
+    """Raise TierContextError for a request that alone exceeds the context limit."""
     size = account.limits.context_tokens
     if size is not None and demand.num_context_tokens > size:
         whose = f"{account.kind} {account.name} (tier {demand.tier.value})"

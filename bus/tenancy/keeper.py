@@ -1,7 +1,7 @@
-"""What each request may use: set aside before it starts, settled when it ends.
+"""Limits of requests: usage is reserved before a request starts and settled when it ends.
 
-Whoever lets requests in keeps the limits: gateways those of their callers, schedulers those of the
-tenants whose services publish jobs themselves.
+Gateways keep the limits of their callers. Schedulers keep those of tenants whose services publish
+jobs themselves.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ _FRESH_S = 5.0
 
 
 class Holder(Protocol):
-    """Whose limits a request counts against: a tenant's, and those of the key that it came with
-    (empty: none). ``context_tokens`` is the window to go by until their records were read."""
+    """Owner of a request: its tenant, and its API key (empty: none).
+
+    ``context_tokens`` is the context limit until their records were read.
+    """
 
     @property
     def tenant(self) -> str: ...
@@ -81,8 +83,10 @@ class Holder(Protocol):
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True):
-    """What was set aside for a request, and how its accounts stand with that. ``degraded``: Redis
-    was unreachable, and the limits were this process's own."""
+    """Reservation of a request, with its accounts' usage including it.
+
+    ``degraded``: Redis was unreachable, and the limits were this process's own.
+    """
 
     accounts: tuple[Account, ...]
     usages: tuple[AccountUsage, ...]
@@ -90,7 +94,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Known(msgspec.Struct):
-    """The accounts of a caller as Redis had them last, and their money in which month."""
+    """Last known accounts of a caller in Redis, with their money in a month."""
 
     accounts: tuple[Account, ...]
     is_revoked: bool = False
@@ -98,7 +102,7 @@ class _Known(msgspec.Struct):
     money: tuple[dict[str, Spend], ...] = ()
 
     def note(self, month: str, usages: Sequence[AccountUsage]) -> None:
-        """Take in the money of the accounts in one more currency."""
+        """Add the accounts' money in one more currency."""
         if month != self.month:
             self.month, self.money = month, tuple({} for _ in usages)
         for known, usage in zip(self.money, usages, strict=True):
@@ -106,15 +110,14 @@ class _Known(msgspec.Struct):
 
 
 class LimitKeeper:
-    """Keeps the limits of tenants and keys in Redis, and within the process while it is
-    unreachable.
+    """Limits of tenants and keys, kept in Redis, and in this process while Redis is unreachable.
 
-    Every reservation is settled once, by whoever comes first; one that nobody settles
-    frees its place and its share of the budget at its deadline. Without a ``link`` the limits are
-    this process's own for good. ``num_refusals`` counts by limit,
-    ``num_degraded`` reservations made without Redis. Owns ``settlements``; ``close`` ends them.
-    ``redis_time``: buckets and deadlines go by Redis' clock, which all processes share.
-    ``remembers``: what is settled may be set aside or settled once more, which does nothing then.
+    The first settlement of a reservation counts. An unsettled reservation frees its place and its
+    share of the budget at its deadline. Without a ``link`` the limits are always this process's
+    own. ``num_refusals`` counts refusals by limit, ``num_degraded`` reservations made without
+    Redis. Owns ``settlements``. ``close`` ends them. ``redis_time``: buckets and deadlines use
+    Redis' clock, which all processes share. ``remembers``: settled reservations may be reserved or
+    settled again, which then does nothing.
     """
 
     def __init__(
@@ -139,10 +142,13 @@ class LimitKeeper:
         self.num_degraded = 0
 
     async def reserve(self, holder: Holder, demand: Demand) -> Granted:
-        """Set aside tokens, money and a place, or nothing at all.
+        """Reserve tokens, money and a place, or nothing at all.
 
-        Raises RateLimitError, TierContextError, KeyGoneError for a key that was revoked by now,
-        and LimitsUnreachableError for a batch while Redis is unreachable.
+        Raises:
+            RateLimitError: A limit is reached.
+            TierContextError: The request alone exceeds the context limit.
+            KeyGoneError: The key was revoked or deleted.
+            LimitsUnreachableError: The request is of the batch tier and Redis is unreachable.
         """
         month = month_of(self._clock.now_ns())
         degraded = False
@@ -167,11 +173,13 @@ class LimitKeeper:
         cost: Decimal | None,
         currency: str = DEFAULT_CURRENCY,
     ) -> bool:
-        """Charge what a request used, in ``currency``, and give back the rest; ``usage`` None:
-        nothing was served, and all comes back.
+        """Charge a request's usage in ``currency`` and give back the rest of its reservation.
 
-        Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is
-        tried again in the background then.
+        ``usage`` None: nothing was served, and all is given back.
+
+        Returns:
+            True if this call settled it. False if it was settled before, or if Redis is
+            unreachable. It is then retried in the background.
         """
         settlement = self._settlement(request_id, usage, cost, currency)
         return await self.settlements.settle(settlement)
@@ -183,17 +191,22 @@ class LimitKeeper:
         cost: Decimal | None,
         currency: str = DEFAULT_CURRENCY,
     ) -> None:
-        """``settle`` without waiting for it."""
+        """Settle like ``settle``, in the background."""
         self.settlements.settle_soon(self._settlement(request_id, usage, cost, currency))
 
     def settle_here(self, request_id: str) -> None:
-        """Somebody else settles it in Redis: free its place and share of the budget within the
-        process. Its tokens drain as if all had been used."""
+        """Free a request's place and budget in this process, as another process settles it in
+        Redis.
+
+        Its tokens drain as if all had been used.
+        """
         self._local.release(request_id)
 
     async def usage(self, holder: Holder) -> list[tuple[Account, AccountUsage]]:
-        """The limits of the holder's tenant and key and what is used of them. Raises
-        RedisUnreachableError or KeyGoneError."""
+        """Return the limits and usage of the holder's tenant and key.
+
+        Raises RedisUnreachableError or KeyGoneError.
+        """
         if self._link is None:
             raise RedisUnreachableError
         store = TenantStore(self._link)
@@ -218,8 +231,11 @@ class LimitKeeper:
         return list(zip(accounts, usages, strict=True))
 
     async def max_waiting_jobs(self, whose: Sequence[tuple[str, Tier]]) -> list[int | None]:
-        """How many jobs that each tenant published in a tier may wait; None: no limit. A change
-        counts within ``_FRESH_S``. While Redis is unreachable, what was read last counts."""
+        """Return how many published jobs each tenant may have waiting in a tier; None: no limit.
+
+        A change takes effect within ``_FRESH_S``. While Redis is unreachable, the last known limits
+        count.
+        """
         stale_s = self._clock.monotonic() - _FRESH_S
         stale = {
             tenant
@@ -246,13 +262,13 @@ class LimitKeeper:
         self._records[tenant] = (self._clock.monotonic(), record)
 
     async def close(self, timeout_s: float) -> None:
-        """Send the settlements that wait, for at most ``timeout_s``. The link stays open."""
+        """Send pending settlements, for at most ``timeout_s``. The link stays open."""
         await self.settlements.close(timeout_s)
 
     async def _reserve_in_redis(
         self, holder: Holder, demand: Demand, month: str
     ) -> tuple[tuple[Account, ...], LimitDecision]:
-        """By the script, which is run again if the records have changed since they were seen."""
+        """Reserve by the script, which runs again if the records have changed."""
         if self._link is None:
             raise RedisUnreachableError
         who = (holder.tenant, holder.key_id)
@@ -297,7 +313,8 @@ class LimitKeeper:
         )
 
     def _accounts_unseen(self, holder: Holder) -> tuple[Account, ...]:
-        """What to go by as long as no record was read: the limits of the holder's tier."""
+        """Return the accounts with the limits of the holder's tier, for use before records are
+        read."""
         if not holder.key_id:
             limits = LimitSet()
             if holder.tenant != LOCAL_TENANT:
@@ -312,7 +329,7 @@ class LimitKeeper:
         )
 
     def _learn(self, holder: Holder, records: list[bytes]) -> None:
-        """Take in records and versions: the tenant's, and the key's if there is one."""
+        """Store records and versions: the tenant's, and the key's if there is one."""
         who = (holder.tenant, holder.key_id)
         tenant = Stored(decode_tenant(holder.tenant, records[0]), records[1])
         known = _Known((tenant_account(holder.tenant, tenant, self._tiers),))
@@ -331,7 +348,7 @@ class LimitKeeper:
     def _call(
         self, accounts: tuple[Account, ...], demand: Demand, month: str
     ) -> tuple[list[str], list[Argument]]:
-        """KEYS and ARGV of the script that reserves."""
+        """Return KEYS and ARGV of the reserving script."""
         keys = [redis_keys.reservation_key(demand.request_id), redis_keys.CURRENCIES_KEY]
         arguments: list[Argument] = [
             script_time(self._clock, redis_time=self._redis_time),

@@ -1,4 +1,4 @@
-"""Limits within this process, for the time that Redis is unreachable."""
+"""Limits in this process, for use while Redis is unreachable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Refusal = tuple[str, int]
 
 
 class _AccountState:
-    """What one account has used here since Redis was last reachable."""
+    """Usage of one account here since Redis was last reachable."""
 
     def __init__(self, now_ms: int) -> None:
         self.requests = 0
@@ -48,7 +48,7 @@ class _AccountState:
         self.at_ms = now_ms
 
     def refusals(self, account: Account, demand: Demand) -> Iterator[_Refusal]:
-        """Each limit that refuses, and the ms to wait."""
+        """Yield each limit that refuses, with the ms to wait."""
         limits = account.limits
         buckets = (
             ("requests_per_minute", limits.requests_per_minute, self.requests, demand.num_requests),
@@ -75,7 +75,8 @@ class _AccountState:
                 yield "monthly_budget", _WAIT_MS
 
     def take(self, account: Account, demand: Demand) -> tuple[int, int]:
-        """How many requests and tokens ever went into the buckets, with these."""
+        """Take a request's usage; return how many requests and tokens ever went into the
+        buckets."""
         limits = account.limits
         self.requests += TICKS * demand.num_requests * (limits.requests_per_minute is not None)
         self.tokens += TICKS * demand.num_tokens * (limits.tokens_per_minute is not None)
@@ -86,9 +87,11 @@ class _AccountState:
         return self.requests_taken, self.tokens_taken
 
     def give_back(self, num_requests: int, num_tokens: int, taken: tuple[int, int]) -> None:
-        """Take out what was not used and has not drained; the bucket drains in the order in which
-        it was filled, so what went in after ``taken`` lies above it. ``num_tokens`` less than
-        nothing: more were used."""
+        """Give back what was not used and has not drained.
+
+        A bucket drains in the order in which it was filled, so usage taken after ``taken`` lies
+        above it. Negative ``num_tokens``: more were used.
+        """
         left = self.requests - (self.requests_taken - taken[0]) * TICKS
         self.requests -= min(max(0, left), num_requests * TICKS)
         if num_tokens < 0:
@@ -104,7 +107,7 @@ class _AccountState:
 
 
 class _Part(NamedTuple):
-    """What a reservation took of one account."""
+    """Part of a reservation in one account."""
 
     account: Account
     state: _AccountState
@@ -128,10 +131,10 @@ class _Reservation:
 
 
 class LocalLimits:
-    """The same limits by the same rules, of the same sizes, but of this process alone.
+    """Local limits with the rules and sizes of Redis, but for this process alone.
 
-    An account begins with empty buckets and what it was last known to have spent. ``forget_idle``
-    once Redis is back.
+    An account begins with empty buckets and its last known spending. Call ``forget_idle`` once
+    Redis is back.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -147,8 +150,10 @@ class LocalLimits:
         demand: Demand,
         month: str,
     ) -> LimitDecision:
-        """All or nothing; once for a request. ``spent_nano``: as last known of each account, in
-        the currency of the demand."""
+        """Reserve all or nothing, once for a request.
+
+        ``spent_nano`` is the last known spending of each account, in the currency of the demand.
+        """
         now_ms = self._now_ms()
         self._release_lapsed(now_ms)
         spent_keys = tuple(account.spent_key(month) for account in accounts)
@@ -179,7 +184,7 @@ class LocalLimits:
     def settle(
         self, request_id: str, num_tokens: int | None, cost_nano: int, currency: str
     ) -> tuple[str, ...]:
-        """Give back what was not used; where Redis keeps what the accounts have spent.
+        """Give back unused parts; return the Redis keys of the accounts' spending.
 
         Empty if the request was not granted here.
         """
@@ -197,13 +202,13 @@ class LocalLimits:
         return made.spent_keys
 
     def release(self, request_id: str) -> None:
-        """It is over, and what it used is told elsewhere; its tokens count as used."""
+        """Drop a request whose usage is reported elsewhere. Its tokens count as used."""
         made = self._reservations.pop(request_id, None)
         if made is not None:
             made.release()
 
     def forget_idle(self) -> None:
-        """Redis counts again: keep only what running requests still need."""
+        """Forget accounts without running requests, as Redis counts again."""
         if self._states and not self._reservations:
             self._states.clear()
             self._lapses.clear()
@@ -212,7 +217,7 @@ class LocalLimits:
         return int(self._clock.monotonic() * _MS_PER_S)
 
     def _release_lapsed(self, now_ms: int) -> None:
-        """A reservation lapses at its deadline, and is forgotten if nobody settles it then."""
+        """Release reservations at their deadline, and forget them if they are never settled."""
         while self._lapses and self._lapses[0][0] <= now_ms:
             lapse_ms, request_id = heapq.heappop(self._lapses)
             made = self._reservations.get(request_id)
@@ -226,5 +231,5 @@ class LocalLimits:
 
 
 def _rank(wait_ms: int) -> float:
-    """The longest wait is the one to tell."""
+    """Rank a refusal by its wait. The longest one is reported."""
     return float("inf") if wait_ms == NEVER else 1e15 if wait_ms == NEXT_MONTH else wait_ms

@@ -1,28 +1,28 @@
--- Set aside what a request may use of each of its accounts, or nothing at all.
+-- Reserve what a request may use of each of its accounts, or nothing at all.
 --
 -- KEYS: the reservation, the set of currencies; then for each account its record, buckets, running
 -- requests, holds and what it has spent this month.
--- ARGV: the time in ms (empty: Redis' own), the request's id, ms until it lapses, ms to keep what
--- is left of it, tokens, cost in billionths, 1 if it is a job that waits in line, the suffix of the
--- cost's currency (empty: the default one), how many requests it counts as; then for each account the
--- version of its record, requests and tokens per minute, concurrent requests and budget in that
--- currency (empty: no limit).
+-- ARGV: the time in ms (empty: Redis' own), the request's id, ms until it lapses, ms to keep the
+-- reservation after that, tokens, cost in billionths, 1 if it is a job that waits in line, the suffix
+-- of the cost's currency (empty: the default one), how many requests it counts as; then for each
+-- account the version of its record, requests and tokens per minute, concurrent requests and budget in
+-- that currency (empty: no limit).
 --
--- Money of a currency is counted by itself: what was spent under the account's key with the suffix,
--- what is held as the billionths with the suffix, and the sum of a currency's holds in the field that
--- is named as the suffix.
+-- Each currency is counted by itself. Spent money is under the account's key with the suffix. A
+-- request's hold is its billionths with the suffix. The sum of a currency's holds is in the field
+-- named as the suffix.
 --
--- A job that waits in line takes each place that becomes free, so that requests of its account that
--- cannot wait would find none. Once one of these is refused, jobs leave them a quarter of each limit,
--- and one place at least, until no such request has come for YIELD_MS.
+-- A job that waits in line takes each place that becomes free, so requests of its account that cannot
+-- wait would find none. Once such a request is refused, jobs leave them a quarter of each limit, at
+-- least one place, until no such request has come for YIELD_MS.
 --
--- A bucket holds what was used and has not drained yet, in ticks: one request or token is as many
--- as a minute has ms, so that a limit of n a minute drains n ticks each ms, and all of it is whole.
--- It drains in the order in which it was filled. How many requests and tokens ever went in is kept
--- too, and how many these were after each reservation: what is above those in the bucket came
--- later, so what is left of the reservation can be told.
+-- A bucket holds the usage that has not drained yet, in ticks. One request or token is as many ticks
+-- as a minute has ms. So a limit of n a minute drains n ticks each ms, and all numbers are integers.
+-- A bucket drains in the order in which it was filled. It also counts all requests and tokens ever
+-- added, and each reservation keeps these counts. Usage added later lies above the reservation's, so
+-- the undrained part of the reservation is known.
 --
--- Answers {'changed', record, version, ...} if a version is not that of the record any more;
+-- Returns {'changed', record, version, ...} if a version is no longer that of the record;
 -- {'refused', account, limit, ms to wait, ...} or {'granted', 0, '', 0, ...} with five numbers for
 -- each account: ticks of requests and of tokens in the buckets, running requests, billionths
 -- spent and held. A wait of -1: not before the next month; of -2: never.
@@ -103,14 +103,14 @@ end
 
 local refused, limit, wait = 0, '', 0
 
--- The limit that takes longest to make room is the one to tell.
+-- Record a refusal. The limit with the longest wait is reported.
 local function refuse(account, name, ms)
   local rank = ms < 0 and 1e15 - ms or ms
   local worst = wait < 0 and 1e15 - wait or wait
   if refused == 0 or rank > worst then refused, limit, wait = account, name, ms end
 end
 
--- What is left to others of a limit.
+-- Return the share of a limit that jobs in line leave to other requests.
 local function share(account, limit)
   return is_in_line and account.yields and math.max(1, math.floor(limit / 4)) or 0
 end
@@ -122,7 +122,7 @@ local function check_bucket(i, account, name, used, wanted, per_minute)
     refuse(i, name, -2)
     return
   end
-  -- A job that alone is more than its share waits until the bucket is empty.
+  -- A job larger than its share waits until the bucket is empty.
   capacity = math.max(capacity - share(account, per_minute) * TICKS, wanted * TICKS)
   if used + wanted * TICKS > capacity then
     refuse(i, name, math.ceil((used + wanted * TICKS - capacity) / per_minute))
@@ -165,7 +165,7 @@ local function take(account)
     'tokens', account.tokens, 'requests_taken', account.requests_taken,
     'tokens_taken', account.tokens_taken)
   if account.yields and not is_in_line then keep_yielding(account) end
-  -- As long as any reservation, which refers to it.
+  -- Keep the buckets as long as any reservation that refers to them.
   live_for(account.buckets, lapse_ms + keep_ms)
   redis.call('ZADD', account.running, now + lapse_ms, request)
   live_for(account.running, lapse_ms + DAY_MS)
@@ -178,7 +178,7 @@ end
 
 for i, account in ipairs(accounts) do load(account) end
 
--- A reservation that was made already, by an attempt whose answer was lost, stands as it is.
+-- A reservation that an attempt with a lost answer has made stays unchanged.
 if redis.call('EXISTS', KEYS[1]) == 0 then
   for i, account in ipairs(accounts) do check(i, account) end
   if refused == 0 then

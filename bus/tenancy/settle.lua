@@ -1,12 +1,12 @@
--- Give back what a request had set aside and did not use, and charge what it cost. Once.
+-- Give back the unused part of a request's reservation, and charge its cost. Once.
 --
--- KEYS: the reservation, what book.lua has charged of it already; then, for one that was granted
+-- KEYS: the reservation, what book.lua has charged of it; then, for a reservation that was granted
 -- while Redis was unreachable, what each account has spent in the month of the request.
 -- ARGV: the time in ms (empty: Redis' own), the request's id, its tokens (empty: nothing was served,
--- so that it does not count as a request either), its cost in billionths, ms to remember that it is
--- settled, ms to keep what was spent, 1 if it must be remembered: somebody may ask again, and the
+-- so it does not count as a request either), its cost in billionths, ms to remember that it is
+-- settled, ms to keep what was spent, 1 if it must be remembered as it may be settled again, and the
 -- suffix of the cost's currency, as in reserve.lua.
--- Answers 1 if this settled it, 0 if there was nothing to settle.
+-- Returns 1 if this call settled it, 0 if there was nothing to settle.
 
 local TICKS = 60000
 local SETTLED = 'settled'
@@ -31,7 +31,7 @@ if kept == SETTLED then return 0 end
 if not kept then
   if #KEYS == 2 then return 0 end
   for i = 3, #KEYS do charge(KEYS[i]) end
-  -- The reservation itself may still be on its way: it finds that it is over.
+  -- The reservation may still be on its way. It then finds that it is settled.
   redis.call('SET', KEYS[1], SETTLED, 'PX', keep_ms)
   return 1
 end
@@ -40,9 +40,9 @@ local made = cmsgpack.unpack(kept)
 cost = cost - (tonumber(redis.call('HGET', KEYS[2], currency)) or 0)
 redis.call('DEL', KEYS[2])
 
--- ``taken`` is how many had gone into the bucket with the reservation. What came after them lies
--- above them; below is what is left of the reservation and of earlier ones, of which no more than
--- ``unused`` comes back. What has drained never does: it made room already.
+-- ``taken`` is the bucket's count at the reservation. Later usage lies above that. The rest is the
+-- undrained part of this and earlier reservations, of which at most ``unused`` comes back. Drained
+-- usage never comes back: it has made room already.
 local function give_back(buckets, field, unused, per_minute, taken)
   if per_minute == 0 then return end
   local kept = redis.call('HMGET', buckets, 'at', field, field .. '_taken')
@@ -53,16 +53,16 @@ local function give_back(buckets, field, unused, per_minute, taken)
     local left = math.max(0, used - drained - (taken_now - taken) * TICKS)
     redis.call('HSET', buckets, field, used - math.min(left, unused * TICKS))
   else
-    -- More was used than set aside: it goes on top.
+    -- More was used than reserved: add it on top.
     redis.call('HSET', buckets, field, math.max(used, drained) - unused * TICKS,
       field .. '_taken', taken_now - unused)
   end
 end
 
--- These keys are not among KEYS: the reservation was made with them.
+-- These keys are not in KEYS. They come from the reservation.
 for _, account in ipairs(made.accounts) do
   local buckets, running, holds, spent_key = account[1], account[2], account[3], account[4]
-  -- A reservation of an older version has no number of requests: it is one.
+  -- A reservation of an older version counts as one request.
   if not tokens then give_back(buckets, 'requests', made.requests or 1, account[5], account[6]) end
   give_back(buckets, 'tokens', made.tokens - (tokens or 0), account[7], account[8])
   redis.call('ZREM', running, request)

@@ -1,4 +1,4 @@
-"""Settlements that nobody waits for, and that outlast an absence of Redis."""
+"""Settlements in the background, which outlast an outage of Redis."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from millrace.schemas.tenants import DEFAULT_CURRENCY
 logger = logging.getLogger(__name__)
 
 KEEP_MS = 3_600_000
-"""For so long it is known of a request that it is settled, and after its deadline what was set
-aside for it."""
+"""Time for which a settled request is remembered, and a reservation after its deadline."""
 
 _SETTLE = Script(Path(__file__).with_name("settle.lua").read_text(encoding="utf-8"))
 _BOOK = Script(Path(__file__).with_name("book.lua").read_text(encoding="utf-8"))
@@ -34,14 +33,13 @@ _GIVE_UP_S = 600.0
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request ended: its tokens (None: nothing was served) and what it cost, in billionths of
-    ``currency``.
+    """End of a request: its tokens (None: nothing was served), and its cost in billionths.
 
-    ``spent_keys`` are for one that Redis may not know of: where its accounts keep what they spent.
-    ``remember``: others may settle it again, or set something aside for it once more.
-    ``job_id``: one job of the request has ended, and the request's gateway settles the whole of it.
-    Until then the job's cost is charged, and the gateway charges the rest: so the cost counts
-    once, whether or not the gateway lives until the end.
+    - ``spent_keys``: keys of its accounts' spending, for a request that Redis may not know.
+    - ``remember``: the request may be settled or reserved again.
+    - ``job_id``: one job of the request has ended, and the gateway will settle the whole request.
+      The job's cost is charged now and the gateway charges the rest. So the cost counts once, even
+      if the gateway dies before the end.
     """
 
     request_id: str
@@ -55,11 +53,11 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Settlements:
-    """Settles in Redis what was set aside there; without a link, nowhere.
+    """Settlements of reservations in Redis; without a link they do nothing.
 
-    While Redis is unreachable settlements wait, and are sent again and again for ten minutes;
-    ``num_lost`` counts those that were given up. Owns the task that sends them; ``close`` ends it,
-    the link is its owner's.
+    While Redis is unreachable, settlements are retried for ten minutes. ``num_lost`` counts
+    settlements that were given up. Owns the task that sends them, which ``close`` ends. It does not
+    own the link.
     """
 
     def __init__(self, link: RedisLink | None, clock: Clock, *, redis_time: bool = True) -> None:
@@ -73,12 +71,15 @@ class Settlements:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait for Redis."""
+        """Number of settlements that wait for Redis."""
         return len(self._waiting)
 
     async def settle(self, settlement: Settlement) -> bool:
-        """Whether this settled it: not if somebody did before, nor if Redis is unreachable; it is
-        tried again in the background then."""
+        """Settle a reservation.
+
+        Returns True if this call settled it. False if it was settled before, or if Redis is
+        unreachable. It is then retried in the background.
+        """
         if self._link is None:
             return False
         try:
@@ -88,7 +89,7 @@ class Settlements:
             return False
 
     def settle_soon(self, settlement: Settlement) -> None:
-        """``settle`` without waiting for it. Needs a running event loop."""
+        """Settle in the background. Needs a running event loop."""
         if self._link is None:
             return
         if self._closed or len(self._waiting) >= _MAX_WAITING:
@@ -99,7 +100,7 @@ class Settlements:
             self._task = asyncio.create_task(self._run())
 
     async def close(self, timeout_s: float) -> None:
-        """Send what waits, for at most ``timeout_s``; what is left is lost."""
+        """Send pending settlements, for at most ``timeout_s``. The rest is lost."""
         self._closed = True
         task = self._task
         if task is not None:
@@ -111,7 +112,7 @@ class Settlements:
 
     async def _run(self) -> None:
         while self._waiting:
-            # They leave the queue when they are sent, so that none is lost on the way.
+            # They leave the queue only when they are sent, so none is lost on the way.
             batch = [self._waiting[i] for i in range(min(_BATCH, len(self._waiting)))]
             sent = await outcomes([self._send(settlement) for settlement in batch])
             again: list[Settlement] = []
@@ -135,7 +136,7 @@ class Settlements:
             logger.warning("settlements were given up", extra={"num_lost": count})
 
     async def _send(self, settlement: Settlement) -> bool:
-        assert self._link is not None, "without Redis nothing is settled there"
+        assert self._link is not None, "settling needs a link to Redis"
         keys = [
             redis_keys.reservation_key(settlement.request_id),
             redis_keys.booked_key(settlement.request_id),
@@ -165,5 +166,5 @@ class Settlements:
 
 
 def script_time(clock: Clock, *, redis_time: bool) -> Argument:
-    """What scripts are told about the time, in ms; empty: they look themselves."""
+    """Return the time in ms for scripts; empty: they use Redis' clock."""
     return "" if redis_time else clock.now_ns() // _NS_PER_MS

@@ -1,4 +1,4 @@
-"""Tenants and their API keys, as Redis keeps them."""
+"""Tenants and their API keys in Redis."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ _SECRET_BYTES = 32
 _VERSION_BYTES = 8
 ABSENT = b""
 
-# A record is a hash of its JSON and a version, which is another after each change; that of an API
-# key also has when it was used last. KEYS: the
-# record's, then sets. ARGV: the version that it must have (empty: there is none), JSON, the new
-# version, then what goes into each set.
+# A record is a hash of its JSON and a version, which differs after each change. An API key's hash
+# also has the time of its last use. KEYS: the record's key, then sets. ARGV: the expected version
+# (empty: no record), JSON, the new version, then the member to add to each set.
 _WRITE = Script(
     """
 if (redis.call('HGET', KEYS[1], 'version') or '') ~= ARGV[1] then return 0 end
@@ -44,7 +43,7 @@ return 1
 """
 )
 
-# KEYS: an API key's record. ARGV: where the records of tenants are, but for the tenant's name.
+# KEYS: an API key's record. ARGV: prefix of tenants' records, without the tenant's name.
 _LOOK_UP = Script(
     """
 local key = redis.call('HMGET', KEYS[1], 'record', 'version')
@@ -55,7 +54,7 @@ return {key[1], key[2], tenant[1] or '', tenant[2] or ''}
 """
 )
 
-# KEYS: records of API keys. Answers the places, from 1, of those that open nothing.
+# KEYS: records of API keys. Returns the places, from 1, of invalid keys.
 _CLOSED = Script(
     """
 local closed = {}
@@ -69,9 +68,9 @@ return closed
 )
 _CLOSED_AT_ONCE = 256
 
-# KEYS: the records of tenants, then the sets of their API keys, in the same order. ARGV: where the
-# records of API keys are, but for the id. Answers a list for each tenant: its record, then those of
-# its keys.
+# KEYS: the records of tenants, then the sets of their API keys, in the same order. ARGV: prefix of
+# API keys' records, without the id. Returns a list for each tenant: its record, then those of its
+# keys.
 _ACCOUNTS = Script(
     """
 local found = {}
@@ -90,20 +89,23 @@ _ACCOUNTS_AT_ONCE = 100
 
 
 class Stored(msgspec.Struct, Generic[_R], frozen=True):
-    """A record and the version that it had; ABSENT if it stands for one that is not there."""
+    """Record with its version; ABSENT for a default record that is not stored."""
 
     record: _R
     version: bytes
 
 
 class TenantStore:
-    """Calls raise RedisUnreachableError while Redis is unreachable. The link is its owner's."""
+    """Store of tenants and API keys.
+
+    Calls raise RedisUnreachableError. It does not own the link.
+    """
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     async def key(self, key_id: str) -> tuple[Stored[KeyRecord], Stored[TenantRecord]] | None:
-        """The key, revoked or not, and its tenant; in one round trip."""
+        """Return the key, revoked or not, and its tenant, in one round trip."""
         found: list[bytes] = await self._link.evaluate(
             _LOOK_UP, [redis_keys.api_key_key(key_id)], [redis_keys.tenant_key("")]
         )
@@ -113,7 +115,7 @@ class TenantStore:
         return Stored(key, found[1]), Stored(decode_tenant(key.tenant, found[2]), found[3])
 
     async def tenant(self, tenant: str) -> Stored[TenantRecord]:
-        """The tenant's record, or what holds for one that has none."""
+        """Return the tenant's record, or the default record."""
         found: list[bytes | None] = await self._link.call(
             "HMGET", redis_keys.tenant_key(tenant), "record", "version"
         )
@@ -122,9 +124,9 @@ class TenantStore:
     async def change_tenant(
         self, tenant: str, change: Callable[[TenantRecord], TenantRecord]
     ) -> TenantRecord:
-        """Store what ``change`` makes of the record; it is called again if somebody was faster.
+        """Store the record returned by ``change``, which is called again after a concurrent change.
 
-        Raises ValueError for a name that no tenant can have.
+        Raises ValueError for an invalid tenant name.
         """
         check_tenant(tenant)
         key = redis_keys.tenant_key(tenant)
@@ -149,7 +151,7 @@ class TenantStore:
         limits: LimitOverrides | None = None,
         is_admin: bool = False,
     ) -> tuple[KeyRecord, str]:
-        """A new key and its token, which nobody can be told again.
+        """Create a key; return it with its token, which cannot be read again.
 
         The tenant needs a record of its own to be listed.
         """
@@ -172,7 +174,7 @@ class TenantStore:
         return record, f"{KEY_PREFIX}{key_id}-{secret}"
 
     async def revoke(self, key_id: str, now_ns: int) -> KeyRecord | None:
-        """The key, which opens nothing from now on; None if there is no such key."""
+        """Revoke a key and return it; None if there is no such key."""
         while True:
             found = await self.key(key_id)
             if found is None:
@@ -185,7 +187,7 @@ class TenantStore:
                 return revoked
 
     async def closed_keys(self, key_ids: Iterable[str]) -> set[str]:
-        """Those of the keys that open nothing: they were revoked, or are not there."""
+        """Return the invalid keys among these: revoked or not found."""
         found: set[str] = set()
         asked = list(key_ids)
         for start in range(0, len(asked), _CLOSED_AT_ONCE):
@@ -196,12 +198,12 @@ class TenantStore:
         return found
 
     async def tenants(self) -> list[str]:
-        """The names of all tenants that have a record."""
+        """Return the names of all tenants with a record, sorted."""
         found: list[bytes] = await self._link.call("SMEMBERS", redis_keys.TENANTS_KEY)
         return sorted(name.decode() for name in found)
 
     async def accounts(self) -> AsyncIterator[tuple[str, TenantRecord, list[KeyRecord]]]:
-        """Each tenant that has a record, with its API keys; 100 tenants in a round trip."""
+        """Yield each tenant with a record and its API keys; 100 tenants in a round trip."""
         names = await self.tenants()
         for start in range(0, len(names), _ACCOUNTS_AT_ONCE):
             batch = names[start : start + _ACCOUNTS_AT_ONCE]
@@ -214,7 +216,7 @@ class TenantStore:
                 yield name, decode_tenant(name, record), [decode_key(key) for key in keys]
 
     async def keys_of(self, tenant: str) -> list[KeyRecord]:
-        """The tenant's keys, the oldest first."""
+        """Return the tenant's keys, the oldest first."""
         key_ids: list[bytes] = await self._link.call(
             "SMEMBERS", redis_keys.tenant_api_keys_key(tenant)
         )
@@ -228,12 +230,11 @@ class TenantStore:
         return sorted(keys, key=lambda key: (key.created_ns, key.key_id))
 
     async def note_use(self, key_id: str, now_ns: int) -> None:
-        """Somebody came with the key."""
+        """Record a use of the key."""
         await self._link.call("HSET", redis_keys.api_key_key(key_id), "used_ns", str(now_ns))
 
     async def uses_of(self, key_ids: Iterable[str]) -> dict[str, int]:
-        """When each of the keys was used last (ns since 1970); those that never were are left
-        out."""
+        """Return the last use of each key (ns since 1970); unused keys are left out."""
         asked = list(key_ids)
         found: list[bytes | None] = await asyncio.gather(
             *(
@@ -255,12 +256,15 @@ class TenantStore:
 
 
 def digest_of(secret: str) -> str:
-    """What is kept of a secret. It has 256 random bits, so one round of SHA-256 is enough."""
+    """Return the stored digest of a secret.
+
+    It has 256 random bits, so one round of SHA-256 is enough.
+    """
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def parse_token(token: str) -> tuple[str, str] | None:
-    """Key id and secret; None for what is not a token of ours."""
+    """Return key id and secret; None for a string that is not a Millrace token."""
     if not token.startswith(KEY_PREFIX):
         return None
     key_id, _, secret = token.removeprefix(KEY_PREFIX).partition("-")
@@ -272,7 +276,7 @@ def decode_key(raw: bytes) -> KeyRecord:
 
 
 def decode_tenant(tenant: str, raw: bytes) -> TenantRecord:
-    """``raw`` is empty for a tenant without a record."""
+    """Decode a tenant's record; ``raw`` is empty for a tenant without one."""
     return msgspec.json.decode(raw, type=TenantRecord) if raw else unknown_tenant(tenant)
 
 

@@ -1,2 +1,4 @@
-"""Alerts that the system tells of itself, without Prometheus: their rules, how each of them stands,
-and since when. Gateways and the telemetry process use it; it imports ``runtime`` only."""
+"""Alerts that the system reports itself, without Prometheus: rules, states, and start times.
+
+Gateways and telemetry use it. It imports ``runtime`` only.
+"""

@@ -1,7 +1,7 @@
-"""The rules of alerts that the system can tell of itself.
+"""Rules of the alerts that the system reports itself.
 
-Names, times and bounds are those of ``deploy/prometheus/alerts.yml``, the words those of
-``docs/monitoring.md``; a test holds that.
+Names, times and bounds are those of ``deploy/prometheus/alerts.yml``, the texts those of
+``docs/monitoring.md``. A test checks that.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from typing import Literal
 import msgspec
 
 SHARE, PER_S, COUNT, SECONDS, BYTES = "share", "per_s", "count", "s", "bytes"
-# A gateway's own, which Prometheus has no rule for: there it is a part that is not scraped.
+# Reported by a gateway. Prometheus has no such rule: it sees a scheduler that is not scraped.
 SCHEDULER_SILENT = "SchedulerSilent"
 
 
 class AlertRule(msgspec.Struct, frozen=True, kw_only=True):
-    """A condition that is worth an alert once it has held for ``for_s``: its value is over
-    ``bound`` (of what is free: under it), in ``unit``. ``severity`` is ``page`` for somebody who is
-    woken up, ``ticket`` for the next morning."""
+    """Alert rule: fires once its condition has held for ``for_s``.
+
+    The condition is a value above ``bound`` (for free space: below), in ``unit``. ``severity`` is
+    ``page`` to wake someone up, ``ticket`` for the next working day.
+    """
 
     name: str
     severity: Literal["page", "ticket"]
@@ -45,7 +47,7 @@ _ALL = (
         bound=6 * 0.05,
         unit=SHARE,
         meaning="First tokens of a model have come late for hours",
-        advice="The same, without haste: capacity is short for hours of the day.",
+        advice="Not urgent: capacity is short for hours of the day.",
     ),
     AlertRule(
         name="MillraceStreamsStall",
@@ -84,7 +86,7 @@ _ALL = (
         bound=0,
         unit=COUNT,
         meaning="A request for a model killed its workers",
-        advice="The dead letters of the queue have the request, the log which workers died of it.",
+        advice="The queue's dead letters have the request. The log names the workers that died.",
     ),
     AlertRule(
         name="MillraceKvCacheFull",
@@ -119,7 +121,7 @@ _ALL = (
         bound=0,
         unit=COUNT,
         for_s=120,
-        meaning="Nobody works on a model",
+        meaning="A model has no workers",
         advice="Start one. Requests wait meanwhile and are not lost.",
     ),
     AlertRule(

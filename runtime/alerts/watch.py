@@ -1,4 +1,4 @@
-"""How alerts stand, and since when."""
+"""States of alerts, with their start times."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _NS_PER_S = 10**9
 
 
 class AlertState(StrEnum):
-    """``pending``: the condition holds, but not for as long as its rule demands. ``unknown``: who
-    could tell does not answer."""
+    """State of an alert.
+
+    ``pending``: the condition holds, but for less than the rule's time. ``unknown``: the source
+    does not answer.
+    """
 
     OK = "ok"
     PENDING = "pending"
@@ -24,9 +27,11 @@ class AlertState(StrEnum):
 
 
 class AlertCondition(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of a rule for a ``subject`` (a model, a worker, a store; empty: the system):
-    the value, if it can be told, and whether the condition ``holds``. ``bound`` is this system's,
-    if that is not the rule's own."""
+    """Condition of a rule for a ``subject`` (model, worker or store; empty: the system).
+
+    It has the value, if known, and whether the condition ``holds``. ``bound`` replaces the rule's
+    bound if it is set.
+    """
 
     name: str
     subject: str = ""
@@ -37,8 +42,10 @@ class AlertCondition(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule with what was seen of it. ``since_s`` is since when the condition has held without a
-    break, a Unix time; None while it does not."""
+    """Rule with its present state. ``since_s`` is the Unix time since which the condition has held.
+
+    None while the condition does not hold.
+    """
 
     name: str
     subject: str
@@ -55,7 +62,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def alert_of(condition: AlertCondition, since_s: float | None, now_s: float) -> Alert:
-    """The alert at ``now_s`` of a condition that has held since ``since_s``, or does not hold."""
+    """Return the alert at ``now_s`` for a condition that has held since ``since_s``."""
     state = AlertState.OK
     if condition.holds:
         since_s = now_s if since_s is None else since_s
@@ -65,7 +72,7 @@ def alert_of(condition: AlertCondition, since_s: float | None, now_s: float) -> 
 
 
 def unknown_alert(name: str, why: str) -> Alert:
-    """An alert of which nobody can tell at the moment."""
+    """Return an alert in the state unknown, with the reason."""
     return _alert(AlertCondition(name=name, detail=why), AlertState.UNKNOWN, None)
 
 
@@ -88,8 +95,10 @@ def _alert(condition: AlertCondition, state: AlertState, since_s: float | None) 
 
 
 class AlertWatch:
-    """Keeps since when conditions have held without a break, as far as this process has looked:
-    ``look`` is to be called every few seconds. What is not seen any more is forgotten."""
+    """Alert watch: keeps the start times of conditions that hold without a break.
+
+    Call ``look`` every few seconds. Conditions that are no longer reported are forgotten.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -97,7 +106,7 @@ class AlertWatch:
         self._latest: list[AlertCondition] = []
 
     def look(self, conditions: Iterable[AlertCondition]) -> None:
-        """Take in all conditions as they are now."""
+        """Update all conditions."""
         now_s = self._now_s()
         self._latest = list(conditions)
         self._since_s = {
@@ -107,7 +116,7 @@ class AlertWatch:
         }
 
     def alerts(self) -> list[Alert]:
-        """As of the last look."""
+        """Return the alerts as of the last look."""
         now_s = self._now_s()
         return [
             alert_of(one, self._since_s.get((one.name, one.subject)), now_s) for one in self._latest

@@ -1,4 +1,4 @@
-"""Connections of client libraries: one type of error, and sockets that notice a dead peer."""
+"""Connections of client libraries: one error type, and sockets that notice a dead peer."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ _NUM_PROBES = 2
 
 
 class BrokenConnectionError(ConnectionError):
-    """A client library failed in a way that it does not document, such as uvloop's RuntimeError of
-    a handle that is closed. Its cause is that error."""
+    """Undocumented failure of a client library, such as uvloop's RuntimeError for a closed handle.
+
+    Its cause is the original error.
+    """
 
 
 class ConnectionErrors:
-    """A context in which a library uses a connection. Its errors are ``OSError`` and those of
-    ``documented``. Any other, and a cancellation that does not come from this task's own
-    ``cancel``, leaves the context as BrokenConnectionError."""
+    """Context in which a library uses a connection.
+
+    ``OSError`` and the ``documented`` errors pass unchanged. Any other error, and a cancellation
+    that does not come from this task's own ``cancel``, becomes a BrokenConnectionError.
+    """
 
     __slots__ = ("_documented",)
 
@@ -45,7 +49,7 @@ class ConnectionErrors:
 
 
 def _is_cancelled() -> bool:
-    """Whether this task was cancelled by its ``cancel``; False where there is no task, as in a
+    """Return whether this task was cancelled by its ``cancel``; False without a task, as in a
     thread."""
     try:
         task = asyncio.current_task()
@@ -55,9 +59,11 @@ def _is_cancelled() -> bool:
 
 
 def silence_options(timeout_s: float) -> list[tuple[int, int, int]]:
-    """Options, as ``setsockopt`` takes them, with which the kernel ends a TCP connection whose peer
-    acknowledges neither data nor, while none is sent, keepalive probes for about ``timeout_s``
-    seconds. Systems other than Linux lack some of these options."""
+    """Return ``setsockopt`` options that end a TCP connection to a silent peer.
+
+    The kernel ends it after about ``timeout_s`` seconds without acknowledgements of data or
+    keepalive probes. Some options exist on Linux only.
+    """
     probe_every_s = max(1, round(timeout_s / (1 + _NUM_PROBES)))
     named = (
         (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
@@ -74,8 +80,8 @@ def silence_options(timeout_s: float) -> list[tuple[int, int, int]]:
 
 
 def bound_silence(connected: Any, timeout_s: float) -> None:
-    """Set ``silence_options`` on a TCP socket, or on asyncio's stand-in for it. Sockets of other
-    families stay as they are."""
+    """Set ``silence_options`` on a TCP socket or asyncio's wrapper of one; ignore other
+    families."""
     if connected is not None and connected.family in {socket.AF_INET, socket.AF_INET6}:
         for option in silence_options(timeout_s):
             connected.setsockopt(*option)

@@ -1,5 +1,7 @@
-"""Failures of the long-lived tasks of a process: each is logged and counted, and a process that has
-too many of them gives up."""
+"""Failures of a process's long-lived tasks: logged, counted, and bounded.
+
+A process with too many failures gives up.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,16 @@ _CALM_S = 30.0
 
 
 class PartFailedError(MillraceError, code="part_failed"):
-    """Tasks of this process failed repeatedly with unforeseen errors."""
+    """Repeated failures of this process's tasks with unforeseen errors."""
 
 
 class Failures(Collector):
-    """Counts the failures of long-lived tasks. An error of ours (MillraceError) or of a connection
-    (OSError) is foreseen: it is a warning. Any other is an error, with its traceback; after
-    ``MAX_FAILURES`` of them within ``WINDOW_S`` seconds the process is in ``trouble`` for good, and
-    ``on_giving_up`` has it drain."""
+    """Counter of failures of long-lived tasks.
+
+    MillraceError and OSError (connections) are foreseen: they are logged as warnings. Other errors
+    are logged with their traceback. After ``MAX_FAILURES`` of them within ``WINDOW_S`` seconds the
+    process is in ``trouble`` for good, and ``on_giving_up`` is called to drain it.
+    """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -43,8 +47,11 @@ class Failures(Collector):
         self.trouble = ""
 
     def note(self, task: str, error: Exception, foreseen: tuple[type[Exception], ...] = ()) -> None:
-        """A task failed. ``foreseen`` are further types of foreseen errors. A group of errors is
-        foreseen if all its errors are."""
+        """Record a task's failure.
+
+        ``foreseen`` are further foreseen types. A group of errors is foreseen if all its errors
+        are.
+        """
         causes = list(_causes(error))
         is_foreseen = all(isinstance(one, (MillraceError, OSError, *foreseen)) for one in causes)
         self._counts[task, "foreseen" if is_foreseen else "unforeseen"] += 1
@@ -64,7 +71,7 @@ class Failures(Collector):
             self.on_giving_up()
 
     def check(self) -> None:
-        """Raises PartFailedError if the process gave up."""
+        """Raise PartFailedError if the process gave up."""
         if self.trouble:
             raise PartFailedError(f"This process gave up: {self.trouble}. Its log has the causes.")
 
@@ -80,7 +87,7 @@ class Failures(Collector):
 
 
 def _causes(error: Exception) -> Iterator[Exception]:
-    """The errors of a group, as a task group raises it; else the error itself."""
+    """Yield the errors of a group, or the error itself."""
     if isinstance(error, ExceptionGroup):
         for one in error.exceptions:
             yield from _causes(one)
@@ -96,12 +103,12 @@ _of_process: ContextVar[Failures] = ContextVar("failures", default=Failures())  
 
 
 def failures() -> Failures:
-    """The failures of the part to which the running task belongs."""
+    """Return the failures of the part to which the running task belongs."""
     return _of_process.get()
 
 
 def note_in(noted: Failures) -> None:
-    """Note the failures of this task, and of all tasks that it starts from now on, in ``noted``."""
+    """Record failures of this task, and of tasks that it starts from now on, in ``noted``."""
     _of_process.set(noted)
 
 
@@ -112,9 +119,11 @@ async def keep_running(
     foreseen: tuple[type[Exception], ...] = (),
     is_final: Callable[[Exception], bool] = lambda _: False,
 ) -> None:
-    """Run a task until it returns by itself. A failure is noted (``Failures.note``) and the task
-    starts again, after a delay that doubles while it keeps failing; cancelling ends it, and so does
-    an error that ``is_final``, which is raised."""
+    """Run a task until it returns.
+
+    A failure is recorded (``Failures.note``), and the task starts again with exponential backoff.
+    Cancelling ends it. An error that ``is_final`` is raised.
+    """
     delays = doubling_delays(_FIRST_DELAY_S, _MOST_DELAY_S)
     while True:
         started_s = clock.monotonic()
@@ -134,9 +143,9 @@ async def keep_running(
 async def keep_part_running(
     name: str, live: Callable[[Callable[[], None]], Awaitable[None]], clock: Clock
 ) -> None:
-    """Run a part until it returns by itself. A part that fails is run again, from rebuilt state.
+    """Run a part until it returns. A part that fails runs again with new state.
 
-    ``live`` calls its argument once it serves. An error before that is raised. So is any later
+    ``live`` calls its argument once it serves. Errors before that are raised, and later every
     MillraceError except BusUnavailableError.
     """
     has_served = False

@@ -1,1 +1,1 @@
-"""HTTP/1.1 as every port takes it: heads, connections, the server, compressed bodies."""
+"""HTTP/1.1 of every port: heads, connections, the server, compressed bodies."""

@@ -1,4 +1,4 @@
-"""Bodies that clients compress (RFC 9110, section 8.4), decoded as they come and within bounds."""
+"""Compressed request bodies (RFC 9110, section 8.4), decoded in pieces and within bounds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ else:
 
 ACCEPTED = "gzip, deflate, zstd"
 MAX_RATIO = 200
-# A body of this size may have any ratio.
+# A body up to this size may have any ratio.
 _FREE_BYTES = 1024 * 1024
 _PIECE_BYTES = 64 * 1024
 _MAX_CODINGS = 3
-_MAX_MEMBERS = 1_024  # of a gzip file, or frames of zstd
+_MAX_MEMBERS = 1_024  # gzip members, or zstd frames
 _GZIP_WINDOW_BITS, _ZLIB_WINDOW_BITS, _RAW_WINDOW_BITS = 31, 15, -15
-_ZSTD_WINDOW_LOG = 23  # 8 MiB, the most that RFC 9659 has senders use
+_ZSTD_WINDOW_LOG = 23  # 8 MiB, the senders' maximum in RFC 9659
 _ZLIB_METHOD = 8
 _ENCODING, _LENGTH = b"content-encoding", b"content-length"
 
@@ -35,7 +35,7 @@ Receive = Callable[[], Awaitable[Event]]
 
 
 class ContentCodingError(MillraceError, code="unsupported_content_encoding", http_status=415):
-    """A body has an unsupported coding. ``headers`` lists the supported codings."""
+    """Body with an unsupported coding. ``headers`` lists the supported codings."""
 
     param = "content-encoding"
 
@@ -45,13 +45,13 @@ class ContentCodingError(MillraceError, code="unsupported_content_encoding", htt
 
 
 class BadCodingError(MillraceError, code="invalid_content_encoding", http_status=400):
-    """A body is not what its Content-Encoding says."""
+    """Body that does not match its Content-Encoding."""
 
     param = "content-encoding"
 
 
 class RatioError(PayloadTooLargeError, code="compression_ratio_exceeded"):
-    """A body decompresses to too many times its size."""
+    """Body that decompresses to too many times its size."""
 
     param = "content-encoding"
 
@@ -64,11 +64,12 @@ class RatioError(PayloadTooLargeError, code="compression_ratio_exceeded"):
 
 
 def with_decoded_body(scope: Scope, receive: Receive) -> Receive:
-    """A ``receive`` of the body as it was before its codings. ``scope`` loses the headers that are
-    no longer true.
+    """Return a ``receive`` that decodes the body.
 
-    It raises ContentCodingError, BadCodingError and RatioError; after that, what still comes is
-    passed on as it is.
+    Removes headers from ``scope`` that are no longer true.
+
+    It raises ContentCodingError, BadCodingError and RatioError. After that, the rest of the body is
+    passed on unchanged.
     """
     headers: Headers = scope["headers"]
     if not any(name == _ENCODING for name, _ in headers):
@@ -117,7 +118,7 @@ class _DecodedBody:
 
 
 class _Received:
-    """What came over the connection."""
+    """Bytes received over the connection."""
 
     num_bytes = 0
     is_whole = False
@@ -132,7 +133,7 @@ def _decoded(stages: list[_Stage], data: bytes) -> Iterator[bytes]:
 
 
 def _stages(codings: list[bytes], received: _Received) -> list[_Stage]:
-    """One for each coding, the last that was applied first."""
+    """Return the decoding stages, beginning with the coding that was applied last."""
     if len(codings) > _MAX_CODINGS:
         raise ContentCodingError(
             f"The body has {len(codings)} codings; {_MAX_CODINGS} are allowed."
@@ -148,17 +149,17 @@ def _stages(codings: list[bytes], received: _Received) -> list[_Stage]:
 
 
 class _Codec(Protocol):
-    """Decodes one member of a gzip file, one frame of zstd, one stream of deflate."""
+    """Decoder of one gzip member, zstd frame or deflate stream."""
 
     is_at_end: bool
 
     def decode(self, data: bytes) -> tuple[bytes, bytes, bool]:
-        """A piece of the output, the input that is left, and whether more output is there."""
+        """Return a piece of output, the remaining input, and whether more output is available."""
         ...
 
 
 class _Stage:
-    """One coding of a body."""
+    """Decoding stage for one coding of a body."""
 
     def __init__(
         self, coding: str, make: Callable[[bytes], _Codec | None], received: _Received
@@ -201,7 +202,7 @@ class _Stage:
         self._num_members += self._codec is not None
 
     def finish(self) -> None:
-        """Raises BadCodingError if the body ends too early."""
+        """Raise BadCodingError if the body ends too early."""
         if self._codec is not None or self._held:
             raise BadCodingError(f"The body ends before its {self._coding} data does.")
 
@@ -237,8 +238,10 @@ def _gzip(_data: bytes) -> _Codec | None:
 
 
 def _deflate(data: bytes) -> _Codec | None:
-    """Of a stream with zlib's header, as the RFC has it, or without one, as some clients send it;
-    none as long as that is open."""
+    """Return a decoder with or without zlib's header, which the RFC requires and some clients omit.
+
+    None until two bytes have come.
+    """
     if len(data) < 2:
         return None
     has_header = data[0] & 0x0F == _ZLIB_METHOD and (data[0] << 8 | data[1]) % 31 == 0
@@ -264,13 +267,13 @@ else:
 
 _GZIP_LEVEL = 4
 _ZSTD_LEVEL = 3
-# Below a packet, a coding saves nothing.
+# A body below the size of a packet gains nothing from a coding.
 _MIN_BYTES = 1_024
 
 
 def weight_of(headers: Headers, name: bytes, *elements: bytes) -> float:
-    """The weight, 0 to 1, that the header ``name`` gives to the first of ``elements`` that it
-    lists; 0 if it lists none."""
+    """Return the weight, 0 to 1, that a header gives to the first listed of ``elements``; else
+    0."""
     weights: dict[bytes, float] = {}
     for token in tokens(headers, name):
         element, *parameters = (part.strip() for part in token.split(b";"))
@@ -279,8 +282,10 @@ def weight_of(headers: Headers, name: bytes, *elements: bytes) -> float:
 
 
 def encoded(body: bytes, headers: Headers) -> tuple[bytes, str]:
-    """``body`` in the coding that the request with these ``headers`` accepts and likes best, and
-    the coding's name; as it is, with an empty name, where that is none or saves nothing."""
+    """Return ``body`` in the coding that the request prefers, with the coding's name.
+
+    Unchanged with an empty name if no coding is accepted or a coding saves nothing.
+    """
     if len(body) < _MIN_BYTES:
         return body, ""
     of_zstd = weight_of(headers, b"accept-encoding", b"zstd", b"*")

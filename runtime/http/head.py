@@ -1,4 +1,4 @@
-"""The bounds of the head of an HTTP/1.1 request, and the faults that it can have."""
+"""Bounds of an HTTP/1.1 request head, and its possible faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class HttpFault(NamedTuple):
-    """Why a connection is refused before a request reaches the application."""
+    """Fault for which a connection is refused before a request reaches the application."""
 
     status: int
     code: str
@@ -22,7 +22,7 @@ class HttpFault(NamedTuple):
 
 
 def too_large(what: str) -> HttpFault:
-    """A fault for headers, trailers or chunk lines that exceed the bounds."""
+    """Return the fault of headers, trailers or chunk lines that exceed the bounds."""
     return HttpFault(
         431,
         "request_header_fields_too_large",
@@ -31,8 +31,10 @@ def too_large(what: str) -> HttpFault:
 
 
 def head_fault(version: str, method: str, headers: Headers) -> HttpFault | None:
-    """The fault of a head whose syntax is valid; None if it has none. ``headers`` have names in
-    lower case."""
+    """Return the fault of a syntactically valid head; None if it has none.
+
+    ``headers`` have names in lower case.
+    """
     if version not in ("1.0", "1.1"):
         return wrong_version(f"HTTP/{version}")
     if method == "CONNECT":
@@ -84,7 +86,7 @@ def _shown(value: bytes) -> str:
 
 
 def tokens(headers: Headers, name: bytes) -> list[bytes]:
-    """The elements of all headers of a name whose value is a list, in lower case."""
+    """Return the elements, in lower case, of all headers of a name whose value is a list."""
     return [token for known, value in headers if known == name for token in split(value)]
 
 

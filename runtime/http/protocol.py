@@ -1,5 +1,5 @@
-"""HTTP/1.1 on all ports: bounds on everything but the body, no trailers, and refusals that say what
-was wrong."""
+"""HTTP/1.1 protocol of all ports: bounds on everything except the body, no trailers, clear
+refusals."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _HEAD_TIMEOUT_S = 20.0
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 1024 * 1024
 _SLICE_BYTES = 16_384  # fed to the parser at a time; the bounds are checked after each slice
-_CHUNK_LINES_BYTES = 16  # of a chunk without extensions: its size in hexadecimal and two CRLFs
+_CHUNK_LINES_BYTES = 16  # a chunk without extensions: its size in hexadecimal and two CRLFs
 _MAX_METHOD_BYTES = 32
 _METHODS = frozenset(
     (b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"TRACE", b"CONNECT")
 ) | {b"PRI"}
-# The parser knows it and no endpoint does: the parser reads it in place of an unknown method.
+# The parser knows this method and no endpoint does. It replaces unknown methods for the parser.
 _STAND_IN = b"SEARCH"
 _TOKEN = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _H2_REASON = "Pause on PRI/Upgrade"
@@ -47,21 +47,21 @@ _VERSION_REASON = "Invalid HTTP version"
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. Subclasses choose the form of a refusal (``refusal_of``)."""
+    """HTTP connection. Subclasses choose the form of a refusal (``refusal_of``)."""
 
     _in_head = False
     _in_body = False
     _is_refused = False
-    _late_fault: HttpFault | None = None  # sent after the responses that are not complete
+    _late_fault: HttpFault | None = None  # sent after the incomplete responses
     _num_fields = 0
     _field_bytes = 0
-    _excess_bytes = 0  # received since the parser last reported progress, without chunk lines
+    _excess_bytes = 0  # the beginning of a method
     _held = b""  # the beginning of a method
     _unknown_method = ""
-    _timer: asyncio.TimerHandle | None = None  # of the head, or of the wait after a refusal
+    _timer: asyncio.TimerHandle | None = None  # for the head, or for the wait after a refusal
 
     def refusal_of(self, fault: HttpFault) -> tuple[list[tuple[bytes, bytes]], bytes]:
-        """Headers and body of the response that tells a client of a fault."""
+        """Return headers and body of the response for a fault."""
         return [(b"content-type", b"text/plain; charset=utf-8")], f"{fault.message}\n".encode()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -116,10 +116,11 @@ class HttpProtocol(HttpToolsProtocol):
                 return
 
     def _with_known_method(self, data: bytes) -> bytes:
-        """The data, in which a method that the parser does not know is replaced by one that it
-        knows: the application answers unknown methods, as it knows what a path allows.
+        """Replace a method that the parser does not know by a known one.
 
-        A method that has not come whole is held back."""
+        The application answers unknown methods, as it knows the methods of each path. An incomplete
+        method is held back.
+        """
         if self._in_head or self._in_body:
             return data
         data = self._held + data
@@ -148,12 +149,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def handle_websocket_upgrade(self) -> None:
         super().handle_websocket_upgrade()
-        # The parser refers to this protocol: break the cycle so that both are freed at once.
+        # The parser refers to this protocol. Break the cycle so that both are freed at once.
         self.parser = cast("Any", None)
 
     def _should_upgrade(self) -> bool:
-        """Whether it is a WebSocket's handshake. Other upgrades are ignored, as are upgrades of
-        requests that have a body."""
+        """Return whether the request is a WebSocket handshake.
+
+        Other upgrades are ignored, also upgrades of requests with a body.
+        """
         return (
             self._should_upgrade_to_ws()
             and self.parser.get_method() == b"GET"
@@ -182,7 +185,7 @@ class HttpProtocol(HttpToolsProtocol):
             raise _FaultError(too_large("Headers" if self._in_head else "Trailers"))
         if self._in_head:
             super().on_header(name, value)
-        # A trailer is dropped: checks of the head have not seen it.
+        # A trailer is dropped, as the checks of the head have not seen it.
 
     def on_headers_complete(self) -> None:
         version, method = self.parser.get_http_version(), self.parser.get_method().decode("ascii")
@@ -201,7 +204,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._unknown_method = ""
 
     def on_body(self, body: bytes) -> None:
-        # Lines of chunks may take as much as what is in the chunks.
+        # Chunk lines may take as many bytes as the chunks.
         self._excess_bytes = max(0, self._excess_bytes - 2 * len(body))
         super().on_body(body)
 
@@ -215,7 +218,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._excess_bytes = 0
         super().on_message_complete()
         if not self.parser.should_keep_alive():
-            # A trailer may have demanded the close; the parser then reads no further.
+            # A trailer may have requested the close. The parser then reads no further.
             self.cycle.keep_alive = False
             if self.cycle.response_complete:
                 self.transport.close()
@@ -248,8 +251,10 @@ class HttpProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._answer, self._late_fault)
 
     def _refuse(self, fault: HttpFault) -> None:
-        """Answer what cannot be read as a request, behind all earlier answers, and close. The
-        request whose body is at fault has this answer, unless its own has begun."""
+        """Answer an unreadable request behind all earlier answers, and close.
+
+        A request with a bad body gets this answer, unless its own has begun.
+        """
         self._stop_timer()
         self._is_refused = True
         self._excess_bytes = 0
@@ -268,8 +273,11 @@ class HttpProtocol(HttpToolsProtocol):
             self._late_fault = fault
 
     def _answer(self, fault: HttpFault) -> None:
-        """Write a response and close. What the client still sends is thrown away for a moment:
-        closing at once would reset the connection under the answer."""
+        """Write a response and close.
+
+        Further data of the client is discarded for a moment. An immediate close would reset the
+        connection before the client has read the answer.
+        """
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
@@ -289,7 +297,10 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class _FaultError(Exception):
-    """Raised within a call of the parser, which passes it on as the context of its own error."""
+    """Fault raised in a parser callback.
+
+    The parser passes it on as the context of its own error.
+    """
 
     def __init__(self, fault: HttpFault) -> None:
         super().__init__(fault.message)
@@ -299,8 +310,10 @@ class _FaultError(Exception):
 async def _without_chunks(
     cycle: RequestResponseCycle, app: Any, scope: Any, receive: Any, send: Any
 ) -> None:
-    """Serve an HTTP/1.0 client, which knows no chunks: a response without a length ends with the
-    connection."""
+    """Serve an HTTP/1.0 client, which does not support chunks.
+
+    A response without a length ends with the connection.
+    """
     has_length = True
 
     async def send_plain(event: Any) -> None:
@@ -331,15 +344,15 @@ def _fault_of(error: httptools.HttpParserError) -> HttpFault:
     return invalid(f"The request is not valid HTTP: {reason}.")
 
 
-# The date of responses is of this second.
+# Interval of updates of the Date header.
 _DATE_S = 1.0
 
 
 class ManagedServer(uvicorn.Server):
-    """Signals are handled by whoever runs the process.
+    """Server without signal handling, which the process does itself.
 
-    It ends when it is told to, for which uvicorn looks ten times a second; at rest it wakes once a
-    second instead, for the date.
+    ``stop`` ends it. uvicorn polls for that ten times a second; this server wakes once a second,
+    for the Date header.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -347,7 +360,7 @@ class ManagedServer(uvicorn.Server):
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
-        """Have ``serve`` close every connection and return."""
+        """Make ``serve`` close every connection and return."""
         self.should_exit = True
         self._stopping.set()
 
@@ -360,5 +373,5 @@ class ManagedServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None is captured."""
+        """Capture no signals."""
         yield

@@ -1,1 +1,1 @@
-"""JSON: how much there is in a body, why a payload is none, and JSON on one line."""
+"""JSON: size of a body, faults of a payload, and JSON on one line."""

@@ -1,4 +1,4 @@
-"""Why a payload is no JSON, in words that its author can use."""
+"""Faults of JSON payloads, in words for their authors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from millrace.schemas.errors import ParameterError
 
 _DECODER_S_WORDS = ("truncated", "surrogate", "hex escape")
-# A pair, or else half of one (the group), or else any other escape.
+# A surrogate pair, or half of one (the group), or any other escape.
 _ESCAPE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     rb"|\\u([dD][89a-fA-F][0-9a-fA-F]{2})|\\.",
@@ -19,8 +19,10 @@ _RAW_HALF = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
 
 
 def json_fault(payload: bytes | str, error: Exception) -> str:
-    """The decoder's sentence, or where the payload is not UTF-8, or that half of a surrogate pair
-    is in it, which the decoder takes for an early end of the data or for broken UTF-8."""
+    """Return the decoder's message, or a clearer one for broken UTF-8 or half a surrogate pair.
+
+    The decoder reports half a pair as truncated data or broken UTF-8.
+    """
     data = payload.encode() if isinstance(payload, str) else payload
     if isinstance(error, UnicodeDecodeError):
         half = _RAW_HALF.search(data)
@@ -35,7 +37,8 @@ def json_fault(payload: bytes | str, error: Exception) -> str:
 
 
 def _broken_text(data: bytes) -> str:
-    """Where the payload is no UTF-8: the decoder counts from the beginning of a text in it."""
+    """Return the place of invalid UTF-8 in the payload; the decoder counts from a string's
+    beginning."""
     try:
         data.decode()
     except UnicodeDecodeError as fault:
@@ -53,7 +56,7 @@ def _sentence(code: int, at: int) -> str:
 MAX_TOKEN_IDS = 1_048_576
 MAX_MESSAGES = 32_768
 
-# A smaller body cannot have enough to hold anybody up.
+# A smaller body is always processed fast enough.
 _LARGE_BYTES = 128 * 1024
 _ARRAY_16, _ARRAY_32 = 0xDC, 0xDD
 _FIX_ARRAY = range(0x90, 0xA0)
@@ -72,8 +75,11 @@ _JSON_LIST = msgspec.json.Decoder(list[msgspec.Raw])
 
 
 def check_outline(payload: bytes | str, *, is_json: bool = True) -> None:
-    """Raises ParameterError, naming the field, for more than MAX_TOKEN_IDS or MAX_MESSAGES. What
-    is no such body at all is left for its decoder to refuse."""
+    """Check the number of token ids and messages of a large body.
+
+    Raises ParameterError, which names the field, above MAX_TOKEN_IDS or MAX_MESSAGES. A body of
+    another form is left to its decoder.
+    """
     if len(payload) <= _LARGE_BYTES:
         return
     try:
@@ -95,7 +101,7 @@ def check_outline(payload: bytes | str, *, is_json: bool = True) -> None:
 
 
 def _json_items(raw: bytes) -> tuple[int, int, str]:
-    """How many, how many may be, and of what."""
+    """Return the number of items, their limit, and their name."""
     if not raw.startswith(b"["):
         return 0, MAX_MESSAGES, "items"
     if b'"' not in raw:

@@ -1,9 +1,10 @@
-"""JSON on one line, whatever a reader takes for the end of a line."""
+"""JSON on one line, for readers with different line ends."""
 
 from __future__ import annotations
 
-# What JSON leaves as it is and Python's ``splitlines``, among others, takes for ends of lines:
-# U+0085, U+2028 and U+2029 in UTF-8. To look for a first byte costs a fraction of looking for all.
+# Characters that JSON does not escape and Python's ``splitlines``, among others, treats as line
+# ends: U+0085, U+2028 and U+2029 in UTF-8. Searching for a first byte costs a fraction of searching
+# for all.
 _LINE_ENDS = {
     0xC2: ((b"\xc2\x85", b"\\u0085"),),
     0xE2: ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029")),
@@ -11,7 +12,7 @@ _LINE_ENDS = {
 
 
 def on_one_line(json: bytes) -> bytes:
-    """The same JSON with these characters escaped."""
+    """Escape these characters in JSON."""
     if json.isascii():
         return json
     for first_byte, marks in _LINE_ENDS.items():

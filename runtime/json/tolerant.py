@@ -1,7 +1,7 @@
-"""What serializers of other languages write otherwise than a decoder of typed messages wants it.
+"""Tolerant reading of JSON from other languages' serializers.
 
-Those of Java, C# and Go write ``null`` for what was not set. Those of JavaScript and of numbers
-without a type write a whole number as a float.
+Serializers of Java, C# and Go write ``null`` for unset fields. Those of JavaScript, and of untyped
+numbers, write a whole number as a float.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ _MAX_DIGITS = 20  # of a 64-bit integer and its sign
 
 
 def without_mark(payload: _Payload) -> _Payload:
-    """The payload without the byte order mark that some programs put before UTF-8."""
+    """Remove the byte order mark that some programs put before UTF-8."""
     if isinstance(payload, str):
         return payload.removeprefix("\ufeff")
     return payload.removeprefix(codecs.BOM_UTF8)
 
 
 def tolerated(value: Any, kind: Any, where: str = "") -> Any:
-    """``value``, which is made of what a decoder gives without a type, as a decoder of the type
-    ``kind`` takes it: without null where something may be left out, and with whole numbers where
-    integers are wanted. Parts that have no type stay as they are.
+    """Convert an untyped decoded value to a value that a decoder of the type ``kind`` accepts.
 
-    Raises ParameterError, naming the field by its path from ``where``, for a number that is not
-    whole, or not finite, and for what no JSON can hold.
+    Removes null where a field is optional, and converts whole floats where integers are expected.
+    Parts without a type stay unchanged.
+
+    Raises ParameterError, which names the field by its path from ``where``, for a number that is
+    not whole or not finite, and for values that JSON cannot hold.
     """
     return _read(value, _info(kind), where)
 
 
 def whole(value: Any, where: str) -> Any:
-    """A number with nothing behind its point as an integer; what is no float as it is. Raises
-    ParameterError for any other float, and for an integer of more than 64 bits, which nothing can
-    encode."""
+    """Convert a whole float to an integer; return other types unchanged.
+
+    Raises ParameterError for any other float, and for an integer of more than 64 bits, which cannot
+    be encoded.
+    """
     if not isinstance(value, float):
         return value
     if not value.is_integer():
@@ -59,7 +62,7 @@ def whole(value: Any, where: str) -> Any:
 
 
 def whole_items(value: Any, where: str) -> Any:
-    """``whole`` of all numbers in lists, however deep; other values are checked alone."""
+    """Apply ``whole`` to all numbers in nested lists; only check other values."""
     if isinstance(value, list):
         if set(map(type, value)) == {int}:
             return value
@@ -68,7 +71,7 @@ def whole_items(value: Any, where: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Objects without the fields that are null, however deep."""
+    """Remove null fields from nested objects."""
     if isinstance(value, dict):
         return {name: without_nulls(one) for name, one in value.items() if one is not None}
     if isinstance(value, list):
@@ -77,8 +80,11 @@ def without_nulls(value: Any) -> Any:
 
 
 def check_plain(value: Any, where: str) -> Any:
-    """``value`` itself. Raises ParameterError for what MessagePack has and JSON has not: bytes,
-    times, extensions, NaN and infinity, and names of fields that are none."""
+    """Return ``value`` if JSON can hold it.
+
+    Raises ParameterError for values that only MessagePack has: bytes, times, extensions, NaN,
+    infinity, and invalid field names.
+    """
     if value is None or isinstance(value, (str, int)):
         return value
     if isinstance(value, float):
@@ -131,7 +137,7 @@ def _read(value: Any, kind: inspect.Type, where: str) -> Any:
 
 
 def _read_union(value: Any, kind: inspect.UnionType, where: str) -> Any:
-    """As the one type that fits what the value is."""
+    """Read a value as the one type of a union that fits it."""
     fitting: list[inspect.Type] = []
     if isinstance(value, dict):
         fitting = [one for one in kind.types if isinstance(one, inspect.DictType)]
@@ -183,8 +189,7 @@ def _read_dict(value: dict[Any, Any], kind: inspect.DictType, where: str) -> dic
 
 
 def _integer(name: Any, where: str) -> Any:
-    """The name of a field as an integer, if it is one: objects of JavaScript have no other names
-    than texts."""
+    """Convert a field name to an integer, if it is one. JavaScript objects have only text names."""
     is_digits = isinstance(name, str) and name.removeprefix("-").isdecimal()
     if is_digits and len(name) <= _MAX_DIGITS:
         return _within_64_bits(int(name), where)

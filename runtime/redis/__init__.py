@@ -1,7 +1,7 @@
-"""A client of Redis as configured, and one connection that never makes its callers wait long."""
+"""Redis client as configured, and a link with bounded waits."""
 
 from millrace.runtime.imports import without
 
-# Its client's own metrics, which nobody reads here, are a tenth of a second of a start.
+# The client's own metrics are unused and take 0.1 s to import.
 with without("opentelemetry.sdk.metrics"):
     import redis.asyncio as _asyncio  # noqa: F401

@@ -1,4 +1,4 @@
-"""A client of Redis as the configuration says: its users, TLS and sentinels."""
+"""Redis client as configured: users, TLS and sentinels."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ _ERRORS: dict[str, type[RedisError]] = {
 
 
 def open_redis(config: RedisConfig, timeout_s: float) -> tuple[Redis, Sentinel | None]:
-    """A client that connects when it is used, and what finds the master for it, if sentinels do;
-    the caller closes both. Each step of a connection takes ``timeout_s`` at most, and none is tried
-    again. Raises ConfigError that names the setting at fault."""
+    """Open a client that connects on first use, and its Sentinel if sentinels are configured.
+
+    The caller closes both. Each step of a connection takes at most ``timeout_s`` and is not
+    retried. Raises ConfigError, which names the invalid setting.
+    """
     try:
         given: dict[str, Any] = dict(parse_url(config.url))
     except ValueError as error:
@@ -98,7 +100,7 @@ def _bounds(timeout_s: float) -> dict[str, Any]:
 
 
 def _silence() -> dict[str, Any]:
-    """Has a connection that is not used end, too, once its server's machine is gone."""
+    """Return socket options that also end an idle connection once its server's machine is gone."""
     options = silence_options(_SILENCE_S)
     return {
         "socket_keepalive": True,
@@ -113,7 +115,7 @@ def _tls_options(config: RedisConfig, connection_class: type | None) -> dict[str
         return {}
     if connection_class is UnixDomainSocketConnection:
         raise ConfigError("redis.url is a local socket, which has no TLS for redis.*_file.")
-    client_context("redis", config)  # for what it checks
+    client_context("redis", config)  # checks the files
     return {
         "ssl": True,
         "ssl_check_hostname": True,
@@ -125,14 +127,18 @@ def _tls_options(config: RedisConfig, connection_class: type | None) -> dict[str
 
 
 def error_of(text: str) -> RedisError:
-    """What redis-py makes of an error that a server replied. One that is no ResponseError is of the
-    connection, not of the command."""
+    """Return redis-py's error for a server's error reply.
+
+    An error that is no ResponseError concerns the connection, not the command.
+    """
     return _ERRORS.get(text.partition(" ")[0], ResponseError)(text)
 
 
 def why_refused(error: BaseException, config: RedisConfig) -> MillraceError | None:
-    """What trying again does not mend: the server is not trusted, or does not take us. None for
-    all else."""
+    """Return the error if a retry does not help: an untrusted server, or refused credentials.
+
+    None for all other errors.
+    """
     who = f"Redis at {redact_urls(', '.join(config.sentinels) or config.url)}"
     refusal = handshake_refusal(error, who, "redis", config)
     if refusal is None and isinstance(error, AuthenticationError | NoPermissionError):

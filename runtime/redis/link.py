@@ -1,5 +1,4 @@
-"""One connection to Redis that never makes its callers wait long for a server that is
-unreachable."""
+"""Link to Redis with bounded waits for an unreachable server."""
 
 from __future__ import annotations
 
@@ -34,8 +33,10 @@ _Call = tuple[_Command, asyncio.Future[Any]]
 class RedisUnreachableError(
     MillraceError, code="state_unavailable", retryable=True, http_status=503
 ):
-    """Redis cannot be reached, or does not do its work, being full or a replica; what was asked of
-    it may or may not have been done."""
+    """Redis is unreachable, or does not work as it is full or a replica.
+
+    The command may or may not have been executed.
+    """
 
     def __init__(
         self, message: str = "The store of request state is unreachable. Try again in a moment."
@@ -44,7 +45,7 @@ class RedisUnreachableError(
 
 
 class RedisFullError(RedisUnreachableError, code="storage_full"):
-    """Redis cannot write to its disk, and refuses whatever would change it."""
+    """Redis cannot write to its disk and refuses all changes."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -54,21 +55,22 @@ class RedisFullError(RedisUnreachableError, code="storage_full"):
 
 
 def reachable(link: RedisLink | None) -> RedisLink:
-    """The link, if there is one. Raises RedisUnreachableError."""
+    """Return the link if there is one. Raises RedisUnreachableError."""
     if link is None:
         raise RedisUnreachableError
     return link
 
 
 class RedisLink:
-    """Commands by ``call``, Lua by ``evaluate``; those made in one turn of the event loop travel
-    together, and none waits for the replies to others.
+    """Link to Redis: commands by ``call``, Lua by ``evaluate``.
 
-    After a failure nobody tries again for a second: calls raise RedisUnreachableError at once. So
-    does a command that the server refuses; each is logged by its name when that begins and when it
-    ends. Replies are bytes. Owns its connection and the task that makes it; ``close`` ends them.
-    ``is_full`` from the first command that Redis refused because it cannot write to its disk, until
-    ``look_for_room`` found that it can: the error is RedisFullError then.
+    Calls of one turn of the event loop are sent together, and none waits for other replies.
+
+    After a failure the link does not retry for a second: calls raise RedisUnreachableError at once.
+    A command that the server refuses raises it, too, and is logged by its name when that begins and
+    ends. Replies are bytes. Owns its connection and the task that makes it. ``close`` ends them.
+    ``is_full`` is True from the first command that Redis refused because it cannot write to its
+    disk, until ``look_for_room`` finds that it can. The error is RedisFullError then.
     """
 
     def __init__(self, config: RedisConfig, clock: Clock | None = None) -> None:
@@ -85,7 +87,7 @@ class RedisLink:
         self._next_try_s = 0.0
         self._refused: set[str] = set()
         self._closed = False
-        # The field of ``INFO`` that says what Redis cannot write, while there is something.
+        # Field of ``INFO`` that tells what Redis cannot write; empty if it can write.
         self._unwritten = ""
 
     @property
@@ -93,7 +95,7 @@ class RedisLink:
         return bool(self._unwritten)
 
     async def look_for_room(self) -> None:
-        """Ask a Redis that could not write whether it can by now."""
+        """Ask a Redis that could not write whether it can now."""
         if not self._unwritten:
             return
         try:
@@ -105,7 +107,7 @@ class RedisLink:
             logger.info("Redis can write to its disk again")
 
     async def call(self, *command: Argument) -> Any:
-        """The reply. Raises RedisUnreachableError."""
+        """Send a command and return the reply. Raises RedisUnreachableError."""
         if self._closed or (self._is_unreachable and self._clock.monotonic() < self._next_try_s):
             raise RedisUnreachableError
         loop = asyncio.get_running_loop()
@@ -118,7 +120,7 @@ class RedisLink:
     async def evaluate(
         self, script: Script, keys: Sequence[str | bytes], arguments: Sequence[Argument] = ()
     ) -> Any:
-        """Run a script, which the server is sent once. Raises RedisUnreachableError."""
+        """Run a script; its source is sent once. Raises RedisUnreachableError."""
         rest = (len(keys), *keys, *arguments)
         try:
             return await self.call("EVALSHA", script.sha, *rest)
@@ -126,8 +128,10 @@ class RedisLink:
             return await self.call("EVAL", script.source, *rest)
 
     async def check(self) -> None:
-        """Raises UntrustedServerError or CredentialsRefusedError if Redis cannot be used until
-        somebody mends that. One that is unreachable is none of it: it may come."""
+        """Raise UntrustedServerError or CredentialsRefusedError if Redis cannot be used.
+
+        An unreachable Redis raises nothing: it may come back.
+        """
         try:
             await self.call("PING")
         except RedisUnreachableError:
@@ -135,7 +139,7 @@ class RedisLink:
                 raise self._refusal from None
 
     async def close(self) -> None:
-        """Calls that still wait end as if Redis were unreachable."""
+        """Close the link. Pending calls end as if Redis were unreachable."""
         self._closed = True
         if self._connecting is not None:
             self._connecting.cancel()
@@ -155,7 +159,7 @@ class RedisLink:
             logger.debug("Redis did not close cleanly", extra={"cause": repr(error)})
 
     def _send(self) -> None:
-        """Send what waits; without a connection, once there is one."""
+        """Send pending commands; without a connection, connect first."""
         wire = self._wire
         if wire is not None and not wire.is_usable:
             self._give_up(wire.close())
@@ -171,7 +175,7 @@ class RedisLink:
             try:
                 packed.append(pack(call[0]))
             except UnicodeEncodeError as error:
-                # With half a character in it, say.
+                # For example, a lone surrogate.
                 logger.exception("a command could not be sent to Redis")
                 _fail([call], error)
             else:
@@ -191,7 +195,7 @@ class RedisLink:
                 self._wire = RedisWire(self._connection, _TIMEOUT_S, self._answer, self._lose)
         except (RedisError, OSError) as error:
             if isinstance(error, BrokenConnectionError):
-                # The connection may be broken for good: the next attempt opens a new one.
+                # The connection may be broken for good. The next attempt opens a new one.
                 self._connection = None
                 pool.reset()  # type: ignore[no-untyped-call]
             self._lose([], error)
@@ -199,10 +203,10 @@ class RedisLink:
         self._send()
 
     def _lose(self, unanswered: Sequence[_Call], error: Exception) -> None:
-        """There is no connection any more, or none could be made."""
+        """Handle the loss of the connection, or a failed attempt to connect."""
         self._wire = None
         if not unanswered and not self._waiting:
-            return  # nobody missed it: the next call has it made anew
+            return  # no call was lost: the next call reconnects
         self._note_loss(error)
         self._give_up(unanswered)
         self._give_up(self._waiting)
@@ -230,7 +234,7 @@ class RedisLink:
     def _answer_error(self, call: _Call, error: RedisError) -> None:
         was_master = isinstance(error, ReadOnlyError) and self._sentinel is not None
         if was_master or not isinstance(error, ResponseError):
-            # It does nothing that it is asked on this connection: look for one that does.
+            # The connection executes no commands, so look for another.
             unanswered = [] if self._wire is None else self._wire.close()
             self._lose([call, *unanswered], error)
             return
@@ -238,7 +242,7 @@ class RedisLink:
         command, future = call
         told: Exception = RedisUnreachableError()
         if isinstance(error, NoScriptError):
-            told = error  # it is sent whole then, by ``evaluate``
+            told = error  # ``evaluate`` then sends the whole script
         else:
             self._note_refusal(command, error)
             if _CANNOT_WRITE in str(error):
@@ -262,12 +266,15 @@ class RedisLink:
                 logger.warning("Redis is unreachable", extra={"cause": repr(error)})
 
     def _note_refusal(self, command: _Command, error: ResponseError) -> None:
-        """One that is of the wrong type or a script that fails is a bug of ours, and looks the same
-        to those who wait: so it has to stand out in the log."""
+        """Log a refused command once.
+
+        A wrong type or a failing script is a bug of Millrace, and callers cannot tell it from an
+        outage. So it must stand out in the log.
+        """
         name = _name_of(command)
         if name not in self._refused:
             self._refused.add(name)
-            # An unknown command is told with its arguments, which are nobody's business.
+            # The error for an unknown command contains its arguments, which are private.
             cause = str(error).partition(", with args")[0]
             logger.error("Redis refuses a command", extra={"command": name, "cause": cause})
 
@@ -275,7 +282,7 @@ class RedisLink:
         name = _name_of(command)
         if name in self._refused:
             self._refused.discard(name)
-            logger.info("Redis does a command again", extra={"command": name})
+            logger.info("Redis accepts a command again", extra={"command": name})
 
     def _note_return(self) -> None:
         if self._is_unreachable:
@@ -285,7 +292,7 @@ class RedisLink:
 
 
 def _is_well(told: Any, field: str) -> bool:
-    """Whether ``INFO`` says ok of a field; redis-py may have read it already."""
+    """Return whether ``INFO`` reports ok for a field; redis-py may have parsed it already."""
     if isinstance(told, dict):
         return bool(told.get(field) == "ok")
     return f"{field}:ok".encode() in bytes(told).splitlines()
@@ -298,7 +305,7 @@ def _fail(calls: Sequence[_Call], error: Exception) -> None:
 
 
 def _name_of(command: _Command) -> str:
-    """For the log: without keys and values, but with what tells scripts apart."""
+    """Return a command's name for the log: without keys and values, but with a script's digest."""
     name, *rest = map(str, command[:2])
     if name == "EVAL":
         return f"EVALSHA {Script(rest[0]).sha}"
@@ -306,9 +313,9 @@ def _name_of(command: _Command) -> str:
 
 
 class Script:
-    """Lua that runs inside Redis, in one piece."""
+    """Lua script that runs atomically in Redis."""
 
     def __init__(self, source: str) -> None:
         self.source = source
-        # Redis names scripts by this digest; nothing depends on its strength.
+        # Redis names scripts by this digest. Security does not depend on it.
         self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()

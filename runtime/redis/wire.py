@@ -1,4 +1,4 @@
-"""One connection to Redis on which commands follow one another without waiting for replies."""
+"""Pipelined connection to Redis: commands follow one another without waiting for replies."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _STATUS, _ERROR, _INTEGER, _BULK, _ARRAY = b"+-:$*"
 
 
 class MalformedReplyError(Exception):
-    """What came is not of the protocol: whose reply is whose is not known any more."""
+    """Invalid reply. Later replies can no longer be matched to their commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """What a server says of a command that it did not do, its code first."""
+    """Error reply of the server, its code first."""
 
     text: str
 
@@ -35,8 +35,10 @@ Reply: TypeAlias = bytes | int | list["Reply"] | ErrorReply | None
 
 
 def pack(command: Sequence[Argument]) -> bytes:
-    """A command as the server reads it: an array of bulk strings. Raises UnicodeEncodeError for a
-    string that is no text."""
+    """Encode a command as an array of bulk strings.
+
+    Raises UnicodeEncodeError for an invalid string.
+    """
     pieces = [b"*%d\r\n" % len(command)]
     for argument in command:
         data = argument if isinstance(argument, bytes) else str(argument).encode()
@@ -45,21 +47,21 @@ def pack(command: Sequence[Argument]) -> bytes:
 
 
 class ReplyReader:
-    """Reads replies out of a stream of bytes that comes in pieces of any size.
+    """Reader of replies from a stream of bytes in pieces of any size.
 
-    Nothing is read twice but the part of an element that was there at the end of a piece, and of a
-    long string not even that.
+    Only an element that is incomplete at a piece's end is read twice, and a long string not even
+    then.
     """
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._num_bytes = 0
         self._num_needed = 0
-        # Arrays that miss elements, the outermost first, each with the length that it will have.
+        # Incomplete arrays, the outermost first, each with its final length.
         self._open: list[tuple[list[Reply], int]] = []
 
     def feed(self, piece: bytes) -> list[Reply]:
-        """The replies that are whole with this piece. Raises MalformedReplyError."""
+        """Return the replies that this piece completes. Raises MalformedReplyError."""
         self._pieces.append(piece)
         self._num_bytes += len(piece)
         if self._num_bytes < self._num_needed:
@@ -76,7 +78,7 @@ class ReplyReader:
         return replies
 
     def _read(self, data: bytes, replies: list[Reply]) -> int:
-        """How much of ``data`` was read; what was whole is added to ``replies``."""
+        """Add complete replies to ``replies``; return how many bytes of ``data`` were read."""
         self._num_needed = at = 0
         reply: Reply
         while (end := data.find(_LINE_END, at)) >= 0:
@@ -111,7 +113,7 @@ class ReplyReader:
         return at
 
     def _add(self, reply: Reply, replies: list[Reply]) -> None:
-        """Add what is whole to the innermost open array, which may be whole with it."""
+        """Add a complete element to the innermost open array, which it may complete."""
         while self._open:
             elements, size = self._open[-1]
             elements.append(reply)
@@ -124,23 +126,22 @@ class ReplyReader:
 
 _SentT = TypeVar("_SentT")
 
-# How often silence is looked at before it is believed. A machine that paused, or had no CPU time
-# for us and the server, makes one look late, and not the others.
+# Number of silent checks before the connection counts as lost. A pause of the machine, or a lack of
+# CPU time, delays one check and not the others.
 _LOOKS = 4
 _ERRORS = ConnectionErrors()
 
 
 class RedisWire(asyncio.Protocol, Generic[_SentT]):
-    """Takes over a connection that redis-py has made: its server is found and trusted, and has
-    taken our credentials.
+    """Pipelined protocol on a connection that redis-py has opened and authenticated.
 
-    What is sent is kept until its reply comes, in order, and goes to ``on_reply`` with that.
-    Silence of ``timeout_s`` (to a quarter more) while replies are missing, and whatever else ends
-    the connection, is told to ``on_lost`` once, with what has no reply; nothing comes after that.
-    Time in which this process stood still does not count as the server's silence.
+    Each sent item is kept, in order, until its reply comes, and then passed to ``on_reply`` with
+    it. If replies are missing for ``timeout_s`` (up to a quarter more), or the connection ends,
+    ``on_lost`` is called once with the items without a reply. Nothing follows. A pause of this
+    process does not count as the server's silence.
 
-    A pipeline of redis-py is a task, several timeouts and some twenty coroutines for each batch:
-    most of the CPU time that a request's few commands take.
+    A pipeline of redis-py costs a task, several timeouts and some twenty coroutines for each batch:
+    most of the CPU time of a request's few commands.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
         writer = connection._writer
         assert writer is not None, "it has to be connected"
         self._transport = cast("asyncio.Transport", writer.transport)
-        # Who closes redis-py's connection waits until its own protocol hears of the end.
+        # The closing of redis-py's connection waits until its own protocol is told of the end.
         self._former = cast("asyncio.Protocol", self._transport.get_protocol())
         self._transport.set_protocol(self)
 
@@ -171,7 +172,7 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
         return not (self._is_lost or self._transport.is_closing())
 
     def send(self, data: bytes, sent: Sequence[_SentT]) -> None:
-        """Write ``data``, commands of which each has one of ``sent``."""
+        """Write ``data``: one command for each item of ``sent``."""
         if not self._sent:
             self._silent_looks = 0
             if self._timer is None:
@@ -184,7 +185,7 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
             self._lose(error)
 
     def close(self) -> list[_SentT]:
-        """End the connection; what has no reply gets none, and ``on_lost`` is not called."""
+        """End the connection and return the items without a reply. ``on_lost`` is not called."""
         self._is_lost = True
         if self._timer is not None:
             self._timer.cancel()
@@ -205,7 +206,7 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
             if self._is_lost:
                 return
             if not self._sent:
-                self._lose(RedisError("a reply came that nobody waits for"))
+                self._lose(RedisError("received a reply without a command"))
                 return
             self._on_reply(self._sent.popleft(), reply)
 
@@ -218,12 +219,12 @@ class RedisWire(asyncio.Protocol, Generic[_SentT]):
             self._on_lost(self.close(), error)
 
     def _look(self) -> None:
-        """Rather than by a timer for each batch, silence is found by one that looks again."""
+        """Check for silence with one periodic timer, in place of a timer for each batch."""
         self._timer = None
         if not self._sent:
             return
         self._silent_looks += 1
-        # The first look may come at once after what was sent or heard.
+        # The first check may follow immediately after data was sent or received.
         if self._silent_looks <= _LOOKS:
             self._timer = self._loop.call_later(self._look_s, self._look)
         else:

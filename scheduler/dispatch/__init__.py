@@ -1,2 +1,4 @@
-"""The workers as a whole: streams migrate, roles change, leases of dead workers are released, waits
-are predicted. It uses the stages; ``intake`` uses it."""
+"""Fleet-wide actions: migration, role switches, lease recovery, and wait estimates.
+
+It uses the stages. ``intake`` uses it.
+"""

@@ -1,4 +1,4 @@
-"""After a start: release the leases of workers that died while no scheduler ran."""
+"""Lease recovery: after a start, release the leases of workers that died while no scheduler ran."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ _LOOK_S = 0.1
 
 
 class LeaseRecovery:
-    """Releases the leases of workers that are in the bucket and send no heartbeat, once, after a
-    start.
+    """Lease recovery after a start: releases the leases of workers that send no heartbeat.
 
-    The leases of a worker that died together with its scheduler would lapse by themselves, one
-    AckWait after they were extended last. But the bucket still has the worker's last status, and
-    the index of running requests its leases. A worker without a heartbeat for
-    ``heartbeat_timeout_s`` is given up, as at any other time (``docs/protocol.md`` says what it
-    does if it lives): this process listens for at least half of that time, and the age of the
-    status in the bucket counts for the rest. Once its leases are released, the queue delivers each
-    job at once, to one scheduler. All ``pullers`` count their jobs again after that.
+    Without it, the leases of a worker that died together with its scheduler lapse one AckWait after
+    their last extension. The bucket still has the worker's last status, and the index of running
+    requests has its leases. A worker is given up after ``heartbeat_timeout_s`` without a heartbeat,
+    as at any other time (``docs/protocol.md`` says what the worker does if it is alive). This
+    process listens for at least half of that time. The age of the status in the bucket counts for
+    the rest. Once the leases are released, the queue delivers each job at once, to one scheduler.
+    All ``pullers`` then recount their jobs.
     """
 
     def __init__(self, state: SchedulerState, pullers: Mapping[str, JobPuller]) -> None:
@@ -37,8 +36,11 @@ class LeaseRecovery:
         self._is_starting = True
 
     def note(self, status: WorkerStatus) -> None:
-        """A status, from the bucket or a heartbeat. One in the bucket does not say that the worker
-        lives, nor does a heartbeat that is the same one."""
+        """Record a status from the bucket or from a heartbeat.
+
+        A status from the bucket does not prove that the worker is alive. Neither does a heartbeat
+        with the same ``sent_ns`` as that status.
+        """
         worker_id = status.worker_id
         if self._is_starting and worker_id not in self._unheard:
             self._unheard[worker_id] = status.sent_ns
@@ -46,12 +48,15 @@ class LeaseRecovery:
             self._unheard.pop(worker_id, None)
 
     def started(self) -> None:
-        """The bucket was read; a worker that is new from now on lives."""
+        """Note that the bucket was read. Workers that are first seen from now on count as alive."""
         self._is_starting = False
 
     async def run(self) -> None:
-        """Wait for heartbeats, and release the leases of workers that send none. Time in which this
-        process stood still, or was cut off, does not count, nor does the time before it."""
+        """Wait for heartbeats, then release the leases of workers that sent none.
+
+        Time does not count while this process was paused or disconnected. A pause also voids the
+        silence measured before the start.
+        """
         state = self._state
         timeout_s = state.config.heartbeat_timeout_s
         silences_s = await self._silences_s()
@@ -80,11 +85,11 @@ class LeaseRecovery:
         try:
             return await self._state.bus.workers.silences_s() if self._unheard else {}
         except MillraceError as error:
-            logger.warning("how long workers were silent is unknown", extra={"code": error.code})
+            logger.warning("the silence of workers is unknown", extra={"code": error.code})
             return {}
 
     async def _release(self, worker_id: str) -> int:
-        """Release the leases of a silent worker; how many there were."""
+        """Release the leases of a silent worker and return their number."""
         leases = await self._state.running_requests.held_by(worker_id)
         released = await asyncio.gather(
             *(
@@ -94,7 +99,7 @@ class LeaseRecovery:
         )
         if leases:
             logger.warning(
-                "a worker was gone before this scheduler came",
+                "released the leases of a worker that died before this scheduler started",
                 extra={"worker_id": worker_id, "num_requests": sum(released)},
             )
         return sum(released)
@@ -107,5 +112,5 @@ class LeaseRecovery:
         try:
             await self._state.bus.jobs.release(lease)
         except BusUnavailableError:
-            return False  # it lapses by itself
+            return False  # the lease lapses by itself
         return True

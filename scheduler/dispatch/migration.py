@@ -1,5 +1,8 @@
-"""Streams migrate from a worker: as fast as they can go on elsewhere if it drains or an operator
-asks for it, at once if its engine is down."""
+"""Migration of streams between workers.
+
+Streams leave a draining worker, or a worker that an operator names, as fast as others have
+capacity. They leave a worker whose engine is down at once.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +24,30 @@ from millrace.schemas.errors import BusUnavailableError, PayloadTooLargeError
 from millrace.schemas.transfer import KvSource
 
 _PAUSE_S = 0.02
-# So many that wait for a worker's time are looked at, as others may have time for the next.
+# Number of streams checked while they wait for a worker's time. The next stream may go elsewhere.
 _MAX_WAITING = 4
-# Between two looks for a worker that decodes, where none has had room.
+# Pause between two searches for a worker that decodes, after none had room.
 _NO_ROOM_PAUSE_S = 0.2
 
 
 class _Asked(NamedTuple):
-    """What an operator wants to be moved, and whereto (empty: to wherever there is room)."""
+    """Streams that an operator wants moved, and the target worker (empty: any worker)."""
 
     to_worker_id: str
     request_ids: frozenset[str]
 
 
 class JobMigration:
-    """Has other workers go on with what a worker runs, as far as there is capacity.
+    """Migration of a worker's streams to other workers, within their capacity.
 
-    From a worker whose engine runs, a stream stands still from when its run is taken away until its
-    blocks have been pulled elsewhere, or computed again where they cannot be, so each leaves only
-    when another worker has time for it. Where the engine is down all stand still anyway, for as
-    long as the next one takes to load, and leave at once. Those that find no time or capacity stay,
-    and end there or are given back.
+    A stream on a running engine stands still from when its run is cancelled until another worker
+    has pulled its blocks, or computed them again. So it leaves only when the other worker has time
+    for it. If the engine is down, all its streams stand still until the next engine is loaded, so
+    they leave at once. Streams for which no worker has time or capacity stay. They end there or are
+    given back.
 
-    Whatever a dead engine ran may have killed it. So what has left one engine for that reason, and
-    made no token since, stays where the next one dies: there it is tried alone, and is blamed alone
+    Any request of a dead engine may have killed it. A request that left a dead engine and made no
+    token since stays if the next engine dies, too. It is then tried alone, and blamed alone
     (``workers.host.engine_intake``).
     """
 
@@ -57,7 +60,7 @@ class JobMigration:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Move nothing any more."""
+        """Start no more migrations."""
         self._is_stopped = True
 
     @property
@@ -65,7 +68,7 @@ class JobMigration:
         return self._state.bus.connected and not self._is_stopped
 
     def begin(self, worker: WorkerView) -> None:
-        """Go on moving, if that is not under way. To be called at every heartbeat."""
+        """Start moving a worker's streams unless that is under way. Called at every heartbeat."""
         worker_id = worker.worker_id
         if not self._may_move or worker_id in self._moving:
             return
@@ -74,15 +77,15 @@ class JobMigration:
             self._state.tasks.spawn(self._move(worker_id), f"move from {worker_id}")
 
     def move(self, worker: WorkerView, to_worker_id: str) -> None:
-        """Move what runs there now, to one worker alone if it is named; once."""
+        """Move the worker's present streams once, only to ``to_worker_id`` if it is not empty."""
         held = frozenset(scheduled.request_id for scheduled in self._held(worker))
         if held and self._may_move:
             self._asked[worker.worker_id] = _Asked(to_worker_id, held)
             self.begin(worker)
 
     def hand_on(self, worker: WorkerView, request_ids: Iterable[str]) -> None:
-        """Have workers that decode go on with streams whose prompts a worker has computed, as soon
-        as one has room."""
+        """Move streams whose prompts are computed to workers that decode, as soon as one has
+        room."""
         if not self._may_move:
             return
         worker_id = worker.worker_id
@@ -93,8 +96,11 @@ class JobMigration:
         self._state.tasks.spawn(self._hand_on(worker_id), f"hand on from {worker_id}")
 
     def bring_ahead(self, worker: WorkerView) -> None:
-        """Have what a worker for prompts has computed so far pulled where the streams will go on,
-        while it computes the rest. To be called when it has told what it has."""
+        """Pull the computed part of prompts ahead of time to the workers that will decode them.
+
+        The prefill worker computes the rest meanwhile. Called when the worker has reported its
+        blocks.
+        """
         status = worker.status
         if status.role is not WorkerRole.PREFILL or status.draining or status.engine_down:
             return
@@ -112,7 +118,7 @@ class JobMigration:
     ) -> None:
         warming, prefixes = self._warming, self._state.prefixes
         if not warming.is_worth_more(scheduled, scheduled.resources.num_context_tokens, worker):
-            return  # nor is what is there of it, which takes longer to find out
+            return  # the cached part cannot be worth more, and finding it takes longer
         cached = prefixes.cached_tokens((worker,), scheduled.prefix_keys)
         if not warming.is_worth_more(scheduled, cached.get(worker.worker_id, 0), worker):
             return
@@ -129,9 +135,9 @@ class JobMigration:
                 worker = self._state.fleet.get(worker_id)
                 left = self._prefilled[worker_id]
                 if worker is None or worker.status.draining or worker.status.engine_down:
-                    return  # they leave for that reason
+                    return  # drain or engine failure moves these streams
                 if worker.status.role is not WorkerRole.PREFILL:
-                    return  # its role was changed: they may stay
+                    return  # the role was changed: streams may stay
                 left.intersection_update(worker.runs)
                 is_full = self._hand_on_some(worker, left)
                 if not left:
@@ -141,7 +147,7 @@ class JobMigration:
             del self._prefilled[worker_id]
 
     def _hand_on_some(self, worker: WorkerView, request_ids: set[str]) -> bool:
-        """Whether some would go, and nobody has room for them."""
+        """Move computed prompts; return True if some found no worker with room."""
         placement_round = PlacementRound(self._state, worker.status.model)
         is_full = False
         for scheduled in self._movable(worker):
@@ -155,7 +161,7 @@ class JobMigration:
                 else:
                     is_full = True
             elif chosen.kv_source is None:
-                request_ids.discard(scheduled.request_id)  # it would be computed again
+                request_ids.discard(scheduled.request_id)  # a move would compute it again
             elif (ready := self._warming.take(scheduled, chosen)) is not None:
                 request_ids.discard(scheduled.request_id)
                 place.migrate(self._state, scheduled, ready)
@@ -176,7 +182,7 @@ class JobMigration:
             self._asked.pop(worker_id, None)
 
     def _move_some(self, worker: WorkerView) -> bool:
-        """Whether there are more that could go in a moment."""
+        """Move as many streams as possible; return True if more may go in a moment."""
         status, asked = worker.status, self._asked.get(worker.worker_id)
         is_leaving = status.draining or status.engine_down
         if not is_leaving and asked is None:
@@ -195,7 +201,7 @@ class JobMigration:
                 if warm_worker_id:
                     self._warming.forget(scheduled)
                     num_waiting += 1
-                continue  # one that is shorter, or of a higher tier, may fit
+                continue  # a shorter stream, or one of a higher tier, may fit
             if not status.engine_down:
                 ready = self._warming.take(scheduled, chosen)
                 if ready is None:
@@ -209,8 +215,11 @@ class JobMigration:
         return num_waiting > 0
 
     def _movable(self, worker: WorkerView) -> Iterator[ScheduledJob]:
-        """What nobody listens to stays: it would have to begin again elsewhere. Embeddings
-        leave an engine that is down only: else they are over sooner than they would start."""
+        """Yield streams that may leave the worker.
+
+        Jobs without a reader stay: they would begin again elsewhere. Embeddings leave only an
+        engine that is down, as they end sooner than they would start elsewhere.
+        """
         is_down = worker.status.engine_down
         for scheduled in self._held(worker):
             job = scheduled.job
@@ -230,7 +239,7 @@ class JobMigration:
                 yield scheduled
 
     async def _clear_suspects(self, worker: WorkerView) -> None:
-        """Those whose clients have got tokens of the run that stands still now."""
+        """Clear the suspicion of streams whose clients have tokens of the run that stands still."""
         suspects = [
             scheduled
             for scheduled in self._held(worker)
@@ -247,23 +256,25 @@ class JobMigration:
             scheduled.suspicion.outlived_engine = False
 
 
-# A worker is asked for no more while what it pulls and computes before takes longer than this:
-# those that share its memory's bandwidth would all be late.
+# A worker gets no further pull while its pending work takes longer than this. Pulls that share its
+# memory bandwidth would all be late.
 _LEAD_S = 0.05
-# What is less is computed in no more time than it takes to ask for it.
+# Computing fewer tokens than this takes no longer than asking for them.
 _SHORT_TOKENS = 64
-# Between two streams that leave for the same worker, at most.
+# Longest gap between two streams that leave for the same worker.
 _MAX_GAP_S = 0.1
-# As long as an engine waits for blocks at most, and a little more for the way.
+# The longest time that an engine waits for blocks, plus a margin for the way.
 _TIMEOUT_S = 2.5
-# What takes less time to pull is not pulled before its prompt has been computed.
+# Blocks that take less time to pull than this are not pulled ahead.
 _AHEAD_S = 0.02
 
 
 @dataclass(slots=True)
 class _Pull:
-    """Of the first ``num_tokens`` of a stream, or, ``is_ahead``, of a prompt that is being computed
-    and has more to come."""
+    """Pull of the first ``num_tokens`` of a stream.
+
+    ``is_ahead``: the prompt is still being computed, so more will follow.
+    """
 
     scheduled: ScheduledJob
     worker_id: str
@@ -274,9 +285,10 @@ class _Pull:
 
 
 class Warming:
-    """Has workers pull the KV cache of streams that are to leave others, while these go on there.
-    A stream then stands still for the tokens alone that it has made meanwhile. Of a long prompt
-    what has been computed is pulled while the rest is.
+    """KV pulls ahead of a migration, while the stream goes on at its present worker.
+
+    The stream then stands still only for the tokens that it made meanwhile. The computed part of a
+    long prompt is pulled while the rest is computed.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -285,19 +297,21 @@ class Warming:
         self._busy_until_s: dict[str, float] = {}
 
     def worker_of(self, scheduled: ScheduledJob) -> str:
-        """Where a stream is to go on, as what it has is there or comes there; empty: nowhere in
-        particular."""
+        """Return the worker that has or pulls the stream's blocks; empty if there is none."""
         pull = self._pulls.get(scheduled.request_id)
         return "" if pull is None else pull.worker_id
 
     def forget(self, scheduled: ScheduledJob) -> None:
-        """It cannot go on there."""
+        """Forget the pull of a stream that cannot go on at that worker."""
         del self._pulls[scheduled.request_id]
 
     def take(self, scheduled: ScheduledJob, place: Place) -> Place | None:
-        """The place for a stream that may leave now, or None: its worker has no time so far, or
-        pulls what the stream has. That begins with one call, and others are to follow, with places
-        at that ``worker_of`` it, until it is over."""
+        """Return the place for a stream that may leave now, else None.
+
+        None means that the worker has no time yet, or pulls the stream's blocks. The first call
+        begins the pull. The caller calls again, with a place at ``worker_of(scheduled)``, until the
+        pull is over.
+        """
         pull = self._pulls.get(scheduled.request_id)
         if pull is None:
             if placement.work_ahead_s(place.worker) > _LEAD_S:
@@ -320,8 +334,10 @@ class Warming:
         return place._replace(num_cached_tokens=num_there, num_pulled_tokens=0)
 
     def is_worth_more(self, scheduled: ScheduledJob, num_tokens: int, holder: WorkerView) -> bool:
-        """Whether to pull ahead what a ``holder`` has by now of a prompt that it computes, its
-        first ``num_tokens``: not while it pulls some of them, nor for what comes at once later."""
+        """Return whether a prompt's first ``num_tokens`` are worth pulling ahead from ``holder``.
+
+        They are not while a pull is under way, nor if pulling them later takes almost no time.
+        """
         pull = self._pulls.get(scheduled.request_id)
         if pull is not None and not pull.is_over:
             return False
@@ -329,13 +345,15 @@ class Warming:
         return num_more * pull_token_s(holder, placement.prefill_token_s(holder)) >= _AHEAD_S
 
     def pull_ahead(self, scheduled: ScheduledJob, place: Place) -> None:
-        """Have a place pull what there is so far of a prompt. Its stream leaves for there."""
+        """Pull the computed part of a prompt to a place. The stream will go on there."""
         if place.kv_source is not None and placement.work_ahead_s(place.worker) <= _LEAD_S:
             self._begin(scheduled, place, is_ahead=True)
 
     def _note_left(self, worker: WorkerView, num_tokens: int, now_s: float) -> None:
-        """A worker brings what came from its main memory to its device before it goes on with a
-        stream, which is taken to last as long as to pull it: the next one leaves after that."""
+        """Note when a worker will have copied pulled blocks from main memory to its device.
+
+        The copy is assumed to take as long as the pull. The next stream leaves after that.
+        """
         took_s = num_tokens * pull_token_s(worker, placement.prefill_token_s(worker))
         later = {one: until_s for one, until_s in self._busy_until_s.items() if until_s > now_s}
         self._busy_until_s = later | {worker.worker_id: now_s + min(took_s, _MAX_GAP_S)}
@@ -350,7 +368,10 @@ class Warming:
         self._state.tasks.spawn(self._run(pull, place.kv_source), name)
 
     async def _run(self, pull: _Pull, source: KvSource) -> None:
-        """Whatever goes wrong, the stream leaves then, and pulls or computes what it needs."""
+        """Pull blocks to a worker.
+
+        After an error the stream still leaves, and pulls or computes the rest.
+        """
         control, job = self._state.bus.control, pull.scheduled.job
         try:
             token_ids: tuple[int, ...] = ()
@@ -369,7 +390,7 @@ class Warming:
             self._forget_ended()
 
     def _forget_ended(self) -> None:
-        """What ended while it was pulled, or before it left, comes no more."""
+        """Drop pulls of streams that ended meanwhile."""
         self._pulls = {
             request_id: pull
             for request_id, pull in self._pulls.items()
@@ -378,5 +399,5 @@ class Warming:
 
 
 def _num_at(place: Place) -> int:
-    """How many of the tokens are at a place once what is pulled has come."""
+    """Return how many tokens a place has once its pull is done."""
     return place.num_cached_tokens + place.num_pulled_tokens

@@ -1,4 +1,4 @@
-"""How long the jobs of one model will wait, and where each stands in the queue."""
+"""Queue estimate of one model: predicted waits, and each job's position."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from millrace.schemas.jobs import Tier
 logger = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.05
-# What a job is like that we know nothing of.
+# Size assumed for a job of an unknown tenant.
 _TYPICAL = ResourceRequest(num_context_tokens=256, num_new_tokens=256)
 _LONGEST_TOKENS = 1 << 20
-# Of those that wait longest, the gateways hear of so many tenants.
+# Gateways get the waits of this many tenants, the longest waits first.
 _MAX_TENANTS_TOLD = 256
 
 
 class QueueEstimate:
-    """Predicts from the order of the queue and from how fast the workers are, or as long as they
-    have measured nothing, from how fast it moves. ``num_queued`` jobs waited in all when they were
-    last counted, ``waiting`` of them in the queue, by whose they are. Of all ``num_published`` are
-    services', which ``max_queued_jobs`` does not bound, and ``num_blocked`` wait for the limits of
-    their tenants."""
+    """Predicted waits of one model's jobs.
+
+    Predictions come from the order of the queue and the measured speed of the workers. While the
+    workers have measured nothing, they come from the rate at which jobs end. ``num_queued`` is the
+    last count of all waiting jobs. ``waiting`` counts the jobs still in the queue, by tenant.
+    ``num_published`` jobs came from services, and ``max_queued_jobs`` does not bound them.
+    ``num_blocked`` jobs wait for their tenants' limits.
+    """
 
     def __init__(self, state: SchedulerState, model_queue: ModelQueue) -> None:
         self._state = state
@@ -54,12 +57,14 @@ class QueueEstimate:
             await self._state.clock.sleep(_LOOK_AGAIN_S)
 
     def look(self) -> None:
-        """Tell those who wait where they stand, and refuse what would come too late for its
-        tier. Jobs that are held for their tenants' limits stand behind jobs that may be sent, and
-        have no estimate. Jobs that services published are not refused for a long wait."""
+        """Publish each waiting job's position, and shed jobs that would exceed their TTFT bound.
+
+        Jobs that are held for their tenants' limits stand behind jobs that may be sent, and have no
+        estimate. Published jobs are not shed for a long wait.
+        """
         per_s = self._model_queue.throughput.per_s(self._state.clock.monotonic())
         is_known = per_s > 0 and self._is_settled()
-        # Few ends in a while may be chance, so nobody is refused whom the workers' speed would do.
+        # Few jobs may have ended by chance. So use the workers' possible rate if it is higher.
         best_per_s = max(per_s, self._possible_per_s())
         forecast = self._forecast()
         for position, scheduled in enumerate(self._model_queue.queue.in_order()):
@@ -78,7 +83,7 @@ class QueueEstimate:
                 num_before[tenant] += 1
 
     def _announce(self, scheduled: ScheduledJob, position: int, wait_s: float | None) -> None:
-        """Say at first, and again each time that the position has halved."""
+        """Publish the position at first, and again each time that it has halved."""
         announced = scheduled.client.announced_position
         if scheduled.job.reply and (announced is None or position <= announced // 2 < announced):
             scheduled.client.announced_position = position
@@ -88,15 +93,16 @@ class QueueEstimate:
             )
 
     def _is_settled(self) -> bool:
-        """Whether what ended lately was done by the workers that there are now: without one, or
-        when one has just come, say after it died, it says nothing of what will be."""
+        """Return whether the rate of ended jobs comes from the workers that are present now.
+
+        It does not without a worker, or soon after one has joined, for example after another died.
+        """
         now_s = self._state.clock.monotonic()
         workers = list(self._state.fleet.of_model(self._model_queue.model))
         return bool(workers) and all(now_s - worker.joined_s >= WINDOW_S for worker in workers)
 
     def _possible_per_s(self) -> float:
-        """Requests a second that the workers would end who have measured their steps, with their
-        slots full of what they run now."""
+        """Return the requests per second that the measured workers end with full slots."""
         return sum(
             worker.status.max_num_sequences / (worker.mean_output_tokens * worker.decode_step_s)
             for worker in self._state.fleet.of_model(self._model_queue.model)
@@ -125,8 +131,7 @@ class QueueEstimate:
             logger.info("a position could not be published", extra={"code": error.code})
 
     def oldest_waits_s(self) -> dict[Tier, float]:
-        """How long the job of each tier that was received first has waited, of those that are here;
-        0 where there is none."""
+        """Return the wait of each tier's oldest job here, in seconds; 0 for a tier without jobs."""
         now_ns = self._state.clock.now_ns()
         received_ns = dict.fromkeys(Tier, now_ns)
         for scheduled in self._model_queue.queue:
@@ -137,9 +142,12 @@ class QueueEstimate:
     # --- newcomers ---
 
     def ttfts_ms(self) -> tuple[dict[Tier, float], dict[Tier, dict[str, float]]]:
-        """What a job of each tier would wait for its first token if it came now, from a tenant who
-        has none waiting; and for tenants that have jobs waiting, if it is longer for them. Tiers
-        are left out of which nobody can say."""
+        """Predict the TTFT of a new job, in milliseconds.
+
+        Returns:
+            By tier, for a tenant without waiting jobs. By tier and tenant, where the tenant's
+            waiting jobs make it longer. Tiers without a prediction are left out.
+        """
         workers = list(self._state.fleet.of_model(self._model_queue.model))
         if not workers:
             return {}, {}
@@ -162,7 +170,7 @@ class QueueEstimate:
         return tiers_ms, tenants_ms
 
     def model_state(self, tier: Tier, tenant: str) -> ModelState:
-        """How the model stands for a tenant, for whoever chooses one."""
+        """Return the model's state for a tenant, as the router needs it."""
         fleet, model = self._state.fleet, self._model_queue.model
         tiers_ms, tenants_ms = self.ttfts_ms()
         return ModelState(
@@ -173,13 +181,12 @@ class QueueEstimate:
         )
 
     def per_s(self) -> float:
-        """Jobs a second that will be ended while there are as many as the workers can run; 0:
-        nobody can say."""
+        """Return the jobs per second that end while the workers are full; 0 if unknown."""
         per_s = self._model_queue.throughput.per_s(self._state.clock.monotonic())
         return max(per_s, self._possible_per_s())
 
     def _wait_s(self, tier: Tier, forecast: Forecast | None) -> float | None:
-        """Until a newcomer would be in a batch."""
+        """Return the seconds until a new job would be in a batch; None if unknown."""
         rank = TIER_RANKS[tier]
         num_before = sum(
             self._model_queue.queue.num_of(one) for one in Tier if TIER_RANKS[one] <= rank
@@ -192,7 +199,7 @@ class QueueEstimate:
         return eta_s(len(self._model_queue.queue) + 1, per_s)
 
     def _served_s(self, tier: Tier, workers: list[WorkerView], *, is_at_once: bool) -> float:
-        """From then on, until its first token."""
+        """Return the seconds from entering a batch to the first token."""
         resources = _TYPICAL._replace(tier=tier)
         if is_at_once:
             return min(placement.predicted_ttft_s(worker, resources, 0) for worker in workers)
@@ -202,14 +209,14 @@ class QueueEstimate:
         )
 
     def _num_free(self, rank: int) -> int:
-        """Slots that requests of a rank could have now."""
+        """Return how many slots requests of a rank could have now."""
         workers = self._state.fleet.of_model(self._model_queue.model)
         return sum(
             max(0, worker.status.max_num_sequences - worker.num_ahead(rank)) for worker in workers
         )
 
     def _forecast(self) -> Forecast | None:
-        """None: nobody waits, or the workers have measured nothing so far."""
+        """Return the forecast, or None if no job waits or the workers have measured nothing."""
         is_any_waiting = len(self._model_queue.queue) or any(self.waiting.values())
         if not is_any_waiting and self._num_free(TIER_RANKS[Tier.BATCH]):
             return None
@@ -229,7 +236,7 @@ class QueueEstimate:
         return forecaster.run(slots)
 
     def _all_waiting(self) -> dict[Tenant, Waiting]:
-        """Whoever waits, or may come while they do."""
+        """Return the tenants with waiting jobs, and those expected to send jobs meanwhile."""
         here = self._model_queue.queue.by_tenant()
         rates = self._model_queue.arrivals.rates(self._state.clock.monotonic())
         found: dict[Tenant, Waiting] = {}

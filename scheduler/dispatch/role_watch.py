@@ -1,4 +1,4 @@
-"""Changes the roles of workers as the load of each role asks for it."""
+"""Role switches: change the roles of workers as the load of each role demands."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ _LOOK_EVERY_S = 0.25
 
 
 class RoleWatch:
-    """Every scheduler decides by itself. Who is to change roles takes the model's turn on the bus,
-    which one of several gets, and nobody again before they have seen what came of it; and a worker
-    changes only if it has the role still that it was seen with.
+    """Role switches by each scheduler's own decision.
 
-    ``num_changes`` counts by model and role what this scheduler changed. Owns its task: ``start``
-    makes it, ``close`` ends it.
+    A scheduler must take the model's turn on the bus before a change. One scheduler gets it, and no
+    other changes roles until the effect is visible. A worker changes its role only if it still has
+    the role that the scheduler saw.
+
+    ``num_changes`` counts this scheduler's changes by model and role. ``start`` makes the task,
+    ``close`` ends it.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -42,7 +44,7 @@ class RoleWatch:
         await self._tasks.close()
 
     async def look(self) -> None:
-        """Decide on the workers of every model."""
+        """Decide on the roles of each model's workers."""
         for model in self._balancers.keys() - self._state.model_queues.keys():
             del self._balancers[model]
         for model in list(self._state.model_queues):
@@ -63,7 +65,7 @@ class RoleWatch:
             if await self._state.bus.workers.take_role_turn(model):
                 await asyncio.gather(*(self._change_one(model, change) for change in changes))
         except MillraceError as error:
-            logger.info("roles cannot be changed now", extra={"reason": error.message})
+            logger.info("worker roles were not changed", extra={"reason": error.message})
 
     async def _change_one(self, model: str, change: RoleChange) -> None:
         command = SetRole(role=change.role, from_role=change.from_role)
@@ -72,7 +74,7 @@ class RoleWatch:
         if reply is not None and reply.ok:
             self.num_changes[model, change.role.value] += 1
             logger.info(
-                "a worker has another role",
+                "changed a worker's role",
                 extra={
                     "model": model,
                     "worker_id": change.worker_id,
@@ -82,7 +84,7 @@ class RoleWatch:
             )
         else:
             logger.warning(
-                "a worker keeps its role",
+                "a worker did not change its role",
                 extra={
                     "worker_id": change.worker_id,
                     "reason": "no answer" if reply is None else reply.reason,

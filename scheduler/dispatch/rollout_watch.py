@@ -1,4 +1,4 @@
-"""Drives rollouts by what is seen of their versions: on, further, or back."""
+"""Rollout watch: advance, complete or abort rollouts by the observed outcomes of their versions."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from millrace.schemas.records import Status
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 1.0
-# Of a version; enough for percentiles, and an hour of one request a second.
+# Outcomes kept of each version: enough for percentiles, an hour at one request a second.
 _MAX_OUTCOMES = 4_096
 _ERRORS = frozenset({Status.FAILED, Status.EXPIRED, Status.SHED})
-# What ends without a worker and says something of its version; the rest is the caller's doing.
+# Ends without a worker that count against a version. Other codes are the caller's fault.
 _CODES = frozenset({"queue_full", "overloaded", "poison"})
 
 
 class RolloutWatch:
-    """Every scheduler hears how requests end, decides by itself, and changes a rollout in the store
-    if nobody else has meanwhile: so one that sees too little turns nothing back, and any that sees
-    a breach does. What ends in another scheduler without a worker is not seen here, and of what
-    does here only what the version is to blame for. Times are this machine's: of a rollout since it
-    was first seen here as it is.
+    """Rollout watch of one scheduler.
 
-    ``num_ended`` counts by model and state what this scheduler ended. Owns its task: ``start``
-    makes it, ``close`` ends it.
+    Every scheduler hears how requests end and decides by itself. It changes a rollout in the store
+    only if the store still has the revision that it read. A scheduler that sees too few requests
+    aborts nothing, and any scheduler that sees a breach aborts the rollout. Jobs that end in
+    another scheduler without a worker are not seen here. Jobs that end here without a worker count
+    only if the version is to blame. Times are this machine's: a rollout's age counts from when this
+    scheduler first saw its present revision.
+
+    ``num_ended`` counts the rollouts that this scheduler ended, by model and state. ``start`` makes
+    the task, ``close`` ends it.
     """
 
     def __init__(self, state: SchedulerState, estimates: Mapping[str, QueueEstimate]) -> None:
@@ -48,7 +51,7 @@ class RolloutWatch:
         self._outcomes: dict[str, deque[VersionOutcome]] = {}
         self._num_finished: Counter[tuple[str, Status, str]] = Counter()
         self._stranded_since_s: dict[str, float] = {}
-        # When a rollout was first seen as it is, by this machine's clock.
+        # Time at which each (model, revision) was first seen, by this machine's clock.
         self._seen_ns: dict[tuple[str, int], int] = {}
         self.num_ended: Counter[tuple[str, RolloutState]] = Counter()
         self._tasks = Tasks()
@@ -61,11 +64,14 @@ class RolloutWatch:
         await self._tasks.close()
 
     def open(self) -> Iterator[Rollout]:
-        """Those that go on."""
+        """Yield open rollouts."""
         return (one for one in self._rollouts.rollouts.values() if one.is_open)
 
     def note(self, version: str, answer: AnswerTimes | None) -> None:
-        """A worker of ``version`` has ended a request, or an attempt at one (None)."""
+        """Record how a worker of ``version`` ended a request.
+
+        None: an attempt ended, not the request.
+        """
         if not self._rollouts.rollouts or answer is None:
             return
         if answer.status is Status.CANCELLED or not self._is_watched(version):
@@ -75,7 +81,7 @@ class RolloutWatch:
         self._add(version, VersionOutcome(self._clock.now_ns(), is_error, *times))
 
     async def look(self) -> None:
-        """Decide on every rollout that goes on."""
+        """Decide on every open rollout."""
         await self._rollouts.look()
         self._count_finished()
         rollouts, store = list(self.open()), self._rollouts.store
@@ -89,7 +95,7 @@ class RolloutWatch:
             for rollout in rollouts:
                 await self._decide(store, rollout)
         except RedisUnreachableError:
-            return  # the link logs that, once
+            return  # the link logs it once
 
     async def _decide(self, store: RolloutStore, rollout: Rollout) -> None:
         now_ns = self._clock.now_ns()
@@ -132,7 +138,7 @@ class RolloutWatch:
         candidate = Seen.of(self._since(rollout.candidate, since_ns))
         stable = Seen.of(self._since(rollout.stable, since_ns))
         if stable.num_requests < max(rollout.min_requests, 1):
-            # The candidate has nearly all of them: what came before is better than a few.
+            # The candidate gets nearly all requests: older outcomes are better than a few new ones.
             stable = Seen.of(self._since(rollout.stable, 0))
         return Situation(has_worker, stranded_s, candidate, stable)
 
@@ -140,7 +146,7 @@ class RolloutWatch:
         return [one for one in self._outcomes.get(version, ()) if one.at_ns >= since_ns]
 
     def _count_finished(self) -> None:
-        """What ended here without a worker since the last look."""
+        """Count the jobs that ended here without a worker since the last look."""
         now_ns = self._clock.now_ns()
         for key, count in self._state.num_ended.items():
             version, _, code = key

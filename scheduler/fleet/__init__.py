@@ -1,2 +1,4 @@
-"""Workers as heartbeats and our own dispatches show them, and how many of them there should be.
-``placement``, ``queues`` and ``dispatch`` read it; it imports ``jobs``."""
+"""Worker fleet: live workers by heartbeats and dispatches, and the desired number of workers.
+
+``placement``, ``queues`` and ``dispatch`` read it. It imports ``jobs``.
+"""

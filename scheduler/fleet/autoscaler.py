@@ -1,4 +1,4 @@
-"""How many workers a model should have."""
+"""Autoscaler: the desired number of workers of a model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import NamedTuple
 
 from millrace.schemas.config import AutoscaleConfig
 
-# Slots that are used beyond this share leave too little for a burst.
+# Share of used slots above which too few are left for a burst.
 _TARGET_SLOT_SHARE = 0.8
-# What ends more seldom than this says nothing of how fast a worker is.
+# Rates below this do not show how fast a worker is.
 _SLOWEST_PER_S = 1e-3
 
 
 class Signals(NamedTuple):
-    """How a model stands. ``per_s`` requests end a second; ``num_slots`` are those of one worker;
-    ``kv_share`` of the workers' KV blocks are used; ``wait_s`` is predicted for a job that comes
-    now (None: nobody can say)."""
+    """Load of a model.
+
+    ``per_s`` is the rate at which requests end. ``num_slots`` is the slots of one worker.
+    ``kv_share`` is the used share of the workers' KV blocks, 0 to 1. ``wait_s`` is the predicted
+    wait of a new job (None: unknown).
+    """
 
     num_workers: int
     num_queued: int
@@ -30,11 +33,11 @@ class Signals(NamedTuple):
 
 
 class Autoscaler:
-    """Follows the need up at once and down late. Pure: the caller passes the time in.
+    """Autoscaler of one model: scales up at once and down late. Pure: the caller passes the time.
 
-    What is needed is the most of three: what holds the requests that are in service, what keeps
-    the KV cache below its target, and what works off the queue, with all that comes meanwhile, by
-    the time that new workers could be there and jobs have waited as long as they may.
+    The need is the maximum of three numbers of workers: enough slots for the requests in service,
+    enough KV blocks to stay below the target share, and enough speed to clear the queue. The queue
+    with its growth must be cleared within the target wait plus the cold start.
     """
 
     def __init__(self, config: AutoscaleConfig) -> None:
@@ -44,7 +47,7 @@ class Autoscaler:
         self._busy_s: float | None = None
 
     def desired(self, signals: Signals, now_s: float) -> int:
-        """How many workers there should be now; 0 also where nothing is to be scaled."""
+        """Return the desired number of workers; 0 also if autoscaling is off."""
         config = self._config
         if not config.is_on:
             return 0
@@ -55,7 +58,7 @@ class Autoscaler:
             needed = max(needed, 1)
         floor = config.min_workers
         needed = min(max(needed, floor), config.max_workers)
-        # The most that was needed of late: a need that comes and goes starts and stops nothing.
+        # Use the maximum of the recent needs, so a need that fluctuates starts and stops no worker.
         self._needed.append((now_s, needed))
         while len(self._needed) > 1 and self._needed[0][0] <= now_s - config.scale_down_after_s:
             self._needed.popleft()

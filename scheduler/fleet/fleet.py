@@ -1,4 +1,4 @@
-"""The live workers and their capacity, from heartbeats and from our own dispatches."""
+"""Live workers and their capacity, from heartbeats and this scheduler's dispatches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_PAST_WORKERS = 4_096
 
 
 class Departure(StrEnum):
-    """Why an incarnation of a worker is over."""
+    """Reason why an incarnation of a worker is over."""
 
     SILENT = "silent"
     RESTARTED = "restarted"
@@ -24,7 +24,7 @@ class Departure(StrEnum):
 
 
 class Departed(NamedTuple):
-    """A worker that is gone, the requests of ours that it held, and its last heartbeat."""
+    """Departed worker: its last heartbeat, and this scheduler's requests that it held."""
 
     worker_id: str
     name: str
@@ -34,13 +34,12 @@ class Departed(NamedTuple):
 
 
 class Fleet:
-    """The live workers. Pure: the caller passes the time in and acts on what is returned.
+    """Live workers. Pure: the caller passes the time and acts on the returned values.
 
-    A worker is alive from its first fresh heartbeat until it is silent for
-    ``heartbeat_timeout_s``, retires, or a new incarnation of its name shows up. One that was only
-    silent may come back. So may one whose name a new one has, if it is heard again
-    ``heartbeat_timeout_s`` later: then two that run have the same name. One that retired never
-    does.
+    A worker is alive from its first fresh heartbeat until it is silent for ``heartbeat_timeout_s``,
+    retires, or a new incarnation of its name appears. A silent worker may come back. A replaced
+    incarnation may come back if it is heard again ``heartbeat_timeout_s`` later: then two running
+    workers share the name. A retired worker never comes back.
     """
 
     def __init__(self, heartbeat_timeout_s: float) -> None:
@@ -51,10 +50,10 @@ class Fleet:
         self._stale: OrderedDict[str, int] = OrderedDict()
         self._past: OrderedDict[str, float] = OrderedDict()
 
-    # --- what heartbeats say ---
+    # --- heartbeats ---
 
     def observe(self, status: WorkerStatus, now_s: float, now_ns: int) -> list[Departed]:
-        """Take in a heartbeat; the incarnations that it ends are returned."""
+        """Record a heartbeat and return the incarnations that it ends."""
         worker_id = status.worker_id
         if now_s < self._past.get(worker_id, float("-inf")):
             return []
@@ -78,12 +77,12 @@ class Fleet:
         return departed
 
     def _is_former(self, status: WorkerStatus) -> bool:
-        """Whether a later incarnation of the name is alive."""
+        """Return whether a later incarnation of the name is alive."""
         known = [self._workers[worker_id] for worker_id in self._by_name.get(status.name, ())]
         return any(status.started_ns < one.status.started_ns for one in known)
 
     def _end_former(self, status: WorkerStatus, now_s: float) -> list[Departed]:
-        """A new incarnation is there, so those before it are over as far as anybody knows."""
+        """Depart earlier incarnations of a name, as a new one has appeared."""
         departed: list[Departed] = []
         for worker_id in sorted(self._by_name.get(status.name, ())):
             self._past_until(worker_id, now_s + self._timeout_s)
@@ -91,8 +90,11 @@ class Fleet:
         return departed
 
     def _is_fresh(self, status: WorkerStatus, now_ns: int) -> bool:
-        """An old status is what the bucket kept of a dead worker, unless a second one follows: then
-        the machines' clocks differ."""
+        """Return whether a status is recent enough to prove that the worker is alive.
+
+        An old status usually remains in the bucket from a dead worker. If a second, different one
+        follows, the worker is alive and the machines' clocks differ.
+        """
         seen_before_ns = self._stale.pop(status.worker_id, None)
         if now_ns - status.sent_ns <= self._timeout_s * _NS_PER_S:
             return True
@@ -104,7 +106,7 @@ class Fleet:
         return False
 
     def expire(self, now_s: float) -> list[Departed]:
-        """The workers that have been silent for too long; they are gone from now on."""
+        """Remove and return the workers that have been silent for too long."""
         silent = [
             worker.worker_id
             for worker in self._workers.values()
@@ -113,11 +115,11 @@ class Fleet:
         return [gone for worker_id in silent for gone in self._depart(worker_id, Departure.SILENT)]
 
     def give_up(self, worker_id: str) -> list[Departed]:
-        """A worker has been silent for too long, counting from before it was known here."""
+        """Remove a worker whose silence, counted from before it was known here, is too long."""
         return self._depart(worker_id, Departure.SILENT)
 
     def forgive(self, now_s: float) -> None:
-        """It was us who could not hear: everybody's silence starts now."""
+        """Restart every worker's silence now, as this process was disconnected."""
         for worker in self._workers.values():
             worker.seen_s = now_s
 
@@ -133,62 +135,62 @@ class Fleet:
         return [Departed(worker_id, worker.status.name, why, tuple(worker.runs), worker.status)]
 
     def _past_until(self, worker_id: str, until_s: float) -> None:
-        """What is heard of it before then was on its way."""
+        """Ignore heartbeats of a departed worker that arrive before ``until_s``."""
         self._past[worker_id] = until_s
         self._past.move_to_end(worker_id)
         while len(self._past) > _MAX_PAST_WORKERS:
             self._past.popitem(last=False)
 
-    # --- what we know besides ---
+    # --- corrections ---
 
     def release(self, worker_id: str, request_id: str) -> bool:
-        """The worker does not hold it (any more); whether we thought that it did."""
+        """Release a request at a worker; return whether the worker was thought to hold it."""
         worker = self._workers.get(worker_id)
         return worker is not None and worker.release(request_id)
 
     def refuse(self, worker_id: str, tier: Tier = Tier.ENTERPRISE) -> None:
-        """The worker said that it takes nothing of this tier just now: ask no more for it and those
-        below before it is heard again."""
+        """Note that a worker refused a tier: it gets no such job or lower until its next
+        heartbeat."""
         worker = self._workers.get(worker_id)
         if worker is not None:
             worker.refuse(tier)
 
-    # --- what is there ---
+    # --- queries ---
 
     def get(self, worker_id: str) -> WorkerView | None:
         return self._workers.get(worker_id)
 
     def of_model(self, model: str) -> Iterator[WorkerView]:
-        """The live workers of a model."""
+        """Yield the live workers of a model."""
         return iter(self._by_model.get(model, {}).values())
 
     def num_workers(self, model: str) -> int:
         return len(self._by_model.get(model, ()))
 
     def capacity(self, model: str, tier: Tier = Tier.BATCH) -> int:
-        """How many more requests of a tier the workers of a model would take now."""
+        """Return how many more requests of a tier the workers of a model would take now."""
         return sum([worker.capacity_for(tier) for worker in self.of_model(model)])
 
     def num_held(self, model: str) -> int:
-        """Requests that the workers of a model run or have waiting."""
+        """Return how many requests the workers of a model run or have waiting."""
         return sum([worker.num_held for worker in self.of_model(model)])
 
     def num_accepting(self, model: str) -> int:
-        """Workers of a model that do not drain."""
+        """Return the number of a model's workers that do not drain."""
         return sum(not worker.status.draining for worker in self.of_model(model))
 
     def num_slots(self, model: str) -> int:
-        """How many sequences one worker of a model runs at a time, on the average."""
+        """Return the mean number of slots of a model's workers."""
         slots = [worker.status.max_num_sequences for worker in self.of_model(model)]
         return round(sum(slots) / len(slots)) if slots else 0
 
     def kv_share(self, model: str) -> float:
-        """How much of the KV blocks of a model's workers is used."""
+        """Return the used share of the KV blocks of a model's workers, 0 to 1."""
         workers = list(self.of_model(model))
         num_blocks = sum(worker.status.num_blocks for worker in workers)
         num_free = sum(worker.status.num_free_blocks for worker in workers)
         return 1 - num_free / num_blocks if num_blocks else 0.0
 
     def doubtful(self) -> Iterable[WorkerView]:
-        """Workers that keep reporting fewer requests than we think they hold."""
+        """Return workers that keep reporting fewer requests than they are thought to hold."""
         return [worker for worker in self._workers.values() if worker.is_doubtful]

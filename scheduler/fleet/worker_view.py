@@ -1,4 +1,4 @@
-"""One live worker as a scheduler sees it: its load, its speed, its adapters."""
+"""Worker view: load, speed and adapters of one live worker, as a scheduler sees them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ResourceRequest
 from millrace.schemas.control import WorkerStatus
 from millrace.schemas.jobs import Tier
 
-# What the load of an adapter takes where none was measured.
+# Load time assumed for an adapter before one is measured.
 _LOAD_S = 0.1
 
 
 class WorkerAdapterSlots:
-    """What the last heartbeat said, and the adapters of requests that were sent there since. By
-    version."""
+    """Adapter slots of a worker, by adapter version.
+
+    They come from the last heartbeat and the requests that were sent since.
+    """
 
     def __init__(self) -> None:
         self._num_slots = 0
@@ -28,29 +30,32 @@ class WorkerAdapterSlots:
         self._sent: Counter[str] = Counter()
 
     def observe(self, status: WorkerStatus) -> None:
-        """Take in a later heartbeat."""
+        """Update from a later heartbeat."""
         self._num_slots = status.max_adapters
         self._load_s = status.adapter_load_ms / 1e3 or _LOAD_S
         self._num_running = {one.version: one.num_running for one in status.adapters}
 
     def send(self, version: str) -> None:
-        """A request of the adapter goes there."""
+        """Count a request of the adapter that is sent to the worker."""
         self._sent[version] += 1
 
     def end(self, version: str) -> None:
-        """It has ended."""
+        """Count the end of a request of the adapter."""
         self._sent[version] -= 1
         if not self._sent[version]:
             del self._sent[version]
 
     def has(self, version: str) -> bool:
-        """Whether it has the adapter, or will for somebody else."""
+        """Return whether the worker has the adapter or will load it for another request."""
         return version in self._num_running or version in self._sent
 
     def wait_s(self, version: str, request_s: float) -> float:
-        """How long a request waits for its adapter: not at all where it is there, else for the
-        load, and where requests hold every slot, for the end of one, which takes ``request_s``
-        together with as many as there are slots."""
+        """Return the seconds that a request waits for its adapter.
+
+        The wait is 0 if the adapter is loaded. Otherwise it is the load time. If requests hold
+        every slot, the time until a request ends is added: ``request_s`` divided by the number of
+        slots.
+        """
         if self.has(version):
             return 0.0
         held = {one for one, count in self._num_running.items() if count} | self._sent.keys()
@@ -59,17 +64,17 @@ class WorkerAdapterSlots:
         return self._load_s + request_s / max(self._num_slots, 1)
 
 
-# Weight that a heartbeat loses with each later one: about 20 are remembered.
+# Decay of a heartbeat's weight with each later one: about 20 are remembered.
 _DECAY = 0.95
-# Before batches of different sizes were seen, a full one is taken to cost this much more than a
-# small one, of what a step takes; never less than a little, never more than a lot.
+# Growth of a step from an empty to a full batch, as a share of a step's time: assumed before
+# batches of different sizes were measured, and its lower and upper bound.
 _ASSUMED_GROWTH, _LEAST_GROWTH, _MOST_GROWTH = 0.5, 0.1, 4.0
-# What is assumed counts like a variance of batch sizes of this.
+# Weight of the assumed growth, as a variance of batch sizes.
 _ASSUMED_WEIGHT = 1.0
 
 
 class StepTimes:
-    """Seconds of a step by the size of its batch: a straight line through the last measurements."""
+    """Linear fit of a step's seconds by its batch size, through recent measurements."""
 
     __slots__ = ("_xy", "batch", "num_told", "per_sequence_s", "spread", "step_s")
 
@@ -82,13 +87,14 @@ class StepTimes:
         self._xy = 0.0
 
     def observe(self, batch: int, step_s: float, num_slots: int) -> None:
-        """Steps took so long while ``batch`` of at most ``num_slots`` sequences ran."""
+        """Add a measurement: steps took ``step_s`` while ``batch`` of ``num_slots`` sequences
+        ran."""
         self.num_told = self.num_told * _DECAY + 1
         weight = 1 / self.num_told
         off_batch, off_s = batch - self.batch, step_s - self.step_s
         self.batch += weight * off_batch
         self.step_s += weight * off_s
-        # Moments about the mean, which fade as it does.
+        # Moments about the mean. They decay with the same weight.
         self.spread += weight * ((1 - weight) * off_batch * off_batch - self.spread)
         self._xy += weight * ((1 - weight) * off_batch * off_s - self._xy)
         unit_s = self.step_s / max(num_slots, 1)
@@ -97,38 +103,43 @@ class StepTimes:
         self.per_sequence_s = min(max(slope_s, _LEAST_GROWTH * unit_s), _MOST_GROWTH * unit_s)
 
     def at_half(self, num_slots: int, per_sequence_s: float) -> float:
-        """A step with half of the slots taken, if a sequence adds so much."""
+        """Return the time of a step with half of the slots used, at the given cost of a
+        sequence."""
         return self.step_s + per_sequence_s * (num_slots / 2 - self.batch)
 
     def at(self, batch: float) -> float:
-        """What a step of so large a batch takes; 0 if nothing was measured so far."""
+        """Return the time of a step with this batch size; 0 if nothing was measured."""
         return max(
             self.step_s + self.per_sequence_s * (batch - self.batch), self.step_s * _LEAST_GROWTH
         )
 
 
-# A worker reports less than we think it holds while an answer or the notice of an end is on its
-# way; longer than this, a notice was lost.
+# A worker reports fewer requests than it is thought to hold while an answer or an end is on its
+# way. If that lasts longer than this, a message was lost.
 _DOUBT_AFTER_S = 2.0
-# Work of lower tiers that makes way stays at the worker: this times its capacity is held at most.
+# Preempted work of lower tiers stays at the worker. It holds at most this factor times its
+# capacity.
 _MAX_HELD_FACTOR = 2
 _NUM_TIERS = len(Tier)
-# The longest that it takes to hear of an end and to send another request.
+# Longest time to learn of an end and send another request.
 _REFILL_S = 0.1
-# What is left at least of an answer that has become longer than expected, as a share of that.
+# Least remaining share of an answer that has become longer than expected.
 _LEAST_LEFT = 0.1
 _SHUFFLE = 5
-# Of an expected answer that nobody can estimate.
+# Expected output of a request without an estimate.
 DEFAULT_OUTPUT_TOKENS = 128.0
 _turns = itertools.count(1)
-# Of a worker that has pulled nothing so far: a token is pulled so many times faster than computed.
+# Assumed ratio of computing to pulling a token, for a worker that has pulled nothing.
 ASSUMED_PULL_GAIN = 10.0
 
 
 @dataclass(slots=True)
 class _Run:
-    """``num_prompt_tokens`` are to be prefilled; what the cache has is not among them, nor the
-    ``num_pulled_tokens`` that come from another worker's."""
+    """Request at a worker.
+
+    ``num_prompt_tokens`` are to be prefilled. They exclude cached tokens and the
+    ``num_pulled_tokens`` that come from another worker's cache.
+    """
 
     num_blocks: int
     num_prompt_tokens: int
@@ -142,27 +153,31 @@ class _Run:
 
 
 class _Capacities(NamedTuple):
-    """By rank: how many more requests are taken, and free blocks with those of lower tiers, which
-    would make way."""
+    """Capacity by rank: further requests, and free blocks with those of preemptible tiers."""
 
     capacity: tuple[int, ...]
     free_blocks: tuple[int, ...]
 
 
 class WorkerView:
-    """The last heartbeat, corrected by what was dispatched and what ended since.
+    """Worker as of its last heartbeat, corrected by later dispatches and ends.
 
-    ``runs`` are the requests that this scheduler sent here; what else the worker reports belongs to
-    other schedulers. ``pending_prompt_tokens`` are to be prefilled before those of a request that
-    comes now: as reported, and what was sent since, less what the worker will have done meanwhile.
-    ``pending_pull_tokens`` are still to come from other workers' caches, by its own word alone.
-    ``prefill_token_s`` is what one takes to compute, ``pull_token_s`` to pull, measured or taken
-    from the former, ``decode_step_s`` a step that decodes with one more request (0: nothing was
-    measured so far). ``kv_kind`` is equal where blocks can be pulled from one another, None where
-    they cannot be. ``adapters`` are those that it has. ``num_held`` requests run or wait there,
-    whosever they are. ``joined_s`` is when it was first heard of. ``last_turn`` grows with each
-    request that any worker is given: the least is that of the one which had none for longest.
-    Reading costs O(1), whatever is held.
+    - ``runs``: requests that this scheduler sent. Other reported requests belong to other
+      schedulers.
+    - ``pending_prompt_tokens``: tokens to prefill before those of a new request. Reported tokens,
+      plus tokens sent since, less the estimated progress.
+    - ``pending_pull_tokens``: tokens still to come from other workers' caches, as reported.
+    - ``prefill_token_s``, ``pull_token_s``: seconds to compute and to pull a token. The latter is
+      derived from the former until it is measured.
+    - ``decode_step_s``: seconds of a decode step with one more request (0: not measured).
+    - ``kv_kind``: equal for workers that can pull blocks from one another, None if they cannot.
+    - ``adapters``: the worker's adapter slots.
+    - ``num_held``: requests that run or wait there, from all schedulers.
+    - ``joined_s``: time of the first heartbeat.
+    - ``last_turn``: grows with each request that any worker gets. The lowest one marks the worker
+      that got none for longest.
+
+    Reading costs O(1), independent of the load.
     """
 
     def __init__(self, status: WorkerStatus, now_s: float) -> None:
@@ -189,7 +204,7 @@ class WorkerView:
     # --- changes ---
 
     def observe(self, status: WorkerStatus, now_s: float) -> None:
-        """Take in a later heartbeat of the same incarnation."""
+        """Update from a later heartbeat of the same incarnation."""
         self.status = status
         self.adapters.observe(status)
         self.seen_s = self._advanced_s = now_s
@@ -212,7 +227,7 @@ class WorkerView:
         rate = status.pull_tokens_per_s
         self.pull_token_s = 1 / rate if rate > 0 else self.prefill_token_s / ASSUMED_PULL_GAIN
         if status.decode_step_ms > 0 and (status.num_running or not self.step_times.num_told):
-            # One that runs nothing says again what it measured when it ran nobody knows how many.
+            # An idle worker repeats its last measurement, whose batch size is unknown.
             num_slots = status.max_num_sequences
             batch = status.num_running or num_slots // 2
             self.step_times.observe(batch, status.decode_step_ms / 1e3, num_slots)
@@ -228,12 +243,15 @@ class WorkerView:
             held = [by_tier.get(tier, 0) for tier in Tier]
             self._others = [max(0, n - own) for n, own in zip(held, self._own, strict=True)]
         else:
-            # Nobody said of which tiers they are, so none is taken to make way.
+            # Their tiers are unknown, so none counts as preemptible.
             self._others = [max(0, reported - len(self.runs)), *[0] * (_NUM_TIERS - 1)]
         self._recount()
 
     def advance(self, now_s: float) -> None:
-        """Time has passed: the worker went on with its prompts. What it has pulled it tells."""
+        """Advance the time: estimate the prefill progress.
+
+        Pull progress comes from reports only.
+        """
         passed_s = now_s - self._advanced_s
         if passed_s > 0:
             self._advanced_s = now_s
@@ -249,7 +267,7 @@ class WorkerView:
         num_cached_tokens: int = 0,
         num_pulled_tokens: int = 0,
     ) -> None:
-        """A request goes there, which has so many tokens of it in its cache, and pulls so many."""
+        """Add a request with its cached and pulled tokens to the worker's load."""
         assert request_id not in self.runs, "a worker runs a request once"
         blocks = resources.num_blocks(self.status.block_size_tokens)
         num_present = num_cached_tokens + num_pulled_tokens
@@ -275,7 +293,8 @@ class WorkerView:
         self._recount()
 
     def await_pull(self, num_tokens: int) -> None:
-        """It was asked to pull so many, of something that does not run there yet."""
+        """Add tokens that the worker was asked to pull for a request that does not run there
+        yet."""
         self.pending_pull_tokens += num_tokens
 
     def confirm(self, request_id: str) -> None:
@@ -284,7 +303,7 @@ class WorkerView:
             run.confirmed = True
 
     def release(self, request_id: str) -> bool:
-        """Forget a run; whether there was one. Its capacity is free before the next heartbeat."""
+        """Remove a run and free its capacity at once; return whether there was one."""
         run = self.runs.pop(request_id, None)
         if run is None:
             return False
@@ -307,8 +326,11 @@ class WorkerView:
         return True
 
     def refuse(self, tier: Tier) -> None:
-        """It turned a request of this tier down: it takes none like it before it is heard again, or
-        a run of ours has ended."""
+        """Note that the worker refused this tier.
+
+        It gets no job of the tier or below until its next heartbeat, or until one of this
+        scheduler's runs has ended.
+        """
         self._refused_rank = min(self._refused_rank, TIER_RANKS[tier])
         self._capacities = None
 
@@ -319,11 +341,11 @@ class WorkerView:
         )
         self._capacities = None
 
-    # --- what it holds, and takes ---
+    # --- load and capacity ---
 
     @property
     def mean_output_tokens(self) -> float:
-        """Of our requests that it runs, as far as is known; 0 if it runs none."""
+        """Mean expected output of this scheduler's requests there; 0 without requests."""
         return self._expected_output_tokens / len(self.runs) if self.runs else 0.0
 
     @property
@@ -332,32 +354,32 @@ class WorkerView:
 
     @property
     def num_others(self) -> int:
-        """Requests that other schedulers sent here."""
+        """Number of requests that other schedulers sent."""
         return sum(self._others)
 
     def num_ahead(self, rank: int) -> int:
-        """Requests held that do not make way for one of this rank."""
+        """Return how many held requests do not make way for one of this rank."""
         return sum(self._own[: rank + 1]) + sum(self._others[: rank + 1])
 
     def num_running_of(self, rank: int) -> int:
-        """Requests of a rank that run, since none above them needs their slots."""
+        """Return how many requests of a rank run, after higher ranks have taken their slots."""
         num_above = self.num_ahead(rank - 1) if rank else 0
         num_slots_left = self.status.max_num_sequences - num_above
         return max(0, min(self.num_ahead(rank) - num_above, num_slots_left))
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that will still be free when everything that was sent has its prompt's blocks."""
+        """Number of blocks still free once every sent request has its prompt's blocks."""
         status = self.status
         used = status.num_blocks - status.num_free_blocks - self._freed_blocks + self._unseen_blocks
         return status.num_blocks - max(used, self._promised_blocks, 0)
 
     def capacity_for(self, tier: Tier) -> int:
-        """How many more requests of a tier it would take now; those of lower tiers make way."""
+        """Return how many more requests of a tier the worker would take; lower tiers make way."""
         return (self._capacities or self._count_capacities()).capacity[TIER_RANKS[tier]]
 
     def free_blocks_for(self, tier: Tier) -> int:
-        """Free blocks, with those that lower tiers would give up."""
+        """Return the free blocks, including blocks that lower tiers would give up."""
         return (self._capacities or self._count_capacities()).free_blocks[TIER_RANKS[tier]]
 
     def _count_capacities(self) -> _Capacities:
@@ -382,8 +404,11 @@ class WorkerView:
         return self._capacities
 
     def _num_worth_waiting(self) -> int:
-        """How many requests beyond its slots keep it from running dry until it can be sent more.
-        Whoever waits there is before all that come later, whosever turn it is."""
+        """Return how many requests beyond its slots keep a worker busy until it can get more.
+
+        Requests that wait at the worker go ahead of all later ones, also of tenants with a better
+        claim.
+        """
         status, step_s = self.status, self.decode_step_s
         if not step_s:
             return status.max_num_waiting
@@ -392,7 +417,7 @@ class WorkerView:
         return min(status.max_num_waiting, 1 + int(_REFILL_S * num_running / each_s))
 
     def fits(self, resources: ResourceRequest) -> bool:
-        """There is a place and blocks for this request now; an idle worker has all its blocks."""
+        """Return whether the request fits now. An idle worker has all its blocks."""
         capacities = self._capacities or self._count_capacities()
         rank = TIER_RANKS[resources.tier]
         if capacities.capacity[rank] == 0 or not self.could_hold(resources):
@@ -402,43 +427,47 @@ class WorkerView:
         return resources.num_blocks(self.status.block_size_tokens) <= capacities.free_blocks[rank]
 
     def could_hold(self, resources: ResourceRequest) -> bool:
-        """The request would fit if the worker were empty."""
+        """Return whether the request would fit an empty worker."""
         if resources.adapter and not self.status.max_adapters:
             return False
         limit = self.status.max_tokens_per_request
         return limit == 0 or resources.num_context_tokens + resources.num_new_tokens <= limit
 
-    # --- when it has a slot ---
+    # --- forecast ---
 
     @property
     def is_measured(self) -> bool:
-        """It has said how long its steps take."""
+        """True once the worker has reported the time of its steps."""
         return self.decode_step_s > 0
 
     @property
     def step_growth(self) -> float:
-        """How many times longer its steps are than with one request; 1 if nothing was measured."""
+        """Ratio of a step's time now to its time with one request; 1 if nothing was measured."""
         batch = min(self.num_held, self.status.max_num_sequences)
         alone_s = self.step_times.at(1)
         return max(self.step_times.at(batch) / alone_s, 1.0) if alone_s and batch else 1.0
 
     def run_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """How long a request takes in a full batch, each slot of which gets another prompt
-        meanwhile. Of a worker that is measured."""
+        """Return the seconds that a request takes in a full batch of a measured worker.
+
+        Each slot gets another prompt meanwhile.
+        """
         num_slots = max(self.status.max_num_sequences, 1)
         step_s = self.step_times.at(num_slots)
         return output_tokens * step_s + num_slots * prompt_tokens * self.prefill_token_s
 
     def slots_free_s(self, now_s: float, spread: Sequence[float] = (1.0,)) -> list[float]:
-        """Seconds until each of its slots is free; those who wait here go first. ``spread``: by how
-        much lengths differ from what is expected of them, from the least to the most."""
+        """Return the seconds until each slot is free. Requests that wait at the worker go first.
+
+        ``spread`` is the distribution of actual to expected lengths, in ascending order.
+        """
         ends_s: list[float] = []
         for number, run in enumerate(self.runs.values()):
             took_s = self.run_s(run.num_prompt_tokens, run.expected_output_tokens)
             since_s = now_s - run.begun_s
             possible = [factor for factor in spread if factor * took_s > since_s]
             if possible:
-                # Each one of the lengths that it may have still, all of them equally often.
+                # Spread the runs evenly over the lengths that they may still have.
                 factor = possible[number * _SHUFFLE % len(possible)]
                 ends_s.append(factor * took_s - since_s)
             else:
@@ -463,12 +492,12 @@ class WorkerView:
         )
 
     def trust(self) -> None:
-        """Its runs are being looked up one by one."""
+        """Clear the doubt, as the worker's runs are being looked up one by one."""
         self._short_since_s = None
 
 
 def _kv_kind_of(status: WorkerStatus) -> tuple[str, str] | None:
-    """The weights and the layout of its blocks, where others can pull them."""
+    """Return the weights and the block layout if other workers can pull the blocks, else None."""
     if status.transfer is None or status.engine_down or not status.weights:
         return None
     return status.weights, status.transfer.layout

@@ -1,2 +1,4 @@
-"""The queues as a whole: which models are served, how much waits, what is shed, which model a job
-without one gets. The scheduler starts it; it may import every other room."""
+"""Queue intake: served models, queue length, shedding, and model choice.
+
+The scheduler starts it. It may import every other folder.
+"""

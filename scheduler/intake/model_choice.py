@@ -1,4 +1,4 @@
-"""Pulls jobs that leave the model or its version open, and chooses for each."""
+"""Routing of jobs whose model or version is open."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from millrace.schemas.tools import ToolMode
 
 logger = logging.getLogger(__name__)
 
-# Jobs of which the model is looked up count nowhere else so far.
+# Jobs whose model is being chosen are not counted elsewhere yet.
 _MAX_ROUTING = 64
 
 
 class VersionChooser:
-    """Chooses as rollouts say, once for each job: whoever gets it later runs the same version, of
-    which its client may have tokens. A job that names a version, that a gateway has published, as
-    these choose themselves, or that has an adapter, which fits one version only, is left as it is.
+    """Version chooser: picks a version by the rollouts, once for each job.
+
+    Every later scheduler runs the same version, as the client may have its tokens. A job keeps its
+    model if it names a version, if a gateway published it (gateways choose themselves), or if it
+    has an adapter, which fits one version only.
     """
 
     reads_bodies = False
@@ -41,7 +43,7 @@ class VersionChooser:
         self._rollouts = rollouts
 
     def leaves_open(self, leased: LeasedJob) -> bool:
-        """Whether a version is to be chosen for the job."""
+        """Return whether a version is to be chosen for the job."""
         job = leased.job
         if not self._versions.stands_for_several(job.model):
             return False
@@ -49,16 +51,20 @@ class VersionChooser:
         return not (is_one and (leased.tenant_queue.reserved or job.adapter))
 
     def choose(self, leased: LeasedJob, asked: GenerationRequest | None = None) -> Job:  # noqa: ARG002
-        """The job with a version. Raises ModelNotFoundError if there is none that it could get, and
-        for one that may have run with the version that its gateway chose, which has gone."""
+        """Return the job with a version.
+
+        Raises:
+            ModelNotFoundError: No version is available, or the version that the job's gateway chose
+                is gone and the job may have run with it.
+        """
         if not self.leaves_open(leased):
             return leased.job
         if leased.tenant_queue.reserved and leased.num_deliveries > 1:
-            raise ModelNotFoundError(f"The model {leased.job.model!r:.300} is served no more.")
+            raise ModelNotFoundError(f"The model {leased.job.model!r:.300} is no longer served.")
         return self.with_version(leased.job)
 
     def with_version(self, job: Job) -> Job:
-        """As ``choose``, for a model that was chosen for the job."""
+        """Choose a version of a model that was already chosen for the job. See ``choose``."""
         if not self._versions.stands_for_several(job.model):
             return job
         key = job.session_id or job.request_id
@@ -74,8 +80,10 @@ class VersionChooser:
 
 
 class ModelChooser:
-    """Chooses by what a job asks and how the models stand for its tier and tenant, as ``state_of``
-    says."""
+    """Model chooser: routes a job by its content and by the models' state.
+
+    ``state_of`` returns a model's state for the job's tier and tenant.
+    """
 
     reads_bodies = True
 
@@ -85,19 +93,21 @@ class ModelChooser:
         state_of: Callable[[str, Tier, str], ModelState],
         versions: VersionChooser,
     ) -> None:
-        """``versions`` chooses one where a model of a route has several."""
+        """Create a chooser. ``versions`` picks a version where a routed model has several."""
         self._router = router
         self._state_of = state_of
         self._versions = versions
 
     def leaves_open(self, leased: LeasedJob) -> bool:
-        """Whether the job names no model."""
+        """Return whether the job names a route instead of a model."""
         return leased.job.model in self._router.routes
 
     def choose(self, leased: LeasedJob, asked: GenerationRequest | None = None) -> Job:
-        """The job with a model; one that has a model already is left as it is.
+        """Return the job with a model; a job that names a model is unchanged.
 
-        Raises ParameterError, naming the field, for a job that has a meaning with one model only.
+        Raises:
+            ParameterError: The job has a parameter that fits one model only. The error names the
+                field.
         """
         job = leased.job
         if not self.leaves_open(leased):
@@ -122,8 +132,10 @@ class ModelChooser:
 
 
 class RoutingPuller(JobPuller):
-    """Pulls jobs for a name that stands for several models. The choice is noted before the job is
-    made ready, so the next scheduler that gets the job runs the same model."""
+    """Puller of jobs for a name that stands for several models.
+
+    The choice is stored before the job is prepared, so a later scheduler runs the same model.
+    """
 
     def __init__(
         self,
@@ -132,8 +144,11 @@ class RoutingPuller(JobPuller):
         models: Sequence[str],
         chooser: VersionChooser | ModelChooser,
     ) -> None:
-        """``models`` are those of the name that are served here, the one of that very name first,
-        if there is one: it gets what leaves nothing open."""
+        """Create a puller.
+
+        ``models`` are the served models of the name. The model with exactly that name comes first,
+        if there is one: it gets jobs that leave nothing open.
+        """
         super().__init__(state, name, models)
         self._models = models
         self._chooser = chooser
@@ -160,8 +175,10 @@ class RoutingPuller(JobPuller):
         self._wake.set()
 
     async def _route(self, leased: LeasedJob, scheduled: ScheduledJob) -> None:
-        """Start a job at the model that is chosen for it. Its tenant's line counts it as undecided
-        meanwhile."""
+        """Start a job at the model that is chosen for it.
+
+        Its tenant's line counts the job as undecided meanwhile.
+        """
         try:
             await self._start(leased, scheduled)
         finally:
@@ -184,7 +201,7 @@ class RoutingPuller(JobPuller):
         if self._state.job_table.get(scheduled.request_id) is None:
             prepare.start(self._state, scheduled)
         else:
-            # It was delivered again while its model was looked up.
+            # The queue redelivered the job during the choice.
             super().accept(leased)
 
     async def _with_model(self, leased: LeasedJob) -> Job:
@@ -206,7 +223,9 @@ class RoutingPuller(JobPuller):
 
 
 async def settle(index: RunningRequests, job: Job) -> Job:
-    """Return a job with the model that was first chosen for it, by whichever scheduler. Its client
-    may have tokens of that model, which no other model can continue."""
+    """Return the job with the model that some scheduler first chose for it.
+
+    Its client may have tokens of that model, which no other model can continue.
+    """
     model, reason = await index.settle_model(job.request_id, job.model, job.route_reason)
     return msgspec.structs.replace(job, model=model, route_reason=reason)

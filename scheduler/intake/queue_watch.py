@@ -1,4 +1,4 @@
-"""Watches the queue: counts what waits, sheds what is too much, and says so to the gateways."""
+"""Queue watch: counts waiting jobs, sheds the excess, and reports the queue to the gateways."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ from millrace.schemas.tenants import LOCAL_TENANT
 
 logger = logging.getLogger(__name__)
 
-# Schedulers shed at the same time, so each looks again after this many.
+# Schedulers shed at the same time, so each counts again after this many.
 _MAX_SHED_AT_ONCE = 64
-# Gateways let nobody in while the queue is at its bound, so that it is shed below it by this share:
-# one tenant's flood must not keep others out.
+# Gateways refuse requests while the queue is at its bound. So it is shed to this fraction below the
+# bound, and one tenant's flood does not keep others out.
 _SHED_BELOW = 16
-# A tenant queue that had no job for this long is made anew when one comes. Each that is kept costs
-# the server some 60 KB, and all acknowledgements a little time.
+# An idle tenant queue is deleted after this time and made again for the next job. Each one costs
+# the server about 60 KB and slows all acknowledgements a little.
 _FORGET_AFTER_S = 300.0
 _MAX_FORGOTTEN_AT_ONCE = 16
 
 
-# While there is no job, it looks this often: for one whose announcement got lost, and because
-# gateways take a queue that nobody speaks of for unserved.
+# Interval while there is no job. It finds jobs whose announcement was lost, and tells gateways that
+# the queue is served.
 _REST_S = 2.0
 _MAX_REFUSED_AT_ONCE = 64
 
 
 class QueueWatch:
-    """Looks every ``status_interval_s``, or at once while there is too much. While there is no job
-    at all it rests until there are ``queue_news``, for ``_REST_S`` at most. ``UnknownModelJobs``
-    gets what it finds, too."""
+    """Queue watch: looks every ``status_interval_s``, and at once while there is an excess.
+
+    Without jobs it rests until ``queue_news`` is set, for at most ``_REST_S``.
+    """
 
     def __init__(self, state: SchedulerState, models: ServedModels) -> None:
         self._state = state
@@ -61,7 +62,7 @@ class QueueWatch:
         self._autoscalers: dict[str, Autoscaler] = {}
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Watch the queue until it is cancelled."""
         failing = False
         while True:
             is_too_much = False
@@ -73,7 +74,7 @@ class QueueWatch:
                 except BusUnavailableError as error:
                     if not failing:
                         logger.warning(
-                            "the queue cannot be watched", extra={"reason": error.message}
+                            "the queue cannot be counted", extra={"reason": error.message}
                         )
                     failing = True
             interval_s, clock = self._state.config.status_interval_s, self._state.clock
@@ -82,12 +83,14 @@ class QueueWatch:
                 continue
             before_s = clock.monotonic()
             await wait_or_sleep(self._state.queue_news, clock, until_beat_s(clock, _REST_S))
-            # However many jobs come, it looks no more often.
+            # Never look more often than the interval, however many jobs come.
             await clock.sleep(max(0.0, before_s + interval_s - clock.monotonic()))
 
     async def look(self) -> bool:
-        """Shed of what is over the bound, then say how the queue stands; whether there is more to
-        shed. Raises BusUnavailableError."""
+        """Shed the excess and publish the queue status; return whether more is to be shed.
+
+        Raises BusUnavailableError.
+        """
         totals: defaultdict[str, dict[TenantQueue, int]] = defaultdict(dict)
         for tenant_queue, count in (await self._state.bus.jobs.tenant_queues()).items():
             totals[tenant_queue.model][tenant_queue] = count
@@ -95,7 +98,7 @@ class QueueWatch:
         for model, puller in self._pullers.items():
             puller.counted(totals[model])
         is_too_much = False
-        # Models come and go while we wait.
+        # Models may come and go during an await.
         for model, model_queue in list(self._state.model_queues.items()):
             if self._state.model_queues.get(model) is model_queue:
                 is_too_much |= await self._look_at(model, model_queue, totals[model])
@@ -123,14 +126,14 @@ class QueueWatch:
                     num_elsewhere += sum(of_name.values())
                     num_bounded += sum(count for one, count in of_name.items() if one.reserved)
         if self._models.has_versions(model):
-            # Of the jobs under its name some are at the workers of other versions, and it has some
-            # that came under other names.
+            # Jobs under its name may be at workers of other versions, and its own jobs may have
+            # come under other names.
             num_here = sum(model_queue.num_here(is_batch=is_batch) for is_batch in (False, True))
             num_queued = sum(waiting.values()) + num_here
         else:
             num_held = state.fleet.num_held(model)
             num_queued = max(0, sum(totals.values()) - num_held) + num_elsewhere
-            # Other schedulers hold some that services published, which are not counted above.
+            # Other schedulers hold published jobs that are not counted above.
             num_published = max(num_published, num_queued - num_bounded)
         queue_estimate = self._queue_estimates[model]
         by_tenant: Counter[Tenant] = Counter()
@@ -154,7 +157,7 @@ class QueueWatch:
         ttft_ms, tenant_ttft_ms = queue_estimate.ttfts_ms()
         waits_s = queue_estimate.oldest_waits_s()
         oldest_wait_s = max(waits_s.values())
-        # More workers would not help those whose tenants' limits keep them.
+        # More workers would not help jobs that wait for their tenants' limits.
         queue_estimate.num_blocked = num_blocked
         num_sendable = max(0, num_queued - num_blocked)
         signals = Signals(
@@ -189,19 +192,21 @@ class QueueWatch:
         return num_shed > 0 and num_bounded > bound
 
     def _desired_workers(self, model: str, signals: Signals) -> int:
-        """A version that is to get requests has a worker before they come."""
+        """Return the desired number of workers; a rollout's candidate has one before its
+        requests."""
         config = self._state.config.autoscale
         autoscaler = self._autoscalers.setdefault(model, Autoscaler(config))
         desired = autoscaler.desired(signals, self._state.clock.monotonic())
         least = 1 if config.is_on and self._models.is_candidate(model) else 0
         return max(desired, least)
 
-    # --- too much ---
+    # --- shedding ---
 
     async def _shed(
         self, model: str, waiting: dict[TenantQueue, int], num_queued: int, per_s: float
     ) -> int:
-        """Shed the newest of those who have the most for their tier's weight; how many."""
+        """Shed the newest jobs of tenant queues that are longest for their weight; return how
+        many."""
         bound = self._state.config.max_queued_jobs
         num_to_shed = min(num_queued - bound + bound // _SHED_BELOW, _MAX_SHED_AT_ONCE)
         num_shed = 0
@@ -237,8 +242,7 @@ class QueueWatch:
         await end.answer_shed(self._state, job, terminal_status)
 
     async def _shed_over_limits(self) -> bool:
-        """Shed the newest jobs of each tenant that has published more in a tier than may wait;
-        whether there are more."""
+        """Shed each tenant's newest published jobs above its limit; return whether more remain."""
         state = self._state
         if state.admission is None:
             return False
@@ -264,8 +268,10 @@ class QueueWatch:
     async def _shed_line(
         self, tenant: Tenant, tenant_queues: Sequence[TenantQueue], bound: int
     ) -> bool:
-        """Shed of what waits over a tenant's bound, as the queue itself counts it: other schedulers
-        may hold some of the jobs. Whether there is more."""
+        """Shed a tenant's excess, counted by the queue itself; return whether more remains.
+
+        Other schedulers may hold some of the jobs.
+        """
         jobs, waiting = self._state.bus.jobs, dict[TenantQueue, int]()
         for tenant_queue in tenant_queues:
             waiting[tenant_queue] = (await jobs.depth(tenant_queue)).num_queued
@@ -292,7 +298,7 @@ class QueueWatch:
                     self._state.lines.forget(tenant_queue)
 
     async def _refuse_unknown(self, tenant_queue: TenantQueue) -> None:
-        """Answer jobs of a model that is not in the catalogue, which no puller would ever pull."""
+        """Refuse jobs of a model that is not in the catalogue. No puller would pull them."""
         state, known = self._state, ", ".join(sorted(self._models.known_names))
         for leased in await state.bus.jobs.pull(tenant_queue, _MAX_REFUSED_AT_ONCE, 0.0):
             error = ModelNotFoundError(

@@ -1,4 +1,4 @@
-"""Looks up stored results for the services of tenants, and says why there is none."""
+"""Lookup of stored results for tenants' services."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from millrace.schemas.errors import (
 )
 from millrace.schemas.jobs import JobResult
 
-# Lookups of one tenant at a time: further ones are refused, so that they cannot pile up.
+# Lookups of one tenant at a time. Further ones are refused.
 _MAX_AT_ONCE = 256
 
 
 class ResultLookup:
-    """``pullers`` know by model how many jobs wait in the queue, where ids cannot be seen."""
+    """Lookup of stored results; ``pullers`` count the waiting jobs, whose ids are not visible."""
 
     def __init__(self, state: SchedulerState, pullers: Mapping[str, JobPuller]) -> None:
         self._state = state
@@ -29,11 +29,13 @@ class ResultLookup:
         self._num_asked: Counter[str] = Counter()
 
     async def find(self, tenant: str, request_id: str) -> JobResult:
-        """The stored result of a tenant's request.
+        """Return the stored result of a tenant's request.
 
-        Raises ResultNotReadyError while the request waits or runs, ResultNotStoredError after it
-        ended without a result, ResultNotFoundError if no such request is known, and
-        BusUnavailableError, also for a tenant that asks for too many at once.
+        Raises:
+            ResultNotReadyError: The request waits or runs.
+            ResultNotStoredError: The request ended without a result.
+            ResultNotFoundError: No such request is known.
+            BusUnavailableError: The bus is unreachable, or the tenant asks for too many at once.
         """
         if self._num_asked[tenant] >= _MAX_AT_ONCE:
             raise BusUnavailableError(
@@ -49,7 +51,7 @@ class ResultLookup:
                 del self._num_asked[tenant]
 
     async def _find(self, tenant: str, request_id: str) -> JobResult:
-        # First where the request is, then the result: it may end between the two.
+        # Find the request first, then its result: it may end between the two.
         is_here = self._is_here(tenant, request_id)
         has_ended = await self._state.running_requests.has_ended(tenant, request_id)
         result = await self._state.bus.results.fetch(tenant, request_id)

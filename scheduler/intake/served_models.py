@@ -1,5 +1,7 @@
-"""The models that one scheduler serves: for each a queue, an estimate of its waits, and a puller.
-Models come and go as the catalogue says."""
+"""Served models of one scheduler: a queue, an estimate and a puller for each.
+
+Models come and go with the catalogue.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ from millrace.schemas.jobs import Tier
 
 @dataclass(frozen=True)
 class ModelCatalogue:
-    """The ``names`` of all models that there are. ``load`` may block; ``router`` chooses for the
-    names that stand for several models. ``trusts_templates``: jobs may bring chat templates."""
+    """Catalogue as the scheduler uses it.
+
+    ``names`` are all models. ``load`` may block. ``router`` chooses for names that stand for
+    several models. ``trusts_templates``: jobs may bring chat templates.
+    """
 
     names: Collection[str]
     load: Callable[[str], Preparer]
@@ -33,14 +38,12 @@ class ModelCatalogue:
 
 
 class ServedModels:
-    """Of the catalogue the models that the configuration names, with all versions of each, or all
-    models if it names none.
+    """Served models: the configured models with all their versions, by default the whole catalogue.
 
-    ``known_names`` are all names that the catalogue knows. ``queue_estimates`` and ``pullers`` have
-    the models that are served now; pullers are also by the names that leave the model, or its
-    version, open. The jobs of a model that has gone are ended as soon as they are seen. Owns the
-    tasks that pull and estimate. Raises ModelNotFoundError if a model of the configuration is not
-    there.
+    ``known_names`` are all names of the catalogue. ``queue_estimates`` has the models that are
+    served now. ``pullers`` has them and the names that leave the model or its version open. Jobs of
+    a removed model are ended as soon as they are seen. Owns the tasks that pull and estimate.
+    Raises ModelNotFoundError if a configured model is not in the catalogue.
     """
 
     def __init__(self, state: SchedulerState, catalogue: ModelCatalogue) -> None:
@@ -65,15 +68,17 @@ class ServedModels:
         self._pull_all(catalogue.router)
 
     def model_state(self, model: str, tier: Tier, tenant: str) -> ModelState:
-        """How a model stands for a tenant, of several versions the stable one; what is not served
-        here as if it were idle."""
+        """Return a model's state for a tenant; of several versions, that of the stable one.
+
+        A model that is not served here counts as idle.
+        """
         if model in self._versions.models():
             model = self._versions.stable(model, self._rollouts.rollouts)
         queue_estimate = self.queue_estimates.get(model)
         return ModelState() if queue_estimate is None else queue_estimate.model_state(tier, tenant)
 
     async def run(self) -> None:
-        """Pull until it is cancelled. Raises what ends one of the loops."""
+        """Pull until it is cancelled. Raises the error that ends one of the loops."""
         self._failure = asyncio.get_running_loop().create_future()
         self._is_running = True
         for name in self.pullers:
@@ -81,18 +86,21 @@ class ServedModels:
         await self._failure
 
     async def close(self) -> None:
-        """Pull nothing any more."""
+        """Stop pulling."""
         self._is_running = False
         for tasks in self._tasks.values():
             await tasks.close()
 
     async def follow(self, catalogue: ModelCatalogue, changed: Collection[str]) -> None:
-        """Serve what the catalogue says from now on; ``changed`` are the names of models that are
-        new in it, gone from it, or not as they were. The jobs of those that have gone are ended."""
+        """Apply a changed catalogue.
+
+        ``changed`` names the models that are new, removed or different. Jobs of removed models are
+        ended.
+        """
         self._state.model_cache.change(catalogue.load, changed)
         self.known_names = _all_names(catalogue)
         before, self._versions = self._versions, Versions(catalogue.names)
-        # All are in place again before anything is waited for.
+        # All pullers are in place before the first await.
         closing = [
             self._remove(model)
             for model in list(self._model_queues)
@@ -111,24 +119,29 @@ class ServedModels:
             await tasks.close()
 
     def waits_for(self, puller: JobPuller) -> ModelQueue:
-        """The queue that jobs wait for which are in the queue under the name of a puller, as
-        far as anybody knows: that of the stable version, where the name stands for several."""
+        """Return the queue in which jobs under a puller's name will probably wait.
+
+        That is the stable version's queue if the name stands for several.
+        """
         if puller.model in self._versions.models():
             stable = self._versions.stable(puller.model, self._rollouts.rollouts)
             return self._model_queues.get(stable, puller.model_queue)
         return puller.model_queue
 
     def has_versions(self, model: str) -> bool:
-        """Whether a model is one version of several, so that jobs of it come under other names."""
+        """Return whether a model is one of several versions, whose jobs come under other names."""
         return self._versions.family(model) != (model,)
 
     def is_candidate(self, model: str) -> bool:
-        """Whether a rollout is to give a model its requests."""
+        """Return whether a model is the candidate of an open rollout."""
         every = self._rollouts.rollouts.values()
         return any(one.is_open and one.candidate == model for one in every)
 
     def _wanted(self, catalogue: ModelCatalogue) -> set[str]:
-        """Who serves a version serves all of its model's: jobs come under the model's name."""
+        """Return the models to serve.
+
+        All versions of a model are served, as jobs name the model.
+        """
         names = self._state.config.models or catalogue.names
         family = self._versions.family
         return {one for name in names for one in family(name)} & set(catalogue.names)
@@ -143,7 +156,7 @@ class ServedModels:
         return self._detach(model)
 
     def _pull_all(self, router: Router | None) -> None:
-        """Have a puller by every name that jobs may have, where there is none."""
+        """Add missing pullers for every name that jobs may have."""
         versions = self._versions
         chooser = VersionChooser(versions, self._rollouts)
         for model in versions.models():
@@ -156,7 +169,7 @@ class ServedModels:
         self._route(router, chooser)
 
     def _route(self, router: Router | None, versions: VersionChooser) -> None:
-        """Pull what leaves the model open, if any model that it may get is served here."""
+        """Add pullers for routes that may lead to a served model."""
         if router is None:
             return
         chooser = ModelChooser(router, self.model_state, versions)
@@ -180,7 +193,7 @@ class ServedModels:
             loop.add_done_callback(self._note_failure)
 
     def _detach(self, name: str) -> Tasks:
-        """Pull under a name no more; what did so is to be closed."""
+        """Remove a puller and return its tasks, which the caller closes."""
         self.pullers.pop(name).detach()
         return self._tasks.pop(name, None) or Tasks()
 

@@ -1,2 +1,4 @@
-"""What a job is to the scheduler that answers for it: its phase, lease, attempts and trace, its
-admission, and how it ends without a worker. Everything above uses it; it imports no other room."""
+"""Jobs of this scheduler: phase, lease, attempts, trace, admission, and ends without a worker.
+
+Every other folder uses it. It imports none of them.
+"""

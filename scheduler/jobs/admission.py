@@ -1,4 +1,4 @@
-"""Admits jobs that no gateway admitted, within what their tenants may use."""
+"""Admission of published jobs within their tenants' limits."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ from millrace.schemas.control import Reservation
 from millrace.schemas.errors import ContextLengthError, MillraceError
 from millrace.schemas.jobs import Job, Tier
 
-# What a job without a deadline has set aside frees its place and its share of the budget after this
-# time. What it used is charged whenever it ends.
+# The reservation of a job without a deadline lapses after this time: its place and its share of the
+# budget are free again. Usage is charged whenever the job ends.
 _LAPSE_S = 3_600.0
 _SHORTEST_LAPSE_S = 1.0
 _NS_PER_S = 1_000_000_000
 
 
-# Limits whose places come back when requests end, and not by themselves.
+# Limits whose places are freed by ends of requests, not by time.
 _FREED_BY_ENDS = frozenset({"concurrent_requests", "monthly_budget"})
 
 
 class NotYet(NamedTuple):
-    """The limits of a job's tenant have no place for it now: ask again in ``wait_s``, or earlier
-    when a request of the tenant ends, if ``ends_free_it``."""
+    """Answer that a tenant's limits have no place for a job now.
+
+    Ask again in ``wait_s``, or when a request of the tenant ends if ``ends_free_it``.
+    """
 
     wait_s: float
     ends_free_it: bool
 
 
 class Places(NamedTuple):
-    """How many more jobs of a tenant its limits admit now (None: any number), after one of them was
-    granted its place or not."""
+    """Number of further jobs that a tenant's limits admit (None: any number).
+
+    ``is_granted``: the job that asked got a place.
+    """
 
     num_places: int | None
     is_granted: bool
@@ -53,7 +57,7 @@ def _ignore(_tenant: str, _places: Places) -> None: ...
 
 
 class _Publisher(msgspec.Struct, frozen=True):
-    """See ``bus.tenancy.keeper.Holder``: a tenant's service has no API key."""
+    """Holder of a reservation without an API key. See ``bus.tenancy.keeper.Holder``."""
 
     tenant: str
     tier: Tier
@@ -62,14 +66,16 @@ class _Publisher(msgspec.Struct, frozen=True):
 
 
 class JobAdmission:
-    """Reserves what jobs may use of their tenants' limits: once for each job, however often it is
-    delivered and by whichever scheduler. The reservation is settled before the job is acknowledged:
-    by the worker that ends it with what was used, by a scheduler that ends it with nothing."""
+    """Job admission: reserves the possible usage of a job once, across deliveries and schedulers.
+
+    The reservation is settled before the job is acknowledged: by the worker with the actual usage,
+    or by the scheduler that ends the job with nothing.
+    """
 
     def __init__(
         self, keeper: LimitKeeper, prices: Callable[[str], PriceBook], clock: Clock
     ) -> None:
-        """``prices`` of a model that is loaded."""
+        """Create an admission. ``prices`` returns the prices of a loaded model."""
         self._keeper = keeper
         self._prices = prices
         self._clock = clock
@@ -77,9 +83,16 @@ class JobAdmission:
     async def admit(
         self, scheduled: ScheduledJob, learn: Learn = _ignore
     ) -> TerminalStatus | NotYet | None:
-        """Return None for a prepared job that may run; else how it ends, because it never fits or
-        this month's budget is used up, or when to ask again. A job that was interrupted goes on
-        whatever its tenant has used since. ``learn`` gets what the limits have left."""
+        """Reserve a prepared job's possible usage.
+
+        Args:
+            scheduled: The job.
+            learn: Called with the remaining places of the tenant's limits.
+
+        Returns:
+            None if the job may run. A terminal status if it never fits or the monthly budget is
+            used up. NotYet if it is to ask again. An interrupted job always goes on.
+        """
         if scheduled.lease.tenant_queue.reserved or scheduled.reservation is not None:
             return None
         job = scheduled.job
@@ -104,17 +117,22 @@ class JobAdmission:
         return None
 
     async def max_waiting_jobs(self, whose: Sequence[tuple[str, Tier]]) -> list[int | None]:
-        """How many jobs that each tenant published in a tier may wait; None: no limit."""
+        """Return how many published jobs each tenant may have waiting in a tier; None: no limit."""
         return await self._keeper.max_waiting_jobs(whose)
 
     async def release(self, scheduled: ScheduledJob) -> None:
-        """No worker answers it: nothing is charged. Returns once Redis knows, or is unreachable."""
+        """Settle a job that no worker answers, with no charge.
+
+        Returns once Redis knows or is unreachable.
+        """
         if scheduled.reservation is not None:
             await self._keeper.settle(scheduled.reservation.reservation_id, None, None)
 
     def release_local(self, scheduled: ScheduledJob) -> None:
-        """It is over here: free the place that it had within this process, while Redis was
-        unreachable."""
+        """Free the place that a job has in this process.
+
+        Places are local while Redis is unreachable.
+        """
         if scheduled.reservation is not None and scheduled.is_reserved_here:
             scheduled.is_reserved_here = False
             self._keeper.settle_here(scheduled.reservation.reservation_id)
@@ -122,7 +140,8 @@ class JobAdmission:
     async def _reserve(
         self, reservation_id: str, scheduled: ScheduledJob, now_ns: int, learn: Learn
     ) -> bool:
-        """Whether it was set aside within this process, as Redis is unreachable."""
+        """Reserve; return whether the reservation is in this process only, as Redis is
+        unreachable."""
         job, adapter = scheduled.job, scheduled.adapter
         num_prompt_tokens = len(job.prompt_token_ids or ())
         max_tokens = job.max_completion_tokens
@@ -151,7 +170,7 @@ def _refusal(job: Job, error: MillraceError, learn: Learn) -> TerminalStatus | N
     if isinstance(error, LimitsUnreachableError):
         return NotYet(error.retry_after_s, ends_free_it=False)
     if isinstance(error, ContextLengthError) and job.answer is not None:
-        error.param = "messages"  # the body of a chat has its prompt there
+        error.param = "messages"  # a chat's body has its prompt in this field
     if not isinstance(error, RateLimitError):
         return refused(error)
     if not error.comes_back:

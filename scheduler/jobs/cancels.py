@@ -1,4 +1,4 @@
-"""Cancelled requests: remembered here for a while, and kept where they outlive every scheduler."""
+"""Cancelled requests: remembered in this process, and stored in Redis."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _MAX_REMEMBERED = 100_000
 
 
 class CancelMemory:
-    """The last cancels, each for ``memory_s``. Pure: the caller passes the time in.
+    """Recent cancels, each kept for ``memory_s``. Pure: the caller passes the time.
 
-    Cancels by the services of tenants count for jobs of their tenant. Of each tenant, and of our
-    own parts, the last ``max_remembered`` are kept, so that no tenant's cancels push out another's.
+    Cancels by a tenant's services count for that tenant's jobs only. The last ``max_remembered``
+    are kept for each tenant and for Millrace's own services, so no tenant displaces another's
+    cancels.
     """
 
     def __init__(self, memory_s: float, max_remembered: int = _MAX_REMEMBERED) -> None:
         self._memory_s = memory_s
         self._max_remembered = max_remembered
-        # The tenant whose last cancel is the oldest comes first.
+        # Ordered by each tenant's last cancel, the oldest first.
         self._by_tenant: OrderedDict[str, OrderedDict[str, tuple[CancelReason, float]]] = (
             OrderedDict()
         )
@@ -32,7 +33,7 @@ class CancelMemory:
         return sum(map(len, self._by_tenant.values()))
 
     def add(self, cancel: Cancel, now_s: float) -> None:
-        """The first reason stays; the time starts anew."""
+        """Record a cancel. The first reason stays, the time starts again."""
         cancels = self._by_tenant.setdefault(cancel.tenant, OrderedDict())
         self._by_tenant.move_to_end(cancel.tenant)
         known = cancels.pop(cancel.request_id, None)
@@ -54,7 +55,7 @@ class CancelMemory:
             del self._by_tenant[tenant]
 
     def reason(self, tenant: str, request_id: str, now_s: float) -> CancelReason | None:
-        """Why a request of a tenant is not wanted any more; None: it was not cancelled."""
+        """Return why a tenant's request was cancelled; None if it was not."""
         for who in ("", tenant):
             cancels = self._by_tenant.get(who)
             known = None if cancels is None else cancels.get(request_id)
@@ -63,16 +64,19 @@ class CancelMemory:
         return None
 
 
-# The clocks of this process and of the NATS server, which dates jobs, may differ by this much.
+# Largest expected difference between this process's clock and that of the NATS server, which dates
+# jobs.
 _CLOCKS_DIFFER_NS = 5_000_000_000
-# Cancels of one tenant that wait for Redis, and cancels that one call to Redis notes.
+# Cancels of one tenant that wait for Redis, also the most in one call.
 _MAX_UNNOTED = 1_000
 
 
 class KeptCancels:
-    """Notes cancels of jobs that are not here in the index, and recalls those of jobs that were
-    published while this process did not hear cancels: before its start, or before its connection
-    came back."""
+    """Stored cancels: writes cancels of jobs elsewhere to the index and reads them back.
+
+    It looks up jobs that were published while this process did not hear cancels: before its start,
+    or before it reconnected.
+    """
 
     def __init__(
         self, index: RunningRequests, memory: CancelMemory, clock: Clock, tasks: Tasks
@@ -86,12 +90,14 @@ class KeptCancels:
         self._is_noting = False
 
     def reconnected(self) -> None:
-        """Cancels that were sent meanwhile were not heard."""
+        """Note a reconnection: cancels sent during the outage were missed."""
         self._hears_since_ns = self._clock.now_ns()
 
     def note(self, cancel: Cancel) -> None:
-        """Keep a cancel by a service. Of a tenant that sends cancels faster than Redis takes them,
-        the newest are kept."""
+        """Store a cancel by a service.
+
+        If a tenant exceeds Redis's speed, its newest cancels are kept.
+        """
         if not cancel.tenant:
             return
         unnoted = self._unnoted.setdefault(cancel.tenant, {})
@@ -111,7 +117,7 @@ class KeptCancels:
             self._is_noting = False
 
     async def recall(self, scheduled: ScheduledJob) -> None:
-        """Have the memory know whether the service of its tenant cancelled a job."""
+        """Add the stored cancel of a job, if there is one, to the memory."""
         is_heard = scheduled.timing.stored_ns >= self._hears_since_ns + _CLOCKS_DIFFER_NS
         if is_heard or scheduled.lease.tenant_queue.reserved:
             return

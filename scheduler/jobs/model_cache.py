@@ -1,4 +1,4 @@
-"""The models that jobs are prepared with, loaded when the first job asks."""
+"""Cache of the models that prepare jobs, each loaded when a job first needs it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from millrace.schemas.jobs import Job
 
 
 class Preparer(PreparingModel, Protocol):
-    """What the scheduler needs of ``registry.served.ServedModel``."""
+    """Prepared model as the scheduler uses it. See ``registry.served.ServedModel``."""
 
     @property
     def prices(self) -> PriceBook: ...
 
 
 class ModelCache:
-    """Loads each model once. ``load`` may block: it runs in a thread. Chat templates of jobs are
-    taken if ``trusts_templates``. Owns the threads that read long prompts; ``close`` ends them."""
+    """Model cache that loads each model once.
+
+    ``load`` may block: it runs in a thread. Jobs may bring chat templates if ``trusts_templates``.
+    Owns the threads that tokenize long prompts. ``close`` ends them.
+    """
 
     def __init__(self, load: Callable[[str], Preparer], *, trusts_templates: bool = False) -> None:
         self._load = load
@@ -38,10 +41,12 @@ class ModelCache:
         self._models: dict[str, asyncio.Task[Preparer]] = {}
 
     async def prepare(self, job: Job) -> Job:
-        """The job with token ids, max_tokens and seed. Raises MillraceError for a bad one.
+        """Return the job with token ids, max_tokens and seed.
 
-        A seed is drawn from the request id, so that every scheduler draws the same: a job that is
-        delivered again starts again from the same seed.
+        Raises MillraceError for an invalid job.
+
+        The seed derives from the request id, so a redelivered job starts from the same seed in
+        every scheduler.
         """
         model = await self.get(job.model)
         seed_source = random.Random(job.request_id)
@@ -55,18 +60,20 @@ class ModelCache:
         return await self._prompts.run(job.tenant, length, prepare)
 
     async def read(self, job: Job) -> GenerationRequest:
-        """What the body of a job asks for. Raises MillraceError for a bad one."""
+        """Parse the body of a job. Raises MillraceError for an invalid one."""
         return await self._prompts.run(job.tenant, len(job.body), partial(read_body, job))
 
     def change(self, load: Callable[[str], Preparer], names: Iterable[str]) -> None:
-        """Load those anew, and all others from now on, by ``load``; whoever has a job in hand goes
-        on with the former."""
+        """Drop these models, and load models by ``load`` from now on.
+
+        Jobs in preparation go on with the old model.
+        """
         self._load = load
         for name in names:
             self._models.pop(name, None)
 
     def prices(self, model: str) -> PriceBook:
-        """A model's prices; none if it is not loaded."""
+        """Return a model's prices; no prices if it is not loaded."""
         loading = self._models.get(model)
         if loading is None or not loading.done() or loading.cancelled() or loading.exception():
             return UNPRICED
@@ -76,7 +83,7 @@ class ModelCache:
         self._prompts.close()
 
     async def get(self, model: str) -> Preparer:
-        """Return a model, loaded once. Raises what loading raises."""
+        """Return a model, loaded once. Raises the loader's error."""
         loading = self._models.get(model)
         if loading is None:
             loading = asyncio.create_task(
@@ -86,7 +93,7 @@ class ModelCache:
         try:
             return await asyncio.shield(loading)
         except Exception:
-            # The next job tries again: the hub may be back, the files may be there.
+            # Retry with the next job: the hub or the files may be back.
             if self._models.get(model) is loading:
                 del self._models[model]
             raise

@@ -1,4 +1,4 @@
-"""What a prompt's prefixes are looked for by."""
+"""Prefix keys of a prompt."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from millrace.schemas.jobs import Job
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key, salt_of
 
-# Reported keys are read as numbers, in this machine's order, of jobs and of reports alike. Below
-# 2**60 they take a third less memory.
+# Keys of jobs and reports are read as integers in native byte order. Below 2**60 they take a third
+# less memory.
 _MASK = (1 << 60) - 1
 
 
 def read_keys(reported: bytes) -> list[int]:
-    """Keys of a report as numbers. Raises ValueError unless they are whole."""
+    """Return a report's keys as integers. Raises ValueError for a partial key."""
     return [key & _MASK for key in array("Q", reported)]
 
 
 class PromptKeys:
-    """The keys of a prompt's blocks, hashed when they are first asked for, and once: 0.7 us a block
-    of 16 tokens.
+    """Prefix keys of a prompt's blocks, hashed once on first use: 0.7 us a block of 16 tokens.
 
-    A worker has at most as much of it cached as leaves it one token to compute.
+    At least one token of the prompt has no key, as a worker must compute one.
     """
 
     __slots__ = ("_adapter_version", "_by_kind", "_cache_salt", "_tenant", "_token_ids")
@@ -43,13 +42,13 @@ class PromptKeys:
 
     @classmethod
     def of_job(cls, job: Job) -> PromptKeys:
-        """Those of a prepared job; none if its whole prompt has to be computed in any case."""
+        """Return the keys of a prepared job; none if its whole prompt must be computed anyway."""
         whole = job.pooling is Pooling.MEAN or job.sampling.prompt_logprobs is not None
         token_ids = () if whole else job.prompt_token_ids or ()
         return cls(token_ids, job.tenant, job.cache_salt, job.adapter_version)
 
     def of(self, block_size_tokens: int, *, salted: bool) -> list[int]:
-        """For workers with blocks of this size; ``salted`` if they keep tenants apart."""
+        """Return the keys for a block size; ``salted`` if the workers separate tenants."""
         kind = (block_size_tokens, salted)
         keys = self._by_kind.get(kind)
         if keys is None:
@@ -75,7 +74,7 @@ class PromptKeys:
                     block_size_tokens=block_size_tokens,
                 )
             except OverflowError:
-                return []  # no token has such an id: a worker will refuse it, whichever it is
+                return []  # no token has such an id: any worker will refuse the job
         return read_keys(b"".join([key[:REPORTED_BYTES] for key in keys]))
 
 

@@ -1,4 +1,4 @@
-"""Who runs which request, as an index says that outlives every scheduler."""
+"""Index of running requests, which outlives every scheduler."""
 
 from __future__ import annotations
 
@@ -10,47 +10,62 @@ from millrace.scheduler.jobs.scheduled_job import ScheduledJob
 
 
 class RunningRequests(Protocol):
-    """The index as a scheduler uses it; ``bus.running_requests`` has the one in Redis."""
+    """Index of running requests as a scheduler uses it.
+
+    Implementation: ``bus.running_requests``.
+    """
 
     async def lookup(self, request_id: str) -> RunningRequest | None:
-        """None: nothing is known, or nobody can say."""
+        """Return the entry of a request; None if it is unknown or Redis is unreachable."""
 
     async def has_ended(self, tenant: str, request_id: str) -> bool | None:
-        """Whether a tenant's request, whose job a service published, has ended. None: the tenant
-        has no such request, or Redis is unreachable."""
+        """Return whether a tenant's published request has ended.
+
+        None: the tenant has no such request, or Redis is unreachable.
+        """
 
     async def claim(
         self, request_id: str, mine: JobClaim, *, is_new: bool, void_sequence: int = 0
     ) -> JobClaim | None:
-        """Take a request id for a message; the claim of the message that has it, if that is
-        another. None also while the index cannot be reached."""
+        """Claim a request id for a message; return another message's claim if it has the id.
+
+        None also while the index is unreachable.
+        """
 
     async def note_cancels(self, tenant: str, request_ids: Sequence[str]) -> None:
-        """Services of the tenant cancelled these requests."""
+        """Store cancels by the tenant's services."""
 
     async def was_cancelled(self, tenant: str, request_id: str) -> bool:
-        """Whether a service of the tenant cancelled a request; False while Redis is
+        """Return whether a tenant's service cancelled a request; False while Redis is
         unreachable."""
 
     async def finish(self, request_id: str, worker_id: str, epoch: int) -> None:
-        """It is answered, by a worker or by none."""
+        """Mark a request as answered; ``worker_id`` may be empty."""
 
     async def held_by(self, worker_id: str) -> dict[str, str]:
-        """The leases of what a worker runs, by request id, as far as anybody can say. Of some
-        another may be the holder by now."""
+        """Return the known leases of a worker's requests, by request id.
+
+        Some may have moved since.
+        """
 
     async def settle_model(self, request_id: str, model: str, reason: str) -> tuple[str, str]:
-        """The model that was first chosen for a request, and why: this one, if none was or nobody
-        can say."""
+        """Return the model first chosen for a request, and why.
+
+        That is the given one if none was chosen or Redis is unreachable.
+        """
 
     async def settle_adapter(self, request_id: str, version: str) -> str:
-        """The version of its adapter that a request was first given: this one, if none was or
-        nobody can say."""
+        """Return the adapter version first chosen for a request.
+
+        That is the given one if none was chosen or Redis is unreachable.
+        """
 
 
 async def last_worker(index: RunningRequests, scheduled: ScheduledJob) -> str | None:
-    """The worker that ran a job last as far as the index knows, "" for nobody; None: it is answered
-    already. The next epoch will be above the known one."""
+    """Return the worker that last ran a job, "" if unknown, None if the job is answered.
+
+    Raises the epoch floor, so the next epoch is above the known one.
+    """
     known = await index.lookup(scheduled.request_id)
     if known is None:
         return ""

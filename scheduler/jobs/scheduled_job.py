@@ -1,4 +1,4 @@
-"""A job that this scheduler answers for, from the pull until it is known to have ended."""
+"""Scheduled job: a job that this scheduler answers for, from the pull until its end is known."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from millrace.schemas.models.adapters import AdapterRef
 from millrace.schemas.records import Attempt, sum_energy
 from millrace.schemas.transfer import KvSource
 
-# Beyond this many, the two oldest are kept as one.
+# Beyond this number, the two oldest attempts are merged.
 MAX_ATTEMPTS_KEPT = 16
 
 
 class _KnownAttempt(NamedTuple):
-    """``is_accepted``: its worker said so; ``is_reported``: it said what the attempt took, too."""
+    """Known attempt.
+
+    ``is_accepted``: its worker accepted it. ``is_reported``: its usage is known.
+    """
 
     attempt: Attempt
     is_accepted: bool = False
@@ -34,15 +37,14 @@ class _KnownAttempt(NamedTuple):
 
 @dataclass(slots=True)
 class AttemptHistory:
-    """What is known of a job's attempts.
+    """Attempts of a job.
 
-    ``epoch`` is that of the last one that began or may have begun, 0 before the first;
-    ``epoch_floor`` the highest that somebody else is known to have run at, ``claimed_epoch`` the
-    last below which we told everybody to stop. ``num_started`` were sent by this scheduler,
-    ``num_lost`` with their workers, which ``max_attempts`` bounds.
+    ``epoch`` is the last epoch that began or may have begun, 0 before the first. ``epoch_floor`` is
+    the highest known epoch of another scheduler. ``claimed_epoch`` is the last epoch below which
+    all workers were told to stop. This scheduler sent ``num_started`` attempts. ``num_lost`` were
+    lost with their workers, bounded by ``max_attempts``.
 
-    A worker reports an attempt when it is over there; what it took on a worker that was killed
-    nobody knows.
+    A worker reports an attempt when it is over. The usage on a worker that was killed is unknown.
     """
 
     epoch: int = 0
@@ -58,24 +60,28 @@ class AttemptHistory:
 
     @property
     def highest_epoch(self) -> int:
-        """That we ran it at, or told others to stop below."""
+        """Highest epoch at which this scheduler ran the job or told workers to stop below."""
         return max(self.epoch, self.claimed_epoch)
 
     def add_sent(self, worker_id: str, sent_ns: int, *, is_accepted: bool) -> None:
-        """A dispatch of ``epoch`` went to a worker, which accepted it or did not answer: it began
-        then at the earliest."""
+        """Add a dispatch of ``epoch`` that a worker accepted or did not answer.
+
+        ``sent_ns`` is the earliest time at which it began.
+        """
         if self.epoch not in self._by_epoch:
             attempt = Attempt(epoch=self.epoch, worker_id=worker_id, started_ns=sent_ns)
             self._add(_KnownAttempt(attempt, is_accepted))
 
     def add_found(self, epoch: int, worker_id: str) -> None:
-        """The index knows of an attempt that another scheduler sent."""
+        """Add another scheduler's attempt, as found in the index."""
         if epoch not in self._by_epoch and worker_id:
             self._add(_KnownAttempt(Attempt(epoch=epoch, worker_id=worker_id)))
 
     def add_report(self, served: Served, worker_id: str, now_ns: int) -> None:
-        """A worker says what an attempt took that is over there. Earlier ones there that it says
-        nothing of were the same, under other epochs."""
+        """Add a worker's report of an attempt that is over.
+
+        Earlier unreported attempts at that worker were the same one under other epochs.
+        """
         if not served.epoch:
             return
         same = [
@@ -101,13 +107,14 @@ class AttemptHistory:
             self._reported.set()
 
     def close(self, now_ns: int) -> None:
-        """None of them goes on."""
+        """Mark all open attempts as ended."""
         for epoch, one in self._by_epoch.items():
             if not one.attempt.ended_ns:
                 self._by_epoch[epoch] = one._replace(attempt=replace(one.attempt, ended_ns=now_ns))
 
     def earlier(self, worker_id: str = "") -> tuple[Attempt, ...]:
-        """All of them, by epoch; for a worker without those that it may still continue."""
+        """Return all attempts by epoch, without unreported ones at ``worker_id`` (may still
+        run)."""
         known = sorted(self._by_epoch.items())
         return tuple(
             one.attempt for _, one in known if one.is_reported or one.attempt.worker_id != worker_id
@@ -115,15 +122,14 @@ class AttemptHistory:
 
     @property
     def unreported_worker_id(self) -> str:
-        """The worker that accepted the last attempt, if it has not reported it so far; else
-        empty."""
+        """Worker that accepted the last attempt and has not reported it; empty if there is none."""
         if not self._by_epoch:
             return ""
         last = self._by_epoch[max(self._by_epoch)]
         return last.attempt.worker_id if last.is_accepted and not last.is_reported else ""
 
     async def wait_for_report(self, timeout_s: float) -> None:
-        """Wait until the last attempt is reported, if it may be; ``timeout_s`` at most."""
+        """Wait until the last attempt is reported, for at most ``timeout_s``."""
         self._reported = asyncio.Event()
         try:
             async with asyncio.timeout(timeout_s):
@@ -157,9 +163,11 @@ _SURE, _UNSURE = 1.0, 0.5
 
 @dataclass(slots=True, eq=False)
 class PoisonSuspicion:
-    """Of one job: ``failures`` are the deaths of workers that it is suspected of, ``detector`` the
-    one that looks into the last of them. ``outlived_engine``: an engine died under it, and nobody
-    knows of a token that it has made since."""
+    """Poison suspicion of one job.
+
+    ``failures`` counts the worker deaths that it is suspected of. ``detector`` examines the last of
+    them. ``outlived_engine``: an engine died under the job, and no later token is known.
+    """
 
     failures: float = 0.0
     detector: PoisonPillDetector | None = None
@@ -167,12 +175,12 @@ class PoisonSuspicion:
 
 
 class PoisonPillDetector:
-    """Looks into the death of one worker: how far each request got that it held.
+    """Poison pill detector for the death of one worker: checks the progress of each request there.
 
-    A request whose client got nothing new from that run is a suspect. The only suspect has a
-    failure, each of several has half a failure; a request with two failures is a poison pill.
-    Whoever got further is cleared of all, so that requests which merely live through the deaths of
-    workers are not blamed.
+    A request is a suspect if its client got no new token from that run. A single suspect gets one
+    failure, several get half a failure each. A request with two failures is a poison pill. A
+    request that progressed is cleared of all failures, so requests that merely live through worker
+    deaths are not blamed.
     """
 
     def __init__(self, suspicions: Iterable[PoisonSuspicion]) -> None:
@@ -186,8 +194,10 @@ class PoisonPillDetector:
         self._close_if_all_reported()
 
     def report(self, suspicion: PoisonSuspicion, *, progressed: bool) -> None:
-        """Whether the client of one had new tokens of the run that died. One that is over, or of
-        which nobody knows, counts as having progressed."""
+        """Record whether a client got new tokens of the lost run.
+
+        A request that is over, or of unknown state, counts as having progressed.
+        """
         if suspicion not in self._pending:
             return
         self._pending.remove(suspicion)
@@ -207,19 +217,21 @@ class PoisonPillDetector:
         self.closed.set()
 
 
-# Blocks are asked for the tokens there are and this many to come, not for all that may come: most
-# completions end long before max_tokens, and a worker that runs out preempts.
+# Blocks are reserved for the present tokens and this many more, not for max_tokens: most
+# completions end long before that, and a worker without free blocks preempts.
 HEADROOM_TOKENS = 64
 
-# The most urgent tier has rank 0. Those of a higher rank make way.
+# Rank 0 is the most urgent tier. Higher ranks make way.
 TIER_RANKS = {tier: rank for rank, tier in enumerate(Tier)}
 
 
 class ResourceRequest(NamedTuple):
-    """``num_context_tokens`` are to be prefilled (prompt and delivered tokens), at most
-    ``num_new_tokens`` follow; none if it is an embedding that is asked for. Work of lower tiers
-    than ``tier`` makes way for it. ``adapter`` is the version of the adapter that it has, empty for
-    none."""
+    """Resources that a request needs of a worker.
+
+    ``num_context_tokens`` are to be prefilled: the prompt and delivered tokens. At most
+    ``num_new_tokens`` follow, 0 for an embedding. Work below ``tier`` makes way. ``adapter`` is the
+    version of its adapter, empty without one.
+    """
 
     num_context_tokens: int
     num_new_tokens: int
@@ -231,21 +243,24 @@ class ResourceRequest(NamedTuple):
         return self.num_context_tokens + self.num_new_tokens
 
     def num_blocks(self, block_size_tokens: int) -> int:
-        """KV blocks that it will soon hold."""
+        """Return the KV blocks that the request will soon hold."""
         tokens = self.num_context_tokens + min(self.num_new_tokens, HEADROOM_TOKENS)
         return -(-tokens // block_size_tokens)
 
 
 @dataclass(slots=True)
 class TenantQueueCounts:
-    """What this scheduler knows of a tenant queue of one model.
+    """Job counts of one tenant queue of one model, as this scheduler knows them.
 
-    ``num_waiting`` jobs are thought to be in the queue for whoever pulls, of which
-    ``num_announced`` were announced since the last pull, less than none if a pull that waited was
-    faster than the announcement (``num_announced_before``: at the beginning of the pull under way).
-    ``num_here`` were pulled and not sent, ``num_ours`` pulled and not ended; ``num_others`` were
-    not found by the last pull, so other schedulers and their workers have them. ``total`` is what
-    was counted last, ``is_due``: a lease may have lapsed, so a pull is worth a try.
+    - ``num_waiting``: jobs that are thought to be in the queue.
+    - ``num_announced``: of these, announced since the last pull. Negative if a waiting pull was
+      faster than the announcement.
+    - ``num_announced_before``: the same at the beginning of the pull under way.
+    - ``num_here``: pulled and not sent.
+    - ``num_ours``: pulled and not ended.
+    - ``num_others``: not found by the last pull, so other schedulers and their workers have them.
+    - ``total``: the last count.
+    - ``is_due``: a lease may have lapsed, so a pull is worth a try.
     """
 
     num_waiting: int = 0
@@ -262,14 +277,14 @@ class TenantQueueCounts:
 
 
 class JobPhase(Enum):
-    """Where a job is. This scheduler extends the lease, until a worker runs the job."""
+    """Phase of a job. This scheduler extends the lease until a worker runs the job."""
 
     PREPARING = auto()  # pulled; its prompt is tokenized, its admission checked
-    HELD = auto()  # its tenant's limits have no place for it now
+    HELD = auto()  # the tenant's limits have no place now
     WAITING = auto()  # in the fair queue
     DISPATCHING = auto()  # on its way to a worker
     RUNNING = auto()  # a worker has it, and extends the lease
-    ENDED = auto()  # answered, or somebody else's
+    ENDED = auto()  # answered, or another scheduler's
 
 
 _NEXT_PHASES = {
@@ -283,21 +298,24 @@ _NEXT_PHASES = {
 
 
 class Tenant(NamedTuple):
-    """A tenant in one tier: whom service is shared among."""
+    """Tenant in one tier, the unit of fair shares."""
 
     tier: Tier
     name: str
 
     @classmethod
     def of(cls, tenant_queue: TenantQueue) -> Tenant:
-        """Whose the jobs of a tenant queue are; the name is empty where the subject has none."""
+        """Return the tenant of a tenant queue; the name is empty if the subject has none."""
         return cls(tenant_queue.tier, tenant_queue.tenant or "")
 
 
 @dataclass(slots=True)
 class Lease:
-    """What the queue said with the job. ``token`` extends, releases or acknowledges the lease;
-    ``is_uncertain``: nobody knows whether the job ran before this delivery."""
+    """Lease of a job, as delivered by the queue.
+
+    ``token`` extends, releases or acknowledges the lease. ``is_uncertain``: the job may have run
+    before this delivery.
+    """
 
     token: str
     num_deliveries: int
@@ -308,8 +326,11 @@ class Lease:
 
 @dataclass(slots=True)
 class JobTiming:
-    """When the queue stored the job (UTC epoch), and on the monotonic clock when it was pulled, its
-    lease extended, and its end looked up in the queue."""
+    """Times of a job.
+
+    ``stored_ns`` is when the queue stored it (UTC epoch). The others are on the monotonic clock:
+    when it was pulled, its lease was extended, and its end was last looked up.
+    """
 
     stored_ns: int = 0
     pulled_s: float = 0.0
@@ -319,9 +340,12 @@ class JobTiming:
 
 @dataclass(slots=True)
 class ClientView:
-    """What the client of a job has got: ``token_ids``, which the next attempt continues;
-    ``num_tokens_at_start`` of them when the last attempt started; and the position in the queue
-    that it was last told."""
+    """Client's view of a job.
+
+    ``token_ids`` are delivered, and the next attempt continues them. ``num_tokens_at_start`` were
+    delivered when the last attempt started. ``announced_position`` is the last published queue
+    position.
+    """
 
     token_ids: tuple[int, ...] = ()
     num_tokens_at_start: int = 0
@@ -330,8 +354,11 @@ class ClientView:
 
 @dataclass(slots=True)
 class ExpectedService:
-    """What a prepared job is expected to take: ``output_tokens`` of completion, ``tokens`` worth of
-    service in all. ``charged_tokens`` is what its tenant was charged for the attempt under way."""
+    """Expected service of a prepared job.
+
+    ``output_tokens`` is the expected completion. ``tokens`` is the expected service in all.
+    ``charged_tokens`` is charged to the tenant for the attempt under way.
+    """
 
     output_tokens: float = 1.0
     tokens: float = 1.0
@@ -340,15 +367,18 @@ class ExpectedService:
 
 @dataclass(slots=True, eq=False)
 class ScheduledJob:
-    """One job and what became of it here.
+    """Job with its state in this scheduler.
 
-    ``ran_before``: a client may have tokens of an earlier attempt, so ask before running it again;
-    ``interrupted``: there was one, as far as anybody knows. ``waits_here``: ``queue_counts`` has it
-    among those that were pulled and not sent. ``reservation`` is what was set aside for a job that
-    no gateway admitted, ``is_reserved_here`` whether that is within this process. ``adapter`` is
-    the one that a prepared job names, as workers load it. ``left_worker_id`` is the worker that it
-    was moved from, whose KV cache has all of it (empty: none); ``kv_source`` is where the worker
-    that it goes to, or is at, can pull its context from.
+    - ``ran_before``: a client may have tokens of an earlier attempt, so ask before running it
+      again.
+    - ``interrupted``: an earlier attempt was interrupted, as far as is known.
+    - ``waits_here``: counted in ``queue_counts.num_here``.
+    - ``reservation``: reserved usage of a published job. ``is_reserved_here``: in this process
+      only.
+    - ``adapter``: adapter of a prepared job, as workers load it.
+    - ``left_worker_id``: worker that the job was moved from, whose KV cache has all of it (empty:
+      none).
+    - ``kv_source``: source from which the job's worker can pull its context.
     """
 
     job: Job
@@ -405,7 +435,7 @@ class ScheduledJob:
 
     @property
     def holds_lease(self) -> bool:
-        """The lease is ours to extend."""
+        """True while this scheduler extends the lease."""
         return self.phase in (
             JobPhase.PREPARING,
             JobPhase.HELD,
@@ -419,14 +449,14 @@ class ScheduledJob:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch of the next attempt: above every one before."""
+        """Epoch of the next attempt, above all earlier ones."""
         attempts = self.attempts
         by_count = (self.lease.num_deliveries - 1) * EPOCHS_PER_DELIVERY + attempts.num_started + 1
         return max(by_count, attempts.epoch + 1, attempts.epoch_floor + 1)
 
     @property
     def resources(self) -> ResourceRequest:
-        """What a prepared job takes of a worker."""
+        """Resources that a prepared job needs of a worker."""
         if self._resources is None:
             job, num_resumed = self.job, len(self.client.token_ids)
             num_prompt_tokens = len(job.prompt_token_ids or ())
@@ -444,59 +474,64 @@ class ScheduledJob:
     # --- what happens to it ---
 
     def enter(self, phase: JobPhase) -> None:
-        """Every change of phase. AssertionError: there is no way from the phase before."""
+        """Change the phase. Raises AssertionError if the transition is not allowed."""
         assert phase in _NEXT_PHASES[self.phase], f"{self.phase.name} is followed by {phase.name}"
         self.phase = phase
 
     def set_prepared(self, job: Job) -> None:
-        """The job as a worker gets it, its prompt in token ids."""
+        """Set the job as a worker gets it, with its prompt as token ids."""
         self.job = job
         self._resources = None
 
     def resume_after(self, token_ids: tuple[int, ...]) -> None:
-        """The client has these tokens; the next attempt continues them."""
+        """Set the tokens that the client has. The next attempt continues them."""
         self.client.token_ids = token_ids
         self._resources = None
 
     def renew_lease(self, leased: LeasedJob, now_s: float) -> None:
-        """The queue delivered it again, to us."""
+        """Take the lease of a redelivery to this scheduler."""
         self.lease.token = leased.lease
         self.lease.num_deliveries = leased.num_deliveries
         self.ran_before = True
         self.timing.extended_s = now_s
 
     def start_waiting_here(self) -> None:
-        """It was pulled, or taken back from a worker."""
+        """Count the job as pulled and not sent."""
         if not self.waits_here:
             self.waits_here = True
             self.queue_counts.num_here += 1
 
     def stop_waiting_here(self) -> None:
-        """It was sent, or is over."""
+        """Count the job as sent or over."""
         if self.waits_here:
             self.waits_here = False
             self.queue_counts.num_here -= 1
 
     def start_attempt(self, now_s: float) -> None:
-        """A dispatch goes out: from here on the job may run at the worker."""
+        """Begin an attempt with a dispatch. The job may run at the worker from now on."""
         self.attempts.epoch = self.next_epoch
         self.attempts.num_started += 1
         self.timing.checked_s = now_s
 
     def undo_attempt(self, epoch_before: int) -> None:
-        """The worker refused the dispatch: nothing ran at that epoch, it is free again."""
+        """Undo an attempt that the worker refused. Nothing ran, so its epoch is free again."""
         self.attempts.epoch = epoch_before
         self.attempts.num_started -= 1
 
     @property
     def can_be_pulled(self) -> bool:
-        """Whether blocks of its context spare computing them: all of it is asked for otherwise."""
+        """True if cached blocks spare computing the context.
+
+        False if all of it must be computed.
+        """
         return self.job.pooling is None and self.job.sampling.prompt_logprobs is None
 
     @property
     def known_kv_source(self) -> KvSource | None:
-        """Where the next dispatch's tokens can be pulled from, now that it is known how many there
-        are: whoever ran it last has all of them."""
+        """KV source of the next dispatch, with its number of tokens.
+
+        The worker that last ran the job has all of them.
+        """
         source = self.kv_source
         if source is None or source.worker_id != self.left_worker_id:
             return source
@@ -505,8 +540,8 @@ class ScheduledJob:
     def assign(
         self, worker_id: str, num_cached_tokens: int, kv_source: KvSource | None = None
     ) -> None:
-        """It goes to a worker, in whose cache so much of its prompt is thought to be, and which can
-        pull more from a source."""
+        """Assign the job to a worker, with its expected cached tokens and a KV source for the
+        rest."""
         self.worker_id = worker_id
         self.kv_source = kv_source
         if self.trace is not None:
@@ -514,35 +549,37 @@ class ScheduledJob:
             self.trace.start_run(worker_id, num_cached_tokens)
 
     def unassign(self, error: str) -> None:
-        """It is with no worker; ``error``: why, if nobody said so before."""
+        """Remove the job from its worker; ``error`` is the reason unless one was recorded
+        before."""
         self.worker_id = ""
         if self.trace is not None:
             self.trace.finish_run(error)
 
     def count_lost_attempt(self) -> None:
-        """The worker is gone, and the attempt with it."""
+        """Count an attempt that was lost with its worker."""
         self.attempts.num_lost += 1
         if self.trace is not None:
             self.trace.worker_lost(began=self.phase is JobPhase.RUNNING)
 
     def interrupt(self, error: str, left_worker_id: str = "") -> None:
-        """Another worker is to continue it; ``error``: why. The one that it leaves keeps its blocks
-        if it is named."""
+        """Interrupt the attempt, so another worker continues it.
+
+        ``error`` is the reason. ``left_worker_id`` names the worker if it keeps the job's blocks.
+        """
         self.ran_before = self.interrupted = True
         self.left_worker_id = left_worker_id
         if self.trace is not None:
             self.trace.finish_run(error)
 
     def stop_tracing(self) -> None:
-        """This scheduler stops, and another one goes on with the job and its trace."""
+        """Stop tracing here. Another scheduler continues the job and its trace."""
         if self.trace is not None:
             self.trace.stop()
             self.trace = None
 
 
 class JobTable:
-    """Every scheduled job by its request id, until it has ended. ``has_jobs`` is set while there is
-    one."""
+    """Scheduled jobs by request id, until they end. ``has_jobs`` is set while there is one."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, ScheduledJob] = {}
@@ -552,14 +589,14 @@ class JobTable:
         return len(self._jobs)
 
     def __iter__(self) -> Iterator[ScheduledJob]:
-        """A snapshot: jobs may come and go meanwhile."""
+        """Iterate over a snapshot. Jobs may come and go meanwhile."""
         return iter(list(self._jobs.values()))
 
     def get(self, request_id: str) -> ScheduledJob | None:
         return self._jobs.get(request_id)
 
     def add(self, scheduled: ScheduledJob) -> None:
-        """It was pulled, and is this scheduler's to answer for."""
+        """Add a pulled job that this scheduler answers for."""
         assert scheduled.request_id not in self._jobs, "the job is in the table already"
         self._jobs[scheduled.request_id] = scheduled
         self.has_jobs.set()
@@ -567,8 +604,10 @@ class JobTable:
         scheduled.start_waiting_here()
 
     def remove(self, scheduled: ScheduledJob, error: str = "") -> None:
-        """The job is over here, for ``error`` if it failed; what is still in flight for it finds it
-        ended."""
+        """Remove a job that is over here. ``error`` is its failure, empty for none.
+
+        Calls still in flight for the job find it ended.
+        """
         scheduled.enter(JobPhase.ENDED)
         scheduled.stop_waiting_here()
         scheduled.queue_counts.num_ours -= 1

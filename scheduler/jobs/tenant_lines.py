@@ -1,4 +1,4 @@
-"""The lines in which jobs that services publish wait until their tenants' limits admit them."""
+"""Tenant lines: published jobs wait in them until their tenants' limits admit them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from millrace.scheduler.jobs.scheduled_job import JobPhase, ScheduledJob, Tenant
 from millrace.scheduler.jobs.terminal_status import TerminalStatus
 from millrace.schemas.tenants import LOCAL_TENANT
 
-# Done with None once a job is admitted or over, else with how it ends.
+# Resolved with None once a job is admitted or over, else with its terminal status.
 _Decision = asyncio.Future[TerminalStatus | None]
 
 _ANY = 1 << 30
-# What is pulled of a tenant whose limits this scheduler has not asked for yet: its first job asks.
+# Jobs pulled of a tenant whose limits are unknown here. The first job asks.
 _FIRST_PLACES = 1
-# The end of a request frees a place at once. A missed end is found by asking again: after 1 s at
-# first, then each time after twice as long.
+# An end of a request frees a place at once. A missed end is found by asking again: after 1 s, then
+# with exponential backoff.
 _RETRY_S = 1.0
 _LONGEST_RETRY_S = 16.0
 
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """One tenant's jobs. ``num_places`` were free when the limits were asked for last, and since
-    then; ``held`` were pulled and not admitted; ``num_pulling`` and ``undecided`` are on their way
-    to that. ``wakes`` wake the pullers that wait for a place, the next one first. The limits are
-    asked for again at ``due_s``."""
+    """Line of one tenant.
+
+    ``num_places`` are free, as of the last answer of the limits and later ends. ``held`` jobs were
+    pulled and not admitted. ``num_pulling`` and ``undecided`` jobs are on their way to a decision.
+    ``wakes`` wake the pullers that wait for a place, in their order. The limits are asked again at
+    ``due_s``.
+    """
 
     num_places: int = _FIRST_PLACES
     num_pulling: int = 0
@@ -59,15 +62,14 @@ class _Line:
 
 
 class TenantLines:
-    """Admits the jobs of each tenant as its limits have places, in the order of their priorities
-    and then of their arrival.
+    """Admission of each tenant's jobs by priority, then by arrival.
 
-    A line stands in the queue on the bus: while a tenant has no place, none of its published jobs
-    is pulled, but for the first where a line does not move. The few that were pulled and found no
-    place are held here, outside of the fair queue. Whatever ends frees a place at once (``freed``),
-    also what other schedulers sent or gateways admitted. Pullers that found no place take turns:
-    each is woken when its jobs may be pulled again. Jobs of gateways never wait here, and without
-    an ``admission`` no job does.
+    A line waits in the queue on the bus. While a tenant has no place, none of its published jobs is
+    pulled, except a first one if the line does not move. The few jobs that were pulled without a
+    place are held here, outside of the fair queue. Every end frees a place at once (``freed``),
+    also of requests from other schedulers or gateways. Pullers without a place take turns: each is
+    woken when its jobs may be pulled again. Gateways' jobs never wait here. Without an
+    ``admission`` no job waits here.
     """
 
     def __init__(self, admission: JobAdmission | None, clock: Clock, tasks: Tasks) -> None:
@@ -82,8 +84,8 @@ class TenantLines:
     # --- pulls ---
 
     def num_wanted(self, tenant_queue: TenantQueue, wake: asyncio.Event) -> int:
-        """Return how many jobs of a tenant queue may be pulled now; if none, ``wake`` is set when
-        that changes."""
+        """Return how many jobs of a tenant queue may be pulled; if 0, ``wake`` is set on a
+        change."""
         if self._admission is None or tenant_queue.reserved:
             return _ANY
         line = self._of(tenant_queue.tenant or LOCAL_TENANT)
@@ -93,19 +95,22 @@ class TenantLines:
         return num_wanted
 
     def pulling(self, tenant_queue: TenantQueue, num_jobs: int) -> None:
-        """A pull begins, or with less than 0 jobs ends; what it brings is ``undecided``."""
+        """Count the begin of a pull; a negative ``num_jobs`` counts its end.
+
+        Its jobs are ``undecided``.
+        """
         if self._admission is not None and not tenant_queue.reserved:
             self._of(tenant_queue.tenant or LOCAL_TENANT).num_pulling += num_jobs
 
     def is_blocked(self, tenant_queue: TenantQueue) -> bool:
-        """Whether the tenant's limits, and not the workers, keep its published jobs waiting."""
+        """Return whether the tenant's limits, not the workers, keep its published jobs waiting."""
         line = self._lines.get(tenant_queue.tenant or LOCAL_TENANT)
         if line is None or tenant_queue.reserved:
             return False
         return bool(line.held) or line.num_places <= 0
 
     def forget(self, tenant_queue: TenantQueue) -> None:
-        """The tenant queue has had no job for long."""
+        """Forget a tenant queue that has had no job for long."""
         tenant = tenant_queue.tenant or LOCAL_TENANT
         line = self._lines.get(tenant)
         if line is not None and not (line.held or line.undecided or line.num_pulling):
@@ -114,20 +119,22 @@ class TenantLines:
     # --- jobs ---
 
     def undecided(self, scheduled: ScheduledJob) -> None:
-        """A job was pulled, and is to be admitted or ended."""
+        """Note a pulled job that is to be admitted or ended."""
         if self._admission is not None and not scheduled.lease.tenant_queue.reserved:
             self._of(scheduled.job.tenant).undecided.add(scheduled)
 
     def decided(self, scheduled: ScheduledJob) -> None:
-        """It is admitted, held or ended."""
+        """Note that a job was admitted, held or ended."""
         line = self._lines.get(scheduled.job.tenant)
         if line is not None and scheduled in line.undecided:
             line.undecided.remove(scheduled)
             self._tell(line)
 
     async def admit(self, scheduled: ScheduledJob) -> TerminalStatus | None:
-        """Return None for a job that may run, else how it ends. A job that finds no place is held,
-        and ``until_admitted`` says the rest."""
+        """Return None for a job that may run, else its terminal status.
+
+        A job without a place is held. Then ``until_admitted`` returns the decision.
+        """
         if self._admission is None:
             return None
         answer = await self._admission.admit(scheduled, self._learn)
@@ -144,30 +151,33 @@ class TenantLines:
         return None
 
     async def until_admitted(self, scheduled: ScheduledJob) -> TerminalStatus | None:
-        """Wait until a held job is admitted, or over: None; or has to end: how."""
+        """Wait for a held job's decision:
+
+        None if it is admitted or over, else its terminal status.
+        """
         line = self._held.get(scheduled)
         return None if line is None else await line.held[scheduled]
 
     def close(self) -> None:
-        """Wait for no place any more: the held jobs are given back."""
+        """Stop waiting for places. The held jobs are given back."""
         for scheduled, line in self._held.items():
             line.held[scheduled].cancel()
 
     def leave(self, scheduled: ScheduledJob) -> None:
-        """A job that may be held here is over."""
+        """Remove a job that is over and may be held here."""
         line = self._held.pop(scheduled, None)
         if line is not None:
             _decide(line.held.pop(scheduled), None)
-            # The next one of the line may be over, too.
+            # The next job of the line may be over, too.
             line.num_places = max(line.num_places, 1)
             self._try(scheduled.job.tenant, line)
 
     def held(self) -> Iterable[ScheduledJob]:
-        """The held jobs, in the order of their arrival here."""
+        """Return the held jobs in the order of their arrival here."""
         return self._held
 
     def held_of(self, tenant: Tenant) -> list[ScheduledJob]:
-        """The held jobs of one tenant in one tier, the newest last."""
+        """Return the held jobs of one tenant in one tier, the newest last."""
         line = self._lines.get(tenant.name)
         held = () if line is None else (one for one in line.held if one.tenant == tenant)
         return sorted(held, key=lambda one: one.lease.stream_sequence)
@@ -175,19 +185,19 @@ class TenantLines:
     # --- places ---
 
     def freed(self, tenant: str) -> None:
-        """A request of the tenant has ended."""
+        """Note that a request of the tenant has ended."""
         line = self._lines.get(tenant)
         if line is None or line.num_places >= _ANY:
             return
         if line.wakes or line.num_places < _FIRST_PLACES:
             line.num_places += 1
         line.has_news = True
-        # If it is not settled yet, the place is there in a moment.
+        # If the end is not settled yet, the place is free in a moment.
         line.retry_s = _RETRY_S
         self._try(tenant, line)
 
     async def run(self) -> None:
-        """Ask for the limits again when that is due. Runs until it is cancelled."""
+        """Ask the limits again when due. Runs until it is cancelled."""
         while True:
             self._wake.clear()
             now_s = self._clock.monotonic()
@@ -208,7 +218,7 @@ class TenantLines:
         return line
 
     def _learn(self, tenant: str, places: Places) -> None:
-        """Note what the limits have left."""
+        """Record the remaining places of a tenant's limits."""
         line = self._of(tenant)
         line.num_places = _ANY if places.num_places is None else places.num_places
         if places.is_granted:
@@ -230,7 +240,7 @@ class TenantLines:
             self._wake.set()
 
     def _try(self, tenant: str, line: _Line) -> None:
-        """There may be a place: for the held jobs first, then for a pull."""
+        """Offer a possible place to the held jobs first, then to a pull."""
         if not line.held:
             self._tell(line)
         elif not line.is_asking:
@@ -244,7 +254,7 @@ class TenantLines:
                 wake.set()
 
     async def _ask(self, tenant: str, line: _Line) -> None:
-        """Admit the held jobs one after the other, until one has to wait."""
+        """Admit the held jobs in turn, until one has to wait."""
         assert self._admission is not None, "jobs are held by their limits"
         try:
             while (scheduled := line.next_held()) is not None:

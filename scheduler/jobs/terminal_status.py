@@ -1,4 +1,4 @@
-"""How jobs end that no worker ends: the frame, the record's status, the code."""
+"""Terminal statuses of jobs that no worker ends: frame, recorded status and code."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ _WITH_PARAM = (ParameterError, ContextLengthError, MalformedMessageError)
 
 
 class TerminalStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a job ends here. ``retryable`` and ``retry_after_s`` are for whoever asked; ``limit`` is
-    the one of its tenant that it is over, if that is why, ``param`` the field at fault, if one
-    is."""
+    """Terminal status of a job that ends without a worker.
+
+    ``retryable`` and ``retry_after_s`` are for the client. ``limit`` is the tenant's limit that was
+    reached, ``param`` the invalid field; empty if neither is the reason.
+    """
 
     status: Status
     code: str = ""
@@ -74,7 +76,7 @@ REPEATED = TerminalStatus(
 
 
 def cancelled(reason: CancelReason) -> TerminalStatus:
-    """It is not wanted any more."""
+    """Return the status of a cancelled job."""
     if reason is CancelReason.DEADLINE:
         return EXPIRED
     if reason is CancelReason.ORPHANED:
@@ -99,7 +101,7 @@ def shed(retry_after_s: float) -> TerminalStatus:
 
 
 def over_limit(error: RateLimitError) -> TerminalStatus:
-    """Its tenant uses as much as it may: for now, or for this month, or for ever."""
+    """Return the status of a job over its tenant's limit: for now, for this month, or for good."""
     return TerminalStatus(
         status=Status.SHED if error.comes_back else Status.FAILED,
         code=error.code,
@@ -111,7 +113,7 @@ def over_limit(error: RateLimitError) -> TerminalStatus:
 
 
 def over_waiting_jobs(tenant: str, tier: Tier, bound: int) -> TerminalStatus:
-    """Its tenant has as many published jobs waiting as it may."""
+    """Return the status of a job whose tenant has too many published jobs waiting."""
     return TerminalStatus(
         status=Status.SHED,
         code="max_waiting_jobs",
@@ -124,7 +126,7 @@ def over_waiting_jobs(tenant: str, tier: Tier, bound: int) -> TerminalStatus:
 
 
 def too_slow(predicted_s: float, bound_s: float) -> TerminalStatus:
-    """The first token would come later than the tier's bound."""
+    """Return the status of a job whose predicted TTFT is above the tier's bound."""
     return TerminalStatus(
         status=Status.SHED,
         code="overloaded",
@@ -136,7 +138,7 @@ def too_slow(predicted_s: float, bound_s: float) -> TerminalStatus:
 
 
 def poison_pill() -> TerminalStatus:
-    """Workers died of it."""
+    """Return the status of a job that killed its workers."""
     return TerminalStatus(
         status=Status.FAILED,
         code="poison",
@@ -146,7 +148,7 @@ def poison_pill() -> TerminalStatus:
 
 
 def refused(error: MillraceError) -> TerminalStatus:
-    """The job itself is at fault, or its model cannot be served at all."""
+    """Return the status of a job that is invalid or whose model cannot be served."""
     return TerminalStatus(
         status=Status.FAILED,
         code=error.code,
@@ -169,5 +171,5 @@ def _foreseen() -> Iterator[TerminalStatus]:
             yield TerminalStatus(status=status, code=kind.code)
 
 
-# Status and code of each end that is no job's own fault.
+# Status and code of each end that is not the job's own fault.
 FORESEEN_ENDS = frozenset((one.status, one.code) for one in _foreseen())

@@ -1,4 +1,4 @@
-"""The spans of a job that a scheduler records: each wait, and each run on a worker."""
+"""Trace spans of a job in a scheduler: each wait, and each run on a worker."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ class _Run:
 
 
 class JobTrace:
-    """One job here, from when it was stored in the queue: it waits, runs on a worker, and waits
-    again if that run was not its last. What a killed scheduler had not recorded is lost."""
+    """Trace of one job, from when the queue stored it: waits and runs alternate.
+
+    Spans that a killed scheduler had not recorded are lost.
+    """
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class JobTrace:
         stored_ns: int,
         is_first: bool,
     ) -> None:
-        """``above`` is whose child all of this is; ``is_first``: its span is recorded here, too."""
+        """Start a trace below ``above``; ``is_first``: the root span is recorded here, too."""
         now_ns = clock.now_ns()
         self._tracing = tracing
         self._clock = clock
@@ -73,13 +75,12 @@ class JobTrace:
         self._last_run: TraceContext | None = None
 
     def start_run(self, worker_id: str, num_cached_tokens: int) -> None:
-        """It waits no more; of its prompt so many tokens are thought to be in the worker's
-        cache."""
+        """Start a run at a worker, with the number of prompt tokens expected in its cache."""
         self._stop_waiting()
         self._run = _Run(self._above.anywhere(), self._clock.now_ns(), worker_id, num_cached_tokens)
 
     def mark_sent(self, epoch: int, num_resumed_tokens: int) -> str:
-        """It goes out to the worker now; the ``traceparent`` of the worker's spans."""
+        """Record the dispatch and return the ``traceparent`` of the worker's spans."""
         run = self._run
         assert run is not None
         run.epoch, run.num_resumed_tokens = epoch, num_resumed_tokens
@@ -87,7 +88,7 @@ class JobTrace:
         return run.context.traceparent
 
     def worker_lost(self, *, began: bool) -> None:
-        """The worker is gone, so that the span of a run which began there is recorded here."""
+        """Record the loss of the worker, and the span of a run that began there."""
         run = self._run
         if run is not None and began:
             span = attempt_span(run.context, self._request_id, run.epoch)
@@ -96,7 +97,7 @@ class JobTrace:
         self.finish_run(_WORKER_LOST)
 
     def finish_run(self, error: str = "") -> None:
-        """The worker has it no more; it waits again, unless it is ``over``."""
+        """End the run; the job waits again unless ``finish`` follows."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -142,12 +143,12 @@ class JobTrace:
         return Span(name, context, parent_span_id, since_ns, now_ns, kind, attributes, error=error)
 
     def stop(self) -> None:
-        """This scheduler ends; the next one that gets the job records the rest."""
+        """End the trace here. The next scheduler that gets the job records the rest."""
         self._is_first = False
         self.finish("scheduler_stopped")
 
     def finish(self, error: str = "") -> None:
-        """It is not ours any more: it has ended, or somebody else has it."""
+        """End the trace: the job has ended, or another scheduler has it."""
         if self._run is not None:
             self.finish_run(error)
             self._waits_since_ns = None
@@ -176,15 +177,17 @@ class JobTrace:
 
 
 class JobTraces:
-    """Gives the jobs of one scheduler their traces."""
+    """Traces of one scheduler's jobs."""
 
     def __init__(self, tracing: Tracing, clock: Clock) -> None:
         self._tracing = tracing
         self._clock = clock
 
     def start(self, job: Job, num_deliveries: int, stored_ns: int) -> tuple[Job, JobTrace | None]:
-        """The job as it goes on, and its trace if that is recorded. One that no gateway decided on
-        and that has no trace gets one, which is the same each time that it is delivered."""
+        """Return the job to continue, and its trace if it is recorded.
+
+        A job without a trace that no gateway decided on gets one, the same at each delivery.
+        """
         above = parse_traceparent(job.traceparent) if job.traceparent else None
         is_first = above is None and (job.source is Source.NATS or not job.reply)
         if is_first:
@@ -203,7 +206,7 @@ class JobTraces:
         return replace(job, traceparent=above.traceparent) if is_first else job, trace
 
     def recorded(self, job: Job, since_ns: int) -> None:
-        """The record of a job that no worker answered is in the outbox."""
+        """Record the span of publishing the record of a job that no worker answered."""
         above = parse_traceparent(job.traceparent) if job.traceparent else None
         if above is not None:
             self._tracing.tell(

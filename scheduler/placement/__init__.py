@@ -1,2 +1,4 @@
-"""Which worker a job goes to: the predicted end of it at each, and what their caches have. Pure.
-``dispatch`` uses it; it imports ``fleet`` and ``jobs``."""
+"""Placement: the worker of a job, by its predicted end at each worker and their prefix caches.
+
+Pure. ``dispatch`` uses it. It imports ``fleet`` and ``jobs``.
+"""

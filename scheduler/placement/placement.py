@@ -1,5 +1,7 @@
-"""Which worker a request goes to: the worker that is predicted to be done with it first. What other
-workers have of the request's context can be pulled from them. Pure."""
+"""Placement of a request: the worker with the earliest predicted end.
+
+It can pull context that other workers have cached. Pure.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ from millrace.scheduler.jobs.scheduled_job import TIER_RANKS, ResourceRequest
 from millrace.schemas.engines import WorkerRole
 from millrace.schemas.transfer import KvSource
 
-# What a pull costs beside its bytes: it is asked for, and the request waits for it.
+# Fixed cost of a pull, beside its bytes.
 PULL_OVERHEAD_S = 0.005
 
 
 class PrefixHolder(NamedTuple):
-    """A worker that has so many of a request's leading tokens."""
+    """Worker that has this many of a request's leading tokens."""
 
     worker: WorkerView
     num_tokens: int
 
     def as_source(self) -> KvSource | None:
-        """As a worker is told of it; None: it serves nothing."""
+        """Return the holder as a KV source; None if it serves no blocks."""
         endpoint = self.worker.status.transfer
         if endpoint is None:
             return None
@@ -36,7 +38,7 @@ class PrefixHolder(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """``num_tokens`` that a worker lacks are pulled from ``holder``, in ``seconds``."""
+    """Pull of ``num_tokens`` from ``holder``, which takes ``seconds``."""
 
     holder: PrefixHolder
     num_tokens: int
@@ -44,8 +46,10 @@ class Pull(NamedTuple):
 
 
 class KvHolders:
-    """Of each kind of blocks the worker that has most of a request's leading tokens. Made once for
-    each request that is placed: O(workers that have some of it)."""
+    """Best holder of a request's leading tokens, for each kind of blocks.
+
+    Made once for each placed request: O(workers with some of the tokens).
+    """
 
     def __init__(self, workers: Iterable[WorkerView], cached: Mapping[str, int]) -> None:
         self._by_kind: dict[tuple[str, str], PrefixHolder] = {}
@@ -61,9 +65,10 @@ class KvHolders:
     def pull(
         self, worker: WorkerView, num_cached_tokens: int, prefill_token_s: float
     ) -> Pull | None:
-        """What a worker would pull that has so many of the tokens itself, if that takes less time
-        than to compute them, at ``prefill_token_s`` each; what is ahead of them there makes either
-        wait."""
+        """Return the pull by a worker with ``num_cached_tokens``, if it is faster than computing.
+
+        Computing takes ``prefill_token_s`` a token. Work ahead of the request delays either way.
+        """
         if worker.kv_kind is None or not self._by_kind:
             return None
         holder = self._by_kind.get(worker.kv_kind)
@@ -78,42 +83,44 @@ class KvHolders:
 
 
 def pull_token_s(worker: WorkerView, prefill_token_s: float) -> float:
-    """What a worker takes to pull a token, also where it has measured nothing at all."""
+    """Return the seconds to pull a token, with a default if nothing was measured."""
     return worker.pull_token_s or prefill_token_s / ASSUMED_PULL_GAIN
 
 
 Policy = Literal["affine", "least_loaded"]
 
-# What workers are taken to do where none of them has measured anything.
+# Defaults for workers of a model of which none has measured anything.
 _PREFILL_TOKEN_S = 1 / 4_000
 _DECODE_STEP_S = 0.02
 _BATCH_GROWTH = 0.5
-# A wait for a slot is predicted from means; it counts this many times more, since a cached prefix
-# that is computed again elsewhere is a loss of known size.
+# A wait for a slot is predicted from means, while recomputing a cached prefix has a known cost. So
+# the wait counts this much more.
 _WAIT_CAUTION = 1.0
-# What somebody of a lower tier loses who makes way.
+# Cost of preempting a request of a lower tier, in tokens.
 _PREEMPTED_TOKENS = 1_024
-# A worker is as good as the best if it would end a request later by no more than the prefill of so
-# many tokens: one that has nothing to do, so that not one alone gets all that begins alike, or one
-# that is at work, where computing them again takes time from others.
+# A worker counts as equal to the best within the prefill time of this many tokens. The bound is
+# wide for an idle worker, so one worker does not get all requests with the same prefix. It is
+# narrow for a busy one, where recomputing takes time from other requests.
 _SHORT_PREFIX_TOKENS = 128
 _SCATTER_TOKENS = 16
-# Workers whose measured speeds differ by no more than this are taken to be equally fast: so far
-# apart are the measurements of equal ones that had other batches, or a busy machine.
+# Workers whose measured speeds differ by at most this ratio count as equally fast. Equal machines
+# measure this differently under other batches or other load.
 _EQUAL_SPEED_RATIO = 1.5
-# What is taken from others' measurements makes a step no shorter than this share of what its own
-# worker has measured.
+# Lower bound of a step that is derived from others' measurements, as a share of the worker's own
+# measurement.
 _LEAST_SHARE = 0.1
 _NONE_CACHED: Mapping[str, int] = {}
 _NO_HOLDERS = KvHolders((), _NONE_CACHED)
 
 
 class _Speeds(NamedTuple):
-    """What the workers of a model measured: on the average, which is taken for one that has
-    measured nothing, and the fastest, for those that are as good as equal to it. A sequence more
-    adds ``per_sequence_s`` to a step of any of these, as the one has measured that has seen the
-    most different batches: ``least_step_s`` is with half of the slots taken, and who has seen small
-    batches alone knows nothing of such."""
+    """Measured speeds of a model's workers.
+
+    The means are the defaults for an unmeasured worker. The least times apply to workers that are
+    nearly as fast as the fastest. One more sequence adds ``per_sequence_s`` to a step, as measured
+    by the worker with the widest range of batch sizes. ``least_step_s`` is with half of the slots
+    used: a worker that has seen only small batches has no measurement of that.
+    """
 
     prefill_token_s: float
     decode_step_s: float
@@ -128,7 +135,7 @@ class _Speeds(NamedTuple):
         return self.least_token_s if _are_equal(token_s, self.least_token_s) else token_s
 
     def decode_step_s_of(self, worker: WorkerView) -> float:
-        """Of a step with one more request."""
+        """Return the seconds of a step with one more request."""
         step_s, num_slots = worker.decode_step_s, max(worker.status.max_num_sequences, 1)
         if not step_s:
             return self.decode_step_s * (1 + _BATCH_GROWTH * worker.num_held / num_slots)
@@ -136,15 +143,17 @@ class _Speeds(NamedTuple):
             worker.step_times.at_half(num_slots, self.per_sequence_s), self.least_step_s
         ):
             return step_s
-        # The level is what measurements scatter in; what its own batch adds to it is not.
+        # The level of the line scatters between measurements. The growth with the batch does not.
         off_half = min(worker.num_held + 1, num_slots) - num_slots / 2
         return max(self.least_step_s + self.per_sequence_s * off_half, _LEAST_SHARE * step_s)
 
 
 class _Soon(NamedTuple):
-    """What is predicted of a request at a worker: seconds until all prompts up to its own are
-    prefilled, until a slot is free if there is none, of each step that decodes, and until its
-    adapter is loaded."""
+    """Predicted seconds of a request at a worker.
+
+    ``prefill_s`` until all prompts up to its own are prefilled, ``slot_s`` until a slot is free (0
+    if one is), ``step_s`` for each decode step, ``adapter_s`` until its adapter is loaded.
+    """
 
     prefill_s: float
     slot_s: float
@@ -161,17 +170,21 @@ def choose(
     now_s: float | None = None,
     holders: Iterable[WorkerView] | None = None,
 ) -> WorkerView | None:
-    """The worker that is predicted to end the request first, of those that it fits; None if there
-    is none.
+    """Return the fitting worker with the earliest predicted end of the request; None if none fits.
 
-    ``cached`` are the leading tokens of it that are in a worker's cache, by worker id: they need no
-    prefill, so they draw a request to a worker until those ahead of it there would take longer than
-    to compute them again elsewhere, or to pull them, where it can, from the one of the ``holders``
-    (None: of the workers) that has most. So does its adapter, in the slots of a worker, until it is
-    loaded elsewhere ("least_loaded" leaves both out). With ``now_s`` what workers did since their
-    heartbeats is accounted for. Of workers that are as good as each other the one with the fewest
-    requests for its slots is taken, then the one that was given none for longest, then the lowest
-    id: the same views always give the same answer.
+    Equal workers are ordered by requests per slot, then by the longest time without a request, then
+    by id: the same views always give the same answer.
+
+    Args:
+        workers: Workers of the model.
+        resources: Resources of the request.
+        cached: Leading tokens in a worker's cache, by worker id. They need no prefill, so they
+            attract the request until the wait there exceeds the cost of recomputing or pulling them
+            elsewhere.
+        expected_output_tokens: Expected length of the output.
+        policy: "least_loaded" ignores ``cached`` and adapters.
+        now_s: If given, counts the progress since the workers' heartbeats.
+        holders: Workers to pull from, by default ``workers``. The one with most tokens is used.
     """
     workers = list(workers)
     if policy == "least_loaded":
@@ -198,7 +211,7 @@ def choose(
         if done_s <= best_s + speeds.least_token_s * _num_tokens_allowed(worker)
     ]
     if resources.adapter and best.adapters.has(resources.adapter):
-        # Another copy of it takes a slot that some other adapter may need.
+        # Another copy would take a slot that another adapter may need.
         equals = [worker for worker in equals if worker.adapters.has(resources.adapter)]
     return min(equals, key=_order_of_equals)
 
@@ -208,7 +221,7 @@ def _done_s(found: tuple[float, WorkerView]) -> float:
 
 
 def _num_tokens_allowed(worker: WorkerView) -> int:
-    """By how much it may be slower than the best and is yet as good."""
+    """Return by how many tokens' prefill a worker may be slower and still count as equal."""
     return _SCATTER_TOKENS if worker.num_held else _SHORT_PREFIX_TOKENS
 
 
@@ -222,24 +235,24 @@ def predicted_ttft_s(
     num_cached_tokens: int = 0,
     expected_output_tokens: float = DEFAULT_OUTPUT_TOKENS,
 ) -> float:
-    """When a worker would have the first token of a request that is sent to it now: those before it
-    are prefilled, a slot comes free if there is none, its adapter is loaded, its own prompt is
-    prefilled."""
+    """Return the seconds until a worker would have the first token of a request sent now.
+
+    They include the prompts ahead, a free slot, the load of its adapter, and its own prefill.
+    """
     expected = min(max(expected_output_tokens, 1.0), max(resources.num_new_tokens, 1))
     soon = _predict(worker, resources, num_cached_tokens, expected, _speeds_of([worker]))
     return soon.prefill_s + soon.slot_s + soon.step_s + soon.adapter_s
 
 
 def work_ahead_s(worker: WorkerView) -> float:
-    """How long a worker will pull and prefill before it comes to a request that is sent to it
-    now."""
+    """Return the seconds of pulls and prefills ahead of a request that is sent now."""
     token_s = worker.prefill_token_s or _PREFILL_TOKEN_S
     pull_s = worker.pending_pull_tokens * pull_token_s(worker, token_s)
     return pull_s + worker.pending_prompt_tokens * token_s
 
 
 def prefill_token_s(worker: WorkerView) -> float:
-    """What a worker takes to compute a token of a prompt, as far as is known."""
+    """Return the seconds that a worker takes to compute a prompt token, with a default."""
     return worker.prefill_token_s or _PREFILL_TOKEN_S
 
 
@@ -264,7 +277,7 @@ def _predict(
     if num_held >= num_slots:
         num_over = worker.num_ahead(TIER_RANKS[resources.tier]) - num_slots + 1
         if num_over > 0:
-            # A slot comes free when one of the batch has ended.
+            # Output tokens until one request of the batch ends and frees its slot.
             output_tokens = worker.mean_output_tokens or expected_output_tokens
             each_s = output_tokens * step_s / max(num_slots, 1)
             slot_s = num_over * each_s
@@ -302,8 +315,10 @@ def _are_equal(seconds: float, least_s: float) -> bool:
 
 
 def soonest(workers: Iterable[WorkerView], resources: ResourceRequest) -> WorkerView | None:
-    """The worker that will probably have the blocks first for a request that fits nowhere now:
-    that with the most of them free, of those that could ever hold it and do not drain."""
+    """Return the worker that will probably first have the blocks for a request that fits nowhere.
+
+    That is the one with the most free blocks that could hold the request and does not drain.
+    """
     return max(
         (
             worker
@@ -316,30 +331,32 @@ def soonest(workers: Iterable[WorkerView], resources: ResourceRequest) -> Worker
 
 
 def longest_tokens(workers: Iterable[WorkerView]) -> int | None:
-    """The longest prompt + completion that any of the workers can ever hold; None: no limit, or
-    no worker to ask."""
+    """Return the most tokens of a request that any worker can hold; None: no limit or no worker."""
     limits = [worker.status.max_tokens_per_request for worker in workers]
     return None if not limits or 0 in limits else max(limits)
 
 
-# What it costs a stream to go on elsewhere behind its first token, beside what is pulled: it is
-# taken away, its client is asked what it has, it is sent, and one step is waited for.
+# Cost of moving a stream behind its first token, beside the pull: cancelling it, asking its client
+# for its tokens, sending it, and waiting for one step.
 _HOP_S = 0.03
-# A prompt of so few tokens holds nobody up.
+# A prompt of at most this many tokens delays no other stream noticeably.
 _SHORT_TOKENS = 128
 
 
 def have_roles(workers: list[WorkerView]) -> bool:
-    """Whether any of them has one."""
+    """Return whether any worker has a role."""
     return any(worker.status.role is not WorkerRole.BOTH for worker in workers)
 
 
 def for_new(
     workers: list[WorkerView], resources: ResourceRequest, cached: Mapping[str, int]
 ) -> list[WorkerView]:
-    """Those for a request that has no token yet: of the role ``prefill`` where its prompt, as far
-    as it is not cached where it would decode, takes longer to compute than its blocks take to be
-    pulled behind it, and would hold up others. All, where none of them has room for it."""
+    """Return the preferred workers for a request without a token.
+
+    These are the prefill workers if its uncached prompt would delay other streams and takes longer
+    to compute than its blocks take to pull afterwards. Otherwise they are the decode workers. If
+    none of the preferred workers has room, all workers are returned.
+    """
     deciders = [worker for worker in workers if worker.status.role is not WorkerRole.PREFILL]
     is_long = all(
         _holds_up(worker, resources, cached.get(worker.worker_id, 0))
@@ -351,21 +368,23 @@ def for_new(
 
 
 def for_running(workers: list[WorkerView], resources: ResourceRequest) -> list[WorkerView]:
-    """Those for a stream that goes on. All, where none of the others has room for it."""
+    """Return the decode workers for a stream that goes on; all workers if none of them has room."""
     return _preferred(workers, resources, WorkerRole.DECODE)
 
 
 def decoders(workers: list[WorkerView]) -> list[WorkerView]:
-    """Those that decode by their role."""
+    """Return the workers that decode by their role."""
     return [worker for worker in workers if worker.status.role is not WorkerRole.PREFILL]
 
 
 def output_tokens_at(
     candidates: list[WorkerView], workers: list[WorkerView], expected_output_tokens: float
 ) -> float:
-    """What a request without a token is expected to make where it goes now: a single one, if all
-    candidates are of the role ``prefill`` and others decode. How fast these decode is nothing to
-    it, and would count for more than how long it waits for its prompt there."""
+    """Return the expected output tokens of a new request at its first worker.
+
+    It is 1 if all candidates are prefill workers and others decode. Their decode speed does not
+    matter then, and would outweigh the wait for the prefill.
+    """
     if not candidates or not decoders(workers):
         return expected_output_tokens
     if all(worker.status.role is WorkerRole.PREFILL for worker in candidates):
@@ -374,8 +393,7 @@ def output_tokens_at(
 
 
 def _holds_up(worker: WorkerView, resources: ResourceRequest, num_cached_tokens: int) -> bool:
-    """Whether to compute the prompt at a worker takes more from those who decode there than it
-    takes to go on there with blocks that were computed elsewhere."""
+    """Return whether prefilling here costs other streams more than a move with pulled blocks."""
     num_tokens = resources.num_context_tokens - num_cached_tokens
     if not worker.num_held or num_tokens <= _SHORT_TOKENS or worker.kv_kind is None:
         return False

@@ -1,4 +1,4 @@
-"""Which workers have which prefixes in their KV caches, as far as they said."""
+"""Prefix index: the reported KV cache keys of each worker."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from millrace.schemas.control import PrefixReport
 
 logger = logging.getLogger(__name__)
 
-# Entries that are out of date stay in a worker's list until there are this many more than keys.
+# Stale entries of a worker's list are removed once there are this many more than keys.
 _SLACK = 256
 
 
 class _Holder:
-    """One worker. ``order`` has its keys, the longest unused first; some may be there twice, or not
-    be its own any more; ``digest`` is all of them under exclusive or. ``number`` is that of its
-    last report, ``missed``: one before that did not come."""
+    """Prefix keys of one worker.
+
+    ``order`` has its keys, the least recently used first. It may contain duplicates and removed
+    keys. ``digest`` is the exclusive or of all keys. ``number`` is that of the last report.
+    ``missed``: an earlier report was lost.
+    """
 
     __slots__ = ("bit", "digest", "missed", "num_keys", "number", "order")
 
@@ -35,11 +38,11 @@ class _Holder:
 
 
 class PrefixIndex:
-    """Keys by the set of workers that have them. Pure.
+    """Index from prefix keys to the workers that have them. Pure.
 
-    At most ``max_keys`` are known, each counted once for every worker that has it; where workers
-    have more, each is left an equal share, those that it used last as far as it said. 80 to 100
-    bytes for a key that one worker has, 10 to 20 for each further one.
+    At most ``max_keys`` are kept, counted once for each worker. Beyond that, each worker keeps an
+    equal share: its most recently used keys, as reported. A key takes 80 to 100 bytes for its first
+    worker and 10 to 20 for each further one.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -52,11 +55,13 @@ class PrefixIndex:
     def __len__(self) -> int:
         return self._num_keys
 
-    # --- what workers say ---
+    # --- reports ---
 
     def apply(self, report: PrefixReport) -> None:
-        """Take in a report. After one that was missed, a worker has nothing as far as ``match``
-        goes, until it reports the whole."""
+        """Apply a report.
+
+        After a lost report, ``match`` finds nothing of the worker until its next whole report.
+        """
         holder = self._holders.get(report.worker_id)
         if holder is None:
             holder = self._add(report.worker_id)
@@ -72,7 +77,7 @@ class PrefixIndex:
         except ValueError:
             holder.missed = True
             logger.warning(
-                "dropped a report of prefixes that could not be read",
+                "dropped an unreadable prefix report",
                 extra={"worker_id": report.worker_id},
             )
             return
@@ -94,7 +99,7 @@ class PrefixIndex:
 
     def _replace(self, holder: _Holder, keys: list[int]) -> None:
         if len(keys) == holder.num_keys and reduce(xor, keys, 0) == holder.digest:
-            # As nearly always: nothing that was not reported already, but for the order.
+            # The usual case: a whole report changes only the order.
             holder.order = array("Q", keys)
             return
         last = dict.fromkeys(keys)
@@ -118,7 +123,7 @@ class PrefixIndex:
         holder.order = array("Q", reversed(last))
 
     def _set(self, holder: _Holder, key: int) -> bool:
-        """Whether it is new to the worker."""
+        """Add a key; return whether it is new to the worker."""
         mask = self._masks.get(key)
         if mask is None:
             self._masks[key] = holder.bit
@@ -155,21 +160,23 @@ class PrefixIndex:
                     self._clear(holder, key)
                 del holder.order[:num_looked_at]
 
-    # --- who goes ---
+    # --- departures ---
 
     def drop(self, worker_id: str) -> None:
-        """A worker is gone, and its cache with it."""
+        """Forget a worker that is gone with its cache."""
         holder = self._holders.pop(worker_id, None)
         if holder is not None:
             for key in holder.order:
                 self._clear(holder, key)
             del self._by_bit[holder.bit]
 
-    # --- what is asked ---
+    # --- lookups ---
 
     def match(self, worker_ids: Iterable[str], keys: Sequence[int]) -> dict[str, int]:
-        """How many of the leading keys each of these workers has; those that have none are left
-        out. Walks: a block in the middle may be gone."""
+        """Return how many leading keys each worker has; workers without any are left out.
+
+        Stops at the first missing key: a block in the middle may be gone.
+        """
         holders = self._holders
         asked = 0
         for worker_id in worker_ids:
@@ -198,8 +205,7 @@ class PrefixIndex:
             bits ^= bit
 
     def cached_tokens(self, workers: Iterable[WorkerView], prompt: PromptKeys) -> dict[str, int]:
-        """How many of a prompt's leading tokens each of these workers has in its cache; those that
-        have none are left out."""
+        """Return how many leading tokens of a prompt each worker has cached, without zeros."""
         if not self._masks:
             return {}
         by_kind: dict[tuple[int, bool], list[str]] = {}

@@ -1,12 +1,10 @@
-"""Which workers change roles, where one kind of work waits for want of workers, and those of the
-other role have time. Pure: the caller passes the time in.
+"""Role balance: which workers change between prefill and decode. Pure: the caller passes the time.
 
-A role is *short* of workers while its prompts wait too long, or, of ``decode``, while streams
-are more than twice as slow as one alone would be, by prompts or by one another, or slots or KV
-cache are nearly used up. The other one gives as many as leave it
-calm: what its workers do then fills no more than ``_CALM`` of them. As this is less than makes a
-role short, a load that stays as it is moves workers one way only, until nobody is short or those
-of the other role are needed where they are.
+A role is *short* of workers while its prompts wait too long. ``decode`` is also short while streams
+take more than twice their time alone, or while slots or KV cache are nearly used up. The other role
+then gives workers as long as the rest of it stays calm: its load fills at most ``_CALM`` of the
+remaining workers. This bound is below the bounds for a shortage. So under a constant load workers
+move in one direction only, until no role is short or the other role can spare none.
 """
 
 from __future__ import annotations
@@ -17,33 +15,36 @@ from typing import NamedTuple
 
 from millrace.schemas.engines import WorkerRole
 
-# A role is short of workers beyond so much work ahead of a prompt in the mean, and ``decode``
-# beyond such a share of its slots or of its KV cache.
+# A role is short of workers if the mean work ahead of a prompt exceeds this time. ``decode`` is
+# also short if this share of its slots or KV cache is used.
 LONGEST_WAIT_S = 0.5
 MOST_OCCUPIED = 0.75
-# Of the time of streams such a share is others', beyond which ``decode`` is short, too. Unlike how
-# slow they are it grows as load does, as slower streams are more at a time.
+# ``decode`` is also short if prompts and other streams take more than this share of a stream's
+# time. This share grows in proportion to the load. The slowdown does not, as slower streams also
+# overlap more.
 MOST_SLOWED = 0.5
-# Workers are left so busy at most by those that go.
+# Highest load of a role's workers after it has given some.
 _CALM = 0.7
-# Loads are means of about so long, and a need has to be there for so long.
+# Time constant of the mean loads, and the time for which a need must last.
 _MEAN_S = 2.0
 LASTS_S = 2.0
-# Between two changes, and where the second one goes the other way.
+# Minimum time between two changes, and between changes in opposite directions.
 REST_S = 5.0
 TURN_S = 30.0
-# At most such a share of the workers with roles changes at a time, and at least one.
+# Highest share of the workers with roles that changes at a time. At least one changes.
 _STEP_SHARE = 1 / 4
 
 _OTHER = {WorkerRole.PREFILL: WorkerRole.DECODE, WorkerRole.DECODE: WorkerRole.PREFILL}
 
 
 class WorkerLoad(NamedTuple):
-    """A worker that takes work, with a role: it computes and pulls prompts for ``ahead_s`` before
-    it comes to a new one, and uses a share ``occupied`` of its slots or of its KV cache, whichever
-    is more; its steps are ``growth`` times as long as with one stream. By its own word alone it has
-    ``num_streams`` and ``num_prompt_tokens`` to compute, so that all schedulers choose the same
-    workers."""
+    """Load of a worker that has a role and takes work.
+
+    It computes and pulls prompts for ``ahead_s`` before it starts a new one. ``occupied`` is the
+    used share of its slots or of its KV cache, whichever is higher. Its steps are ``growth`` times
+    as long as with one stream. ``num_streams`` and ``num_prompt_tokens`` (still to compute) are
+    exactly as reported, so all schedulers choose the same workers.
+    """
 
     worker_id: str
     role: WorkerRole
@@ -55,9 +56,12 @@ class WorkerLoad(NamedTuple):
 
 
 class RoleLoad(NamedTuple):
-    """The workers of one role in the mean: a prompt waits ``wait_s``, such a share is ``busy`` with
-    prompts, such a share of slots or KV cache is ``occupied``, and steps are ``growth`` times as
-    long as with one stream. ``hindered`` are those busy ones that others decode at."""
+    """Mean load of a role's workers.
+
+    A prompt waits ``wait_s``. The share ``busy`` of the workers has prompts to compute. The share
+    ``occupied`` of slots or KV cache is used. Steps are ``growth`` times as long as with one
+    stream. ``hindered`` is the share of workers that are busy and also decode several streams.
+    """
 
     num_workers: int
     wait_s: float = 0.0
@@ -68,12 +72,12 @@ class RoleLoad(NamedTuple):
 
     @property
     def slowed(self) -> float:
-        """Which share of the time of streams is that of prompts and of other streams."""
+        """Share of a stream's time that prompts and other streams take."""
         return 1 - (1 - self.hindered) / max(self.growth, 1.0)
 
 
 class RoleChange(NamedTuple):
-    """A worker gets another role."""
+    """Role change of a worker."""
 
     worker_id: str
     role: WorkerRole
@@ -81,14 +85,14 @@ class RoleChange(NamedTuple):
 
 
 class Need(NamedTuple):
-    """So many workers of the other one should have this role."""
+    """Need for ``num_workers`` more workers in a role, taken from the other role."""
 
     role: WorkerRole
     num_workers: int
 
 
 def needed(prefill: RoleLoad, decode: RoleLoad) -> Need | None:
-    """Which role is short of workers that the other can spare; None where neither is, or both."""
+    """Return the role that needs workers the other can spare; None if neither or both are short."""
     is_prefill_short = prefill.wait_s > LONGEST_WAIT_S
     is_decode_short = (
         decode.wait_s > LONGEST_WAIT_S
@@ -108,13 +112,16 @@ def needed(prefill: RoleLoad, decode: RoleLoad) -> Need | None:
 
 
 def decode_share(decode: RoleLoad) -> float:
-    """How much of its workers a load fills that decodes: prompts, slots, KV cache, or the time of
-    streams, of which as much as makes ``decode`` short counts as much as that of slots."""
+    """Return the share of its workers that a decode load fills.
+
+    It is the maximum of prompts, slots or KV cache, and the streams' lost time. The latter is
+    scaled so that its bound for a shortage equals that of the slots.
+    """
     return max(decode.busy, decode.occupied, decode.slowed / MOST_SLOWED * MOST_OCCUPIED)
 
 
 class RoleBalancer:
-    """Watches the workers of one model. ``look`` is to be called a few times a second."""
+    """Role balancer of one model's workers. Call ``look`` a few times a second."""
 
     def __init__(self) -> None:
         self._means = {role: RoleLoad(0) for role in _OTHER}
@@ -124,8 +131,10 @@ class RoleBalancer:
         self._changed: tuple[WorkerRole, float] | None = None
 
     def look(self, workers: Iterable[WorkerLoad], now_s: float) -> list[RoleChange]:
-        """Who should change now: those that lose least by it. A change that anybody made, as it
-        shows in the workers' roles, makes all wait for the next one."""
+        """Return the role changes to make now, of the workers with the least load.
+
+        A change by any scheduler, seen in the workers' roles, starts the rest period.
+        """
         workers = [worker for worker in workers if worker.role in _OTHER]
         self._note_changes(workers, now_s)
         self._mean(workers, now_s)
@@ -140,7 +149,7 @@ class RoleBalancer:
         return _changes(workers, need)
 
     def note_change(self, role: WorkerRole, now_s: float) -> None:
-        """Workers were given a role."""
+        """Record that workers were given a role."""
         self._changed = (role, now_s)
 
     def _note_changes(self, workers: Sequence[WorkerLoad], now_s: float) -> None:
@@ -186,7 +195,8 @@ def _load_of(workers: Sequence[WorkerLoad]) -> RoleLoad:
 
 
 def _changes(workers: Sequence[WorkerLoad], need: Need) -> list[RoleChange]:
-    """Those with the fewest streams compute prompts, those with the least prompt work decode."""
+    """Choose workers: those with the fewest streams to prefill, the fewest prompt tokens to
+    decode."""
     givers = [worker for worker in workers if worker.role is _OTHER[need.role]]
     key = _by_streams if need.role is WorkerRole.PREFILL else _by_prompt_tokens
     chosen = sorted(givers, key=key)[: min(need.num_workers, len(givers) - 1)]

@@ -1,2 +1,6 @@
-"""Jobs that wait: what each tenant queue has, in which order jobs are served, and when their turn
-will come. Pure: the time is passed in. The stages use it; it imports ``fleet`` and ``jobs``."""
+"""Job queues: tenant queues, the fair order, and forecasts of waits.
+
+Pure: the caller passes the time.
+
+The stages use it. It imports ``fleet`` and ``jobs``.
+"""

@@ -1,4 +1,4 @@
-"""Where the jobs of one model wait: tenant queue by tenant queue, in the queue and here."""
+"""Backlog: where one model's jobs wait, by tenant queue, on the bus and in this scheduler."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from millrace.bus.job_queue import TenantQueue
 from millrace.scheduler.jobs.scheduled_job import TenantQueueCounts
 from millrace.schemas.jobs import Tier
 
-# All jobs of a tenant queue seem to be held: a lease may have lapsed, so it is tried now and then.
+# Retry interval of a tenant queue whose jobs all seem to be leased: a lease may have lapsed.
 _TRY_AGAIN_S = 1.0
 
 
 class Pullable(NamedTuple):
-    """A tenant queue of which ``num_to_pull`` jobs may be in the queue, and ``num_here`` wait
-    here."""
+    """Tenant queue with up to ``num_to_pull`` jobs on the bus and ``num_here`` in this
+    scheduler."""
 
     tenant_queue: TenantQueue
     num_to_pull: int
@@ -23,9 +23,10 @@ class Pullable(NamedTuple):
 
 
 class Backlog:
-    """What is known of the tenant queues of one model. Pure: the caller passes the time in.
+    """Backlog of one model's tenant queues. Pure: the caller passes the time.
 
-    ``published`` announces a job, and may be lost; ``counted`` is the truth now and then.
+    ``published`` announces a job, and announcements may be lost. ``counted`` corrects the numbers
+    from time to time.
     """
 
     def __init__(self) -> None:
@@ -34,10 +35,10 @@ class Backlog:
     def __len__(self) -> int:
         return len(self._tenant_queues)
 
-    # --- what is heard of the queue ---
+    # --- counts ---
 
     def published(self, tenant_queue: TenantQueue) -> bool:
-        """Whether there is something to pull that nobody waits for."""
+        """Count an announced job; return whether a pull should be started for it."""
         state = self.of(tenant_queue)
         state.num_announced += 1
         if state.num_announced <= 0:
@@ -46,13 +47,15 @@ class Backlog:
         return not state.is_pulled
 
     def counted(self, totals: Mapping[TenantQueue, int], now_s: float) -> None:
-        """How many jobs each tenant queue has, whoever holds them; tenant
-        queues that are left out have none."""
+        """Take the number of jobs in each tenant queue, also leased ones.
+
+        Absent queues have none.
+        """
         for tenant_queue in totals:
             self.of(tenant_queue)
         for tenant_queue, state in self._tenant_queues.items():
             state.total = totals.get(tenant_queue, 0)
-            # What was stored after the count is announced, but not counted.
+            # Jobs stored after the count are announced but not counted.
             found = state.total - state.num_ours - state.num_others
             state.num_announced = max(0, state.num_announced)
             state.num_waiting = max(found, state.num_announced, 0)
@@ -63,14 +66,16 @@ class Backlog:
                 state.idle_since_s = now_s
 
     def pulling(self, tenant_queue: TenantQueue) -> None:
-        """A pull begins; it may miss what is announced from now on."""
+        """Note that a pull begins. It may miss jobs that are announced from now on."""
         state = self.of(tenant_queue)
         state.is_pulled = True
         state.num_announced_before = state.num_announced
 
     def waited(self, tenant_queue: TenantQueue, num_got: int, now_s: float) -> None:
-        """What a pull brought that was out before the job, before that is ours. It may be
-        announced later."""
+        """Note the result of a pull that waited for a job, before the job counts as ours.
+
+        The job may be announced later.
+        """
         state = self.of(tenant_queue)
         num_announced = state.num_announced
         self.pulled(tenant_queue, num_got, num_got, now_s)
@@ -80,12 +85,12 @@ class Backlog:
     def pulled(
         self, tenant_queue: TenantQueue, num_wanted: int, num_got: int, now_s: float
     ) -> None:
-        """What a pull brought, before those that it brought are ours."""
+        """Note the result of a pull, before its jobs count as ours."""
         state = self.of(tenant_queue)
         state.is_pulled = state.is_due = False
         state.pulled_s = now_s
         if num_got and not state.num_waiting:
-            # All seemed to be others', and here is one: count anew.
+            # All jobs seemed to be leased by others, and one came: count anew.
             state.num_others = 0
         state.num_announced = max(0, state.num_announced - (num_got or state.num_announced_before))
         state.num_waiting = max(0, state.num_waiting - num_got)
@@ -93,32 +98,35 @@ class Backlog:
             state.num_waiting = state.num_announced
             state.num_others = max(0, state.total - state.num_ours)
         elif num_got < num_wanted and state.num_waiting:
-            # More may have come meanwhile: the next pull shows.
+            # More jobs may have come meanwhile. The next pull shows it.
             state.num_waiting = max(1, state.num_waiting)
 
     def pull_failed(self, tenant_queue: TenantQueue) -> None:
-        """Nobody knows whether there was anything."""
+        """Note that a pull failed. Its result is unknown."""
         self.of(tenant_queue).is_pulled = False
 
     def doubt_others(self) -> None:
-        """What others had may be in the queue again: count anew."""
+        """Count anew, as jobs of other schedulers may be in the queue again."""
         for state in self._tenant_queues.values():
             state.num_others = 0
             state.num_waiting = max(state.total - state.num_ours, state.num_announced, 0)
 
-    # --- what follows ---
+    # --- queries ---
 
     def num_waiting(self, tenant_queue: TenantQueue) -> int:
         state = self._tenant_queues.get(tenant_queue)
         return 0 if state is None else state.num_waiting
 
     def tenant_queues(self) -> list[TenantQueue]:
-        """All that are known."""
+        """Return all known tenant queues."""
         return list(self._tenant_queues)
 
     def to_pull(self, tiers: Container[Tier]) -> Iterator[Pullable]:
-        """Tenant queues of these tiers that a pull may bring jobs of, unless one is under way: one
-        job where a lease may have lapsed. They may be a thousand, so that nothing is looked up."""
+        """Yield tenant queues of these tiers that a pull may bring jobs of, if none is under way.
+
+        A queue where a lease may have lapsed is tried with one job. There may be a thousand queues,
+        so this looks nothing up.
+        """
         return (
             Pullable(tenant_queue, state.num_waiting or 1, state.num_here)
             for tenant_queue, state in self._tenant_queues.items()
@@ -128,7 +136,7 @@ class Backlog:
         )
 
     def waiting(self) -> dict[TenantQueue, int]:
-        """The tenant queues with jobs in the queue, and how many."""
+        """Return the number of jobs on the bus by tenant queue, without zeros."""
         return {
             tenant_queue: state.num_waiting
             for tenant_queue, state in self._tenant_queues.items()
@@ -136,8 +144,10 @@ class Backlog:
         }
 
     def waiting_published(self) -> dict[TenantQueue, int]:
-        """Tenant queues of services with jobs in the queue, and how many there were when they were
-        counted, at most: other schedulers may hold some."""
+        """Return the number of published jobs on the bus by tenant queue, without zeros.
+
+        It is an upper bound, as of the last count: other schedulers may hold some.
+        """
         return {
             tenant_queue: num_waiting
             for tenant_queue, state in self._tenant_queues.items()
@@ -145,7 +155,7 @@ class Backlog:
         }
 
     def num_published(self) -> int:
-        """Jobs that services published and that wait, in the queue or here."""
+        """Return the number of published jobs that wait, on the bus or here."""
         return sum(
             state.num_waiting + state.num_here
             for tenant_queue, state in self._tenant_queues.items()
@@ -153,7 +163,7 @@ class Backlog:
         )
 
     def idle(self, now_s: float, for_s: float) -> list[TenantQueue]:
-        """Tenant queues that have had no job for so long."""
+        """Return tenant queues without a job for at least ``for_s`` seconds."""
         return [
             tenant_queue
             for tenant_queue, state in self._tenant_queues.items()
@@ -161,13 +171,13 @@ class Backlog:
         ]
 
     def forget(self, tenant_queue: TenantQueue) -> None:
-        """Unless it has got jobs just now."""
+        """Forget a tenant queue unless it has jobs again."""
         state = self._tenant_queues.get(tenant_queue)
         if state is not None and not (state.num_ours or state.num_waiting or state.is_pulled):
             del self._tenant_queues[tenant_queue]
 
     def of(self, tenant_queue: TenantQueue) -> TenantQueueCounts:
-        """What is known of a tenant queue, from now on if nothing was."""
+        """Return the counts of a tenant queue; new ones if it is unknown."""
         state = self._tenant_queues.get(tenant_queue)
         if state is None:
             state = self._tenant_queues[tenant_queue] = TenantQueueCounts()

@@ -1,4 +1,4 @@
-"""The order in which the jobs that a scheduler holds are sent: of each tenant, and of all."""
+"""Fair queue: the order in which a scheduler sends its jobs, by tier, tenant and job."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class LazyMin(Generic[Key]):
-    """Keys with a value each; ``least`` is the key of the smallest, of equal ones the one that has
-    had it for longest. Setting costs O(log n), asking O(1) but for what changed meanwhile."""
+    """Mapping whose ``least`` returns the key of the smallest value; of equals, the oldest.
+
+    Setting costs O(log n). Asking costs O(1), plus the changes since the last call.
+    """
 
     def __init__(self) -> None:
         self._entries: dict[Key, tuple[float, int]] = {}
@@ -49,7 +51,7 @@ class LazyMin(Generic[Key]):
         self._entries.pop(key, None)
 
     def value(self, key: Key) -> float:
-        """Raises KeyError."""
+        """Return the value of a key. Raises KeyError."""
         return self._entries[key][0]
 
     def least(self) -> Key | None:
@@ -67,14 +69,15 @@ _MAX_IDLE = 10_000
 
 
 class VirtualTokens(Generic[Member]):
-    """A counter of tokens served for each member. An active member is one with jobs to serve; the
-    active member with the least counter is to be served next.
+    """Virtual tokens: a counter of served tokens for each member.
 
-    A member that becomes active is lifted to the least counter of the active ones, or to that of
-    the last one that was: an idle time earns no credit. So the counters of two members that are
-    both active all the time differ by no more than the cost of what each has in service. Counters
-    of idle members are kept, up to ``max_idle`` of them, so that a pause clears no debt. A counter
-    never falls below what it was lifted to, even if less of an earlier charge was used.
+    A member with jobs to serve is active. The active member with the least counter is served next.
+
+    A member that becomes active is lifted to the least counter of the active members, or to the
+    last one's if none is active: idle time earns no credit. So the counters of two members that are
+    both active all the time differ by no more than the cost of the work that each has in service.
+    Counters of up to ``max_idle`` idle members are kept, so a pause clears no debt. A counter never
+    falls below the value it was lifted to, even if an earlier charge is refunded.
     """
 
     def __init__(self, max_idle: int = _MAX_IDLE) -> None:
@@ -85,11 +88,11 @@ class VirtualTokens(Generic[Member]):
         self._last_stop = 0.0
 
     def __len__(self) -> int:
-        """How many members are active."""
+        """Return the number of active members."""
         return len(self._active)
 
     def begin(self, member: Member) -> None:
-        """The member is active from now on."""
+        """Mark a member as active."""
         if member in self._active:
             return
         least = self._active.least()
@@ -98,7 +101,7 @@ class VirtualTokens(Generic[Member]):
         self._active.set(member, max(self._idle.pop(member, floor), floor))
 
     def end(self, member: Member) -> None:
-        """The member is idle from now on."""
+        """Mark a member as idle."""
         if member not in self._active:
             return
         counter = self._active.value(member)
@@ -109,7 +112,7 @@ class VirtualTokens(Generic[Member]):
         self._set_idle(member, counter)
 
     def charge(self, member: Member, tokens: float) -> None:
-        """Count tokens as served, or as charged too much if they are negative."""
+        """Charge tokens to a member; negative tokens are a refund."""
         if member in self._active:
             counter = self._active.value(member) + tokens
             self._active.set(member, max(counter, self._floors[member]))
@@ -122,11 +125,11 @@ class VirtualTokens(Generic[Member]):
         return self._idle.get(member, self._floor())
 
     def floored_counter(self, member: Member) -> float:
-        """The counter, or what it would be lifted to if the member became active now."""
+        """Return the counter, lifted as if the member became active now."""
         return max(self.counter(member), self._floor())
 
     def spread(self) -> float:
-        """The most that two active members differ by."""
+        """Return the largest difference between two active members' counters."""
         values = [self._active.value(member) for member in self._active]
         return max(values) - min(values) if values else 0.0
 
@@ -141,7 +144,7 @@ class VirtualTokens(Generic[Member]):
             self._idle.popitem(last=False)
 
 
-# A tenant's first job goes at the latest when so many others of the tenant went before it.
+# Number of other jobs of the tenant that may go before its most urgent one.
 MAX_OVERTAKING = 3
 
 _Urgency = tuple[float, int]
@@ -149,8 +152,7 @@ _Entry = tuple[tuple[float, ...], int, ScheduledJob]
 
 
 class _Line:
-    """A heap of jobs, some of which may be gone; those that were met while they were passed over
-    are set aside."""
+    """Heap of jobs with lazy removal; passed-over jobs are set aside."""
 
     def __init__(self) -> None:
         self.heap: list[_Entry] = []
@@ -167,19 +169,19 @@ class _Line:
 
 
 class TenantJobs:
-    """The jobs of one tenant in one tier that are here.
+    """Jobs of one tenant in one tier in this scheduler.
 
-    The next one is, of those with the least ``priority``, the most urgent. The most urgent of all
-    is overtaken no more than ``MAX_OVERTAKING`` times, so each job is sent, whatever comes behind
-    it, after at most ``MAX_OVERTAKING + 1`` times as many of the tenant's jobs as without
-    priorities. O(log n) for each change.
+    The next job is the most urgent one of those with the lowest ``priority``. At most
+    ``MAX_OVERTAKING`` jobs overtake the most urgent job of all. So each job is sent after at most
+    ``MAX_OVERTAKING + 1`` times as many of the tenant's jobs as without priorities. O(log n) for
+    each change.
     """
 
     def __init__(self) -> None:
         self._by_priority = _Line()
         self._by_urgency = _Line()
         self._numbers = itertools.count()
-        # What is left in a line under another number is no member any more.
+        # Heap entries with another number are stale.
         self._members: dict[ScheduledJob, int] = {}
         self._passed: set[ScheduledJob] = set()
         self._num_overtaking = 0
@@ -189,18 +191,21 @@ class TenantJobs:
 
     @property
     def is_ready(self) -> bool:
-        """There is one that was not passed over."""
+        """True if a job was not passed over."""
         return len(self._members) > len(self._passed)
 
     def push(self, scheduled: ScheduledJob, urgency: _Urgency) -> None:
-        """Of two jobs of a priority the one of the lesser ``urgency`` goes first."""
+        """Add a job.
+
+        Of two jobs with equal priority, the one with the lower ``urgency`` goes first.
+        """
         number = self._members[scheduled] = next(self._numbers)
         by_priority = (scheduled.job.priority, *urgency)
         heapq.heappush(self._by_priority.heap, (by_priority, number, scheduled))
         heapq.heappush(self._by_urgency.heap, (urgency, number, scheduled))
 
     def remove(self, scheduled: ScheduledJob) -> None:
-        """It was sent, or is over."""
+        """Remove a job that was sent or is over."""
         if scheduled in self._passed:
             self._passed.remove(scheduled)
         elif scheduled is self._first(self._by_urgency):
@@ -217,13 +222,13 @@ class TenantJobs:
         self._passed.add(scheduled)
 
     def restore(self) -> None:
-        """Put those that were skipped back in their places."""
+        """Put passed-over jobs back in their places."""
         self._passed.clear()
         self._by_priority.restore()
         self._by_urgency.restore()
 
     def head(self) -> ScheduledJob:
-        """The next one. AssertionError unless one ``is_ready``."""
+        """Return the next job. Raises AssertionError unless ``is_ready``."""
         is_due = self._num_overtaking >= MAX_OVERTAKING
         found = self._first(self._by_urgency if is_due else self._by_priority)
         assert found is not None, "no job is ready"
@@ -241,7 +246,7 @@ class TenantJobs:
         return None
 
     def in_order(self) -> list[ScheduledJob]:
-        """All, in the order in which they would be sent if nothing else came."""
+        """Return all jobs in the order of sending if no other job came."""
         by_urgency = self._sorted(self._by_urgency)
         by_priority = self._sorted(self._by_priority)
         if by_priority == by_urgency:
@@ -268,13 +273,18 @@ _NEVER_NS = 2**63
 
 
 class FairQueue:
-    """The pulled jobs of one model, and how many tokens each tier and tenant was served.
+    """Pulled jobs of one model, with the tokens served to each tier and tenant.
 
-    Jobs whose run was interrupted come first, as a client is reading their stream. Then the tier
-    that was served least for its weight, the batch tier only when no other has a job here; in a
-    tier the tenant that was served least; of a tenant mostly those of the least priority (see
-    ``TenantJobs``), and of these the job with the earliest deadline, or the shortest one. ``want``
-    tells of tenants whose jobs are still in the work queue.
+    Order of sending:
+
+    1. Interrupted jobs, as a client is reading their stream.
+    2. The tier that was served least for its weight. The batch tier comes only if no other tier
+       has a job here.
+    3. In a tier, the tenant that was served least.
+    4. Of a tenant, mostly the job with the lowest priority (see ``TenantJobs``), then the job with
+       the earliest deadline, or the shortest job.
+
+    ``want`` registers tenants whose jobs are still on the bus.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -288,7 +298,7 @@ class FairQueue:
         self._ready: dict[Tier, LazyMin[str]] = {tier: LazyMin() for tier in Tier}
         self._returning: list[tuple[bool, int, int, ScheduledJob]] = []
         self._numbers = itertools.count()
-        # What is left in a heap under another number is no member any more.
+        # Heap entries with another number are stale.
         self._members: dict[ScheduledJob, int] = {}
         self._queued: set[ScheduledJob] = set()
         self._passed: dict[ScheduledJob, None] = {}
@@ -303,14 +313,13 @@ class FairQueue:
         return scheduled in self._members
 
     def __iter__(self) -> Iterator[ScheduledJob]:
-        """A snapshot, in no order."""
+        """Iterate over a snapshot, in no order."""
         return iter(list(self._members))
 
     # --- which tenants have jobs ---
 
     def want(self, tenant: Tenant, wants: bool, name: str = "") -> None:
-        """Note whether a tenant has jobs in the work queue still, under one of the names by which
-        the model is requested."""
+        """Note whether a tenant still has jobs on the bus under one of the model's names."""
         if wants:
             self._wanted.setdefault(tenant, set()).add(name)
             self._begin(tenant)
@@ -323,7 +332,7 @@ class FairQueue:
     def _begin(self, tenant: Tenant) -> None:
         if tenant not in self._tenant_jobs:
             if tenant.tier is not Tier.BATCH:
-                # It is never charged as a tier, so it would be the least served for ever.
+                # The batch tier is never charged, so it would always be the least served.
                 self._tiers.begin(tenant.tier)
             self._tenants[tenant.tier].begin(tenant.name)
             self._tenant_jobs[tenant] = TenantJobs()
@@ -340,7 +349,7 @@ class FairQueue:
     # --- in and out ---
 
     def expect(self, scheduled: ScheduledJob) -> None:
-        """A job is being prepared, and will be pushed unless it is removed before."""
+        """Count a job in preparation. ``push`` or ``remove`` follows."""
         self._expected.add(scheduled)
         self._num_expected[scheduled.job.tier] += 1
 
@@ -370,7 +379,7 @@ class FairQueue:
         )
 
     def remove(self, scheduled: ScheduledJob) -> None:
-        """A job was sent, or is over."""
+        """Remove a job that was sent or is over."""
         self._expect_no_more(scheduled)
         if self._members.pop(scheduled, None) is None:
             return
@@ -387,8 +396,7 @@ class FairQueue:
             self._end_if_idle(tenant)
 
     def pass_over(self, scheduled: ScheduledJob) -> None:
-        """Skip the head, which cannot be sent just now, until ``restore_passed``. It stays a
-        member."""
+        """Skip the head, which cannot be sent now, until ``restore_passed``. It stays a member."""
         self._passed[scheduled] = None
         if scheduled not in self._queued:
             self._returning = [item for item in self._returning if item[3] is not scheduled]
@@ -401,7 +409,7 @@ class FairQueue:
             self._ready[tenant.tier].discard(tenant.name)
 
     def restore_passed(self) -> None:
-        """Put the jobs that were skipped back in their places."""
+        """Put skipped jobs back in their places."""
         passed, self._passed = self._passed, {}
         for scheduled in passed:
             if scheduled not in self._queued:
@@ -414,8 +422,10 @@ class FairQueue:
                 self._ready[tier].set(name, self._tenants[tier].counter(name))
 
     def head(self, above: Tier | None = None) -> ScheduledJob | None:
-        """The job to send next, of the tiers above one if that is given. It stays until it is
-        removed."""
+        """Return the job to send next, only from tiers above ``above`` if that is given.
+
+        It stays queued.
+        """
         returning = self._top_returning() if above is None else self._returning_above(above)
         if returning is not None and returning.job.tier is not Tier.BATCH:
             return returning
@@ -453,8 +463,8 @@ class FairQueue:
     def _urgency(self, scheduled: ScheduledJob) -> tuple[float, int]:
         number = scheduled.lease.stream_sequence
         if self._shortest:
-            # Length halves with every ``ageing_s`` of waiting. As that goes for all jobs alike, the
-            # time of the pull stands for the time waited.
+            # Each ``ageing_s`` of waiting halves the length. As all jobs age alike, the time of the
+            # pull stands for the time waited.
             length = math.log2(max(scheduled.service.output_tokens, 1.0))
             return length + scheduled.timing.pulled_s / self._ageing_s, number
         deadline_ns = scheduled.job.deadline_ns
@@ -463,7 +473,7 @@ class FairQueue:
     # --- service ---
 
     def charge(self, tenant: Tenant, tokens: float) -> None:
-        """Count tokens as served to a tenant, or as not served if they are negative."""
+        """Charge tokens to a tenant; negative tokens are a refund."""
         tier, name = tenant
         self._tenants[tier].charge(name, tokens)
         if tier is not Tier.BATCH:
@@ -472,55 +482,59 @@ class FairQueue:
             self._ready[tier].set(name, self._tenants[tier].counter(name))
 
     def charge_attempt(self, scheduled: ScheduledJob, num_cached_tokens: int) -> None:
-        """Charge for an attempt on a worker that has so many tokens of the prompt cached."""
+        """Charge an attempt on a worker that has this many tokens of the prompt cached."""
         scheduled.service.charged_tokens = scheduled.service.tokens - num_cached_tokens
         self.charge(scheduled.tenant, scheduled.service.charged_tokens)
 
     def refund_attempt(self, scheduled: ScheduledJob) -> None:
-        """Take the charge for an attempt back, which is over: what it used is charged when a worker
-        reports it."""
+        """Refund the estimated charge of an attempt that is over.
+
+        Actual usage is charged on its report.
+        """
         if scheduled.service.charged_tokens:
             self.charge(scheduled.tenant, -scheduled.service.charged_tokens)
             scheduled.service.charged_tokens = 0.0
 
     def rank_of(self, tier: Tier) -> tuple[bool, float]:
-        """A sort key of tiers: the next one to be served is the least."""
+        """Return a sort key of tiers: the lowest is served next."""
         return tier is Tier.BATCH, self._tiers.counter(tier)
 
     def counters(self, tier: Tier) -> VirtualTokens[str]:
-        """The tokens that each tenant of a tier was served."""
+        """Return the served tokens of a tier's tenants."""
         return self._tenants[tier]
 
     def lead(self, tier: Tier, over: Tier) -> float:
-        """How many more tokens a tier was served than another one, each for its weight."""
+        """Return by how much a tier's served tokens, for its weight, exceed another's."""
         floored = self._tiers.floored_counter
         return floored(tier) - floored(over)
 
     def num_of(self, tier: Tier) -> int:
-        """Jobs of a tier that wait here."""
+        """Return the number of a tier's jobs that wait here."""
         return self._num_of[tier]
 
     def num_here(self, tier: Tier) -> int:
-        """The same, with those that are being prepared."""
+        """Return the number of a tier's jobs that wait or are being prepared here."""
         return self._num_of[tier] + self._num_expected[tier]
 
     # --- the order of all ---
 
     def in_order(self) -> list[ScheduledJob]:
-        """All that wait here, in the order in which they would be sent if nothing else came and
-        each took what is expected of it."""
+        """Return all waiting jobs in the order of sending.
+
+        Assumes that no other job comes and each takes its expected service.
+        """
         returning = self.returning()
         first = [scheduled for scheduled in returning if scheduled.job.tier is not Tier.BATCH]
         last = [scheduled for scheduled in returning if scheduled.job.tier is Tier.BATCH]
         return [*first, *self._rounds(INTERACTIVE), *last, *self._rounds((Tier.BATCH,))]
 
     def returning(self) -> list[ScheduledJob]:
-        """Those whose run was interrupted, in their order."""
+        """Return interrupted jobs in their order."""
         found = [item for item in self._returning if self._members.get(item[3]) == item[2]]
         return [scheduled for _, _, _, scheduled in sorted(found)]
 
     def by_tenant(self) -> dict[Tenant, list[ScheduledJob]]:
-        """The others by tenant, each tenant's in its order."""
+        """Return jobs that were not interrupted by tenant, each tenant's in their order."""
         return {
             Tenant(tier, name): self._tenant_jobs[Tenant(tier, name)].in_order()
             for tier in Tier
@@ -528,7 +542,7 @@ class FairQueue:
         }
 
     def floored_counter(self, tier: Tier) -> float:
-        """Tokens that a tier was served for its weight, or where it would begin now."""
+        """Return a tier's served tokens for its weight, lifted as if it became active now."""
         return self._tiers.floored_counter(tier)
 
     def _rounds(self, tiers: tuple[Tier, ...]) -> Iterator[ScheduledJob]:
@@ -547,15 +561,17 @@ class FairQueue:
 
 
 def weights_of(tiers: TierPolicies) -> dict[Tier, float]:
-    """The share of each tier."""
+    """Return the weight of each tier."""
     return {tier: getattr(tiers, tier.value).weight for tier in Tier}
 
 
 def _interleaved(
     sources: Iterable[tuple[float, float, Iterator[ScheduledJob]]],
 ) -> Iterator[ScheduledJob]:
-    """The jobs of several, each with a counter of what it was served and a weight: always the next
-    one of the least served."""
+    """Merge several sources of jobs, each with a counter of its service and a weight.
+
+    The next job always comes from the source that was served least.
+    """
     heap = [
         (counter, number, weight, jobs) for number, (counter, weight, jobs) in enumerate(sources)
     ]

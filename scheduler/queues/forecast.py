@@ -1,4 +1,4 @@
-"""When the jobs that wait for a model will start, and when one that comes now would. Pure."""
+"""Forecast of a model's queue: starts of the waiting jobs and of a new job. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from millrace.scheduler.queues.measurements import JobSize, size_of
 from millrace.schemas.config import TierPolicies
 from millrace.schemas.jobs import Tier
 
-# Jobs that are looked at one by one; those behind them follow at the mean distance of these.
+# Number of jobs simulated one by one. Later ones follow at the mean interval of these.
 _MAX_JOBS = 512
 _MAX_SLOTS = 1_024
-# Lengths follow one another neither up nor down.
+# Stride through the lengths, so that they are in no ascending or descending order.
 _SHUFFLE = 5
 
 
 class Waiting(NamedTuple):
-    """Of one tenant: the jobs that are here, in their order, how many more are in the queue behind
-    them, each like ``size``, and how many like that it sends in a second."""
+    """Waiting jobs of one tenant.
+
+    ``scheduled_jobs`` are in this scheduler, in their order. ``num_more`` follow on the bus, each
+    like ``size``. The tenant sends ``per_s`` such jobs a second.
+    """
 
     scheduled_jobs: list[ScheduledJob]
     num_more: int
@@ -34,9 +37,11 @@ class Waiting(NamedTuple):
 
 @dataclass
 class Forecast:
-    """Seconds from now: ``starts_s`` until each job that is here is in a batch, ``tiers_s`` until
-    one would be that came now from a tenant without others, ``tenants_s`` from a tenant with others
-    before it."""
+    """Predicted waits in seconds from now.
+
+    ``starts_s`` until each job here is in a batch. ``tiers_s`` for a new job of a tenant without
+    waiting jobs. ``tenants_s`` for a new job of a tenant with waiting jobs.
+    """
 
     starts_s: dict[ScheduledJob, float] = field(default_factory=dict)
     tiers_s: dict[Tier, float] = field(default_factory=dict)
@@ -44,8 +49,10 @@ class Forecast:
 
 
 class Slots:
-    """When each of the workers' slots is free: who is next takes the first. Of very many workers a
-    part stands for all, each slot for several."""
+    """Times at which the workers' slots are free. The next job takes the first.
+
+    With very many workers, a sample stands for all, and each of its slots for several.
+    """
 
     def __init__(
         self, workers: Iterable[WorkerView], now_s: float, spread: Sequence[float] = (1.0,)
@@ -69,7 +76,7 @@ class Slots:
         return self._free_s[0][0]
 
     def take(self, size: JobSize) -> float:
-        """When a job starts that is next."""
+        """Take the next free slot for a job and return when it starts."""
         at_s, number = self._free_s[0]
         self._num_taken += 1
         if self._num_taken % self._num_alike:
@@ -80,7 +87,7 @@ class Slots:
 
 
 class Forecaster:
-    """Sends all that waits to the slots, in the order of the fair queue, on paper."""
+    """Simulation of the fair queue that sends all waiting jobs to the slots."""
 
     def __init__(
         self, queue: FairQueue, waiting: Mapping[Tenant, Waiting], tiers: TierPolicies
@@ -90,7 +97,7 @@ class Forecaster:
         self._weights = weights_of(tiers)
 
     def run(self, slots: Slots) -> Forecast:
-        """There must be slots."""
+        """Return the forecast. ``slots`` must not be empty."""
         found = Forecast()
         num_left = _MAX_JOBS
         first_s = slots.next_s
@@ -106,7 +113,7 @@ class Forecaster:
         return found
 
     def _send(self, tiers: tuple[Tier, ...], slots: Slots, found: Forecast, num_left: int) -> int:
-        """How many more may be looked at."""
+        """Simulate the queues of some tiers; return how many more jobs may be simulated."""
         lines = [_TierLine(self._queue, tier, self._waiting, self._weights[tier]) for tier in tiers]
         num_turns = [0] * len(lines)
         while num_left and any(line.is_open or line.tier not in found.tiers_s for line in lines):
@@ -116,14 +123,14 @@ class Forecaster:
             wanting = [number for number, line in enumerate(lines) if line.is_wanting]
             for line in lines:
                 if not line.is_wanting:
-                    # Nobody of the tier is before whoever comes now.
+                    # No job of this tier is ahead of a new one.
                     found.tiers_s.setdefault(line.tier, now_s)
             if not wanting:
                 break
             number = min(wanting, key=lambda one: lines[one].counter)
             line = lines[number]
             if num_turns[number]:
-                # Whoever is new begins level with the first, who goes before it.
+                # A new tenant starts level with the least served one, which goes first.
                 found.tiers_s.setdefault(line.tier, now_s)
             item = line.next(found.tenants_s, now_s)
             if item is None:
@@ -137,7 +144,7 @@ class Forecaster:
         return num_left
 
     def _guess_the_rest(self, found: Forecast, last_s: float, gap_s: float) -> None:
-        """Of those behind the last that was looked at."""
+        """Extrapolate for tenants behind the last simulated job."""
         rest = {tenant: of for tenant, of in self._waiting.items() if tenant not in found.tenants_s}
         num_rest = sum(len(of.scheduled_jobs) + of.num_more for of in rest.values())
         num_behind = max(0, num_rest - _MAX_JOBS)
@@ -148,8 +155,10 @@ class Forecaster:
 
 
 class _TierLine:
-    """The jobs of one tier in their order, whose tenants take turns. ``is_open``: of a tenant it is
-    not known so far when one would start that came now."""
+    """Jobs of one tier in their order, with the tenants taking turns.
+
+    ``is_open``: the start of a new job is still unknown for some tenant.
+    """
 
     def __init__(
         self, queue: FairQueue, tier: Tier, waiting: Mapping[Tenant, Waiting], weight: float
@@ -176,8 +185,11 @@ class _TierLine:
         return bool(self._turns)
 
     def admit(self, now_s: float, least: float) -> None:
-        """What will have come by then stands in line, its tenant no further ahead than another,
-        nor its tier than ``least``."""
+        """Add the jobs that have come by ``now_s``.
+
+        Their tenant starts no further ahead than another tenant, their tier no lower than
+        ``least``.
+        """
         was_wanting = self.is_wanting
         while self._to_come and self._to_come[0][0] <= now_s:
             _, _, turn = heapq.heappop(self._to_come)
@@ -189,7 +201,8 @@ class _TierLine:
     def next(
         self, tenants_s: dict[Tenant, float], now_s: float
     ) -> tuple[ScheduledJob | None, JobSize] | None:
-        """Who is next; a tenant whose turn it is without a job left would start one ``now_s``."""
+        """Return the next job; None if the next tenant has none left, so a new job would start
+        now."""
         turn = self._turns[0]
         item = next(turn.jobs, None)
         if item is None:
@@ -205,12 +218,12 @@ class _TierLine:
         return item
 
     def _expect(self, turn: _Turn, now_s: float) -> None:
-        """All that waited was sent; more will come, one after the other."""
+        """Expect further jobs of a tenant whose waiting jobs were all sent."""
         of = self._waiting[turn.tenant]
         if of.per_s <= 0:
             return
         due_s = max(turn.due_s, 0.0) + 1 / of.per_s
-        # As many as came by now are there together.
+        # Jobs that are due by now come together.
         num_due = 1 + max(0, int((now_s - due_s) * of.per_s))
         later = turn._replace(
             jobs=repeat((None, of.size), num_due),
@@ -221,8 +234,11 @@ class _TierLine:
 
 
 class _Turn(NamedTuple):
-    """A tenant in line. ``is_now``: with what has come; ``due_s`` is when the last of its jobs
-    that are not there yet will come."""
+    """Turn of a tenant.
+
+    ``is_now``: with its present jobs, not expected ones. ``due_s`` is the arrival of the last
+    expected job.
+    """
 
     counter: float
     number: int

@@ -1,4 +1,4 @@
-"""What is measured of a model's jobs: arrivals, lengths of answers, ends a second."""
+"""Measurements of a model's jobs: arrival rates, output lengths, throughput."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from millrace.scheduler.jobs.scheduled_job import ScheduledJob, Tenant
 
 _ARRIVALS_WINDOW_S = 20.0
 _LEAST_WINDOW_S = 1.0
-# Arrivals of a tenant that are remembered: as many in less time give the rate as well.
+# Arrivals remembered of a tenant: this many in less time give the rate as well.
 _MAX_TIMES = 256
 _MAX_TENANTS = 1_024
 _NEWEST_SIZE_WEIGHT = 1 / 16
 
 
 class JobSize(NamedTuple):
-    """What is expected of a job: ``tokens`` are the service that its tenant is charged for."""
+    """Expected size of a job. ``tokens`` is the service charged to its tenant."""
 
     prompt_tokens: float
     output_tokens: float
@@ -41,14 +41,14 @@ class _Asked:
 
 
 class ArrivalRates:
-    """Jobs by tenant: how many a second, and how large. Pure: the time is passed in."""
+    """Arrival rate and mean size of jobs by tenant. Pure: the caller passes the time."""
 
     def __init__(self, now_s: float) -> None:
         self._begun_s = now_s
         self._tenants: OrderedDict[Tenant, _Asked] = OrderedDict()
 
     def note(self, scheduled: ScheduledJob, now_s: float) -> None:
-        """A job has come, and is prepared."""
+        """Record the arrival of a prepared job."""
         tenant, size = scheduled.tenant, size_of(scheduled)
         asked = self._tenants.get(tenant)
         if asked is None:
@@ -62,12 +62,12 @@ class ArrivalRates:
         asked.times_s.append(now_s)
 
     def size_of(self, tenant: Tenant) -> JobSize | None:
-        """What its jobs are like; None: none is known."""
+        """Return the mean size of a tenant's jobs; None if unknown."""
         asked = self._tenants.get(tenant)
         return None if asked is None else asked.size
 
     def rates(self, now_s: float) -> dict[Tenant, float]:
-        """Jobs a second of all that asked lately."""
+        """Return the jobs per second of each tenant with recent arrivals."""
         found: dict[Tenant, float] = {}
         oldest_s = now_s - _ARRIVALS_WINDOW_S
         for tenant, asked in list(self._tenants.items()):
@@ -84,11 +84,11 @@ class ArrivalRates:
         return found
 
 
-# An answer's weight is at least this, so about as many of the last ones are remembered.
+# Lower bound of the newest answer's weight, so about the last 64 answers are remembered.
 _NEWEST_WEIGHT = 1 / 64
-# What is known beforehand counts as so many answers.
+# Weight of the prior, in answers.
 _PRIOR_ANSWERS = 4.0
-# Lengths are counted in buckets that grow by this factor.
+# Growth factor of the length buckets.
 _BUCKET_FACTOR = 1.5
 _NUM_BUCKETS = 32
 _NUM_SHARES = 8
@@ -96,11 +96,10 @@ _LOG_FACTOR = math.log(_BUCKET_FACTOR)
 
 
 class OutputLengths:
-    """Running estimates of the length of completions, by tenant, of one model.
+    """Running estimates of one model's output lengths, by tenant.
 
-    A tenant of whom little is known is taken to be like all others, and these to be like
-    ``prior_tokens`` until there are answers. Of more than ``max_tenants``, the one that was not
-    heard of for longest is forgotten. O(1) an answer.
+    The mean of all tenants is the prior of a tenant, and ``prior_tokens`` is the prior of that
+    mean. Beyond ``max_tenants``, the least recently seen tenant is forgotten. O(1) an answer.
     """
 
     def __init__(self, prior_tokens: float = 128.0, max_tenants: int = 4_096) -> None:
@@ -113,7 +112,7 @@ class OutputLengths:
         return len(self._tenants)
 
     def observe(self, tenant: str, completion_tokens: int) -> None:
-        """A completion of this tenant has ended with so many tokens."""
+        """Record the length of a completion that has ended."""
         lengths = self._tenants.get(tenant)
         if lengths is None:
             lengths = self._tenants[tenant] = _Lengths()
@@ -125,16 +124,17 @@ class OutputLengths:
         self._all.add(completion_tokens)
 
     def expected_output(self, tenant: str, max_tokens: int) -> float:
-        """Tokens that a completion will have which may have ``max_tokens``; at least 1, or 0 where
-        none may come."""
+        """Return the expected tokens of a completion: at least 1, at most ``max_tokens``."""
         of_all = self._all.mean(self._prior_tokens)
         lengths = self._tenants.get(tenant)
         expected = of_all if lengths is None else lengths.mean(of_all)
         return min(max(expected, 1.0), max(max_tokens, 0))
 
     def spread(self) -> tuple[float, ...]:
-        """Of all tenants together, lengths over their mean at evenly spaced shares: all 1 if they
-        are alike, or little is known."""
+        """Return the lengths of all tenants at evenly spaced quantiles, divided by their mean.
+
+        All are 1 if the lengths are equal or little is known.
+        """
         if self._all.num_answers < _PRIOR_ANSWERS:
             return (1.0,) * _NUM_SHARES
         found = [self._all.quantile((n + 0.5) / _NUM_SHARES) for n in range(_NUM_SHARES)]
@@ -143,7 +143,7 @@ class OutputLengths:
 
 
 class _Lengths:
-    """A fading mean of lengths."""
+    """Exponentially weighted mean of lengths."""
 
     __slots__ = ("_mean", "num_answers")
 
@@ -152,7 +152,7 @@ class _Lengths:
         self._mean = 0.0
 
     def add(self, num_tokens: int) -> float:
-        """The weight that the newest one has."""
+        """Add a length and return its weight."""
         self.num_answers += 1
         weight = max(1 / self.num_answers, _NEWEST_WEIGHT)
         self._mean += weight * (num_tokens - self._mean)
@@ -164,7 +164,7 @@ class _Lengths:
 
 
 class _SpreadLengths(_Lengths):
-    """With a fading histogram."""
+    """Exponentially weighted mean and histogram of lengths."""
 
     __slots__ = ("_counts",)
 
@@ -182,7 +182,7 @@ class _SpreadLengths(_Lengths):
         return weight
 
     def quantile(self, share: float) -> float:
-        """The length that so large a share does not pass, within the factor 1.5."""
+        """Return the length that this share of answers does not exceed, within the factor 1.5."""
         left = share
         for bucket in sorted(self._counts):
             left -= self._counts[bucket]
@@ -199,7 +199,10 @@ _RETRY_UNKNOWN_S = 5.0
 
 
 class Throughput:
-    """Requests ended in the last seconds, by all workers of a model. Pure: time is passed in."""
+    """Requests ended by all workers of a model in the last seconds.
+
+    Pure: the caller passes the time.
+    """
 
     def __init__(self) -> None:
         self._buckets: deque[tuple[float, int]] = deque()
@@ -220,7 +223,7 @@ class Throughput:
             self._total -= self._buckets.popleft()[1]
 
     def per_s(self, now_s: float) -> float:
-        """Requests a second; 0 when none ended lately."""
+        """Return the requests ended per second; 0 if none ended recently."""
         self._forget(now_s)
         if not self._buckets:
             return 0.0
@@ -229,14 +232,14 @@ class Throughput:
 
 
 def eta_s(num_ahead: float, per_s: float) -> float | None:
-    """How long until ``num_ahead`` requests are done; None when nobody knows."""
+    """Return the seconds until ``num_ahead`` requests are done; None if unknown."""
     if num_ahead <= 0:
         return 0.0
     return num_ahead / per_s if per_s > 0 else None
 
 
 def retry_after_s(num_queued: int, bound: int, per_s: float) -> float:
-    """When the queue will have capacity again: until it is at three quarters of its bound."""
+    """Return the seconds until the queue is at three quarters of its bound."""
     wait_s = eta_s(num_queued - bound * 3 // 4, per_s)
     if wait_s is None:
         return _RETRY_UNKNOWN_S

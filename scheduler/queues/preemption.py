@@ -1,4 +1,4 @@
-"""Which jobs may go before one that no worker has capacity for."""
+"""Preemption policy: which jobs may go before a job that no worker has capacity for."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from millrace.scheduler.queues.fair_queue import INTERACTIVE, FairQueue, weights
 from millrace.schemas.config import SchedulerConfig
 from millrace.schemas.jobs import Tier
 
-# Without measurements.
+# Default without measurements.
 _STEP_S = 0.02
-# Maximum idle time used for extrapolation: what runs now may not have run then.
+# Maximum time used for extrapolation: the present runs may not have existed before.
 _LONGEST_S = 30.0
-# The shortest wait until it is looked again, and the longest, as more may run by then.
+# Shortest and longest wait until the next look. More jobs may run by then.
 _SOONEST_S, _LATEST_S = 0.002, 0.5
 
 
 @dataclass(slots=True)
 class _Running:
-    """What the jobs of a tier that run were served since it had a turn, or since a higher one was
-    level with it, known up to ``until_s``, and are served each second."""
+    """Estimated service of a tier's running jobs.
+
+    ``tokens`` counts from the tier's last turn, or from when a higher tier was last level with it,
+    until ``until_s``. ``per_s`` is the present rate in tokens per second.
+    """
 
     until_s: float
     tokens: float = 0.0
@@ -30,14 +33,15 @@ class _Running:
 
 
 class PreemptionPolicy:
-    """Bounds by how much a tier may be ahead of one whose next job fits nowhere.
+    """Bound on how far a tier may be ahead of a lower tier whose next job fits nowhere.
 
-    A worker that is full of a lower tier has capacity for a higher one, whose jobs need not
-    wait for a turn of the lower which nobody can give it now. They go first as long as their
-    tier was served no more, for its weight, than the lower one will have been after its next
-    job, with what its jobs that run are served meanwhile: so in the long run no tier gets more
-    of the workers than its weight says while others wait. ``is_timed``: a round is due already
-    for jobs that were held back.
+    A worker full of a lower tier's jobs still has capacity for a higher tier, which need not wait
+    for a turn of the lower tier that cannot be served now. The higher tier goes first while its
+    service for its weight is no more than the lower tier's will be after its next job, including
+    the service of its running jobs meanwhile. So in the long run no tier gets more than its weight
+    while others wait.
+
+    ``is_timed``: a round is already due for jobs that were held back.
     """
 
     def __init__(
@@ -56,11 +60,11 @@ class PreemptionPolicy:
         self.is_timed = False
 
     def has_turn(self, tier: Tier) -> None:
-        """A job of it is about to be charged, for which it was sent by us or by others."""
+        """Note that a tier is about to be charged for a job, sent by any scheduler."""
         self._forget(tier)
         for other in INTERACTIVE[TIER_RANKS[tier] + 1 :]:
             if self._queue.lead(tier, other) <= 0:
-                # What the other was served before is no reason to go before it.
+                # Service that the other tier got before does not count.
                 self._forget(other)
 
     def _forget(self, tier: Tier) -> None:
@@ -75,19 +79,19 @@ class PreemptionPolicy:
 
     @property
     def above(self) -> Tier | None:
-        """Only tiers above this one can have capacity still; None: any."""
+        """Only tiers above this one can still have capacity; None: any."""
         return self._held_up[-1].job.tier if self._held_up else None
 
     def hold_up(self, scheduled: ScheduledJob) -> None:
-        """No worker has capacity for the first in turn, nor for others of its tier."""
+        """Hold up a tier: no worker has capacity for its next job."""
         self._held_up.append(scheduled)
 
     def may_go(self, scheduled: ScheduledJob) -> bool:
-        """Whether it may go before all that are held up."""
+        """Return whether a job may go before all that are held up."""
         return all(self.may_pass(scheduled, waiting) for waiting in self._held_up)
 
     def may_pass(self, scheduled: ScheduledJob, waiting: ScheduledJob) -> bool:
-        """Whether it may go before another one that waits for capacity."""
+        """Return whether a job may go before another job that waits for capacity."""
         tier, other = scheduled.job.tier, waiting.job.tier
         if TIER_RANKS[tier] >= TIER_RANKS[other]:
             return False
@@ -104,7 +108,7 @@ class PreemptionPolicy:
         return False
 
     def _look_at(self, tier: Tier) -> _Running:
-        """Once a round, since each worker is asked."""
+        """Update a tier's running service, once a round, as each worker is asked."""
         running = self._running[tier]
         if tier not in self._looked_at:
             self._looked_at.add(tier)
@@ -122,8 +126,10 @@ class PreemptionPolicy:
         )
 
     def end_round(self) -> float | None:
-        """Return after how many seconds a job that was held back may go, if another round has to
-        be timed for it."""
+        """Return the seconds after which a job that was held back may go.
+
+        None if no further round is needed, or one is due already.
+        """
         self._held_up.clear()
         if self._soonest_s is None or self.is_timed:
             return None

@@ -1,3 +1,4 @@
-"""A job's way through a scheduler, one stage a file: pull, prepare, place, send, watch, end. Stages
-are functions over a job and the state that they share; each calls only stages that come after it.
+"""Stages of a job in a scheduler, one a file: pull, prepare, place, send, watch, end.
+
+A stage is functions over a job and the shared state. Each calls only later stages.
 """

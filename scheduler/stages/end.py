@@ -1,4 +1,4 @@
-"""The end of jobs and of attempts: a job whose attempt came to nothing waits again, or ends."""
+"""Ends of jobs and attempts. A job whose attempt failed waits again or ends."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def complete(state: SchedulerState, scheduled: ScheduledJob, error: str = "") ->
 
 
 def acknowledge(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """End a job that an earlier attempt answered: the queue does not know of the answer yet."""
+    """Acknowledge a job that an earlier attempt answered, as the queue does not know it yet."""
     complete(state, scheduled)
     state.tasks.spawn(_ack(state, scheduled), f"ack {scheduled.request_id}")
 
 
 def superseded(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Forget a job that another scheduler runs at a higher epoch, with the lease."""
+    """Forget a job that another scheduler runs at a higher epoch with the lease."""
     logger.info("another scheduler has the job", extra={"request_id": scheduled.request_id})
     complete(state, scheduled)
 
@@ -64,8 +64,10 @@ def finish(
     *,
     dead_letter: bool = False,
 ) -> None:
-    """Answer a job without a worker, unless it has ended. Until the answer is out, the queue alone
-    has the job."""
+    """Answer a job without a worker, unless it has ended.
+
+    Until the answer is sent, only the queue has the job.
+    """
     if scheduled.is_ended:
         return
     complete(state, scheduled, terminal_status.code)
@@ -86,7 +88,7 @@ async def _answer_or_wait(
             state.lines.freed(scheduled.job.tenant)
     except BusUnavailableError as error:
         logger.warning(
-            "a job will be answered when it is delivered again",
+            "a job could not be answered; retrying at its redelivery",
             extra={"request_id": scheduled.request_id, "reason": error.message},
         )
 
@@ -96,7 +98,8 @@ async def _ack(state: SchedulerState, scheduled: ScheduledJob) -> None:
         await state.bus.jobs.ack(scheduled.lease.token)
     except BusUnavailableError:
         logger.warning(
-            "an answered job will be delivered again", extra={"request_id": scheduled.request_id}
+            "an answered job was not acknowledged; it will be delivered again",
+            extra={"request_id": scheduled.request_id},
         )
 
 
@@ -110,13 +113,14 @@ async def answer(
     *,
     dead_letter: bool = False,
 ) -> None:
-    """Answer a job whose lease is ours: record, stored result, terminal frame, a note in the index,
-    then the ack. ``dead_letter``: keep it among the dead letters.
+    """Answer a job whose lease is ours: record, stored result, terminal frame, index entry, ack.
 
-    Until the ack the queue has the job: if this scheduler dies before, the job is delivered and
-    answered again, and its record is known by then. The frame comes after what the bus confirms,
-    because nothing would send it again: the bus is known to be there. If the frame is lost all the
-    same, the index tells its reader that there is nothing to wait for.
+    ``dead_letter``: keep it among the dead letters.
+
+    Until the ack the queue has the job. If this scheduler dies before, the job is delivered and
+    answered again, and its record is recognized as a duplicate. The frame follows the steps that
+    the bus confirms, as no later step would send it again: the bus is then known to be reachable.
+    If the frame is lost all the same, the index tells its reader that the job has ended.
 
     Raises BusUnavailableError: the job will be delivered again.
     """
@@ -159,20 +163,25 @@ async def answer(
 async def answer_repeated(
     state: SchedulerState, job: Job, lease: str, *, awaits_result: bool, epoch: int = 0
 ) -> None:
-    """Refuse a message that repeats the id of another job, whose record, result and place in the
-    index stay as they are. ``awaits_result``: the other may store one yet. A frame of the epoch 0
-    is dropped by a reader who follows the other job. Raises BusUnavailableError."""
+    """Refuse a message that repeats the id of another job.
+
+    The other job's record, result and index entry stay as they are. ``awaits_result``: the other
+    job may still store a result. Readers that follow the other job drop a frame of epoch 0. Raises
+    BusUnavailableError.
+    """
     if job.store_result and not awaits_result:
-        # A result that the other stored before stays.
+        # A result that the other job stored stays.
         await state.bus.results.store(_result(job, REPEATED, state.clock.now_ns()))
     await state.bus.frames.answer(job, REPEATED.frame(epoch))
     await state.bus.jobs.ack(lease)
-    logger.info("a request id came again", extra={"request_id": job.request_id})
+    logger.info("refused a repeated request id", extra={"request_id": job.request_id})
 
 
 async def answer_shed(state: SchedulerState, job: Job, terminal_status: TerminalStatus) -> None:
-    """Answer a job that was taken out of the queue: it exists nowhere but here, so each step is
-    tried until it succeeds."""
+    """Answer a job that was taken out of the queue.
+
+    It exists only in this process, so each step is retried until it succeeds.
+    """
     now_ns = state.clock.now_ns()
     _count(state, job, terminal_status)
     record = _unstarted(state, job, terminal_status, 0, now_ns)
@@ -189,9 +198,11 @@ async def answer_shed(state: SchedulerState, job: Job, terminal_status: Terminal
 def _record(
     state: SchedulerState, scheduled: ScheduledJob, terminal_status: TerminalStatus, now_ns: int
 ) -> RequestRecord:
-    """Make the record of a job. It is not known how many tokens its lost attempts made, so its
-    tenant is charged for none, and the row has no prompt tokens; what is known of the time that
-    they took was ours to pay."""
+    """Make the record of a job.
+
+    The tokens of its lost attempts are unknown, so its tenant is charged for none, and the row has
+    no prompt tokens. The known device time of the attempts is recorded.
+    """
     job = scheduled.job
     record = _unstarted(state, job, terminal_status, scheduled.next_epoch, now_ns)
     if not scheduled.attempts:
@@ -229,7 +240,7 @@ def _result(job: Job, terminal_status: TerminalStatus, now_ns: int) -> JobResult
 
 
 def _count(state: SchedulerState, job: Job, terminal_status: TerminalStatus) -> None:
-    """Count by model, except names that no catalogue has: anybody can make up more of them."""
+    """Count by model, except unknown names, of which clients can make up any number."""
     model = "" if terminal_status.code == ModelNotFoundError.code else job.model
     state.num_ended[model, terminal_status.status, terminal_status.code] += 1
 
@@ -244,18 +255,18 @@ async def _insist(state: SchedulerState, step: Callable[[], Awaitable[None]]) ->
     )
 
 
-# --- attempts that came to nothing ---
+# --- failed attempts ---
 
 
 def worker_died(state: SchedulerState, scheduled_jobs: Iterable[ScheduledJob]) -> None:
-    """Run the jobs of a dead worker again elsewhere, except a job that is to blame."""
+    """Run the jobs of a dead worker again elsewhere, except a poison pill."""
     PoisonPillDetector(scheduled.suspicion for scheduled in scheduled_jobs)
     for scheduled in scheduled_jobs:
         attempt_lost(state, scheduled)
 
 
 def attempt_lost(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Run a job again elsewhere: the worker that has it, or may have it, is gone."""
+    """Run a job again elsewhere, as the worker that has or may have it is gone."""
     state.queue_of(scheduled).counts.reruns[Rerun.LOST] += 1
     scheduled.count_lost_attempt()
     num_lost = scheduled.attempts.num_lost
@@ -268,13 +279,13 @@ def attempt_lost(state: SchedulerState, scheduled: ScheduledJob) -> None:
 
 
 def attempt_returned(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Have another worker continue a job: its worker stops."""
+    """Queue a job for another worker, as its worker stops."""
     state.queue_of(scheduled).counts.reruns[Rerun.RETURNED] += 1
     _requeue_interrupted(state, scheduled)
 
 
 def take_from_worker(state: SchedulerState, scheduled: ScheduledJob, *, has_source: bool) -> None:
-    """End the attempt at a worker that loses the job to another one, which is chosen already.
+    """End the attempt at a worker that loses the job to another worker, which is already chosen.
     ``has_source``: the other worker pulls blocks of the KV cache."""
     worker_id = scheduled.worker_id
     model_queue = state.queue_of(scheduled)
@@ -296,7 +307,7 @@ def _requeue_interrupted(state: SchedulerState, scheduled: ScheduledJob) -> None
 
 
 def requeue(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Have a job wait again: nothing runs at its worker."""
+    """Queue a job again, as nothing runs at its worker."""
     model_queue = state.queue_of(scheduled)
     state.fleet.release(scheduled.worker_id, scheduled.request_id)
     model_queue.queue.refund_attempt(scheduled)

@@ -1,4 +1,4 @@
-"""Sends the waiting jobs of a model in their order, each to the worker that is best for it."""
+"""Placement stage: sends a model's waiting jobs in order, each to its best worker."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from millrace.schemas.control import Served
 from millrace.schemas.errors import AdapterError, ContextLengthError
 from millrace.schemas.transfer import KvSource
 
-# Jobs that fit nowhere just now, and yet let others go, in a round.
+# Jobs in a round that fit nowhere now and still let others pass.
 _MAX_KEPT_FOR = 16
-_NO_SLOTS = "The workers of the model {} take no adapters; engine.max_adapters says how many."
+_NO_SLOTS = "The workers of the model {} take no adapters; set engine.max_adapters above 0."
 
 
 class Place(NamedTuple):
-    """The worker for a job: so many of its tokens are in that one's cache, so many more are to be
-    pulled from ``kv_source``."""
+    """Place of a job: a worker, its cached tokens, and the tokens to pull from ``kv_source``."""
 
     worker: WorkerView
     num_cached_tokens: int = 0
@@ -34,9 +33,11 @@ class Place(NamedTuple):
 
 
 class PlacementRound:
-    """Finds the worker for each job. One that is too large for what is free anywhere may have a
-    worker kept for it: that one's requests end, and it gets no others meanwhile but those that may
-    go before it."""
+    """Round of placement of a model's jobs.
+
+    A job that is too large for the free capacity may have a worker kept for it. That worker's
+    requests end, and it gets only jobs that may go before the large one.
+    """
 
     def __init__(
         self, state: SchedulerState, model: str, preemption: PreemptionPolicy | None = None
@@ -48,7 +49,7 @@ class PlacementRound:
         self._num_kept_for = 0
 
     def find(self, scheduled: ScheduledJob) -> Place | None:
-        """The place for a job that waits."""
+        """Return the place of a waiting job; None if no worker has room."""
         workers = candidates = self._workers(scheduled)
         expected = scheduled.service.output_tokens
         if placement.have_roles(workers):
@@ -60,8 +61,10 @@ class PlacementRound:
     def find_elsewhere(
         self, scheduled: ScheduledJob, away_from: WorkerView, to_worker_id: str = ""
     ) -> Place | None:
-        """The place for a job that leaves a worker, which has all of its context; at
-        ``to_worker_id`` alone, if that is given."""
+        """Return the place of a job that leaves a worker, which has all of its context.
+
+        ``to_worker_id``: the only worker allowed, if not empty.
+        """
         workers = self._workers(scheduled)
         candidates = [
             worker
@@ -80,8 +83,9 @@ class PlacementRound:
         *,
         is_ahead: bool = False,
     ) -> Place | None:
-        """Return the best worker to continue a job whose prompt is prefilled, of those that decode.
-        ``is_ahead``: the prompt is being computed, and what there is of it so far can be pulled.
+        """Return the place of a prefilled job at a worker that decodes.
+
+        ``is_ahead``: the prompt is still being computed, and its computed part can be pulled.
         """
         workers = self._workers(scheduled)
         candidates = [
@@ -106,8 +110,10 @@ class PlacementRound:
         left_worker_id: str = "",
         expected_output_tokens: float | None = None,
     ) -> Place | None:
-        """The best of the candidates, for which any of the workers may hold blocks; None: it makes
-        there all that it is expected to make."""
+        """Return the best candidate; blocks may be pulled from any of the workers.
+
+        ``expected_output_tokens`` defaults to the job's expected output.
+        """
         state, resources = self._state, scheduled.resources
         if not any(worker.fits(resources) for worker in candidates):
             return None
@@ -135,8 +141,11 @@ class PlacementRound:
         return Place(worker, num_cached, pull.num_tokens, pull.holder.as_source())
 
     def keep_for(self, scheduled: ScheduledJob) -> bool:
-        """Keep a worker for a job that fits nowhere just now; whether others have places that are
-        too small for it, so that it need not hold up those who come after it."""
+        """Keep a worker for a job that fits nowhere now.
+
+        Returns:
+            True if workers have capacity that is too small for this job, so later jobs may pass it.
+        """
         workers = self._workers(scheduled)
         if self._num_kept_for == _MAX_KEPT_FOR or not any(
             worker.capacity_for(scheduled.job.tier) for worker in workers
@@ -149,7 +158,7 @@ class PlacementRound:
         return True
 
     def too_long(self, scheduled: ScheduledJob) -> TerminalStatus | None:
-        """Why no worker that there is can ever hold a job, if so."""
+        """Return the refusal of a job that no present worker can ever hold; None if one can."""
         workers = list(self._state.fleet.of_model(self._model))
         takes_adapters = any(worker.status.max_adapters for worker in workers)
         if scheduled.resources.adapter and workers and not takes_adapters:
@@ -179,7 +188,7 @@ class PlacementRound:
 
 
 def enqueue(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Have a prepared job wait for a worker."""
+    """Queue a prepared job for a worker."""
     model_queue = state.queue_of(scheduled)
     _estimate_service(state, scheduled)
     scheduled.enter(JobPhase.WAITING)
@@ -202,16 +211,16 @@ def _estimate_service(state: SchedulerState, scheduled: ScheduledJob) -> None:
 
 
 def dispatch_all(state: SchedulerState) -> None:
-    """Send what there is capacity for, of all models."""
+    """Send the jobs of all models that workers have capacity for."""
     for model_queue in state.model_queues.values():
         dispatch_ready(state, model_queue)
 
 
 def dispatch_ready(state: SchedulerState, model_queue: ModelQueue) -> None:
-    """Send what there is capacity for, in the order of the queue.
+    """Send the jobs that workers have capacity for, in the order of the queue.
 
-    A job that is too large for what is free lets others go, but to other workers than the one that
-    it waits for. A job for whose tier there is no capacity lets jobs of higher tiers go.
+    A job that is too large for the free capacity lets others pass, to workers other than the one
+    kept for it. A job without capacity for its tier lets jobs of higher tiers pass.
     """
     queue, preemption = model_queue.queue, model_queue.preemption
     preemption.begin_round()
@@ -252,7 +261,7 @@ async def _dispatch_ready_after(
 
 
 def finish_unwanted(state: SchedulerState, model_queue: ModelQueue) -> None:
-    """End what was cancelled or came too late while it waited."""
+    """End cancelled and late jobs while they wait."""
     for scheduled in model_queue.queue:
         terminal_status = state.why_unwanted(scheduled)
         if terminal_status is not None:
@@ -263,7 +272,7 @@ def finish_unwanted(state: SchedulerState, model_queue: ModelQueue) -> None:
 def charge_served(
     state: SchedulerState, model_queue: ModelQueue, served: Served, worker_id: str
 ) -> None:
-    """Charge a tenant for what an attempt really took, whichever scheduler sent the attempt."""
+    """Charge a tenant for an attempt's actual service, whichever scheduler sent it."""
     output_tokens = state.config.output_weight * served.completion_tokens
     tokens = served.prompt_tokens - served.cached_tokens + output_tokens
     scheduled = state.job_table.get(served.request_id)
@@ -298,8 +307,10 @@ def migrate(state: SchedulerState, scheduled: ScheduledJob, place: Place) -> Non
 
 
 def continue_where_it_runs(state: SchedulerState, scheduled: ScheduledJob, worker_id: str) -> None:
-    """Have a live worker go on with a job that the queue delivered again, under the new lease. If
-    the worker does not have the job after all, it is sent as any other."""
+    """Send a redelivered job to the live worker that runs it, under the new lease.
+
+    If the worker does not have the job after all, it is sent like any other.
+    """
     if scheduled.phase is JobPhase.PREPARING:
         _estimate_service(state, scheduled)
     worker = state.fleet.get(worker_id)
@@ -310,7 +321,7 @@ def continue_where_it_runs(state: SchedulerState, scheduled: ScheduledJob, worke
 
 
 def _assign(scheduled: ScheduledJob, worker_id: str, place: Place | None) -> None:
-    """Assign a job to a worker; without a ``place``, this scheduler does not know the worker."""
+    """Assign a job to a worker. Without a ``place``, this scheduler does not know the worker."""
     scheduled.stop_waiting_here()
     scheduled.enter(JobPhase.DISPATCHING)
     if place is None:

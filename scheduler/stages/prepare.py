@@ -1,4 +1,5 @@
-"""From a pulled job to one that waits for a worker: prompt, admission, what became of it before."""
+"""Preparation stage: from a pulled job to a waiting one, by prompt, admission and earlier
+attempts."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _ADAPTERS_RETRY_S = 0.5
 
 
 def start(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Answer for a job from now on, and make it ready."""
+    """Take over a job and prepare it."""
     state.job_table.add(scheduled)
     state.lines.undecided(scheduled)
     state.queue_of(scheduled).queue.expect(scheduled)
@@ -34,8 +35,11 @@ def start(state: SchedulerState, scheduled: ScheduledJob) -> None:
 
 
 async def refuse(state: SchedulerState, scheduled: ScheduledJob, error: MillraceError) -> None:
-    """End a job that no model can have. A job whose id belongs to another job is answered as a
-    repeated one. Raises BusUnavailableError: it will be delivered again."""
+    """End a job that gets no model.
+
+    A job whose id belongs to another job is answered as a repeated one. Raises BusUnavailableError:
+    it will be delivered again.
+    """
     first = await repeated.first_of(state, scheduled)
     if first is not None:
         lease = scheduled.lease.token
@@ -85,8 +89,10 @@ async def _prepare(state: SchedulerState, scheduled: ScheduledJob) -> None:
 
 
 async def _admit(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Let a job wait for a worker once its tenant's limits admit it. A job that was delivered
-    before may be answered, or run somewhere still."""
+    """Queue a job once its tenant's limits admit it.
+
+    A redelivered job may have been answered already, or may still run at a worker.
+    """
     worker_id: str | None = ""
     if scheduled.ran_before:
         worker_id = await last_worker(state.running_requests, scheduled)
@@ -98,7 +104,7 @@ async def _admit(state: SchedulerState, scheduled: ScheduledJob) -> None:
         return
     terminal_status = await state.lines.admit(scheduled)
     if scheduled.phase is JobPhase.HELD:
-        # It takes no place of the window, in which other tenants' jobs wait.
+        # A held job takes no place of the window, in which other tenants' jobs wait.
         state.queue_of(scheduled).queue.remove(scheduled)
         terminal_status = await state.lines.until_admitted(scheduled)
     if scheduled.is_ended:
@@ -112,8 +118,10 @@ async def _admit(state: SchedulerState, scheduled: ScheduledJob) -> None:
 
 
 async def _why_forbidden(state: SchedulerState, scheduled: ScheduledJob) -> TerminalStatus | None:
-    """Return why a job's frames must not go where it says, and have them go to its own tenant's
-    listener then; None: they may."""
+    """Return the refusal of a job whose frames would go to another tenant; None if it is allowed.
+
+    The refusal then goes to the job's own tenant.
+    """
     job = scheduled.job
     if scheduled.lease.tenant_queue.reserved:
         return None
@@ -127,12 +135,13 @@ async def _why_forbidden(state: SchedulerState, scheduled: ScheduledJob) -> Term
 
 
 async def choose_adapter(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Give a job that names an adapter what workers load for it. A job without a version gets the
-    version that the adapter has now, or had when another scheduler asked. While the directory
-    cannot be asked, this waits: an accepted job is not ended because a store is away.
+    """Resolve the adapter that a job names.
 
-    Raises ModelNotFoundError for an adapter that is not there, not of the job's model or not for
-    its tenant.
+    A job without a version gets the adapter's present version, or the version that another
+    scheduler chose. Waits while the directory is unreachable: an outage of a store does not end an
+    accepted job.
+
+    Raises ModelNotFoundError if the adapter is unknown, of another model, or not for its tenant.
     """
     job = scheduled.job
     if not job.adapter:

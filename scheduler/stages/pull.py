@@ -1,4 +1,4 @@
-"""Pulls jobs when there is capacity for them, or when too few are here to choose from."""
+"""Pull stage: pulls jobs while workers have capacity, or while too few are here to choose from."""
 
 from __future__ import annotations
 
@@ -23,30 +23,28 @@ logger = logging.getLogger(__name__)
 _MAX_JOBS_PER_PULL = 64
 _MAX_PULLS = 8
 _RETRY_S = 0.25
-# Who comes next is looked for among all tenant queues, so a window that is nearly full waits for
-# this share of its jobs to go, or for the next count.
+# A pull looks through all tenant queues. So a window that is nearly full waits until this fraction
+# of its jobs has gone, or until the next count.
 _REFILL_SHARE = 16
-# Pulls that are out before there is a job: each is a request that the queue keeps, made anew every
-# few seconds, and for a tenant queue that had a job lately.
+# Pulls that wait for a future job. Each is a request that the queue keeps, renewed every few
+# seconds, for a tenant queue that had a job recently.
 _MAX_WAITS = 256
 _WAIT_S = 2.5
 _WAIT_AFTER_JOB_S = 60.0
 
 
 class _Limits(NamedTuple):
-    """For one tier: how many jobs could be sent at once beside those that are here, and how many
-    the window of the tier takes."""
+    """Limits of one tier: jobs that could be sent now beyond those here, and room in its window."""
 
     capacity: int
     window: int
 
 
 class JobPuller:
-    """Pulls the jobs of one name from its tenant queues: those of the tenants that were served
-    least come first."""
+    """Puller of one name's jobs. Tenants that were served least come first."""
 
     def __init__(self, state: SchedulerState, model: str, models: Collection[str]) -> None:
-        """``models`` are the served models that the jobs of the name ``model`` may go to."""
+        """Create a puller. ``models`` are the served models for jobs of the name ``model``."""
         self.model = model
         self.backlog = Backlog()
         self._state = state
@@ -63,27 +61,27 @@ class JobPuller:
 
     @property
     def model_queue(self) -> ModelQueue:
-        """The queue that jobs wait for while they are on the bus: of a served model, if any is."""
+        """Queue of a served model of this name if there is one, else of its first model."""
         return next((one for one in self._model_queues if one.is_served), self._model_queues[0])
 
     def detach(self) -> None:
-        """Be woken no more."""
+        """Detach from the model queues, which no longer wake this puller."""
         for model_queue in self._model_queues:
             model_queue.wakes.remove(self._wake)
 
     def published(self, tenant_queue: TenantQueue) -> None:
-        """A job has come."""
+        """Note an announced job."""
         if self.backlog.published(tenant_queue):
             self._want(tenant_queue)
             self._wake.set()
 
     def recount(self) -> None:
-        """Jobs that others had are in the queue again."""
+        """Recount, as jobs of other schedulers may be in the queue again."""
         self.backlog.doubt_others()
         self._want_all()
 
     def counted(self, totals: dict[TenantQueue, int]) -> None:
-        """What the queue has of each tenant queue."""
+        """Take the number of jobs in each tenant queue."""
         self.backlog.counted(totals, self._state.clock.monotonic())
         self._is_counted = True
         self._want_all()
@@ -94,7 +92,7 @@ class JobPuller:
         self._wake.set()
 
     async def run(self) -> None:
-        """Runs until it is cancelled. Raises what ends a pull but an outage."""
+        """Pull until it is cancelled. Raises the error that ends a pull, except an outage."""
         try:
             while True:
                 await self._wake.wait()
@@ -160,8 +158,11 @@ class JobPuller:
         return _Limits(capacity, window)
 
     def _num_wanted(self, pullable: Pullable, limits: _Limits) -> int:
-        """How many jobs of a tenant queue to pull now: as many as there is capacity for beside what
-        is here already, and a few to choose from, as far as the limits of its tenant admit."""
+        """Return how many jobs of a tenant queue to pull now.
+
+        That is the free capacity beyond the jobs here, and a few to choose from, within the
+        tenant's limits.
+        """
         per_tenant = self._state.config.window_jobs_per_tenant
         of_tenant = per_tenant + limits.capacity - pullable.num_here
         num_wanted = min(_MAX_JOBS_PER_PULL, limits.window, pullable.num_to_pull, of_tenant)
@@ -175,7 +176,7 @@ class JobPuller:
         try:
             pulled = await state.bus.jobs.pull(tenant_queue, num_wanted, 0.0)
         except BusUnavailableError as error:
-            logger.warning("the queue cannot be read", extra={"reason": error.message})
+            logger.warning("jobs cannot be pulled", extra={"reason": error.message})
             self._resting_until_s = state.clock.monotonic() + _RETRY_S
         finally:
             self._num_asked[tenant_queue.tier] -= num_wanted
@@ -190,8 +191,10 @@ class JobPuller:
             wait.add_done_callback(self._note_failure)
 
     def _may_wait(self, tenant_queue: TenantQueue) -> bool:
-        """Nothing of the tenant queue is in the queue, and a job that came now would be sent at
-        once."""
+        """Return whether a pull may wait for the tenant queue's next job.
+
+        It may if the queue is empty and a job that came now would be sent at once.
+        """
         if self.backlog.num_waiting(tenant_queue) or not self._state.bus.connected:
             return False
         if not self._state.lines.num_wanted(tenant_queue, self._wake):
@@ -199,7 +202,8 @@ class JobPuller:
         return self._limits(tenant_queue.tier).capacity > 0
 
     async def _wait_for_next(self, tenant_queue: TenantQueue) -> None:
-        """Have a pull out when the next job is stored: it need not be announced and pulled then."""
+        """Keep a pull waiting for the next job, which then needs no announcement or further
+        pull."""
         state = self._state
         had_job_s = state.clock.monotonic()
         while (
@@ -210,7 +214,7 @@ class JobPuller:
             try:
                 pulled = await state.bus.jobs.pull(tenant_queue, 1, _WAIT_S)
             except BusUnavailableError:
-                return  # a pull that somebody needs says so
+                return  # the next pull that finds a job to pull logs the outage
             finally:
                 if pulled or (pulled is not None and state.bus.connected):
                     self.backlog.waited(tenant_queue, len(pulled), state.clock.monotonic())
@@ -227,8 +231,7 @@ class JobPuller:
         self._wake.set()
 
     def _want(self, tenant_queue: TenantQueue) -> None:
-        """Tell the queues who has jobs behind those that are here that could be sent, where the
-        tenant queue says so."""
+        """Tell the fair queues whether the tenant has sendable jobs on the bus."""
         if tenant_queue.tenant is None:
             return
         has_more = any(
@@ -241,7 +244,7 @@ class JobPuller:
     # --- what was pulled ---
 
     def accept(self, leased: LeasedJob) -> None:
-        """Answer for a delivered job from now on."""
+        """Take over a delivered job."""
         state = self._state
         scheduled = state.job_table.get(leased.job.request_id)
         if scheduled is None:
@@ -256,7 +259,7 @@ class JobPuller:
             place.continue_where_it_runs(state, scheduled, scheduled.worker_id)
 
     async def _accept_repeated(self, leased: LeasedJob, former: ScheduledJob) -> None:
-        """Answer a job that was published under the id of a job that is here."""
+        """Answer a job that repeats the request id of another job in this scheduler."""
         state = self._state
         try:
             if not leased.tenant_queue.reserved and await state.bus.jobs.is_open(

@@ -31,9 +31,10 @@ _MAX_FOLLOWING = 256
 
 
 async def first_of(state: SchedulerState, scheduled: ScheduledJob) -> JobClaim | None:
-    """The claim of another message to the id of a job that is about to be made ready; None if
-    the id is this job's from now on. Gateways make up an id for each job, so their jobs are not
-    looked up."""
+    """Return the claim of an earlier message to a job's id; None if the id is this job's now.
+
+    Gateways make up an id for each job, so their jobs are not looked up.
+    """
     mine, lease = scheduled.claim, scheduled.lease
     if lease.tenant_queue.reserved:
         return None
@@ -46,13 +47,13 @@ async def first_of(state: SchedulerState, scheduled: ScheduledJob) -> JobClaim |
         if await state.bus.jobs.is_open(first.sequence):
             return first
     except BusUnavailableError:
-        return first  # whether it is over is asked again when this one is answered
-    # It left the queue, and no process knows of a run or an end: it was not answered.
+        return first  # asked again when this message is answered
+    # It left the queue without a known run or end, so it was never answered.
     return await index.claim(request_id, mine, is_new=is_new, void_sequence=first.sequence)
 
 
 def answer(state: SchedulerState, job: Job, lease: str, mine: JobClaim, first: JobClaim) -> None:
-    """Answer a message in place of running it, and take it out of the queue."""
+    """Answer a message without running it, and acknowledge it."""
     name = f"repeated {job.request_id}"
     state.tasks.spawn(_answer(state, job, lease, mine, first), name)
 
@@ -98,8 +99,10 @@ def _may_follow(state: SchedulerState, job: Job) -> bool:
 
 
 async def _follow(state: SchedulerState, job: Job, lease: str, first: JobClaim) -> None:
-    """Have each worker that runs the first job send its frames here too, to the end. The
-    message stays in the queue until then, so another scheduler goes on if this one dies."""
+    """Have the workers of the first job send its frames to this reader, too, until it ends.
+
+    The message stays in the queue until then, so another scheduler takes over if this one dies.
+    """
     request_id = job.request_id
     sent: RunningRequest | None = None
     while True:
@@ -144,7 +147,7 @@ async def _is_over(state: SchedulerState, first: JobClaim, known: RunningRequest
 
 
 async def _ask(state: SchedulerState, worker_id: str, job: Job) -> bool:
-    """Whether the worker sends the frames."""
+    """Ask a worker to send the frames to a job's reader; return whether it does."""
     replay = Replay(
         request_id=job.request_id,
         from_index=0,

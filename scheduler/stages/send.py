@@ -1,4 +1,4 @@
-"""Sends one job to one worker, which continues what an earlier attempt began."""
+"""Send stage: dispatches a job to a worker, which continues an earlier attempt's output."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from millrace.scheduler.state import DispatchResult, SchedulerState
 from millrace.schemas.control import Cancel, CancelReason, Dispatch, WorkerReply
 from millrace.schemas.errors import BusUnavailableError, MillraceError, PayloadTooLargeError
 
-# How long an attempt waits for the report of the one before it, if that worker lives: it reports
-# when its step is over.
+# Time that an attempt waits for the previous worker's report, if that worker lives. The worker
+# reports at the end of its step.
 _REPORT_TIMEOUT_S = 0.06
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class DispatchOutcome(NamedTuple):
 
 
 async def send(state: SchedulerState, scheduled: ScheduledJob, worker_id: str) -> DispatchOutcome:
-    """Dispatch to a worker; a job that ran before is taken away from whoever still runs it.
+    """Dispatch to a worker. A job that ran before is first taken from any worker that runs it.
 
     Raises BusUnavailableError: nothing was sent.
     """
@@ -59,8 +59,10 @@ async def send(state: SchedulerState, scheduled: ScheduledJob, worker_id: str) -
 async def continue_at(
     state: SchedulerState, scheduled: ScheduledJob, worker_id: str
 ) -> DispatchOutcome:
-    """Dispatch to the worker that is thought to run the job still: it goes on with it under
-    the new lease. Raises BusUnavailableError: nothing was sent."""
+    """Dispatch to the worker that is thought to run the job, to continue it under the new lease.
+
+    Raises BusUnavailableError: nothing was sent.
+    """
     epoch_before = scheduled.attempts.epoch
     scheduled.start_attempt(state.clock.monotonic())
     sent = await _continue(state, scheduled, worker_id, epoch_before)
@@ -70,7 +72,7 @@ async def continue_at(
 
 
 async def _supersede(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Whoever runs it at an older epoch stops, and leaves the lease alone."""
+    """Stop any worker that runs the job at an older epoch. It leaves the lease alone."""
     scheduled.attempts.claimed_epoch = scheduled.attempts.epoch
     await state.bus.control.cancel(
         Cancel(
@@ -84,7 +86,7 @@ async def _supersede(state: SchedulerState, scheduled: ScheduledJob) -> None:
 async def _continue(
     state: SchedulerState, scheduled: ScheduledJob, worker_id: str, epoch_before: int
 ) -> DispatchOutcome:
-    """Dispatch from where the client is."""
+    """Dispatch a job behind the tokens that its client has."""
     job = scheduled.job
     point = None
     if job.reply:
@@ -93,7 +95,7 @@ async def _continue(
         )
         if point is not None and not point.open:
             return DispatchOutcome(DispatchResult.MUST_END, cancelled(CancelReason.DISCONNECT))
-        # There are no tokens of an embedding to resume behind, whatever the client says.
+        # An embedding has no tokens to resume behind. Ignore tokens that the client reports.
         read = () if point is None else point.token_ids
         scheduled.resume_after(read if job.pooling is None else ())
     awaited = scheduled.attempts.unreported_worker_id
@@ -110,12 +112,14 @@ async def _continue(
 async def _is_poison_pill(
     state: SchedulerState, scheduled: ScheduledJob, *, is_heard: bool
 ) -> bool:
-    """Whether workers die of it, as far as is known once all jobs of the last one that died
-    have been looked into."""
+    """Return whether the job is a poison pill.
+
+    Waits until the detector of the last dead worker has looked into all its jobs.
+    """
     suspicion, detector = scheduled.suspicion, scheduled.suspicion.detector
     assert detector is not None
     went_on = len(scheduled.client.token_ids) > scheduled.client.num_tokens_at_start
-    # That no gateway answers says nothing about the job; nobody listens to some.
+    # A missing answer of a gateway is no evidence about the job. Some jobs have no reader.
     is_unknown = bool(scheduled.job.reply) and not is_heard
     detector.report(suspicion, progressed=went_on or is_unknown)
     if suspicion.failures > 0 and not detector.closed.is_set():
@@ -161,7 +165,7 @@ async def _dispatch(
         scheduled.attempts.add_sent(worker_id, sent_ns, is_accepted=is_accepted)
     if sent.result is not DispatchResult.ACCEPTED:
         logger.info(
-            "a dispatch did not take",
+            "a dispatch was not accepted",
             extra={
                 "request_id": scheduled.request_id,
                 "worker_id": worker_id,
@@ -190,7 +194,7 @@ def _read(reply: WorkerReply | None) -> DispatchOutcome:
             return DispatchOutcome(DispatchResult.LOST, reason=reply.reason)
 
 
-# --- what comes of it ---
+# --- outcome ---
 
 
 async def outcome_of(
@@ -205,7 +209,7 @@ async def outcome_of(
         counts.dispatches[DispatchResult.UNSENT] += 1
         return DispatchOutcome(DispatchResult.UNSENT)
     except Exception as error:
-        # A bug here ends one job: it may not keep a worker's capacity and a lease for ever.
+        # A bug here ends this job. It must not hold a worker's capacity and a lease forever.
         logger.exception(
             "a job could not be dispatched", extra={"request_id": scheduled.request_id}
         )
@@ -247,14 +251,14 @@ def apply(state: SchedulerState, scheduled: ScheduledJob, outcome: DispatchOutco
 
 
 def accepted(state: SchedulerState, scheduled: ScheduledJob) -> None:
-    """Note that a worker runs a job, and cancel the job there if that is due."""
+    """Note that a worker runs a job, and send a pending cancel to it."""
     request_id = scheduled.request_id
     worker = state.fleet.get(scheduled.worker_id)
     if worker is None:
         end.attempt_lost(state, scheduled)
         return
     if request_id not in worker.runs:
-        # It was silent for too long meanwhile, and came back without our reservations.
+        # The worker was silent for too long meanwhile, and came back without this reservation.
         worker.reserve(request_id, scheduled.resources, scheduled.service.output_tokens)
     worker.confirm(request_id)
     scheduled.enter(JobPhase.RUNNING)

@@ -1,4 +1,4 @@
-"""Watches jobs and workers: ends, cancels, dead workers, deadlines, leases, doubts."""
+"""Watch stage: ends, cancels, dead workers, deadlines, leases, and lookups of doubtful jobs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from millrace.schemas.records import LossCause, LossObserver, WorkerLossRecord
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-# While no job is here, only workers that fall silent are to be noticed.
+# Interval while no job is here, when only silent workers need attention.
 _REST_TICK_S = 0.5
-# A job that nothing was heard of for this long is looked up in the queue.
+# Jobs without news for this long are looked up in the queue.
 _CHECK_AFTER_S = 30.0
 _MAX_CHECKS_PER_TICK = 64
 _NEVER_S = float("-inf")
@@ -34,11 +34,11 @@ _CAUSES = {
 }
 
 
-# --- what is heard ---
+# --- events ---
 
 
 def departed(state: SchedulerState, gone_workers: Sequence[Departed]) -> None:
-    """Run the jobs of workers that are gone again, and use what capacity there is."""
+    """Run the jobs of departed workers again, and use the free capacity."""
     if gone_workers:
         state.count_queue_soon()
     for gone in gone_workers:
@@ -71,7 +71,7 @@ def departed(state: SchedulerState, gone_workers: Sequence[Departed]) -> None:
 
 
 def _loss_of(gone: Departed) -> WorkerLossRecord:
-    """The record of a worker that is gone: the same whichever scheduler makes it."""
+    """Make the record of a departed worker, the same in every scheduler."""
     status = gone.status
     return WorkerLossRecord(
         worker_id=gone.worker_id,
@@ -85,7 +85,7 @@ def _loss_of(gone: Departed) -> WorkerLossRecord:
 
 
 def ended(state: SchedulerState, message: Ended) -> None:
-    """Take in what a worker says of requests that it has ended or given back."""
+    """Handle a worker's message about requests that it has ended or given back."""
     worker_id = message.worker_id
     worker = state.fleet.get(worker_id)
     model_queue = None if worker is None else state.model_queues.get(worker.status.model)
@@ -109,7 +109,7 @@ def ended(state: SchedulerState, message: Ended) -> None:
             end.complete(state, scheduled)
             num_answered += 1
         else:
-            # A run that we thought lost may have answered it, or was superseded: ask.
+            # A run that was thought lost or superseded may have answered it: look it up.
             check_soon(scheduled)
     if model_queue is not None:
         model_queue.throughput.add(num_answered, state.clock.monotonic())
@@ -121,8 +121,10 @@ def _runs_at(scheduled: ScheduledJob, worker_id: str) -> bool:
 
 
 def _free_places(state: SchedulerState, message: Ended) -> None:
-    """Free the places that ended requests had in their tenants' limits. The worker names the
-    tenants, except of requests that never ran."""
+    """Free the places of ended requests in their tenants' limits.
+
+    The worker names the tenants, except of requests that never ran.
+    """
     tenants = {served.request_id: served.tenant for served in message.served}
     for request_id in message.request_ids:
         scheduled = state.job_table.get(request_id)
@@ -132,10 +134,10 @@ def _free_places(state: SchedulerState, message: Ended) -> None:
 
 
 def cancel(state: SchedulerState, message: Cancel) -> None:
-    """Remember a cancel, and end its job if the job waits here."""
+    """Record a cancel, and end its job if it waits here."""
     scheduled = state.job_table.get(message.request_id)
     if message.below_epoch is not None:
-        # Another scheduler runs it anew, unless it is what we said ourselves.
+        # Another scheduler runs the job again, unless this cancel is our own.
         if scheduled is not None and scheduled.attempts.highest_epoch < message.below_epoch:
             end.superseded(state, scheduled)
         return
@@ -154,15 +156,16 @@ def cancel(state: SchedulerState, message: Cancel) -> None:
 
 
 def check_soon(scheduled: ScheduledJob) -> None:
-    """Look up at the next tick whether a job has ended."""
+    """Look up a job's state at the next tick."""
     scheduled.timing.checked_s = _NEVER_S
 
 
-# --- what is looked for ---
+# --- periodic checks ---
 
 
 class HealthMonitor:
-    """Looks at all jobs and workers at each tick, less often while there is no job."""
+    """Health monitor: checks all jobs and workers at each tick, less often while there is no
+    job."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -172,7 +175,7 @@ class HealthMonitor:
         self._was_disconnected = False
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Run until cancelled."""
         try:
             while True:
                 self.tick()
@@ -190,7 +193,7 @@ class HealthMonitor:
             await wait_or_sleep(has_jobs, clock, sleep_s)
 
     def reconnected(self) -> None:
-        """Heartbeats and notices of ends were missed."""
+        """Note a reconnection: heartbeats and ends were missed."""
         self._was_disconnected = True
         for scheduled in self._state.job_table:
             scheduled.timing.checked_s = _NEVER_S
@@ -204,7 +207,7 @@ class HealthMonitor:
             self._was_disconnected = True
             return
         if self._was_disconnected or late_s > state.config.heartbeat_timeout_s / 2:
-            # Their heartbeats may not have been read yet.
+            # Heartbeats received meanwhile may not have been read yet.
             self._was_disconnected = False
             state.fleet.forgive(now_s)
         silent = state.fleet.expire(now_s)
@@ -275,7 +278,7 @@ class HealthMonitor:
 
 
 def _is_due(scheduled: ScheduledJob, now_s: float) -> bool:
-    """Whether to look up if the job has ended meanwhile."""
+    """Return whether to look up if the job has ended."""
     checked_s = scheduled.timing.checked_s
     if scheduled.phase is JobPhase.RUNNING:
         return now_s - checked_s >= _CHECK_AFTER_S

@@ -1,3 +1,5 @@
-"""From the outcomes of a run to a report: JSON, a table, a page. Called by ``cli.simulate``;
-imports ``bench.report`` for its plots, and the rest of ``simulation``.
+"""Report of a run's outcomes: JSON, a table, a page.
+
+``cli.simulate`` calls it. It imports ``bench.report`` for its plots, and the rest of
+``simulation``.
 """

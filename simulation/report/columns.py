@@ -1,4 +1,4 @@
-"""The outcomes of a run as columns to compute with."""
+"""Outcomes of a run as numpy columns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ UNFINISHED = ""
 
 @dataclass(frozen=True)
 class Columns:
-    """One row a request. Times are in seconds, NaN for what did not happen; ``status`` is
-    ``UNFINISHED`` for a request that had no end. ``left_s`` is when it stopped waiting in the
-    queue, however that came about."""
+    """Columns with one row a request.
+
+    Times are in seconds, NaN for events that did not happen. ``status`` is ``UNFINISHED`` for a
+    request without an end. ``left_s`` is when it stopped waiting in the queue, for any reason.
+    """
 
     tenant: npt.NDArray[np.str_]
     tier: npt.NDArray[np.str_]
@@ -53,7 +55,7 @@ class Columns:
 
     @property
     def tpot_ms(self) -> Floats:
-        """NaN for answers of a single token."""
+        """Time per output token in ms; NaN for answers of a single token."""
         gaps = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
         return (self.end_s - self.first_s) * 1e3 / gaps
 
@@ -64,8 +66,10 @@ class Columns:
         return np.asarray(self.tenant == tenant)
 
     def made_by(self, edges_s: Floats, rows: Flags) -> Floats:
-        """Output tokens that some requests had been given by each of ``edges_s``; an answer's come
-        evenly between its first and its last."""
+        """Return the output tokens that some requests had by each of ``edges_s``.
+
+        An answer's tokens are spread evenly between its first and its last.
+        """
         rows = rows & ~np.isnan(self.first_s)
         first_s, tokens = self.first_s[rows], self.output_tokens[rows]
         last_s = np.where(np.isnan(self.end_s[rows]), first_s, self.end_s[rows])
@@ -76,8 +80,10 @@ class Columns:
         return made
 
     def prefilled_by(self, edges_s: Floats, rows: Flags) -> Floats:
-        """Prompt tokens that had been computed for some requests by each of ``edges_s``, counted
-        with their first token."""
+        """Return the prompt tokens computed for some requests by each of ``edges_s``.
+
+        They count at the time of the first token.
+        """
         rows = rows & ~np.isnan(self.first_s)
         order = np.argsort(self.first_s[rows])
         computed = (self.prompt_tokens[rows] - self.cached_tokens[rows])[order]
@@ -85,7 +91,7 @@ class Columns:
         return reached[np.searchsorted(self.first_s[rows][order], edges_s, side="right")]
 
     def num_waiting_at(self, times_s: Floats, rows: Flags) -> Floats:
-        """How many of some requests were sent, and taken by no worker yet."""
+        """Return how many of some requests were sent and not yet taken by a worker."""
         return _up_to(self.sent_s[rows], times_s) - _up_to(self.left_s[rows], times_s)
 
     def num_running_at(self, times_s: Floats, rows: Flags) -> Floats:
@@ -99,7 +105,7 @@ def _up_to(events_s: Floats, times_s: Floats) -> Floats:
 
 
 def columns_of(outcomes: Sequence[RequestOutcome]) -> Columns:
-    """Of all requests that were sent."""
+    """Return the columns of all requests that were sent."""
     sent = [one for one in outcomes if one.sent_s != NEVER_S]
     taken_s = _times([one.taken_s for one in sent])
     end_s = _times([one.end_s for one in sent])

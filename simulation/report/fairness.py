@@ -1,4 +1,4 @@
-"""How evenly tenants of a tier were served while they competed."""
+"""Fairness among the tenants of a tier while they competed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from millrace.simulation.report.columns import Columns, Flags, Floats
 from millrace.simulation.report.report import Fairness
 
 _MAX_BINS = 600
-# Of shorter times there is no telling who got more: answers come whole.
+# In shorter bins the shares are meaningless, as answers come whole.
 _LEAST_WIDTH_S = 1.0
-# Tenants that are compared with one another: those that waited for longest.
+# Number of compared tenants: those with the longest waits.
 _MAX_TENANTS = 48
-# A tenant that competed for less of the contested time than this says little.
+# Tenants that competed for less than this share of the contested time are left out.
 _LEAST_SHARE = 0.1
 
 
 def fairness_of(
     columns: Columns, tier: Tier, end_s: float, output_weight: float, memory_tokens: float
 ) -> Fairness | None:
-    """None unless two tenants of the tier competed. ``memory_tokens`` fit all workers' caches."""
+    """Return the fairness of a tier; None unless two of its tenants competed.
+
+    ``memory_tokens`` is the capacity of all workers' caches together.
+    """
     rows = columns.of_tier(tier)
     tenants = list(dict.fromkeys(columns.tenant[rows].tolist()))
     if len(tenants) < 2:
@@ -58,13 +61,13 @@ def fairness_of(
 
 
 def jain(shares: Floats) -> float:
-    """Jain's index: 1 when all got the same, or nothing, and 1 / n when one got everything."""
+    """Return Jain's index: 1 if all got the same, 1 / n if one got everything."""
     squares = float((shares**2).sum())
     return float(shares.sum()) ** 2 / (len(shares) * squares) if squares else 1.0
 
 
 def _waiting(columns: Columns, rows: Flags, edges_s: Floats) -> Flags:
-    """In which stretches a tenant had jobs waiting all the time, as far as five looks tell."""
+    """Return the bins in which a tenant had waiting jobs at each of five times."""
     looks = [edges_s[:-1] + share * np.diff(edges_s) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
     always = np.ones(len(edges_s) - 1, dtype=np.bool_)
     for times_s in looks:
@@ -73,7 +76,8 @@ def _waiting(columns: Columns, rows: Flags, edges_s: Floats) -> Flags:
 
 
 def _relative_service(service: Floats, competing: Flags, contested: Flags) -> Floats:
-    """What each got while it competed, over the mean of all who competed then."""
+    """Return each tenant's service while it competed, relative to the mean of all competing
+    then."""
     counts = np.maximum(competing.sum(axis=0), 1)
     mean = (service * competing).sum(axis=0) / counts
     enough = competing.sum(axis=1) >= max(_LEAST_SHARE * contested.sum(), 1)
@@ -84,7 +88,8 @@ def _relative_service(service: Floats, competing: Flags, contested: Flags) -> Fl
 
 
 def _max_gap(service: Floats, competing: Flags) -> float:
-    """The largest difference of service of any two over any time in which both competed."""
+    """Return the largest difference in service of two tenants over any time in which both
+    competed."""
     largest = 0.0
     for one, other in combinations(range(len(service)), 2):
         both = competing[one] & competing[other]

@@ -1,4 +1,4 @@
-"""From what happened to a report."""
+"""Measurements of a run for its report."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from millrace.simulation.workers.fleet import WorkerIncarnation
 from millrace.simulation.world import Result
 
 _MAX_BINS = 120
-# Of more tenants than these, the ones with the most tokens are told of.
+# Beyond this number of tenants, those with the most tokens are reported.
 _MAX_TENANTS = 200
 _S_PER_HOUR = 3_600.0
 
@@ -61,7 +61,7 @@ def report_of(
 
 
 def policy_report(name: str, result: Result, settings: SimulationSettings) -> PolicyReport:
-    """What one policy came to."""
+    """Return the report of one policy."""
     columns = columns_of(result.outcomes)
     everyone = np.ones(len(columns.sent_s), dtype=np.bool_)
     overall = _group(columns, everyone, settings.slo, quantiles=True)
@@ -135,7 +135,7 @@ def _group(columns: Columns, rows: Flags, slo: Slo | None, *, quantiles: bool = 
 
 
 def percentiles_of(values: Floats, *, quantiles: bool = False) -> Percentiles | None:
-    """Of the values that are numbers; None without any."""
+    """Return the percentiles of the values that are not NaN; None without any."""
     ordered = np.sort(values[~np.isnan(values)])
     if not len(ordered):
         return None
@@ -190,7 +190,7 @@ def _largest_tenants(columns: Columns) -> list[str]:
 
 
 def _up_s(worker: WorkerIncarnation) -> float:
-    """For how long it could work."""
+    """Return for how long a worker could work, in seconds."""
     if worker.up_s is None or worker.gone_s is None:
         return 0.0
     return max(0.0, worker.gone_s - max(worker.up_s, 0.0))
@@ -210,7 +210,7 @@ def _utilisation_by_role(workers: Sequence[WorkerIncarnation]) -> dict[WorkerRol
 
 
 def _memory_tokens(workers: Sequence[WorkerIncarnation], span_s: float) -> float:
-    """What the workers' caches hold together, in the mean."""
+    """Return the mean capacity of the workers' caches together, in tokens."""
     return sum(
         worker.batch.capacity_tokens * _up_s(worker) / span_s
         for worker in workers

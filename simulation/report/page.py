@@ -1,4 +1,4 @@
-"""A simulation's report as one page of HTML."""
+"""HTML page of a simulation's report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace.simulation.report.report import (
 )
 from millrace.simulation.report.table import render, shown_at
 
-# The style sheet has as many colours of lines.
+# Line colours in the style sheet.
 _COLOURS = "abcd"
 _LAST_QUANTILE = 99
 _LATENCIES = (
@@ -36,7 +36,7 @@ _GROUP_COLUMNS = (
 
 
 def render_page(report: SimulationReport) -> str:
-    """The whole document; plots show the first four policies."""
+    """Return the whole document. Plots show the first four policies."""
     setup = report.setup
     lead = f"""<p>{setup.num_requests:,} requests of {setup.num_tenants:,} tenants in
 {setup.last_arrival_s:,.0f} s, seed {setup.seed}</p>"""
@@ -56,7 +56,7 @@ def render_page(report: SimulationReport) -> str:
 def _card(one: PolicyReport) -> str:
     ttft = one.overall.ttft_ms
     shown = "-" if ttft is None else f"{number(ttft.p50)} ms"
-    more = "nothing was answered" if ttft is None else f"TTFT p50; p99 {number(ttft.p99)} ms"
+    more = "no request was answered" if ttft is None else f"TTFT p50; p99 {number(ttft.p99)} ms"
     price = one.cost.per_1m_output_tokens
     cost = "" if price is None else f"{price:,.3f} {one.cost.currency} per 1M output tokens"
     return card(one.policy, shown, more, cost)
@@ -128,7 +128,7 @@ def _groups(
     policies: Sequence[PolicyReport],
     groups: Callable[[PolicyReport], dict[str, Group]],
 ) -> str:
-    """A table of groups; none if there is only one."""
+    """Return a table of groups; empty if there is only one."""
     names = list(dict.fromkeys(name for one in policies for name in groups(one)))
     if len(names) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""The report of a simulation: what ``--json`` writes, and what the table and the page show.
+"""Report of a simulation: the JSON of ``--json``, and the data of the table and the page.
 
 ``schema`` names this layout and its version. Times ``_s`` are virtual, from the trace's 0.
 """
@@ -16,8 +16,11 @@ SCHEMA = "millrace.simulate/1"
 
 
 class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Of ``count`` measurements in milliseconds. ``quantiles_ms`` are 101, from the smallest to the
-    largest; left out but for all requests together."""
+    """Percentiles of ``count`` measurements in milliseconds.
+
+    ``quantiles_ms`` are 101 values from the smallest to the largest, only for all requests
+    together.
+    """
 
     count: int
     mean: float
@@ -29,11 +32,13 @@ class Percentiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of everybody, of a tier or of a tenant, by how they ended; those that were not sent,
-    as the turn of their session before them was never answered, are left out. Latencies are of
-    those that were answered, from when they were sent; None if there are none. Of ``prompt_tokens``
-    that were to be prefilled, ``cached_tokens`` were found. ``goodput`` is the share of all that
-    was answered within the SLO; None without one."""
+    """Requests of all tenants, of a tier or of a tenant, by how they ended.
+
+    Requests that were not sent, as their session's previous turn was never answered, are left out.
+    Latencies are of answered requests, from when they were sent; None without any. Of
+    ``prompt_tokens`` to prefill, ``cached_tokens`` were cached. ``goodput`` is the share of all
+    requests that were answered within the SLO; None without one.
+    """
 
     num_requests: int
     num_done: int
@@ -52,14 +57,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fairness(msgspec.Struct, frozen=True, kw_only=True):
-    """How service was shared among the tenants of a tier while ``num_tenants`` of them had jobs
-    waiting at the same time, for ``contested_s`` in all. Service is tokens: prompt tokens that
-    were not cached, and ``output_weight`` times the answer's.
+    """Fairness among a tier's tenants while at least two had waiting jobs.
 
-    ``jain`` is Jain's index of what each got against what all got in the mean while it waited: 1 is
+    ``num_tenants`` were compared, over ``contested_s`` in all. Service is tokens: prompt tokens
+    that were not cached, and ``output_weight`` times the answer's.
+
+    ``jain`` is Jain's index of each tenant's service against the mean service while it waited: 1 is
     equal, 1 / ``num_tenants`` is all for one. ``max_gap_tokens`` is the largest difference of
-    service that two tenants got over any time in which both were waiting; ``bound_tokens`` is what
-    a virtual token counter promises for it: twice what is in the workers' memory at most.
+    service of two tenants over any time in which both were waiting. ``bound_tokens`` is the bound
+    of a virtual token counter for it: twice the most that is in the workers' memory.
     """
 
     num_tenants: int
@@ -70,8 +76,10 @@ class Fairness(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers cost money, in ``currency``, from when they are started until they are gone. None: no
-    tokens."""
+    """Cost of the workers in ``currency``, from their start until they are gone.
+
+    None: no tokens.
+    """
 
     currency: str
     gpu_hours: float
@@ -82,7 +90,7 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedBin(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch of the run from ``at_s`` on; what is counted in things is the mean."""
+    """Time bin of the run from ``at_s`` on. Numbers of requests and workers are means."""
 
     at_s: float
     width_s: float
@@ -96,15 +104,17 @@ class SimulatedBin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one policy came to. ``utilisation`` is the share of the workers' time in which they
-    computed, of all and by the role that they began with; ``num_runs_moved`` counts runs beyond
-    the first of a request.
+    """Report of one policy.
 
-    ``itl_ms`` are the gaps between one token and the next of all streams, to half a percent.
-    ``goodput_requests_per_s`` are requests that kept the SLO, as ``requests_per_s`` are all that
-    were answered; None without an SLO. ``streams_moved`` went on elsewhere while their worker
-    lived, with blocks that were ``pulled`` or ``computed`` again; ``num_pulled_tokens`` came to
-    workers from the KV caches of others; ``num_role_changes`` were made by the scheduler."""
+    ``utilisation`` is the share of the workers' time in which they computed, of all and by their
+    first role. ``num_runs_moved`` counts runs beyond the first of a request.
+
+    ``itl_ms`` are the gaps between consecutive tokens of all streams, to half a percent.
+    ``requests_per_s`` counts answered requests, ``goodput_requests_per_s`` those within the SLO
+    (None without one). ``streams_moved`` moved while their worker lived, with blocks that were
+    ``pulled`` or ``computed`` again. ``num_pulled_tokens`` came to workers from the KV caches of
+    others. The scheduler made ``num_role_changes``.
+    """
 
     policy: str
     end_s: float
@@ -131,9 +141,11 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What was simulated, for each policy alike. ``roles`` are how many of each model's workers
-    were given which (empty: all have ``worker.role``), ``link`` what blocks are pulled over (None:
-    none are)."""
+    """Setup of the simulation, the same for each policy.
+
+    ``roles`` are the numbers of each model's workers by role (empty: all have ``worker.role``).
+    ``link`` is the link for pulled blocks (None: none are pulled).
+    """
 
     num_requests: int
     last_arrival_s: float

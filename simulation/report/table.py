@@ -1,4 +1,4 @@
-"""A simulation's report on the terminal, policies side by side."""
+"""Table of a simulation's report for the terminal, policies side by side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from millrace.simulation.report.report import (
 
 _SHARES = ("p50", "p90", "p99")
 _LATENCIES = (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("e2e_ms", "E2E"))
-# Of more tenants the table says nothing; the JSON report does.
+# Larger numbers of tenants are only in the JSON report.
 _MAX_TENANTS = 12
 
 Row = tuple[str, Callable[[PolicyReport], str]]
@@ -30,7 +30,7 @@ _COSTS: tuple[Row, ...] = (
 
 
 def render(report: SimulationReport) -> str:
-    """The whole report, ending with a line break."""
+    """Return the whole report, ending with a line break."""
     policies = report.policies
     rows = [*_totals(report), *_overall(policies), *_fairness(policies), *_COSTS]
     tiers = list(dict.fromkeys(tier for one in policies for tier in one.by_tier))
@@ -125,7 +125,7 @@ def _utilisation(role: WorkerRole) -> Callable[[PolicyReport], str]:
 
 
 def _count(name: str) -> Callable[[PolicyReport], str]:
-    """``name`` may have dots."""
+    """Return a function that formats a count; ``name`` may have dots."""
     count = attrgetter(name)
     return lambda one: f"{count(one):,}"
 

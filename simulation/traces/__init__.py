@@ -1,3 +1,5 @@
-"""The requests of a load: read from a file, drawn, and written. Called by ``cli.simulate`` and
-``simulation.world``; imports ``schemas`` and the spreads of ``bench``.
+"""Requests of a load: read from a file, drawn, and written.
+
+``cli.simulate`` and ``simulation.world`` call it. It imports ``schemas`` and the spreads of
+``bench``.
 """

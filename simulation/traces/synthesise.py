@@ -1,4 +1,4 @@
-"""Traces that are drawn: how requests arrive, whose they are, and what they share."""
+"""Synthetic traces: arrivals, tenants, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _MAX_TENANTS = 100_000
 
 
 class TraceKind(StrEnum):
-    """How requests arrive: at random; in bursts; by the time of the day; or as conversations, which
-    begin at random and go on when their user has read and typed."""
+    """Arrival process: Poisson, bursty, diurnal, or conversations.
+
+    Conversations begin at random and continue when their user has read and typed.
+    """
 
     POISSON = "poisson"
     BURSTY = "bursty"
@@ -31,7 +33,7 @@ class TraceKind(StrEnum):
 
 
 class TenantShare(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant and how much of the load is its own, against the others' weights."""
+    """Tenant with its weight in the load."""
 
     name: str
     tier: Tier = Tier.FREE
@@ -39,13 +41,14 @@ class TenantShare(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceRecipe(msgspec.Struct, frozen=True, kw_only=True):
-    """What to draw. ``rate_per_s`` counts requests, turns of conversations among them.
+    """Recipe of a trace.
 
-    ``burstiness`` is the shape of the gaps' gamma distribution: 1 is Poisson, lower is burstier.
-    ``swing`` is how far a diurnal rate goes up and down about its mean, within ``period_s``.
-    Conversations have ``turns`` in the mean and pauses of ``think_s``; each turn adds
-    ``input_tokens`` to what was said before. Prompts begin with one of ``num_system_prompts`` of
-    ``system_tokens``. ``max_tokens`` 0: each request states the length that its answer will have.
+    ``rate_per_s`` counts requests, including turns of conversations. ``burstiness`` is the shape of
+    the gaps' gamma distribution: 1 is Poisson, lower is burstier. ``swing`` is the relative
+    amplitude of a diurnal rate about its mean, within ``period_s``. Conversations have ``turns``
+    and pauses of ``think_s`` in the mean. Each turn adds ``input_tokens`` to the previous text.
+    Prompts begin with one of ``num_system_prompts`` of ``system_tokens``. ``max_tokens`` 0: each
+    request states the actual length of its answer.
     """
 
     kind: TraceKind
@@ -68,7 +71,7 @@ class TraceRecipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def synthesise(recipe: TraceRecipe) -> list[TraceRequest]:
-    """The requests by arrival; the same for the same recipe."""
+    """Return the requests in order of arrival, the same for the same recipe."""
     draw = _Draw(recipe)
     if recipe.kind is TraceKind.MULTITURN:
         requests: Iterable[TraceRequest] = (
@@ -91,7 +94,7 @@ def _arrivals(recipe: TraceRecipe) -> Iterator[float]:
         shape = recipe.burstiness if recipe.kind is TraceKind.BURSTY else 1.0
         yield from map(float, arrival_times(recipe.rate_per_s, shape, duration_s, None, seed))
         return
-    # Thin out what would come if it were always the busiest time. A day begins at its mean.
+    # Thin out a Poisson process at the peak rate. A day begins at its mean.
     keep = random.Random(f"{seed} keep")
     peak = 1 + recipe.swing
     for at_s in arrival_times(recipe.rate_per_s * peak, 1.0, duration_s, None, seed):
@@ -101,7 +104,7 @@ def _arrivals(recipe: TraceRecipe) -> Iterator[float]:
 
 
 class _Draw:
-    """Draws requests one after the other."""
+    """Generator of requests, one after the other."""
 
     def __init__(self, recipe: TraceRecipe) -> None:
         self._recipe = recipe
@@ -114,7 +117,7 @@ class _Draw:
         return self._made(at_s, self._tenant(), num_input, self._num_output(), prefix, "")
 
     def conversation(self, session: str, at_s: float) -> Iterator[TraceRequest]:
-        """Its turns, as far as they begin within the trace; the number of them is geometric."""
+        """Yield the turns that begin within the trace; their number is geometric."""
         recipe, tenant, prefix = self._recipe, self._tenant(), self._system_prompt()
         num_said = 0
         while at_s < recipe.duration_s:
@@ -166,8 +169,10 @@ class _Draw:
 
 
 def parse_tenants(text: str) -> tuple[TenantShare, ...]:
-    """Read a number, or ``quiet:pro:1,noisy:pro:10`` (name:tier:weight, the last two if wanted).
-    Raises ConfigError."""
+    """Read a number, or ``quiet:pro:1,noisy:pro:10`` (name:tier:weight, the last two optional).
+
+    Raises ConfigError.
+    """
     if text.isdecimal():
         if not 1 <= int(text) <= _MAX_TENANTS:
             raise ConfigError(f"--tenants can be 1 to {_MAX_TENANTS}, got {text}")

@@ -1,5 +1,4 @@
-"""Traces: the requests of a load, one JSON object a line, as they are read, drawn and written, and
-what their prompts are made of: token ids that agree as far as the texts do."""
+"""Traces: requests of a load as one JSON object a line, and the token ids of their prompts."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ _MAX_AT_S = 10 * 365 * 86_400.0
 class TraceRequest(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One request: who asks at ``at_s`` after the start, and how much.
+    """Request of a trace, sent ``at_s`` after the start.
 
     Its prompt begins with the first tokens of each of ``prefix``, (name, tokens) pairs: requests
-    that name the same ones begin alike. The rest is its own, or the ``session``'s: a conversation
-    is one text, of which each turn shows more, answers included; a turn is sent at ``at_s`` or
-    when the turn before it was answered, whichever is later.
+    with the same names share them. The rest is its own, or the ``session``'s: a conversation is one
+    text, of which each turn shows more, answers included. A turn is sent at ``at_s`` or when the
+    previous turn was answered, whichever is later.
 
-    ``output_tokens`` is how long the answer will be, which no scheduler knows; ``max_tokens`` (the
-    same, if it is not given) is what the request states. ``deadline_s`` counts from its arrival.
-    ``published``: a service published it on the bus, so that it waits for the limits of its tenant;
-    all others were admitted by a gateway.
+    ``output_tokens`` is the length of the answer, which no scheduler knows. ``max_tokens`` is the
+    length that the request states, by default the same. ``deadline_s`` counts from its arrival.
+    ``published``: a service published it on the bus, so it waits for its tenant's limits. A gateway
+    admitted all others.
 
-    Raises ValueError, naming the field, for a value out of range.
+    Raises ValueError, which names the field, for a value out of range.
     """
 
     at_s: float
@@ -70,7 +69,7 @@ class TraceRequest(
 
     @property
     def total_tokens(self) -> int:
-        """Of prompt and answer."""
+        """Tokens of prompt and answer."""
         return self.prompt_tokens + self.output_tokens
 
     @property
@@ -83,7 +82,10 @@ _decode = msgspec.json.Decoder(TraceRequest).decode
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """The requests by arrival. Raises ConfigError, with the line's number, for a bad one."""
+    """Return a file's requests in order of arrival.
+
+    Raises ConfigError, with the line's number, for an invalid one.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -102,7 +104,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 
 def write_trace(requests: Iterable[TraceRequest], file: TextIO) -> None:
-    """One line each."""
+    """Write requests, one a line."""
     file.writelines(msgspec.json.encode(request).decode() + "\n" for request in requests)
 
 
@@ -110,11 +112,11 @@ _NUM_STARTS = 1 << 30
 
 
 class Texts:
-    """Endless texts, each under its name: token ``i`` of a text is its first token plus ``i``.
+    """Endless texts by name: token ``i`` of a text is its first token plus ``i``.
 
     A prompt shows the beginnings of its shared prefixes, then that of the session's text or,
-    without a session, of a text that is the request's alone; the answer goes on with that one. So
-    prefixes of prompts agree, token by token, exactly where the trace says so.
+    without a session, of the request's own text. The answer continues the latter. So prefixes of
+    prompts agree, token by token, exactly as the trace states.
     """
 
     def __init__(self, seed: int) -> None:
@@ -131,7 +133,7 @@ class Texts:
         return tuple(token_ids)
 
     def first_answer_token(self, request: TraceRequest, request_id: str) -> int:
-        """Token ``i`` of the answer is this plus ``i``."""
+        """Return the answer's first token; token ``i`` is this plus ``i``."""
         return self._own(request, request_id) + request.own_tokens
 
     def _own(self, request: TraceRequest, request_id: str) -> int:

@@ -1,1 +1,1 @@
-"""Workers that compute nothing, in virtual time."""
+"""Simulated workers in virtual time."""

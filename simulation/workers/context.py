@@ -1,4 +1,4 @@
-"""What all workers of a simulation share."""
+"""Shared context of a simulation's workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 
 class FleetContext(NamedTuple):
-    """``spawn`` runs what workers send; ``network`` is between their caches."""
+    """Shared context. ``spawn`` runs the sending of messages; ``network`` connects the caches."""
 
     bus: Bus
     clock: Clock

@@ -1,4 +1,4 @@
-"""The workers of a simulation: started, killed, drained, and as many as the autoscaler wants."""
+"""Workers of a simulation: started, killed, drained and autoscaled."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from millrace.workers.simulated.latency_model import LatencyModel
 
 @dataclass
 class WorkerIncarnation:
-    """When a worker was there, in seconds: paid for from ``paid_s`` on, able to work from ``up_s``
-    on, gone at ``gone_s``; and what it did."""
+    """Incarnation of a worker, with its times in seconds and its batch.
+
+    It is paid for from ``paid_s`` on, works from ``up_s`` on, and is gone at ``gone_s``.
+    """
 
     name: str
     model: str
@@ -36,8 +38,8 @@ class WorkerIncarnation:
     batch: LeapingBatch | None = field(default=None, repr=False)
 
     def count_from(self, start_s: float, end_s: float) -> None:
-        """Have its times, which are the loop's, count from ``start_s``; what still runs was there
-        until ``end_s``."""
+        """Convert the loop's times to times from ``start_s``; a running worker lasts until
+        ``end_s``."""
         self.paid_s -= start_s
         self.up_s = None if self.up_s is None else self.up_s - start_s
         self.gone_s = (end_s if self.gone_s is None else self.gone_s) - start_s
@@ -45,7 +47,7 @@ class WorkerIncarnation:
 
 @dataclass
 class _Place:
-    """Where one worker after the other runs."""
+    """Place at which workers run one after the other."""
 
     name: str
     model: str
@@ -61,8 +63,10 @@ class _Place:
 
 
 class SimulatedFleet:
-    """Owns the workers, and the ``network`` between their caches. ``incarnations`` is all there
-    ever were, of which each costs money."""
+    """Fleet of simulated workers, with the ``network`` between their caches.
+
+    ``incarnations`` lists all incarnations. Each costs money.
+    """
 
     def __init__(
         self,
@@ -96,7 +100,7 @@ class SimulatedFleet:
         self._all: list[_Place] = []
 
     async def start(self) -> None:
-        """Have the first workers there, at once; then failures take their course."""
+        """Start the first workers at once, then schedule failures."""
         await self._bus.control.subscribe_cancels(self._on_cancel)
         await self._bus.control.subscribe_queue_status(self._on_queue_status)
         for model in self._places:
@@ -107,7 +111,7 @@ class SimulatedFleet:
             self._loop.call_at(self._start_s + failure.at_s, self._kill, place)
 
     async def close(self) -> None:
-        """Nobody works any more."""
+        """Stop all workers."""
         for place in self._all:
             place.wanted = False
             if place.death is not None:
@@ -137,7 +141,7 @@ class SimulatedFleet:
         if delay_s > 0:
             await self._clock.sleep(delay_s)
             if place.incarnation is not incarnation:
-                return  # it was not wanted any more before it was there
+                return  # it was removed before it was up
         worker = place.worker = self._new_worker(place)
         incarnation.up_s, incarnation.batch = self._loop.time(), worker.batch
         await worker.start()
@@ -200,7 +204,7 @@ class SimulatedFleet:
             self._end_life(place)
             self._spawn(worker.retire())
 
-    # --- what the bus says ---
+    # --- messages ---
 
     def _on_cancel(self, cancel: Cancel) -> None:
         for place in self._all:
@@ -221,7 +225,7 @@ class SimulatedFleet:
             place = free or self._new_place(model)
             place.wanted = True
             self._spawn(self._begin(place, self._latency.start_s))
-        # Those that hold least go first: they are gone soonest, and move least.
+        # Workers with the least load go first: they are gone soonest, and move least.
         here.sort(key=lambda place: (place.worker is not None, _num_runs(place), -place.number))
         while len(here) > desired:
             spare = self._settings.role_shares.spare([_role(place) for place in here])
@@ -244,10 +248,10 @@ def _num_runs(place: _Place) -> int:
 
 
 def _role(place: _Place) -> WorkerRole:
-    """That of now."""
+    """Return a place's present role."""
     return place.role if place.worker is None else place.worker.role
 
 
 def _roles(places: list[_Place]) -> list[WorkerRole]:
-    """Of those that are wanted."""
+    """Return the roles of the wanted places."""
     return [_role(place) for place in places if place.wanted]

@@ -1,4 +1,4 @@
-"""What a simulated worker tells of itself: heartbeats, and what its prefix cache holds."""
+"""Reports of a simulated worker: heartbeats and prefix cache contents."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from millrace.simulation.workers.context import FleetContext
 from millrace.simulation.workers.leaps import LeapingBatch
 from millrace.simulation.workers.moves import SimulatedMoves
 
-# As the real worker: more room than this share beyond what was announced is told at once.
+# As in the real worker: an increase of free capacity above this share is announced at once.
 _NOTABLE_SHARE = 1 / 8
 _URGENT_GAP_S = 0.05
 
 
 class WorkerIdentity(NamedTuple):
-    """``worker_id`` is of one incarnation; ``name`` stays when the worker is started again."""
+    """Identity of a worker. ``worker_id`` is of one incarnation; ``name`` stays across restarts."""
 
     worker_id: str
     name: str
@@ -27,8 +27,10 @@ class WorkerIdentity(NamedTuple):
 
 
 class Heartbeats:
-    """Announces one incarnation of a worker every ``heartbeat_s`` and, sooner, when much room came
-    free; with that, no more often than every ``prefix_report_s``, what the cache holds."""
+    """Heartbeats of one incarnation, every ``heartbeat_s`` and when much capacity became free.
+
+    Prefix reports follow heartbeats, at most every ``prefix_report_s``.
+    """
 
     def __init__(
         self,
@@ -38,7 +40,7 @@ class Heartbeats:
         phase: float,
         prefill_tokens_per_s: float,
     ) -> None:
-        """``phase`` from 0 to 1 keeps the heartbeats of a fleet from coming all at once."""
+        """Create heartbeats. ``phase``, 0 to 1, spreads the heartbeats of a fleet."""
         self.worker_id = identity.worker_id
         self.name = identity.name
         self.model = identity.model
@@ -60,11 +62,11 @@ class Heartbeats:
         self._held: Callable[[], dict[Tier, int]] = dict
 
     def begin(self, batch: LeapingBatch, held: Callable[[], dict[Tier, int]]) -> None:
-        """``held`` is what the worker has of each tier, with what waits for blocks of others."""
+        """Set the batch. ``held`` returns the held requests by tier, including waits for blocks."""
         self._batch, self._held = batch, held
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Send heartbeats until cancelled."""
         await self.announce()
         await self._clock.sleep(self._phase * self._config.heartbeat_s)
         while True:
@@ -73,24 +75,24 @@ class Heartbeats:
             await self._clock.sleep(self._config.heartbeat_s)
 
     async def drain(self) -> None:
-        """The worker takes nothing new from now on; everybody hears so at once."""
+        """Refuse new work from now on, and announce that at once."""
         self.draining = True
         await self.announce()
 
     def note_room(self) -> None:
-        """Announce soon if much more room is free than the schedulers know of."""
+        """Announce soon if much more capacity is free than was announced."""
         room = self._room()
         notable = room - self._announced_room >= _NOTABLE_SHARE
         if notable or room > 0 >= self._announced_room:
             self.announce_soon()
 
     def announce_soon(self) -> None:
-        """Announce once the last one is not quite new."""
+        """Announce once the last announcement is not too recent."""
         if self._urgent is None or self._urgent.done():
             self._urgent = self._spawn(self._announce_soon())
 
     def stop(self) -> None:
-        """Say nothing any more."""
+        """Stop announcing."""
         if self._urgent is not None:
             self._urgent.cancel()
 
@@ -106,7 +108,7 @@ class Heartbeats:
         await self._bus.workers.announce(self._status(retired=retired))
 
     def _room(self) -> float:
-        """The free share of what is scarcer: sequences or blocks."""
+        """Return the free share of sequences or blocks, whichever is lower."""
         batch = self._begun
         capacity = batch.max_num_sequences + self._config.max_num_waiting
         num_held = sum(self._held().values())
@@ -153,7 +155,7 @@ class Heartbeats:
 
     async def _report(self) -> None:
         every_s, now_s = self._config.prefix_report_s, self._clock.monotonic()
-        # A heartbeat's interval may be a rounding error short of it.
+        # A heartbeat's interval may be shorter by a rounding error.
         if every_s <= 0 or now_s - self._reported_s < every_s - 1e-6:
             return
         changes = self._begun.blocks.take_changes()

@@ -1,4 +1,4 @@
-"""The KV caches of simulated workers and the links between them, over which blocks are pulled."""
+"""KV caches of simulated workers, and the links over which blocks are pulled."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from millrace.schemas.transfer import KvSource
 from millrace.simulation.settings import KvLink
 from millrace.workers.simulated.blocks import SimulatedBlocks, SimulatedSequence
 
-# As the real engine: what takes longer is computed, a peer is asked for so much more than it was
-# said to have, and a later pull counts so much in what pulls are said to run at.
+# As in the real engine: longest pull, extra blocks asked of a peer, and weight of the newest pull
+# in the measured bandwidth.
 _TIMEOUT_S = 2.0
 _MAX_MORE_BLOCKS = 16
 _NEWEST_WEIGHT = 0.2
@@ -19,7 +19,7 @@ _NEWEST_WEIGHT = 0.2
 
 @dataclass(eq=False)
 class _Peer:
-    """A worker's cache, and until when its link is taken in each direction."""
+    """Worker's cache, with the times until which its link is busy in each direction."""
 
     blocks: SimulatedBlocks
     sends_until_s: float = 0.0
@@ -30,7 +30,10 @@ class _Peer:
 
 @dataclass(eq=False)
 class _Pull:
-    """``num_tokens`` on their way; ``keys`` are those of the whole prefix up to the last one."""
+    """Pull of ``num_tokens``.
+
+    ``keys`` are those of the whole prefix up to the last pulled block.
+    """
 
     to_peer: _Peer
     from_peer: _Peer
@@ -42,11 +45,11 @@ class _Pull:
 
 
 class KvNetwork:
-    """Brings blocks from the cache of one worker to that of another, in virtual time.
+    """Network that copies blocks between workers' caches, in virtual time.
 
-    A link carries one pull at a time in each direction, at ``link.bytes_per_s``; behind its bytes
-    each pull waits for ``link.overhead_s``. Blocks that came are kept as if they had been computed
-    where they came to, and used by nobody so far. ``num_pulled_tokens`` counts what came.
+    A link carries one pull at a time in each direction, at ``link.bytes_per_s``. After its bytes
+    each pull waits for ``link.overhead_s``. Pulled blocks are cached like computed ones, unused so
+    far. ``num_pulled_tokens`` counts them.
     """
 
     def __init__(self, link: KvLink, block_size_tokens: int, prefill_tokens_per_s: float) -> None:
@@ -59,11 +62,11 @@ class KvNetwork:
         self._pulls: dict[_Pull, None] = {}
 
     def join(self, worker_id: str, blocks: SimulatedBlocks) -> None:
-        """Others may pull from there, and it from others."""
+        """Add a worker's cache to the network."""
         self._peers[worker_id] = _Peer(blocks)
 
     def leave(self, worker_id: str) -> None:
-        """What is on its way from there does not come; nobody waits for what was to go there."""
+        """Remove a worker. Pulls from it end without blocks; pulls to it are dropped."""
         gone = self._peers.pop(worker_id, None)
         for pull in [one for one in self._pulls if gone in (one.to_peer, one.from_peer)]:
             assert pull.timer is not None, "a pull under way has a timer"
@@ -73,12 +76,12 @@ class KvNetwork:
                 self._loop.call_soon(pull.on_done)
 
     def tokens_per_s(self, worker_id: str) -> float:
-        """What a worker's pulls ran at of late, overhead included; 0 before the first."""
+        """Return the recent rate of a worker's pulls, overhead included; 0 before the first."""
         peer = self._peers.get(worker_id)
         return peer.recent_tokens / peer.recent_s if peer is not None and peer.recent_s else 0.0
 
     def coming_tokens(self, worker_id: str) -> int:
-        """On their way to a worker."""
+        """Return the tokens on their way to a worker."""
         own = self._peers.get(worker_id)
         return sum(pull.num_tokens for pull in self._pulls if pull.to_peer is own)
 
@@ -89,9 +92,11 @@ class KvNetwork:
         sequence: SimulatedSequence,
         on_done: Callable[[], None],
     ) -> bool:
-        """Begin to bring the blocks of a sequence that a worker lacks and its source has; whether
-        there is something to wait for, that is over when ``on_done`` is called. What takes longer
-        than to compute it, or than 2 s, is not begun."""
+        """Begin to pull the blocks of a sequence that a worker lacks and its source has.
+
+        A pull that would take longer than computing, or than 2 s, is not begun. Returns True if a
+        pull began. ``on_done`` is called at its end.
+        """
         own, peer = self._peers.get(worker_id), self._peers.get(source.worker_id)
         if own is None or peer is None or peer is own:
             return False
@@ -113,8 +118,8 @@ class KvNetwork:
     def _missing(
         self, own: _Peer, peer: _Peer, source: KvSource, sequence: SimulatedSequence
     ) -> tuple[int, list[bytes]]:
-        """How many blocks of the sequence are to come, and the keys of all up to the last one."""
-        own.blocks.match(sequence)  # so that its keys are known
+        """Return the number of blocks to pull, and the keys of all blocks up to the last one."""
+        own.blocks.match(sequence)  # computes its keys
         most = (len(sequence.token_ids) - 1) // self._size
         if source.num_tokens:
             most = min(most, -(-source.num_tokens // self._size) + _MAX_MORE_BLOCKS)

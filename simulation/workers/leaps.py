@@ -1,4 +1,4 @@
-"""A simulated batch that takes many like steps at once."""
+"""Simulated batch that takes many equal steps at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from millrace.workers.simulated.blocks import SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
 from millrace.workers.simulated.tokens import SimulatedTokens
 
-# Times of the loop that are equal differ by no more.
+# Tolerance for equal times of the loop.
 _SAME_S = 1e-9
 
 
 class ConsecutiveTokens(SimulatedTokens):
-    """Token ``i`` of an answer is its seed plus ``i``: see ``simulation.traces.trace.Texts``."""
+    """Tokens of an answer: token ``i`` is its seed plus ``i`` (see ``traces.trace.Texts``)."""
 
     def __init__(self) -> None:
         super().__init__((0,))
@@ -26,13 +26,15 @@ class ConsecutiveTokens(SimulatedTokens):
 
 
 class LeapingBatch(SimulatedBatch):
-    """Steps that only decode, with nobody to admit and blocks for all, are alike but for the KV
-    tokens that each adds: they are planned together, up to the one that ends a sequence, and take
-    the time that they would take one by one.
+    """Simulated batch that plans decode steps together.
 
-    ``begin_at`` says when what it plans is over; ``finish`` is for that time. Whoever adds or
-    cancels before it calls ``interrupt`` first, which leaves the step under way as the last one,
-    as a newcomer finds it in a real engine; who reads counts calls ``settle``. The gaps between
+    Steps that only decode, without admissions and with enough blocks, differ only in the KV tokens
+    that each adds. They are planned together up to the step that ends a sequence, and take the time
+    that they would take one by one.
+
+    ``begin_at`` returns the end of the plan. Call ``finish`` at that time. Before adding or
+    cancelling earlier, call ``interrupt``: the step under way becomes the last one, as a new
+    request finds it in a real engine. Before reading counts, call ``settle``. The gaps between
     tokens go into ``inter_token``.
     """
 
@@ -63,7 +65,7 @@ class LeapingBatch(SimulatedBatch):
         self._growth_s = 0.0
 
     def begin_at(self, now_s: float) -> float | None:
-        """Plan one step, or many like it: when they are over; None if there is nothing to do."""
+        """Plan one step or many equal ones; return their end, or None if there is nothing to do."""
         step_s = self.begin()
         if step_s is None:
             return None
@@ -78,7 +80,7 @@ class LeapingBatch(SimulatedBatch):
         return self._end_s(self._num_left)
 
     def settle(self, now_s: float) -> None:
-        """Take in the steps that are over; the one under way stays planned."""
+        """Apply the steps that are over. The step under way stays planned."""
         num_over = self._num_over(now_s)
         if not num_over:
             return
@@ -86,7 +88,7 @@ class LeapingBatch(SimulatedBatch):
         self.num_steps += num_over
         self.decode_tokens += num_over * len(self.running)
         growth_s = num_over * self._growth_s
-        # What is under way was counted when it was planned, as the first step of the plan.
+        # The step under way was counted when it was planned, as the first of the plan.
         self.busy_s += begun_s - self._begun_s + growth_s
         self._note_tokens(self.running, self._end_s(1))
         if num_over > 1:
@@ -101,13 +103,13 @@ class LeapingBatch(SimulatedBatch):
         self._num_left -= num_over
 
     def interrupt(self, now_s: float) -> float:
-        """Plan nothing behind the step under way: when that is over."""
+        """Make the step under way the last one; return its end."""
         self.settle(now_s)
         self._num_left = 1
         return self._end_s(1)
 
     def finish(self) -> StepOutputs:
-        """The time that ``begin_at`` or ``interrupt`` said has come."""
+        """Finish the plan at the time that ``begin_at`` or ``interrupt`` returned."""
         self.settle(math.inf)
         end_s = self._end_s(1)
         outputs = super().finish()
@@ -116,12 +118,12 @@ class LeapingBatch(SimulatedBatch):
 
     @property
     def is_stepping(self) -> bool:
-        """Something is planned and not finished."""
+        """True if a planned step is not finished."""
         return bool(self._plan)
 
     @property
     def _is_plain(self) -> bool:
-        """Every sequence of the batch decodes, and nobody who waits could push one out."""
+        """True if every sequence decodes and no waiting one could preempt another."""
         if len(self._plan) != len(self.running) or self._started:
             return False
         if self.waiting and self.waiting[0].priority > self.running[-1].priority:
@@ -132,7 +134,8 @@ class LeapingBatch(SimulatedBatch):
         )
 
     def _num_like_steps(self) -> int:
-        """How many steps there are, this one included, until somebody ends or blocks run out."""
+        """Return the number of equal steps, including this one, until a sequence ends or blocks run
+        out."""
         most = min(s.num_total_tokens - len(s.token_ids) for s in self.running)
         free = self.blocks.num_free
         if self._blocks_for(most) <= free:
@@ -153,7 +156,7 @@ class LeapingBatch(SimulatedBatch):
         )
 
     def _decode(self, sequence: SimulatedSequence, num_steps: int) -> None:
-        """What so many steps change, but for the last of a plan."""
+        """Apply ``num_steps`` decode steps to a sequence, except the last of a plan."""
         start = sequence.seed + sequence.num_resumed + sequence.num_made
         sequence.token_ids.extend(range(start, start + num_steps))
         sequence.num_computed_tokens += num_steps
@@ -164,7 +167,8 @@ class LeapingBatch(SimulatedBatch):
             self.blocks.cache_full_blocks(sequence, num_full)
 
     def _note_tokens(self, sequences: Sequence[SimulatedSequence], now_s: float) -> None:
-        """A step is over that began at ``_begun_s``, in which each of these made a token."""
+        """Record the gaps of a step that began at ``_begun_s``, in which each sequence made a
+        token."""
         num_usual = 0
         for sequence in sequences:
             last_s = sequence.last_token_s
@@ -182,7 +186,7 @@ class LeapingBatch(SimulatedBatch):
         return self._begun_s + num_steps * self._first_s + later_s
 
     def _num_over(self, now_s: float) -> int:
-        """Steps of the plan that have ended, without its last one."""
+        """Return the number of ended steps of the plan, without its last one."""
         most = self._num_left - 1
         if most <= 0 or self._end_s(most) <= now_s:
             return max(most, 0)

@@ -1,4 +1,4 @@
-"""Streams that leave a simulated worker for another or come from one, as ``workers.host.moves``."""
+"""Moves of streams between simulated workers, like ``workers.host.moves``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ _LAYOUT = "simulated"
 
 
 class SimulatedMoves:
-    """Pulls the blocks of runs that say who has them, remembers which runs have left and may still
-    pull theirs from here, and tells others: the worker that a run came from that it needs nothing
-    more of it, and, in the role ``prefill``, the schedulers which runs may go on elsewhere.
+    """Moves of a simulated worker's streams.
 
-    ``on_pulled`` is called when a run has what it came for, or has had it brought ahead of it."""
+    It pulls the blocks of runs that have a KV source, and remembers runs that left and may still
+    pull theirs from here. It tells the worker that a run came from when it needs nothing more, and
+    with the role ``prefill`` it tells the schedulers which runs may continue elsewhere.
+    ``on_pulled`` is called when a run has its blocks, or a pull ahead is done.
+    """
 
     def __init__(
         self, context: FleetContext, worker_id: str, role: WorkerRole, *, moves_blocks: bool
@@ -36,60 +38,64 @@ class SimulatedMoves:
 
     @property
     def endpoint(self) -> TransferEndpoint | None:
-        """Where others pull from; None where nothing moves."""
+        """Endpoint for pulls; None if blocks do not move."""
         if not self._moves_blocks:
             return None
         return TransferEndpoint(layout=_LAYOUT, token=self._worker_id, address=self._worker_id)
 
     @property
     def pull_tokens_per_s(self) -> float:
-        """As ``WorkerStatus`` has it."""
+        """Recent pull rate, as in ``WorkerStatus``."""
         return self._context.network.tokens_per_s(self._worker_id)
 
     @property
     def outstanding_pull_tokens(self) -> int:
-        """As ``WorkerStatus`` has it."""
+        """Tokens on their way here, as in ``WorkerStatus``."""
         return self._context.network.coming_tokens(self._worker_id)
 
     def begin(self, blocks: SimulatedBlocks) -> None:
-        """The worker is there, and has such a cache."""
+        """Join the network with the worker's cache."""
         if self._moves_blocks:
             self._context.network.join(self._worker_id, blocks)
 
     def stop(self) -> None:
-        """It is no more."""
+        """Leave the network."""
         self._context.network.leave(self._worker_id)
 
-    # --- what leaves ---
+    # --- runs that leave ---
 
     def left(self, run: SimulatedRun) -> None:
-        """Another worker goes on with what ran here."""
+        """Remember a run that another worker continues."""
         if self._moves_blocks and run.started_ns:
             self._departures.add(run.request_id)
 
     def note_pulled(self, pulled: Pulled) -> None:
-        """Whoever runs these has what it needs."""
+        """Forget departed runs that have pulled their blocks."""
         self._departures.discard(pulled.request_ids)
 
     @property
     def num_kept(self) -> int:
-        """Runs that have left lately and may still pull."""
+        """Number of departed runs that may still pull."""
         return len(self._departures)
 
-    # --- what comes, and what may go on ---
+    # --- runs that come or may move ---
 
     def pull(self, run: SimulatedRun, on_done: Callable[[], None]) -> bool:
-        """Whether a run waits for blocks; ``on_done`` is called when it does no longer."""
+        """Start the pull of a run's blocks; return whether it waits. ``on_done`` ends the wait."""
         source = run.dispatch.kv_source
         if source is None or run.sequence is None:
             return False
         return self._context.network.pull(self._worker_id, source, run.sequence, on_done)
 
     async def warm(self, warm: Warm, *, apart: bool) -> WorkerReply:
-        """Pull what a run has where it is now; returns when that is over. ``apart``: tenants do not
-        share what is cached of their prompts."""
+        """Pull the blocks of a run at another worker; returns when that is over.
+
+        ``apart``: tenants do not share cached prompts.
+        """
         if not self._moves_blocks:
-            return WorkerReply(ok=False, reason="bad_request", message="nothing is pulled here")
+            return WorkerReply(
+                ok=False, reason="bad_request", message="this worker pulls no blocks"
+            )
         over = asyncio.Event()
         sequence = prefix_of(warm.job, warm.token_ids, apart=apart)
         if self._context.network.pull(self._worker_id, warm.kv_source, sequence, over.set):
@@ -98,7 +104,8 @@ class SimulatedMoves:
         return WorkerReply(ok=True)
 
     def advanced(self, started: Sequence[SimulatedRun], made_first: Sequence[SimulatedRun]) -> None:
-        """The batch has begun with some runs, and made the first token of some that go on."""
+        """Report runs that the batch has started, and runs that have their first token and go
+        on."""
         pulled: defaultdict[str, list[str]] = defaultdict(list)
         for run in started:
             if run.dispatch.kv_source is not None:
@@ -110,7 +117,8 @@ class SimulatedMoves:
             self._context.spawn(self._publish(pulled, [run.request_id for run in prefilled]))
 
     def hand_on(self, runs: Iterable[SimulatedRun]) -> None:
-        """Of those that run, the streams may go on elsewhere if the worker is for prompts now."""
+        """Report running streams that may continue elsewhere, if the worker's role is prefill
+        now."""
         request_ids = [run.request_id for run in runs if run.first_token_ns]
         if request_ids and self.role is WorkerRole.PREFILL:
             self._context.spawn(self._publish({}, request_ids))

@@ -1,4 +1,4 @@
-"""One run of a request at a simulated worker, and what it says of itself."""
+"""Run of a request at a simulated worker, with its frames and records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.schemas.records import RequestRecord, Status
 from millrace.simulation.outcomes import RequestOutcome
 from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequence
 
-# As the real worker ranks tiers for its engine.
+# As in the real worker.
 PRIORITIES = {tier: rank for rank, tier in enumerate(reversed(Tier), start=-1)}
 _NS_PER_MS = 1e6
 _NS_PER_US = 1e3
@@ -24,8 +24,11 @@ _NS_PER_US = 1e3
 
 @dataclass(slots=True, eq=False)
 class SimulatedRun:
-    """``sequence`` is None when the client had all tokens before it began. Times are UTC in ns, 0
-    for what did not happen."""
+    """Run of a request.
+
+    ``sequence`` is None if the client already had all tokens. Times are UTC in ns, 0 for events
+    that did not happen.
+    """
 
     dispatch: Dispatch
     outcome: RequestOutcome
@@ -38,7 +41,7 @@ class SimulatedRun:
 
     @classmethod
     def of(cls, dispatch: Dispatch, outcome: RequestOutcome, *, apart: bool) -> SimulatedRun:
-        """``apart``: tenants do not share what is cached of their prompts."""
+        """Make the run of a dispatch. ``apart``: tenants do not share cached prompts."""
         run = cls(dispatch, outcome, epoch=dispatch.epoch, lease=dispatch.lease)
         job = dispatch.job
         num_resumed = len(dispatch.resume_token_ids)
@@ -63,7 +66,7 @@ class SimulatedRun:
 
     @property
     def num_tokens(self) -> int:
-        """Of the completion, those of earlier runs included."""
+        """Tokens of the completion, including earlier runs."""
         made = 0 if self.sequence is None else self.sequence.num_made
         return len(self.dispatch.resume_token_ids) + made
 
@@ -101,7 +104,7 @@ class SimulatedRun:
                 return usage, Cancelled(num_tokens=count, epoch=epoch)
 
     def served(self) -> Served:
-        """What it took."""
+        """Return the service of the run."""
         job, sequence = self.dispatch.job, self.sequence
         began = sequence is not None and sequence.started
         return Served(
@@ -141,7 +144,7 @@ def _since_ms(from_ns: int, to_ns: int) -> float:
 
 
 def prefix_of(job: Job, token_ids: Sequence[int], *, apart: bool) -> SimulatedSequence:
-    """What a job has so far, of which nothing is to be made."""
+    """Return a job's present prefix as a sequence that makes nothing."""
     return SimulatedSequence(
         job.request_id,
         (*(job.prompt_token_ids or ()), *token_ids),

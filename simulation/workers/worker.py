@@ -1,4 +1,4 @@
-"""A worker that computes nothing: the bus side's protocol around a batch in virtual time."""
+"""Simulated worker: the bus protocol around a batch in virtual time."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from millrace.simulation.workers.moves import SimulatedMoves
 from millrace.simulation.workers.runs import SimulatedRun
 from millrace.workers.simulated.blocks import SimulatedSequence
 
-# Those that make way for higher tiers wait here too: so many times the capacity in all.
+# Preempted requests of lower tiers also wait here: this times the capacity in all.
 _MAX_HELD_FACTOR = 2
 _TIERS = tuple(Tier)
-# Between two looks whether those who left have what they need.
+# Interval of checks whether departed runs have their blocks.
 _CHECK_INTERVAL_S = 0.05
 
 
 class SimulatedWorker:
-    """One incarnation of a worker: it runs dispatches as its batch says, and publishes frames,
-    record, ack and notice of each that ends, in this order. A run that comes with a source of
-    blocks enters the batch once they are here.
+    """Incarnation of a simulated worker.
 
-    ``on_idle`` is called when it drains and holds nothing any more that it or others need.
+    It runs dispatches by its batch, and publishes frames, record, ack and notice of each end, in
+    this order. A run with a KV source enters the batch once its blocks are here.
+
+    ``on_idle`` is called when it drains and holds nothing that it or others need.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class SimulatedWorker:
 
     @property
     def role(self) -> WorkerRole:
-        """What it is preferred for by now."""
+        """Present role."""
         return self._moves.role
 
     # --- start and end ---
@@ -96,7 +97,7 @@ class SimulatedWorker:
         self._loops = [self._spawn(self._heartbeats.run()), self._spawn(self._hold_leases())]
 
     async def kill(self) -> None:
-        """As kill -9 does: not a word to anybody. What clients have of its runs they keep."""
+        """End like kill -9, without notice. Clients keep their tokens."""
         if not self.alive:
             return
         self.alive = False
@@ -114,7 +115,7 @@ class SimulatedWorker:
             await subscription.close()
 
     async def drain(self) -> None:
-        """Take nothing new; ``on_idle`` follows, at once if it holds nothing."""
+        """Take no new work. ``on_idle`` follows, at once if nothing is held."""
         await self._heartbeats.drain()
         self._check_idle()
 
@@ -127,7 +128,7 @@ class SimulatedWorker:
             self._on_idle(self)
 
     async def retire(self) -> None:
-        """Give back what is still held, and go."""
+        """Give back held runs and leave."""
         given_back = list(self.runs.values())
         for run in given_back:
             self._drop(run)
@@ -221,7 +222,7 @@ class SimulatedWorker:
             self._enter(run)
 
     def _enter(self, run: SimulatedRun) -> None:
-        """Into the batch, unless it is over or superseded by now."""
+        """Add a run to the batch, unless it has ended or was superseded."""
         if self.runs.get(run.request_id) is not run:
             return
         assert run.sequence is not None, "what has nothing to make has ended"
@@ -236,7 +237,7 @@ class SimulatedWorker:
         return run.num_tokens
 
     def on_cancel(self, cancel: Cancel) -> None:
-        """Stop a request, or a run of it that another one superseded."""
+        """Stop a request, or a superseded run of it."""
         run = self.runs.get(cancel.request_id)
         if run is None:
             return
@@ -248,8 +249,11 @@ class SimulatedWorker:
         self._end(run, Status.EXPIRED if late else Status.CANCELLED)
 
     def _supersede(self, run: SimulatedRun) -> None:
-        """Another worker goes on with it. What it took here is told when the step that it may be in
-        is over, as a device's time is known then."""
+        """Drop a run that another worker continues.
+
+        Its service is reported when the step that it may be in is over, as the device time is known
+        then.
+        """
         self._moves.left(run)
         self._drop(run)
         if self.batch.is_stepping:
@@ -303,12 +307,12 @@ class SimulatedWorker:
     # --- ends ---
 
     def _end(self, run: SimulatedRun, status: Status) -> None:
-        """End a run that the batch would go on with, or that has nothing to make."""
+        """End a run that the batch would continue, or that has nothing to make."""
         self._drop(run)
         self._spawn(self._tell([], [run], status))
 
     def _drop(self, run: SimulatedRun) -> None:
-        """Take a run out of the batch, too; the step under way goes on without it."""
+        """Remove a run, also from the batch. The step under way goes on without it."""
         if run.sequence is not None:
             if self.batch.is_stepping:
                 self._reschedule(self.batch.interrupt(self._loop.time()))

@@ -513,7 +513,7 @@ class TestDeadLetters:
         assert frame.code == ("reply_forbidden" if is_named else "malformed_message")
         if is_named:
             assert frame.param == "reply"
-        assert frame.message.endswith("Its request_id is free: a corrected job may have it.")
+        assert frame.message.endswith("Its request_id is free: a corrected job may use it.")
         result = await bus.results.fetch(tenant, "r1")
         assert result is not None
         assert (result.error_code, result.error_message) == (frame.code, frame.message)

@@ -177,4 +177,4 @@ async def test_a_server_without_jetstream_is_told(
     monkeypatch.setenv("MILLRACE_NATS__CONNECT_TIMEOUT_S", "0.5")
     with BareNatsServer(tmp_path) as server:
         assert await millrace("top", "--once", "--nats", server.url) == 2
-    assert "JetStream does not answer. Enable JetStream" in capsys.readouterr().err
+    assert "its JetStream does not. Enable JetStream" in capsys.readouterr().err

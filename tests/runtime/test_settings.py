@@ -47,7 +47,7 @@ def test_a_budget_in_several_currencies(tmp_path: Path) -> None:
     yaml.write_text("gateway: {tiers: {free: {monthly_budget: {EUR: 50}}}}\n")
     assert load_config(str(yaml), {}).gateway.tiers.free.monthly_budget == {"EUR": 50}
     for text, complaint in (
-        ('{"EUR": ', "no table in JSON"),
+        ('{"EUR": ', "not a table in JSON"),
         ('{"euro": 1}', "three capital letters"),
         ('{"EUR": -1}', "between 0 and 9000000 EUR"),
         ("50 EUR", name),

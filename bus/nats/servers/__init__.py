@@ -1,1 +1,1 @@
-"""The choice of a server in a NATS cluster, and what a client does when its server is gone."""
+"""Choice of a server in a NATS cluster, and recovery from a lost server."""

@@ -1,5 +1,7 @@
-"""nats-py's client with two additions: one type of error for its connections, and a watchdog that
-ends a connection whose server is silent."""
+"""nats-py client with two additions: one error type for its connections, and a watchdog.
+
+The watchdog ends a connection whose server is silent.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,9 @@ from millrace.runtime.faults.connections import ConnectionErrors, bound_silence
 
 logger = logging.getLogger(__name__)
 
-# A server that sent nothing between two looks is sent a PING. After so many looks in a row without
-# a byte the connection is given up, at most 2.5 s after the last byte. Looks are counted, not
-# seconds: time in which this process stood still is not the server's silence.
+# A server that sent nothing between two checks gets a PING. After this many checks without a byte
+# the connection is closed, at most 2.5 s after the last byte. Checks are counted instead of
+# seconds: a pause of this process is not the server's silence.
 _LOOK_EVERY_S = 0.5
 _MAX_SILENT_LOOKS = 4
 # The server's machine must acknowledge sent data within this time.
@@ -30,12 +32,12 @@ _RETRY_WAIT_S = 0.1
 _clock = SystemClock()
 _ERRORS = ConnectionErrors(nats.errors.Error)
 _REFUSED = re.compile(r"authorization|authentication|credential|account|nonce", re.IGNORECASE)
-# Such an error is about one subject; the connection stays open.
+# Error about one subject. The connection stays open.
 _NO_PERMISSION = "permissions violation"
 
 
 def is_refusal(message: str) -> bool:
-    """Whether a server's error refuses this client's credentials or account."""
+    """Return whether a server's error refuses this client's credentials or account."""
     return bool(_REFUSED.search(message)) and _NO_PERMISSION not in message.lower()
 
 
@@ -48,8 +50,11 @@ class ClosedAtOnceError(nats.errors.Error):
 
 
 class _Tcp(TcpTransport):
-    """A TCP transport. ``abort`` ends it without waiting for unsent data. ``wait_closed`` returns
-    at once after an abort or a failed TLS handshake, whose end asyncio never reports."""
+    """TCP transport.
+
+    ``abort`` ends it without waiting for unsent data. ``wait_closed`` returns at once after an
+    abort or a failed TLS handshake, whose end asyncio never reports.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +108,7 @@ class _Tcp(TcpTransport):
 
 
 class _WebSocket(WebSocketTransport):
-    """A transport for ``ws://`` and ``wss://`` with the same additions as ``_Tcp``."""
+    """Transport for ``ws://`` and ``wss://`` with the additions of ``_Tcp``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,8 +145,7 @@ class _WebSocket(WebSocketTransport):
 
 
 class _Watchdog:
-    """Calls ``on_silence`` once no byte came for ``_MAX_SILENT_LOOKS`` looks, from ``start`` to
-    ``stop``."""
+    """Watchdog that calls ``on_silence`` after ``_MAX_SILENT_LOOKS`` checks without a byte."""
 
     def __init__(
         self,
@@ -168,7 +172,7 @@ class _Watchdog:
             self._timer = None
 
     def _wait(self) -> None:
-        # At a beat that timers of this process share, so that an idle process wakes up less often.
+        # Use a beat that timers of this process share, so an idle process wakes up less often.
         rest_s = until_beat_s(_clock, _LOOK_EVERY_S)
         self._timer = asyncio.get_running_loop().call_later(rest_s, self._look)
 
@@ -192,17 +196,16 @@ async def _told(work: Awaitable[None]) -> None:
     try:
         await work
     except (nats.errors.Error, OSError) as error:
-        # The connection ended, which the client notices by itself as well.
+        # The connection ended, which the client also notices itself.
         logger.debug("a check of the NATS connection failed", extra={"cause": repr(error)})
 
 
 class SecureClient(Client):
-    """Sends no credentials without TLS where TLS is demanded, and does not end for good when a
-    server stops taking its credentials: they expire, and are replaced.
+    """NATS client that sends no credentials without required TLS, and survives refused credentials.
 
-    A server that is silent is noticed within 3 s. A connection that was lost is aborted, as what
-    was not sent by then may never be, and its server is the last that is tried. No error of an
-    attempt ends the attempts.
+    Credentials expire and are replaced, so a refusal does not end the client for good. A silent
+    server is noticed within 3 s. A lost connection is aborted, as its unsent data may never leave.
+    Its server is tried last. No error of an attempt ends the attempts.
     """
 
     def __init__(self) -> None:
@@ -213,33 +216,32 @@ class SecureClient(Client):
 
     @property
     def server(self) -> Srv | None:
-        """The server of the present connection, or of the last one."""
+        """Server of the present or last connection."""
         return self._current_server
 
     @property
     def server_id(self) -> str:
-        """The id of the server, which changes whenever it starts."""
+        """Id of the server, which changes with each of its starts."""
         return str(self._server_info.get("server_id", ""))
 
     @property
     def other_servers(self) -> list[Srv]:
-        """The servers that were configured or that the cluster named, without the present one."""
+        """Configured and discovered servers except the present one."""
         return [server for server in self._server_pool if server is not self._current_server]
 
     @property
     def is_moving(self) -> bool:
-        """Whether this client is about to leave its server by ``move_to``."""
+        """True while this client is about to leave its server by ``move_to``."""
         return self._first_choice is not None
 
     async def move_to(self, server: Srv) -> None:
-        """Move the connection to another server. What was published before goes to the present
-        one."""
+        """Move the connection to another server. Earlier messages go to the present one."""
         if self.is_connected:
             self._first_choice = server
             await self.force_reconnect()
 
     def abort(self) -> None:
-        """End the connection without waiting for what was not sent."""
+        """End the connection without waiting for unsent data."""
         self._watchdog.stop()
         if isinstance(self._transport, _Tcp | _WebSocket):
             self._transport.abort()
@@ -249,7 +251,7 @@ class SecureClient(Client):
         return transport.num_reads if isinstance(transport, _Tcp | _WebSocket) else 0
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
-        """Raise a cancellation that nats-py drops while a task waits for a full buffer's flush."""
+        """Flush, and raise a cancellation that nats-py drops while a full buffer is flushed."""
         flushed = await super()._flush_pending(force_flush)
         if force_flush and (task := asyncio.current_task()) is not None and task.cancelling():
             raise asyncio.CancelledError
@@ -315,14 +317,14 @@ class SecureClient(Client):
         if self._status == Client.CONNECTED:
             self._watchdog.start()
             return
-        # The server closed the connection without a greeting, which nats-py takes for success.
+        # The server closed the connection without a greeting. nats-py treats that as success.
         for task in (self._reading_task, self._ping_interval_task, self._flusher_task):
             if task is not None:
                 task.cancel()
         raise ClosedAtOnceError("the server closed the connection")
 
     async def _process_err(self, err_msg: str) -> None:
-        """Reconnect after an error of the server: nats-py would close for good."""
+        """Reconnect after a server error. nats-py would close for good."""
         error = nats.errors.Error(f"nats: {err_msg}")
         await self._error_cb(error)
         if _NO_PERMISSION not in err_msg.lower():

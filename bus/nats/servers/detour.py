@@ -1,7 +1,7 @@
-"""Reaches a worker over another server when servers of a cluster cannot see each other.
+"""Detours in a NATS cluster whose servers cannot all see each other.
 
-NATS passes messages on between two servers only directly: while the link of two of them is down,
-their clients do not reach each other, although a third server reaches both.
+NATS passes messages between two servers only directly. While their link is down, their clients do
+not reach each other, although a third server reaches both.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ logger = logging.getLogger(__name__)
 
 _OPEN_TIMEOUT_S = 0.5
 _MOVE_TIMEOUT_S = 2.0
-# After a search without success, the same worker is not searched for during this time.
+# After a failed search, the same worker is not searched for during this time.
 _PAUSE_S = 2.0
 
 
 class Detours:
-    """Moves a connection to another server if a worker that is silent here answers there. One
-    search runs at a time; a move ends the search of all callers that wait."""
+    """Search for a server over which a silent worker answers.
+
+    One search runs at a time. A move ends the search of all callers that wait.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -40,9 +42,11 @@ class Detours:
     async def reach(
         self, worker_id: str, command: WorkerCommand, timeout_s: float, others: Sequence[str] = ()
     ) -> bool:
-        """Move to a server over which the worker does ``command``; of several such servers to the
-        one over which most of ``others`` answer. True if the connection moved, also for another
-        caller while this one waited."""
+        """Move to a server over which the worker does ``command``.
+
+        Of several such servers, the one over which most of ``others`` answer is chosen. Returns
+        True if the connection moved, also for another caller while this one waited.
+        """
         num_moves = self._num_moves
         async with self._searching:
             if self._num_moves > num_moves:
@@ -54,7 +58,7 @@ class Detours:
                 return False
             self._num_moves += 1
             logger.warning(
-                "a worker answers only over another NATS server; the connection moves there",
+                "moving to another NATS server, over which a silent worker answers",
                 extra={"worker_id": worker_id, "url": redact_urls(server.uri.geturl())},
             )
             await self._connection.move_to(server)
@@ -69,7 +73,7 @@ class Detours:
     async def _server_of(
         self, worker_id: str, command: WorkerCommand, timeout_s: float, others: Sequence[str]
     ) -> Srv | None:
-        """The server over which the worker answers, and most of the others."""
+        """Return the server over which the worker and most of the others answer."""
         servers = self._connection.other_servers
         random.shuffle(servers)
         counts = await asyncio.gather(
@@ -86,7 +90,7 @@ class Detours:
         timeout_s: float,
         others: Sequence[str],
     ) -> int:
-        """How many of the workers answer over a server; 0 unless ``worker_id`` does ``command``."""
+        """Return how many workers answer over a server; 0 unless ``worker_id`` does ``command``."""
         connection = self._connection.beside(server, _OPEN_TIMEOUT_S)
         try:
             await connection.open()

@@ -1,6 +1,6 @@
-"""Moves a client back to the server of its first connection.
+"""Return of a client to the server of its first connection.
 
-A rolling restart moves every client away from its server. Without a way back all clients end up at
+A rolling restart moves every client away from its server. Without a return, all clients end up at
 the servers that were restarted first.
 """
 
@@ -21,14 +21,16 @@ logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 1.0
 _GREETING = b"INFO "
-# Pause between two checks, in seconds: random, so that clients do not all move at once.
+# Random pause between two checks, in seconds, so that clients do not all move at once.
 _PAUSES_S = (20.0, 60.0)
 
 
 class Home:
-    """Moves ``client`` back to its home, the server of its first connection, 20 to 60 s after a
-    loss, once that server sends its greeting and is not shutting down. A client moves once for each
-    loss."""
+    """Return of ``client`` to its home, the server of its first connection.
+
+    It moves 20 to 60 s after a loss, once that server sends its greeting and is not shutting down.
+    It moves once for each loss.
+    """
 
     def __init__(self, client: SecureClient) -> None:
         self._client = client
@@ -36,14 +38,14 @@ class Home:
         self._returning: asyncio.Task[None] | None = None
 
     def note_connected(self) -> None:
-        """The client has a connection, its first or another."""
+        """Note a new connection; start the return if it is not to the home."""
         if self._server is None:
             self._server = self._client.server
         elif self._is_away and (self._returning is None or self._returning.done()):
             self._returning = asyncio.create_task(self._return(self._server), name="return")
 
     def settle(self, server: Srv) -> None:
-        """``server`` is home from now on."""
+        """Make ``server`` the home."""
         self._server = server
 
     def close(self) -> None:
@@ -63,7 +65,7 @@ class Home:
             if greeting is None or greeting.get("ldm"):
                 continue
             if greeting.get("server_id") == self._client.server_id:
-                self._server = self._client.server  # it has two addresses
+                self._server = self._client.server  # the server has two addresses
                 return
             logger.info(
                 "the connection moves back to its first NATS server",
@@ -73,8 +75,11 @@ class Home:
 
 
 async def _greeting_of(server: Srv) -> dict[str, Any] | None:
-    """The INFO with which a server greets; None if the server does not answer. A WebSocket server
-    greets after a handshake only: an empty INFO stands for it if it accepts a connection."""
+    """Return the INFO with which a server greets; None if it does not answer.
+
+    A WebSocket server greets only after a handshake: if it accepts a connection, an empty INFO is
+    returned.
+    """
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(server.uri.hostname, server.uri.port)

@@ -14,7 +14,7 @@ from millrace.schemas.errors import ModelNotFoundError
 from millrace.schemas.frames import Failed
 from tests.support.running_gateway import MODEL, RunningGateway
 
-_GONE = Failed(code=ModelNotFoundError.code, message="The model 'echo' is served no more.")
+_GONE = Failed(code=ModelNotFoundError.code, message="The model 'echo' is no longer served.")
 _SAID: Any = {"messages": [{"role": "user", "content": "hello"}]}
 _BODIES: dict[str, Any] = {
     "/v1/chat/completions": _SAID,
