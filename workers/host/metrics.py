@@ -1,7 +1,7 @@
-"""What Prometheus sees of the workers of a process, read at each scrape from what they know anyway.
+"""Prometheus metrics of the workers of a process, read from their state at each scrape.
 
-Names are those of the field's engines where they have one; what is counted of requests begins at
-their dispatch to the worker, while the gateways' figures begin at their receipt.
+Names are those of other inference engines where they have one. Request figures begin at the
+dispatch to the worker; the gateways' figures begin at the receipt.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ class _Watched(NamedTuple):
 
 
 class WorkerMetrics(Collector):
-    """All workers of the process, each under its name and model; no tenant, no request."""
+    """Metrics of all workers of the process, labelled by name and model, never by tenant or
+    request.
+    """
 
     def __init__(self) -> None:
         self._workers: list[_Watched] = []
 
     def watch(self, name: str, model: str, engine: EngineKeeper, worker: Worker) -> None:
-        """Tell of a worker, too."""
+        """Include a worker in the metrics."""
         self._workers.append(_Watched((model, name), engine, worker))
 
     def forget(self, worker: Worker) -> None:
@@ -135,7 +137,7 @@ class WorkerMetrics(Collector):
         yield from (waiting, ending, draining, devices, restarts, ended, orphaned)
 
     def _devices(self) -> Iterator[Metric]:
-        """What drivers show; nothing on a CPU."""
+        """Yield the figures of device drivers; a CPU has none."""
         labels = [*_LABELS, "device"]
         share = GaugeMetricFamily(
             "millrace_device_utilisation_ratio",
