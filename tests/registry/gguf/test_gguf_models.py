@@ -258,7 +258,7 @@ def test_the_own_engine_says_which_one_computes_such_files(file: Path) -> None:
 
 
 async def test_no_engine_is_simulated_for_such_files(file: Path) -> None:
-    with pytest.raises(ConfigError, match="no engine is simulated for a GGUF file"):
+    with pytest.raises(ConfigError, match="GGUF files cannot be simulated"):
         SimulatedEngine(served_by(file), EngineConfig(), SystemClock())
 
 
