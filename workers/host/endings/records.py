@@ -45,8 +45,8 @@ def request_record(
     - The times of the first token and per token are those of this attempt.
     - Token counts, pulled tokens and device time cover the whole answer, as far as they are known.
       Energy is set only if it is known for all attempts.
-    - ``finish_reason`` is the reason that the client gets: ``tool_calls`` if the answer calls tools,
-      in the model's ``tool_format``.
+    - ``finish_reason`` is the reason that the client gets. It is ``tool_calls`` if the answer calls
+      tools in the model's ``tool_format``.
     - A part of a request that never ran counts no prompt tokens. A request that never ran costs
       nothing and has no price version. If only device time is known of earlier attempts, the row
       has a price version for it and no prompt tokens, so that cost and tokens agree.

@@ -145,8 +145,8 @@ _SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p", "typ_p")
 class LlamaCppDialect(Dialect):
     """Dialect of llama.cpp.
 
-    Each request gets a slot, preferably a slot whose last prompt had the same salt. A slot's cache is
-    reused for prompts of one salt only.
+    Each request gets a slot, preferably a slot whose last prompt had the same salt. A slot's cache
+    is reused for prompts of one salt only.
     """
 
     kind = EngineKind.LLAMACPP
