@@ -64,7 +64,7 @@ def ignored_parts(path: Path) -> list[str]:
 def read_sampling_defaults(path: Path) -> SamplingDefaults:
     """Return the sampling defaults that the checkpoint folder ``path`` recommends.
 
-    They are those that other servers use: ``temperature``, ``top_p``, ``top_k``, ``min_p``,
+    Other servers use the same fields: ``temperature``, ``top_p``, ``top_k``, ``min_p``,
     ``repetition_penalty`` and ``max_new_tokens``. Empty without the file.
 
     Raises:

@@ -161,7 +161,7 @@ def _merges_by_score(
 ) -> list[tuple[str, str]]:
     """Return every way to make a token of two others, best score first.
 
-    Sentencepiece joins the neighbours whose token has the best score, as BPE joins those whose
+    Sentencepiece joins the neighbours whose token has the best score, as BPE joins the pair whose
     merge comes first. Ties are in the order of transformers: the longer first token comes first.
     """
     ranked = []

@@ -20,7 +20,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
       are further prompts.
     - ``sampling.n`` choices are made of each prompt, each by a job of its own, except in a beam
       search. ``tier`` None is the caller's own.
-    - ``tools`` are those that the client runs; ``server_tools`` names those that the gateway runs.
+    - The client runs ``tools``; the gateway runs the tools named in ``server_tools``.
     - If the gateway chose ``model``, ``model_requested`` is the requested name and
       ``route_reason`` the reason of the choice. ``adapter`` is the adapter that ``model`` stands
       for, in its version when the request was accepted.

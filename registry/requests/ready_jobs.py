@@ -24,7 +24,7 @@ from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tools import ToolDefinition, ToolFormat, ToolMode
 
 PROMPT = "prompt"
-# The field that schema errors of an answer name, whatever field the caller used.
+# The field that schema errors of an answer name, independent of the field that the caller used.
 _RESPONSE_FORMAT = "response_format"
 
 

@@ -1,4 +1,4 @@
-"""Versions of a model, and the one that answers a request. Pure: no clock, no I/O.
+"""Versions of a model, and the choice of the version for a request. Pure: no clock, no I/O.
 
 ``name@version`` in a catalogue is a version of ``name``. An entry called ``name`` is the initial
 version. ``name`` then stands for all of them.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Phrases(NamedTuple):
-    """Phrases; ``ascii`` are those that an ASCII text can contain."""
+    """Phrases; ``ascii`` are the phrases for ASCII texts."""
 
     all: tuple[str, ...]
     ascii: tuple[str, ...]

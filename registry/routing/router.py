@@ -312,7 +312,7 @@ def choose(
     for why, is_able in _NEEDS:
         able = [one for one in states if is_able(question, states[one])]
         if len(able) == 1:
-            # Only one model is able, whatever the preference.
+            # Only one model is able to answer, so the preference does not count.
             reason = reason if able[0] == size else f"{reason}:{why}"
             return _chosen(route, able[0], reason, value)
     if size == "large" and policy.degrade and _is_late(large, small, policy):
