@@ -65,7 +65,7 @@ class _Completion(msgspec.Struct):
 
 
 def chosen_model(models: Any, served_name: str, server: str) -> dict[str, Any]:
-    """Return the model to use of those that /v1/models lists: ``served_name``, or the first.
+    """Return the model to use from /v1/models: ``served_name``, or the first one.
 
     Raises:
         EngineFailedError: the server lists no models.
