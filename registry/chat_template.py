@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from millrace.registry.reasoning import format_shown as reasoning_shown
 from millrace.registry.template_environment import TemplateEnvironment
 from millrace.registry.template_text import TemplateText, literal
+from millrace.registry.tool_formats.call_style import CallStyle, call_style_of, format_shown
 from millrace.registry.tool_formats.conversation import (
     WITH_SHORT_IDS,
     in_plain_text,
@@ -25,7 +26,6 @@ from millrace.registry.tool_formats.conversation import (
     tool_as_dict,
     with_tools_described,
 )
-from millrace.registry.tool_formats.template_manners import CallManners, format_shown, manners_of
 from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import CheckpointError, ParameterError
 from millrace.schemas.jobs import ChatMessage
@@ -221,17 +221,17 @@ class ChatTemplate:
         )
         template = self._tool_template if with_tools else self._template
         return template.render(
-            messages=messages_as_dicts(messages, self._manners),
+            messages=messages_as_dicts(messages, self._call_style),
             add_generation_prompt=add_generation_prompt,
             tools=[tool_as_dict(tool) for tool in tools] if tools and self._takes_tools else None,
             **variables,
         )
 
     @cached_property
-    def _manners(self) -> CallManners:
+    def _call_style(self) -> CallStyle:
         """Form of earlier calls in this template; unused if they are told in plain text."""
-        manners = manners_of(self._rendered_or_nothing)
-        return manners._replace(short_ids=self.tool_format in WITH_SHORT_IDS)
+        style = call_style_of(self._rendered_or_nothing)
+        return style._replace(short_ids=self.tool_format in WITH_SHORT_IDS)
 
     def _rendered_or_nothing(self, turns: list[dict[str, Any]]) -> str:
         try:

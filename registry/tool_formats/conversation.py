@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from millrace.registry.template_text import filled, joined, literal
-from millrace.registry.tool_formats.template_manners import CallManners
+from millrace.registry.tool_formats.call_style import CallStyle
 from millrace.registry.tool_formats.written import INSTRUCTIONS, arguments_of, calls_as_text
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
@@ -36,7 +36,7 @@ def short_id(call_id: str) -> str:
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
-DEFAULT_MANNERS = CallManners()
+DEFAULT_STYLE = CallStyle()
 
 _INTRODUCTION = (
     "You have tools. Each line between <tools> and </tools> describes one: its name, what it is "
@@ -55,11 +55,11 @@ def tool_as_dict(tool: ToolDefinition) -> dict[str, Any]:
 
 
 def messages_as_dicts(
-    messages: Sequence[ChatMessage], manners: CallManners = DEFAULT_MANNERS
+    messages: Sequence[ChatMessage], style: CallStyle = DEFAULT_STYLE
 ) -> list[dict[str, Any]]:
     """Return a conversation in OpenAI's form.
 
-    Arguments of calls are objects if they are valid JSON, unless ``manners`` say otherwise: most
+    Arguments of calls are objects if they are valid JSON, unless ``style`` says otherwise: most
     templates write them as JSON themselves. Results have the name of the called tool.
     """
     names: dict[str, str] = {}
@@ -71,15 +71,15 @@ def messages_as_dicts(
         if message.reasoning:
             turn["reasoning_content"] = turn["reasoning"] = message.reasoning
         if message.tool_calls:
-            if manners.apart and message.content:
+            if style.apart and message.content:
                 turns.append(turn)
                 turn = {"role": role, "content": ""}
-            if manners.without_content:
+            if style.without_content:
                 turn["content"] = turn["content"] or None
-            turn["tool_calls"] = [_call_as_dict(call, manners) for call in message.tool_calls]
+            turn["tool_calls"] = [_call_as_dict(call, style) for call in message.tool_calls]
             names |= {call.id: call.name for call in message.tool_calls}
         if message.tool_call_id is not None:
-            turn["tool_call_id"] = _id_for(message.tool_call_id, manners)
+            turn["tool_call_id"] = _id_for(message.tool_call_id, style)
             name = name or names.get(message.tool_call_id)
         if name is not None:
             turn["name"] = name
@@ -199,11 +199,11 @@ def _with_text(message: ChatMessage, text: str) -> ChatMessage:
     return msgspec.structs.replace(message, content=text)
 
 
-def _call_as_dict(call: ToolCall, manners: CallManners) -> dict[str, Any]:
-    arguments = call.arguments if manners.arguments_as_text else arguments_of(call)
+def _call_as_dict(call: ToolCall, style: CallStyle) -> dict[str, Any]:
+    arguments = call.arguments if style.arguments_as_text else arguments_of(call)
     function = {"name": call.name, "arguments": arguments}
-    return {"id": _id_for(call.id, manners), "type": "function", "function": function}
+    return {"id": _id_for(call.id, style), "type": "function", "function": function}
 
 
-def _id_for(call_id: str, manners: CallManners) -> str:
-    return short_id(call_id) if manners.short_ids else call_id
+def _id_for(call_id: str, style: CallStyle) -> str:
+    return short_id(call_id) if style.short_ids else call_id

@@ -47,7 +47,7 @@ _TEXT = "probe text"
 _TOLD_WRONG = (f"'{_KEY}'", f'\\"{_KEY}')
 
 
-class CallManners(NamedTuple):
+class CallStyle(NamedTuple):
     """Form in which a template needs earlier calls.
 
     ``arguments_as_text``: arguments are JSON text instead of an object. ``without_content``:
@@ -61,22 +61,22 @@ class CallManners(NamedTuple):
     short_ids: bool = False
 
 
-def manners_of(render: Callable[[list[dict[str, Any]]], str]) -> CallManners:
+def call_style_of(render: Callable[[list[dict[str, Any]]], str]) -> CallStyle:
     """Find a template's form by trying it.
 
     ``render`` returns the prompt of a conversation, empty if the template refuses it. Of the forms
     that show a call with its argument, as JSON or one by one, the one with the shortest prompt is
     best.
     """
-    ways = itertools.starmap(CallManners, itertools.product((False, True), repeat=2))
+    ways = itertools.starmap(CallStyle, itertools.product((False, True), repeat=2))
     shown = [(len(text), way) for way in ways if _shows_call(text := render(_probe(way, "")))]
     if not shown:
-        return CallManners()
+        return CallStyle()
     _, best = min(shown, key=lambda one: one[0])
     return best._replace(apart=not _shows_call(render(_probe(best, _TEXT))))
 
 
-def _probe(way: CallManners, text: str) -> list[dict[str, Any]]:
+def _probe(way: CallStyle, text: str) -> list[dict[str, Any]]:
     arguments: Any = f'{{"{_KEY}": "{_VALUE}"}}' if way.arguments_as_text else {_KEY: _VALUE}
     content = text or (None if way.without_content else "")
     call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
