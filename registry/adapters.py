@@ -66,7 +66,6 @@ def check_offer(
     """Return the folder of an offer after checking it.
 
     Args:
-        offer: the offer.
         engine: the engine that runs the model.
         taken: names of models.
         prices: the model's price book.

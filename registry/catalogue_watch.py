@@ -34,7 +34,6 @@ class CatalogueWatch:
         Args:
             path: the catalogue's file; "": the built-in one, which never changes.
             catalogue: the catalogue read from ``path``.
-            clock: the clock.
             on_change: called with each later catalogue, and the names of models that are new, gone
                 or changed.
         """

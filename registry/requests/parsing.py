@@ -79,7 +79,6 @@ def parse_chat(
     """Parse a chat request.
 
     Args:
-        request: the request.
         offered: the tools of an endpoint with its own form of tools; None: the tools of
             ``request``.
 
@@ -96,7 +95,6 @@ def parse_completion(
     """Parse a completion request.
 
     Args:
-        request: the request.
         default_max_tokens: the default of max_tokens; None: the rest of the model's window.
 
     Raises:

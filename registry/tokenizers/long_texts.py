@@ -61,7 +61,6 @@ def ids_in_pieces(
     """Return the token ids of a text, encoded in pieces where ``rules`` allow cuts.
 
     Args:
-        text: the text.
         rules: the rules for cutting it.
         encode: returns the ids of a piece.
         max_tokens: the maximum number of tokens; None: no limit.

@@ -146,7 +146,6 @@ class Tokenizer:
         """Read tokenizer.json and its related files from a checkpoint folder.
 
         Args:
-            path: the checkpoint folder.
             tool_format: the model's format of tool calls; None: as its chat template shows.
             reasoning_format: the model's format of reasoning; None: as its chat template shows.
             control_tokens_in_content: content may spell control tokens.

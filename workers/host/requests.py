@@ -226,7 +226,7 @@ class Requests:
             return rejected("bad_request", "a replay needs reply, and from_index of 0 or more")
         generation = self._find(replay.request_id)
         if generation is None:
-            return rejected("unknown_request", "this worker does not know this request (any more)")
+            return rejected("unknown_request", "this worker does not know this request")
         # The next flush begins after the tokens that this replay sends.
         self._flusher.flush_now(generation)
         listener = generation.listener(replay.reply).as_asked(replay)
@@ -344,7 +344,7 @@ class Requests:
             self._on_capacity()
 
     def _supersede(self, generation: Generation) -> None:
-        """Stop without a frame and keep the lease: another attempt owns the request."""
+        """Stop without a frame and leave the lease untouched: another attempt owns the request."""
         self.moves.left(generation)
         self._cancel_in_engine(generation)
         self._drop(generation)

@@ -12,7 +12,7 @@ _SILENT_NS = 3_000_000_000
 
 
 class WeightsDifferError(MillraceError, code="weights_differ"):
-    """Another worker that serves the same model name with other weights."""
+    """Worker whose weights differ from those of other workers of the same model."""
 
 
 async def check_weights(bus: Bus, model: str, weights: str | None, now_ns: int) -> None:

@@ -37,7 +37,7 @@ PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), sta
 
 
 class Trace(Protocol):
-    """The trace of a generation; implemented by ``tracing.RunTrace``."""
+    """Trace of a generation, implemented by ``tracing.RunTrace``."""
 
     def add_event(self, name: str) -> None: ...
 
@@ -289,9 +289,9 @@ class Generation:
     def usage(self) -> Usage | None:
         """Return the usage.
 
-        A request that was refused for its content has a usage of 0 tokens. Another request that
-        never ran has None and does not count as a request. A prompt that another choice pays for
-        counts no tokens.
+        A request that was refused for its content has a usage of 0 tokens. Any other request that
+        never ran has no usage (None) and does not count as a request. A prompt that another choice
+        pays for counts no tokens.
         """
         if not self.ran:
             return Usage() if is_refusal(self.outcome) else None

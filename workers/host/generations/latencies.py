@@ -39,7 +39,6 @@ class RequestTimes:
         """Record ``num_tokens`` new tokens of a generation.
 
         Args:
-            timing: the times of the generation.
             num_tokens: the number of new tokens.
             before_ns: the time of the token before them; 0 if there was none.
             traceparent: the trace of the request.
