@@ -30,7 +30,7 @@ _MESSAGE_CHARACTERS = 8
 class TooManyLongPromptsError(
     MillraceError, code="too_many_long_prompts", retryable=True, http_status=429
 ):
-    """Tenant whose long prompts fill the queue already."""
+    """Refusal of a long prompt: too many of the tenant's long prompts are waiting."""
 
     def __init__(self, num_waiting: int, limit: int) -> None:
         super().__init__(
