@@ -53,7 +53,7 @@ class StreamMoves:
         """
         return self._recent_tokens / self._recent_s if self._recent_s else 0.0
 
-    # --- what leaves ---
+    # --- leaving streams ---
 
     def left(self, generation: Generation) -> None:
         """Record that another worker continues a request that ran here."""
@@ -71,7 +71,7 @@ class StreamMoves:
         """Number of streams that have left lately and may still pull."""
         return len(self._departures)
 
-    # --- what comes, and what may go on ---
+    # --- arriving and prefilled streams ---
 
     def advanced(self, generation: Generation, *, began: bool) -> None:
         """Record that the engine has begun a request, or has made its first token."""
@@ -120,7 +120,7 @@ class StreamMoves:
             )
             self._recent_s = _KEPT_SHARE * self._recent_s + max(waited_s, 0.0)
 
-    # --- what is brought before it comes ---
+    # --- prefetch pulls ---
 
     async def warm(self, warm: Warm) -> WorkerReply:
         """Have the engine pull the blocks of a stream that runs elsewhere; return when the pull is

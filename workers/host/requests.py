@@ -240,7 +240,7 @@ class Requests:
         self._flusher.post_to(listener, replay.request_id, frames)
         return OK
 
-    # --- what the engine makes ---
+    # --- engine outputs ---
 
     def on_outputs(self, outputs: list[EngineOutput]) -> None:
         now_ns = self._clock.now_ns()

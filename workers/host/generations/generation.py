@@ -153,7 +153,7 @@ class Generation:
     def priority(self) -> int:
         return PRIORITIES[self.job.tier]
 
-    # --- how far it is ---
+    # --- progress ---
 
     @property
     def ended(self) -> bool:
@@ -284,7 +284,7 @@ class Generation:
         """Return a listener at ``reply``, with frames in the form that the job asks for."""
         return Listener(reply, self.job.batch_frames, self.job.frames_as_json)
 
-    # --- what it used ---
+    # --- usage ---
 
     def usage(self) -> Usage | None:
         """Return the usage.

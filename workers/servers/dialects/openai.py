@@ -93,7 +93,7 @@ class OpenAiDialect(Dialect):
             raise _no_url()
         return self._server.command(program, address, self.model, self.config)
 
-    # --- what it says of itself ---
+    # --- facts and load ---
 
     async def read_facts(self, client: ServerClient) -> ServerFacts:
         facts = await self._read_info(client) if self._server.info_paths else ServerFacts()

@@ -193,7 +193,7 @@ class VllmDialect(Dialect):
     def command(self, program: Path, address: ServerAddress) -> Command:
         return vllm_command(program, address.socket, self.model, self.config)
 
-    # --- what it says of itself ---
+    # --- facts and load ---
 
     async def read_facts(self, client: ServerClient) -> ServerFacts:
         version = _text(await client.get_json("/version"), "version")
