@@ -1,4 +1,4 @@
-"""Intake of the engine: requests go in at once, or one at a time after an engine crashed."""
+"""Engine intake: requests go in at once, or one at a time after an engine crashed."""
 
 from __future__ import annotations
 
