@@ -1,1 +1,1 @@
-"""Which models there are, where their files lie, and how text becomes tokens and back."""
+"""Registry of models: their catalogue, their files, and conversion between text and tokens."""

@@ -1,4 +1,4 @@
-"""LoRA adapters as requests may name them: what is in a folder, for which model."""
+"""LoRA adapters that requests can select by name: their folders and the models that they fit."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from millrace.schemas.models.adapters import SEPARATOR, Adapter, AdapterRef, Ada
 from millrace.schemas.tenants import check_tenant
 
 _NAME = re.compile(r"[^\s\x00-\x1f:/]{1,128}")
-# Whose engines apply adapters.
+# Engines that apply adapters.
 ADAPTING_ENGINES = frozenset({EngineKind.REAL})
 
 
 class AdapterOffer(NamedTuple):
-    """What somebody wants to offer as an adapter of ``model``. ``prices`` are a price book's fields
-    as JSON has them, None: the model's hold."""
+    """Request to offer an adapter of ``model``.
+
+    ``prices`` are a price book's fields as in JSON; None: the model's prices apply.
+    """
 
     name: str
     model: str
@@ -45,7 +47,7 @@ class AdapterOffer(NamedTuple):
 
 
 def check_adapter_name(name: str) -> None:
-    """Raises ParameterError for a name by which no request could select an adapter."""
+    """Check that requests can select an adapter by this name. Raises ParameterError."""
     if not _NAME.fullmatch(name):
         raise ParameterError(
             "lora_name",
@@ -61,12 +63,18 @@ def check_adapter_name(name: str) -> None:
 def check_offer(
     offer: AdapterOffer, engine: EngineKind, taken: Collection[str], prices: PriceBook
 ) -> Path:
-    """The folder of an offer whose model is run by ``engine`` and has ``prices``; ``taken`` are
-    names of models.
+    """Return the folder of an offer after checking it.
 
-    Raises ParameterError naming the field for a bad name, tenant or price book,
-    AdapterTakenError for a model's name, AdapterError for a model that takes no adapters, and what
-    ``adapter_folder`` raises.
+    Args:
+        engine: the engine that runs the model.
+        taken: names of models.
+        prices: the model's price book.
+
+    Raises:
+        ParameterError: a name, tenant or price book is invalid; names the field.
+        AdapterTakenError: the name is a model's name.
+        AdapterError: the model takes no adapters, or as ``adapter_folder`` raises.
+        ModelSourceError: as ``adapter_folder`` raises.
     """
     check_adapter_name(offer.name)
     if offer.name in taken:
@@ -80,7 +88,7 @@ def check_offer(
         try:
             own = msgspec.convert(offer.prices, PriceBook)
         except ValueError as error:
-            raise ParameterError("prices", f"prices are no price book: {error}.") from error
+            raise ParameterError("prices", f"prices is not a price book: {error}.") from error
         if own.currency != prices.currency and prices.device_per_hour:
             raise ParameterError(
                 "prices",
@@ -90,15 +98,16 @@ def check_offer(
             )
     if engine not in ADAPTING_ENGINES:
         raise AdapterError(
-            f"The model {offer.model} is run by {engine}, which is given no adapters here; models "
-            "of Millrace's own engine are."
+            f"The model {offer.model} is run by {engine}, which does not support adapters. Only "
+            "models of Millrace's own engine take adapters."
         )
     return adapter_folder(offer.source, offer.name)
 
 
 def absolute_source(source: str) -> str:
-    """A path from here on as others find it; an address, or a hub id that is no path here, as it
-    is."""
+    """Return a local path as an absolute path; return addresses, and hub ids that are no local
+    path, unchanged.
+    """
     path = Path(source).expanduser()
     is_elsewhere = is_address(source) or (is_hub_id(source) and not path.exists())
     return source if is_elsewhere else str(path.absolute())
@@ -107,9 +116,13 @@ def absolute_source(source: str) -> str:
 def adapter_refs(
     sources: Mapping[str, str], config: ModelConfig, max_rank: int
 ) -> dict[str, AdapterRef]:
-    """Read the adapters at ``sources``, by name, which fit a model of ``config``. Raises
-    ParameterError for a bad name, AdapterError for an adapter that cannot be applied,
-    ModelSourceError for an adapter that cannot be fetched."""
+    """Read the adapters at ``sources``, by name, for a model of ``config``.
+
+    Raises:
+        ParameterError: a name is invalid.
+        AdapterError: an adapter cannot be applied.
+        ModelSourceError: an adapter cannot be fetched.
+    """
     adapters = {}
     for name, source in sources.items():
         check_adapter_name(name)
@@ -120,11 +133,14 @@ def adapter_refs(
 
 
 def adapter_folder(source: str, name: str, version: str = "") -> Path:
-    """The folder of an adapter's files on this machine; what an address in an object store, or a
-    hub id, lacks here is fetched. With a ``version``, as they were then.
+    """Return the folder of an adapter's files on this machine, and fetch missing files.
 
-    Raises AdapterError for a source that is none, and for files that have changed since;
-    ModelSourceError for what a store or the hub refuses.
+    ``source`` may be a local folder, an address in an object store or a hub id. With a ``version``,
+    the files must be of that version.
+
+    Raises:
+        AdapterError: the source is invalid, or the files have changed since.
+        ModelSourceError: the store or the hub does not deliver the files.
     """
     files = (CONFIG_FILE, WEIGHTS_FILE)
     if is_address(source):
@@ -146,7 +162,7 @@ def adapter_folder(source: str, name: str, version: str = "") -> Path:
     if version and not _is(folder, version):
         raise AdapterError(
             f"The adapter {name}: its files in {source} have changed since it was offered. Offer "
-            "what they are now anew, and keep each version in a folder of its own."
+            "the new files again, and keep each version in a folder of its own."
         )
     return folder
 
@@ -159,7 +175,7 @@ def _is(folder: Path, version: str) -> bool:
 
 
 def read_offer(offer: AdapterOffer, folder: Path, outline: AdapterOutline, now_ns: int) -> Adapter:
-    """The adapter of an offer that was checked. Reads all of its files."""
+    """Return the adapter of a checked offer. Reads all of its files."""
     return Adapter(
         name=offer.name,
         version=adapter_version(folder),
@@ -175,13 +191,17 @@ def read_offer(offer: AdapterOffer, folder: Path, outline: AdapterOutline, now_n
 
 
 def _lasting_source(source: str, folder: Path) -> str:
-    """The same files for a worker that looks later."""
+    """Return a source that gives a worker the same files later."""
     if is_hub_id(source):
         return pinned(source, folder)
     return source if is_address(source) else str(folder.resolve())
 
 
 def outline_for(checkpoint: Path, folder: Path) -> AdapterOutline:
-    """The adapter in ``folder``, for the model in ``checkpoint``. Raises AdapterError,
-    CheckpointError."""
+    """Return the outline of the adapter in ``folder`` for the model in ``checkpoint``.
+
+    Raises:
+        AdapterError: the adapter is invalid or does not fit.
+        CheckpointError: the model's config is invalid.
+    """
     return read_adapter_outline(folder, read_model_config(checkpoint))

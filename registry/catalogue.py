@@ -1,4 +1,4 @@
-"""Which models there are: names, sources, prices and who may use them."""
+"""Catalogue of models: names, sources, prices and the tiers that may use them."""
 
 from __future__ import annotations
 
@@ -40,15 +40,17 @@ _LONG_AGO = datetime.date(1970, 1, 1)
 
 
 class GenerationConfig(StrEnum):
-    """Whether the sampling that a checkpoint's generation_config.json recommends counts."""
+    """Use of the sampling defaults in a checkpoint's generation_config.json."""
 
     AUTO = "auto"
     IGNORE = "ignore"
 
 
 class CatalogueEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What runs a model where that is not Millrace's own engine; as ``worker.engine`` of the
-    configuration, which it goes before."""
+    """Engine of a model other than Millrace's own.
+
+    The fields are those of ``worker.engine`` in the configuration, and take precedence over it.
+    """
 
     kind: EngineKind
     url: str = ""
@@ -58,8 +60,9 @@ class CatalogueEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Parallel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many devices compute the model together; as ``worker.engine.tensor_parallel``,
-    ``pipeline_parallel`` and ``expert_parallel`` of the configuration."""
+    """Devices that compute the model together, as ``worker.engine.tensor_parallel``,
+    ``pipeline_parallel`` and ``expert_parallel`` in the configuration.
+    """
 
     tensor: int = 1
     pipeline: int = 1
@@ -90,32 +93,38 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One model of the catalogue.
+    """Model of the catalogue.
 
-    ``source`` is the absolute path of a folder or of a GGUF file, an address in an object store
-    (``s3://bucket/path``, ``gs://…`` or ``az://…``), or a hub id
-    (``organisation/model[@revision]`` or ``organisation/model/file.gguf[@revision]``).
-    ``context_window_tokens`` and ``pooling`` (of embeddings) None: what the checkpoint says.
-    ``reasoning_format`` is how the model marks its thoughts (None: as its chat template shows), or
-    ``none``: they are content. ``generation_config``: whether requests that do not say how they are
-    sampled go by the checkpoint's generation_config.json. ``quantization``: what Millrace's own
-    engine rounds the weights to when it loads them, where it is not told otherwise; likewise
-    ``speculation``, whether it proposes tokens, and ``parallel``, over how many devices.
+    - ``source`` is the absolute path of a folder or of a GGUF file, an address in an object store
+      (``s3://bucket/path``, ``gs://…`` or ``az://…``), or a hub id
+      (``organisation/model[@revision]`` or ``organisation/model/file.gguf[@revision]``).
+    - ``context_window_tokens`` and ``pooling`` (of embeddings): None for the checkpoint's own.
+    - ``reasoning_format`` is the model's way to mark reasoning: None for the way that its chat
+      template shows, ``none`` to treat reasoning as content.
+    - ``generation_config``: whether the checkpoint's generation_config.json gives the defaults of
+      requests without sampling parameters.
+    - ``quantization``, ``speculation`` and ``parallel`` are defaults for Millrace's own engine: the
+      format that it rounds weights to, how it proposes tokens, and the number of devices.
     """
 
     name: str
 
     @property
     def engine_kind(self) -> EngineKind:
-        """What runs it, as far as the catalogue says: a GGUF file needs no word for llama.cpp."""
+        """Kind of engine that runs the model. A GGUF file runs on llama.cpp by default."""
         if self.engine is not None:
             return self.engine.kind
         return EngineKind.LLAMACPP if self.is_gguf else EngineKind.REAL
 
     def engine_config(self, config: EngineConfig) -> EngineConfig:
-        """The worker's settings, with what the catalogue says of this model's engine. A worker that
-        was told of another kind than Millrace's own, of a quantization, a speculation or several
-        devices, keeps to that. Raises ConfigError for one that the engine does not have."""
+        """Return the worker's settings with the catalogue's engine settings for this model.
+
+        A worker's own kind (other than Millrace's engine), quantization, speculation or number of
+        devices takes precedence.
+
+        Raises:
+            ConfigError: the engine does not support a setting.
+        """
         if config.kind is EngineKind.REAL:
             given: dict[str, Any] = {"kind": self.engine_kind}
             if self.engine is not None:
@@ -136,8 +145,9 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return config
 
     def described(self, config: EngineConfig) -> EngineConfig:
-        """Settings of an engine that computes the model, with the quantization, the speculation and
-        the devices that the catalogue says, where they say none."""
+        """Return the engine's settings, with the catalogue's quantization, speculation and devices
+        where they are not set.
+        """
         given: dict[str, Any] = {}
         if config.quantization is None:
             given["quantization"] = self.quantization
@@ -153,12 +163,12 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def is_local(self) -> bool:
-        """Whether ``source`` is a folder or a file."""
+        """True if ``source`` is a local folder or file."""
         return Path(self.source).is_absolute()
 
     @property
     def is_gguf(self) -> bool:
-        """Whether ``source`` is a GGUF file, here or on the hub."""
+        """True if ``source`` is a GGUF file, here or on the hub."""
         if self.is_local:
             return self.source.endswith(GGUF_ENDING)
         found = _HUB_ID.fullmatch(self.source)
@@ -166,9 +176,9 @@ class ModelEntry(_Entry, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Catalogue:
-    """The models that can be served, by name, and the routes that choose among them. Immutable.
+    """Models that can be served, by name, and the routes that choose among them. Immutable.
 
-    A route that leads to a model which is not there is left out.
+    A route to a model that does not exist is left out.
     """
 
     def __init__(
@@ -181,11 +191,11 @@ class Catalogue:
         }
 
     def names(self) -> tuple[str, ...]:
-        """In the order of the file."""
+        """Return the models' names in the order of the file."""
         return tuple(self._entries)
 
     def get(self, name: str) -> ModelEntry:
-        """Raises ModelNotFoundError listing the names that there are."""
+        """Return the entry of a name. Raises ModelNotFoundError, which lists the existing names."""
         entry = self._entries.get(name)
         if entry is None:
             raise ModelNotFoundError(
@@ -194,9 +204,15 @@ class Catalogue:
         return entry
 
     def entry_for(self, path_or_name: str) -> ModelEntry:
-        """The entry of that name; else one, unpriced, for a local folder, a GGUF file or an address
-        in an object store (named after it) or for a hub id (named by it). Raises
-        ModelNotFoundError, which says of a path what is wrong with it."""
+        """Return the entry of that name, or a new unpriced entry.
+
+        A new entry is for a local folder, a GGUF file or an address in an object store (named after
+        it), or for a hub id (named by it).
+
+        Raises:
+            ModelNotFoundError: there is no such model; for a path the message says what is wrong
+                with it.
+        """
         if path_or_name in self._entries:
             return self._entries[path_or_name]
         path = Path(path_or_name).expanduser()
@@ -213,7 +229,7 @@ class Catalogue:
         return ModelEntry(name=path_or_name, source=path_or_name)
 
     def _check_is_no_path(self, name: str, path: Path) -> None:
-        """Raises ModelNotFoundError for what can only be meant as a path and leads to no model."""
+        """Raise ModelNotFoundError if the name can only be a path and leads to no model."""
         if path.is_file():
             raise ModelNotFoundError(
                 f"{path} is a file; a model is a folder in Hugging Face layout, or a file whose "
@@ -224,34 +240,38 @@ class Catalogue:
         if name.startswith(_LOCAL_PREFIXES) or (name.endswith(GGUF_ENDING) and not is_hub_file):
             kind = "file" if name.endswith(GGUF_ENDING) else "folder"
             raise ModelNotFoundError(
-                f"The {kind} {path} does not exist, and no model is called so. Models: "
+                f"The {kind} {path} does not exist, and no model has this name. Models: "
                 f"{', '.join(self._entries) or 'none'}."
             )
 
     def with_model(self, path_or_name: str) -> Catalogue:
-        """This catalogue and ``entry_for(path_or_name)``, which takes the place of an entry of
-        the same name."""
+        """Return this catalogue with ``entry_for(path_or_name)``, which replaces an entry of that
+        name.
+        """
         entry = self.entry_for(path_or_name)
         return Catalogue(self._entries | {entry.name: entry}, self.routes)
 
     def router(self, policies: TierPolicies | None = None) -> Router:
-        """What chooses a model for those who ask for a route; ``policies`` are the scheduler's, or
-        what they are by default."""
+        """Return the router that chooses a model for a route; ``policies`` are the scheduler's, or
+        their defaults.
+        """
         tiers = {name: entry.tiers for name, entry in self._entries.items()}
         versions = Versions(self._entries)
         for model in versions.models():
-            # Whichever answers.
+            # A tier must be allowed by all versions, since any of them may answer.
             every = [self._entries[one].tiers for one in versions.of(model)]
             tiers[model] = tuple(tier for tier in Tier if all(tier in one for one in every))
         return Router(self.routes, tiers, policies)
 
     def only(self, entries: Mapping[str, ModelEntry]) -> Catalogue:
-        """These entries, and the routes among them."""
+        """Return a catalogue of these entries and the routes among them."""
         return Catalogue(entries, self.routes)
 
     def write(self, file: Path) -> None:
-        """Write it in the form that ``load_catalogue`` reads, for other processes: whole or not at
-        all, since they may read it at any moment."""
+        """Write the catalogue for other processes, in the form that ``load_catalogue`` reads.
+
+        The file is replaced atomically, since others may read it at any moment.
+        """
         models = {
             name: {key: value for key, value in msgspec.to_builtins(entry).items() if key != "name"}
             for name, entry in self._entries.items()
@@ -265,7 +285,8 @@ class Catalogue:
 def load_catalogue(path: str) -> Catalogue:
     """Read a models.yaml; "" is the built-in one.
 
-    Raises ConfigError naming the file, the model and the key or value at fault.
+    Raises:
+        ConfigError: names the file, the model and the invalid key or value.
     """
     file = Path(path).expanduser() if path else BUILT_IN
     try:
@@ -301,7 +322,7 @@ def _entry(file: Path, name: object, raw: Any) -> ModelEntry:
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"{where}: {error}.") from error
     try:
-        if whole.name != whole.source:  # a hub id's revision may be called anything
+        if whole.name != whole.source:  # the revision of a hub id may have any name
             check_label(whole.name)
         check_quantization(whole.quantization, whole.engine_kind)
         check_speculation(whole.speculation, whole.engine_kind)
@@ -320,7 +341,7 @@ def _route(file: Path, name: object, raw: Any, entries: Mapping[str, ModelEntry]
         raise ConfigError(f"{where}: {error}.") from error
     taken = {*entries, *versions.models()}
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in taken:
-        raise ConfigError(f"{where}: its name must be text without spaces, and no model's.")
+        raise ConfigError(f"{where}: its name must be text without spaces and not a model's name.")
     unknown = [model for model in route.models if model not in (*entries, *versions.models())]
     if unknown:
         raise ConfigError(
@@ -346,9 +367,9 @@ def _source(folder: Path, source: str) -> str:
 
 
 def checked_name(name: object) -> str:
-    """A name that a model can have. Raises ConfigError."""
+    """Return the name if a model can have it. Raises ConfigError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"A model's name must be text without spaces, got {name!r:.200}.")
     if name in RESERVED_NAMES:
-        raise ConfigError(f"The model name {name} is reserved; choose another.")
+        raise ConfigError(f"The model name {name} is reserved; choose another name.")
     return name

@@ -1,4 +1,4 @@
-"""Follows a catalogue's file, so that models come and go without a restart."""
+"""Watcher of a catalogue's file, so that models come and go without a restart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.runtime.clock import Clock
 from millrace.runtime.tasks import Tasks
 from millrace.schemas.errors import ConfigError
 
-# How long a change may go unseen.
+# Maximum delay until a change is seen.
 _LOOK_EVERY_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -22,18 +22,26 @@ _Version = tuple[int, int, int]
 
 
 class CatalogueWatch:
-    """Looks at the file once a second; one that cannot be read leaves everything as it is, and is
-    said once. Owns the task that looks, which ``close`` ends."""
+    """Watcher that reads the file once a second.
+
+    A file that cannot be read changes nothing and is logged once. Owns its task, which ``close``
+    ends.
+    """
 
     def __init__(self, path: str, catalogue: Catalogue, clock: Clock, on_change: OnChange) -> None:
-        """``catalogue`` is what was read from ``path`` ("": the built-in one, which stays).
-        ``on_change`` gets each later one, and the names of the models that are new in it, gone from
-        it, or not as they were."""
+        """Create a watcher.
+
+        Args:
+            path: the catalogue's file; "": the built-in one, which never changes.
+            catalogue: the catalogue read from ``path``.
+            on_change: called with each later catalogue, and the names of models that are new, gone
+                or changed.
+        """
         self._file = Path(path).expanduser() if path else None
         self._catalogue = catalogue
         self._clock = clock
         self._on_change = on_change
-        # Unknown, so that a change between the reading and the first look is seen.
+        # Unknown at first, so that a change before the first look is seen.
         self._version: _Version | None = None
         self._tasks = Tasks()
 
@@ -45,7 +53,7 @@ class CatalogueWatch:
         await self._tasks.close()
 
     async def look(self) -> None:
-        """Read the file if it is another one than last time."""
+        """Read the file if it has changed since the last look."""
         if self._file is None:
             return
         version = _version_of(self._file)
@@ -55,7 +63,7 @@ class CatalogueWatch:
         try:
             catalogue = await asyncio.to_thread(load_catalogue, str(self._file))
         except ConfigError as error:
-            logger.warning("the catalogue stays as it was", extra={"reason": error.message})
+            logger.warning("the catalogue is unchanged", extra={"reason": error.message})
             return
         changed = changed_models(self._catalogue, catalogue)
         if changed or catalogue.routes != self._catalogue.routes:
@@ -65,7 +73,7 @@ class CatalogueWatch:
 
 
 def changed_models(before: Catalogue, after: Catalogue) -> frozenset[str]:
-    """The names of models that one of the two does not have, or has otherwise."""
+    """Return the names of models that only one of the catalogues has, or that differ."""
     names = {*before.names(), *after.names()}
     both = {*before.names()} & {*after.names()}
     same = {name for name in both if before.get(name) == after.get(name)}

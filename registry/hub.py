@@ -14,12 +14,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_id(source: str) -> bool:
-    """Whether a source is the id of a whole folder on the hub."""
+    """Return whether a source is the id of a whole folder on the hub."""
     return _HUB_ID.fullmatch(source) is not None and not source.startswith(".")
 
 
 def pinned(source: str, folder: Path) -> str:
-    """The hub id with the commit that ``folder`` is a copy of, where its name tells."""
+    """Return the hub id with the commit of the copy ``folder``, if the folder's name is a
+    commit.
+    """
     repository = source.partition("@")[0]
     return f"{repository}@{folder.name}" if _COMMIT.fullmatch(folder.name) else source
 
@@ -27,9 +29,13 @@ def pinned(source: str, folder: Path) -> str:
 def download(
     source: str, about: str, wanted_files: Sequence[str], unwanted_files: Sequence[str] = ()
 ) -> Path:
-    """The folder with the files of a hub id that match one of the patterns; what is not here is
-    fetched, with a progress bar on stderr. Raises ModelSourceError, which names ``about``, what the
-    files are for."""
+    """Return the folder with the files of a hub id that match ``wanted_files``.
+
+    Missing files are fetched, with a progress bar on stderr.
+
+    Raises:
+        ModelSourceError: names ``about``, the purpose of the files.
+    """
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -50,12 +56,12 @@ def download(
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelSourceError(
-            f"{about} is neither a local folder nor anything on the hub that you may read."
+            f"{about} is neither a local folder nor a hub repository that you may read."
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelSourceError(f"{about} has no revision {revision}.") from error
     except errors.HFValidationError as error:
-        raise ModelSourceError(f"{about} is no hub id: {error}") from error
+        raise ModelSourceError(f"{about} is not a hub id: {error}") from error
     except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
         raise ModelSourceError(
             f"{about} cannot be fetched from the hub; check the network, or give a local folder. "

@@ -1,4 +1,4 @@
-"""What tokens cost."""
+"""Prices and costs of tokens and device time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ _US_PER_HOUR = 3_600_000_000
 
 
 class PriceBook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Prices in ``currency`` per million tokens, which the tenant pays, and per hour of one
-    device, which it costs us; ``version`` names all of them for ever."""
+    """Prices in ``currency``: per million tokens, which the tenant pays, and per hour of one
+    device, which is the operator's cost.
+
+    ``version`` names the prices forever.
+    """
 
     version: str
     currency: str = DEFAULT_CURRENCY
@@ -41,8 +44,11 @@ class PriceBook(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def prices_with(prices: PriceBook, own: dict[str, Any] | None) -> PriceBook:
-    """The prices of an adapter whose price book is ``own`` (None: ``prices``, which are its
-    model's). A device costs what the model says, unless that is in another currency."""
+    """Return the prices of an adapter with the price book ``own``.
+
+    With ``own`` None they are ``prices``, the model's. The device price is the model's, unless it
+    is in another currency.
+    """
     if own is None:
         return prices
     book = msgspec.convert(own, PriceBook)
@@ -62,9 +68,10 @@ UNPRICED = PriceBook(
 def cost(
     prices: PriceBook, prompt_tokens: int, cached_tokens: int, completion_tokens: int
 ) -> Decimal:
-    """The exact cost of a request; ``cached_tokens`` of its ``prompt_tokens`` were cached.
+    """Return the exact cost of a request; ``cached_tokens`` of its ``prompt_tokens`` were cached.
 
-    Raises ParameterError for counts that cannot be.
+    Raises:
+        ParameterError: the counts are impossible.
     """
     if not 0 <= cached_tokens <= prompt_tokens or completion_tokens < 0:
         raise ParameterError(
@@ -81,5 +88,5 @@ def cost(
 
 
 def device_cost(prices: PriceBook, device_us: int) -> Decimal:
-    """What ``device_us`` of a device cost us, to a millionth of a millionth."""
+    """Return the operator's cost of ``device_us`` of a device, to a millionth of a millionth."""
     return (prices.device_per_hour * device_us / _US_PER_HOUR).quantize(_COST_STEP)

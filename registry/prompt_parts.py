@@ -1,4 +1,4 @@
-"""Which part of a prompt is how long, for the error of a prompt that does not fit."""
+"""Token counts of the parts of a prompt, for the error of a prompt that does not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from millrace.schemas.context_length import LongestMessage, PromptParts
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.jobs import ChatMessage, Job
 
-# The tokens of a longer text are estimated by those of its beginning.
+# Number of characters that are tokenized; the tokens of a longer text are extrapolated from its
+# beginning.
 COUNTED_CHARACTERS = 65_536
 _SYSTEM = "system"
 _PLACEHOLDER = "a"
@@ -18,10 +19,12 @@ _PLACEHOLDER = "a"
 def prompt_parts(
     tokenizer: Tokenizer, job: Job, num_prompt_tokens: int | None
 ) -> PromptParts | None:
-    """Count the tokens of the job's tools, of its system messages and of its longest message, at
-    the cost of ``COUNTED_CHARACTERS`` each at most. ``num_prompt_tokens`` are those of the whole
-    prompt; None: they are not known. Returns None for a prompt without parts: one message, or a
-    text."""
+    """Count the tokens of the job's tools, its system messages and its longest message.
+
+    At most ``COUNTED_CHARACTERS`` of each are tokenized. ``num_prompt_tokens`` is the number for
+    the whole prompt; None if unknown. Returns None for a prompt without parts: one message, or a
+    text.
+    """
     messages = job.messages
     if not messages or (len(messages) == 1 and not job.tools):
         return None
@@ -50,7 +53,7 @@ def prompt_parts(
 
 
 def _tool_tokens(tokenizer: Tokenizer, job: Job) -> int:
-    """Return how many tokens the tools add to a conversation of one letter a message."""
+    """Return how many tokens the tools add to a conversation with one-letter messages."""
     has_system = job.messages is not None and job.messages[0].role == _SYSTEM
     roles = (_SYSTEM, "user") if has_system else ("user",)
     messages = [ChatMessage(role, _PLACEHOLDER) for role in roles]
@@ -60,7 +63,7 @@ def _tool_tokens(tokenizer: Tokenizer, job: Job) -> int:
             for tools in (job.tools, ())
         ]
     except ParameterError:
-        return 0  # a template that refuses so short a conversation
+        return 0  # the template refuses so short a conversation
     told, plain = (_num_tokens(tokenizer, text) for text in texts)
     return max(told - plain, 0)
 

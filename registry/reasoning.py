@@ -1,4 +1,4 @@
-"""A completion's text as it comes, told apart into thoughts and what follows them."""
+"""Parser of a completion's text into reasoning and the answer after it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from msgspec.structs import replace
 from millrace.registry.tool_formats.scanners.base import BLANKS, start_of_partial
 from millrace.schemas.chat.reasoning import ReasoningFormat
 
-# Templates with one of these in them are of models that think.
+# Formats to look for: a template that contains an end mark belongs to a reasoning model.
 _KNOWN = (ReasoningFormat(), ReasoningFormat(start="[THINK]", end="[/THINK]"))
 
 
 class _At(Enum):
-    BEFORE = auto()  # nothing but blanks has come, and perhaps a part of the start
+    BEFORE = auto()  # only blanks so far, and perhaps a part of the start mark
     WITHIN = auto()
-    BEHIND = auto()  # nothing but blanks has come since the end
+    BEHIND = auto()  # only blanks since the end mark
     ANSWER = auto()
 
 
 class ReasoningParser:
-    """Reads one completion. Thoughts have no blanks around them, and neither has the answer before
-    it. What has come out after a text depends on that text alone, not on how it was cut."""
+    """Parser of one completion.
+
+    Reasoning is stripped of blanks around it, and the answer of blanks before it. The result
+    depends only on the text, not on how it was cut.
+    """
 
     def __init__(self, reasoning: ReasoningFormat) -> None:
         self._format = reasoning
@@ -34,26 +37,26 @@ class ReasoningParser:
 
     @property
     def ended(self) -> bool:
-        """Whether all that comes now is the answer."""
+        """True if all further text is the answer."""
         return self._at is _At.ANSWER
 
     @property
     def is_within(self) -> bool:
-        """Whether thoughts have begun, if only in the prompt, and not ended."""
+        """True if reasoning has begun, even if only in the prompt, and has not ended."""
         return self._at is _At.WITHIN or (self._at is _At.BEFORE and self._format.is_open)
 
     @property
     def is_past(self) -> bool:
-        """Whether thoughts have begun and ended."""
+        """True if reasoning has begun and ended."""
         return self._at is not _At.BEFORE and self._has_begun and not self.is_within
 
     @property
     def is_certain(self) -> bool:
-        """Whether nothing of the text is held back."""
+        """True if no text is held back."""
         return not self._held
 
     def push(self, text: str) -> tuple[str, str]:
-        """The thoughts and the answer that are certain now that ``text`` has come."""
+        """Add ``text``, and return the reasoning and the answer that are certain now."""
         thoughts, data = "", self._held + text
         self._held = ""
         if self._at is _At.BEFORE:
@@ -67,7 +70,7 @@ class ReasoningParser:
         return thoughts, data
 
     def finish(self) -> tuple[str, str]:
-        """What is left once the whole text has come; nothing may be pushed after it."""
+        """Return the remaining text at the end; nothing may be pushed after it."""
         held, self._held = self._held, ""
         if self._at is _At.WITHIN:
             return held.rstrip(BLANKS), ""
@@ -88,7 +91,7 @@ class ReasoningParser:
         return data
 
     def _think(self, data: str) -> tuple[str, str]:
-        """Up to the end of the thoughts, and what is behind it."""
+        """Return the reasoning up to its end, and the text after it."""
         if not self._has_thought:
             data = data.lstrip(BLANKS)
         end = self._format.end
@@ -103,13 +106,14 @@ class ReasoningParser:
 
 
 def format_shown(template: str) -> ReasoningFormat | None:
-    """How a model thinks whose chat template this is, as far as that shows."""
+    """Return the reasoning format of a model with this chat template; None if it shows none."""
     return next((one for one in _KNOWN if one.end in template), None)
 
 
 def format_after(prompt: str, reasoning: ReasoningFormat) -> ReasoningFormat | None:
-    """``reasoning`` of a completion behind a prompt that ends so; None behind one that has ended
-    the thoughts already."""
+    """Return the format for a completion after ``prompt``; None if the prompt has already ended the
+    reasoning.
+    """
     text = prompt.rstrip(BLANKS)
     if text.endswith(reasoning.end):
         return None
@@ -119,8 +123,10 @@ def format_after(prompt: str, reasoning: ReasoningFormat) -> ReasoningFormat | N
 def format_within(
     content: str, thoughts: str, reasoning: ReasoningFormat
 ) -> ReasoningFormat | None:
-    """``reasoning`` of a completion that goes on with a message which has said ``content`` behind
-    ``thoughts``; None if that is past thoughts."""
+    """Return the format for a completion that continues a message.
+
+    The message has ``content`` after the reasoning ``thoughts``. None if it is past its reasoning.
+    """
     if thoughts and not content:
         return replace(reasoning, is_open=True)
     parser = ReasoningParser(reasoning)
@@ -129,13 +135,15 @@ def format_within(
 
 
 def closing_of(reasoning: ReasoningFormat) -> str:
-    """What makes of a prompt one behind which no thoughts come."""
+    """Return the text that ends reasoning when it is appended to a prompt."""
     opening = "" if reasoning.is_open else reasoning.start
     return f"{opening}\n\n{reasoning.end}\n\n"
 
 
 def num_reasoning_tokens(reasoning: ReasoningFormat, pieces: Sequence[str]) -> int:
-    """How many of a completion's tokens, each with the text that it added, its thoughts took."""
+    """Return the number of a completion's tokens that are reasoning; ``pieces`` has the text of
+    each token.
+    """
     parser = ReasoningParser(reasoning)
     for number, piece in enumerate(pieces, start=1):
         parser.push(piece)

@@ -1,4 +1,4 @@
-"""A model as it is served: its tokenizer, its limits, and jobs made ready for it."""
+"""Served model: its tokenizer, its limits, and the preparation of jobs."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ _MADE: Mapping[ModelTask, str] = {
     "score": "scores of pairs of texts",
     "classify": "labels of texts",
 }
-# Enough of a prompt to hold what its template begins an answer with.
+# Number of a prompt's last tokens that surely holds the beginning of an answer.
 _TAIL_TOKENS = 32
-# What the preparation of an embedding fills in, so that whoever handles jobs finds a number.
+# Fields that the preparation of an embedding sets, so that later code finds numbers.
 _FILLED_IN = frozenset({"max_tokens", "seed"})
-# No token of a text has more characters, but for long runs of one.
+# Maximum characters of a token, except for long runs of one character.
 _MOST_TOKEN_CHARACTERS = 32
 
 
 class EmbeddingSettings(NamedTuple):
-    """How embeddings are made where a request does not say; ``normalize``: scaled to length 1."""
+    """Default embedding settings of a model; ``normalize``: scaled to length 1."""
 
     pooling: Pooling
     normalize: bool
 
 
 class ServedModel:
-    """Everything about a model but its weights. Immutable; safe to share between threads."""
+    """Model without its weights. Immutable; safe to share between threads."""
 
     def __init__(
         self, entry: ModelEntry, path: Path, config: ModelOutline, tokenizer: Tokenizer
@@ -80,9 +80,17 @@ class ServedModel:
     def load(
         cls, catalogue: Catalogue, name: str, *, control_tokens_in_content: bool = False
     ) -> ServedModel:
-        """Find the model's files, fetching them if they are on the hub, and read all but the
-        weights. ``control_tokens_in_content`` is the setting of that name. Raises
-        ModelNotFoundError, ModelSourceError, CheckpointError or ConfigError."""
+        """Find the model's files and read all but the weights. Missing files are fetched from the
+        hub.
+
+        ``control_tokens_in_content`` is the setting of that name.
+
+        Raises:
+            ModelNotFoundError: the catalogue has no such model.
+            ModelSourceError: the files cannot be fetched.
+            CheckpointError: the files are invalid or not supported.
+            ConfigError: the catalogue's entry does not fit the files.
+        """
         entry = catalogue.get(name)
         path = resolve(entry)
         tokenizer = Tokenizer.load(
@@ -94,56 +102,60 @@ class ServedModel:
         return cls(entry, path, outline_of(entry, path), tokenizer)
 
     def adapter_outline(self, folder: Path) -> AdapterOutline:
-        """The LoRA adapter in ``folder``, which fits the model. Raises AdapterError."""
+        """Return the LoRA adapter in ``folder``, if it fits the model. Raises AdapterError."""
         return outline_for(self.path, folder)
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None if it takes no messages, and so no tools."""
+        """Format of the model's tool calls; None if it takes no messages, and so no tools."""
         return self.tokenizer.tool_format
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """How the model marks its thoughts; None if it has none."""
+        """Format of the model's reasoning; None if it has none."""
         return self.tokenizer.reasoning_format
 
     def with_chat_template(self, source: str) -> Self:
-        """The same model with a chat template that came with a request: calls and thoughts are
-        marked as ever. Raises ParameterError("chat_template") for one that is none."""
+        """Return the model with a request's chat template; the formats of calls and reasoning stay.
+
+        Raises:
+            ParameterError: ("chat_template") the template is invalid.
+        """
         model = copy.copy(self)
         model.tokenizer = self.tokenizer.with_chat_template(source)
         return model
 
     def prepare(self, job: Job, seed_source: random.Random, *, in_frames: bool = True) -> Job:
-        """The job with ``prompt_token_ids`` in place of prompt or messages and tools, a seed and
-        every other field of sampling that was not given: by the model's ``sampling_defaults``, else
-        as ever, ``max_tokens`` to what the context window leaves. What is prepared already stays as
-        it is, whatever the model's defaults have become. A job with ``pooling`` has ``max_tokens``
-        1.
+        """Return the prepared job, with ``prompt_token_ids`` instead of prompt, messages and tools.
 
-        Raises ParameterError naming the field for a tier that may not use the model, what the
-        model's engine cannot do, a completion or an embedding of a model that makes none, an
-        embedding with what only completions have, a pair of texts but for a classifier, an empty
-        prompt, a refused conversation, token ids that the model does not have, or several
-        choices if it is answered ``in_frames``; ContextLengthError if it does not fit.
+        Every sampling field that was not given is set: from the model's ``sampling_defaults``,
+        otherwise to the usual default. The seed is drawn, and ``max_tokens`` is the rest of the
+        context window. Prepared fields stay as they are, even if the model's defaults have changed.
+        A job with ``pooling`` has ``max_tokens`` 1.
+
+        Raises:
+            ParameterError: names the field. The tier may not use the model; its engine does not
+                support a parameter; the model makes no completions or no embeddings; an embedding
+                has parameters of completions; a pair of texts is not for a classifier; the prompt
+                is empty; the template refuses the conversation; a token id is unknown; or there are
+                several choices although it is answered ``in_frames``.
+            ContextLengthError: the prompt does not fit.
         """
         self._check_tier(job.tier)
         check_supported(job.sampling, job.pooling, self.engine_kind)
         for name in ("tools", "chat_template_kwargs"):
             if getattr(job, name) and job.messages is None:
-                raise ParameterError(name, f"{name} go with messages only")
+                raise ParameterError(name, f"{name}: allowed only with messages")
         if job.messages is None and not job.add_generation_prompt:
             raise ParameterError(
-                "add_generation_prompt", "add_generation_prompt: false goes with messages only"
+                "add_generation_prompt", "add_generation_prompt: false needs messages"
             )
         if job.messages is None and job.continue_final_message:
-            raise ParameterError(CONTINUE_FIELD, f"{CONTINUE_FIELD} goes with messages only")
+            raise ParameterError(CONTINUE_FIELD, f"{CONTINUE_FIELD} needs messages")
         if job.text_pair is not None and (
             job.pooling is not Pooling.CLASSIFY or job.prompt is None
         ):
-            raise ParameterError(
-                "text_pair", "text_pair goes with a prompt in text and pooling: classify only"
-            )
+            raise ParameterError("text_pair", "text_pair needs a text prompt and pooling: classify")
         if job.pooling is not None:
             return self._prepare_pooled(job, job.pooling, seed_source)
         if not self.config.has_head:
@@ -161,7 +173,7 @@ class ServedModel:
                 self._check_token_id(field, token_id)
         if in_frames and sampling.n != sampling.num_answers:
             raise ParameterError(
-                "n", "n must be 1: one request makes one completion, unless by use_beam_search."
+                "n", "n must be 1, except with use_beam_search: one request makes one completion."
             )
         max_tokens = self._max_tokens(job, len(token_ids), sampling)
         predicted = predicted_tokens(job.prediction, self.tokenizer, self.vocab_size, max_tokens)
@@ -171,8 +183,10 @@ class ServedModel:
     def _with_reasoning(
         self, job: Job, token_ids: tuple[int, ...]
     ) -> tuple[tuple[int, ...], SamplingOptions]:
-        """A prompt made of messages, and how its completion may begin with thoughts. They are ended
-        in the prompt where the engine would hold them to the grammar of what follows them."""
+        """Return the prompt of messages, and how its completion may begin with reasoning.
+
+        Reasoning is ended in the prompt if the engine would apply the answer's grammar to it.
+        """
         sampling = job.sampling
         reasoning = self.reasoning_format
         if reasoning is None:
@@ -190,13 +204,14 @@ class ServedModel:
         return token_ids, msgspec.structs.replace(sampling, reasoning=begun)
 
     def _with_budget(self, job: Job, sampling: SamplingOptions) -> tuple[Job, SamplingOptions]:
-        """Leave out a budget of thoughts that cannot be enforced: no request is refused for it. A
-        notice says so where the completion may have thoughts."""
+        """Drop a reasoning budget that cannot be enforced; it is no reason to refuse a request. A
+        notice says so if the completion may have reasoning.
+        """
         has_thoughts = sampling.reasoning is not None
         if has_thoughts and PROMISES[self.engine_kind].bounds_reasoning:
             return job, sampling
         sampling = msgspec.structs.replace(sampling, max_reasoning_tokens=None)
-        # Thoughts behind a plain prompt are not told from the answer.
+        # After a plain prompt, reasoning is not separated from the answer.
         if has_thoughts or (job.messages is None and self.reasoning_format is not None):
             told = notice(NoticeCode.BUDGET_NOT_ENFORCED, "max_reasoning_tokens")
             job = msgspec.structs.replace(job, notices=bounded((*job.notices, told)))
@@ -204,12 +219,12 @@ class ServedModel:
 
     @property
     def classifier(self) -> ClassifierHead | None:
-        """Its labels, if it makes numbers for these and nothing else."""
+        """Classification head, if the model makes scores for labels and nothing else."""
         return self.config.classifier
 
     @property
     def task(self) -> ModelTask:
-        """What it is for."""
+        """Task of the model."""
         if self.config.has_head:
             return "generate"
         if self.classifier is None:
@@ -235,13 +250,17 @@ class ServedModel:
 
     @property
     def embedding_size(self) -> int:
-        """How many numbers an embedding has."""
+        """Number of values in an embedding."""
         return self.config.hidden_size
 
     @cached_property
     def embedding_defaults(self) -> EmbeddingSettings:
-        """The catalogue's word, then the checkpoint's; else the mean, scaled to length 1. Raises
-        CheckpointError if the checkpoint asks for what is not computed here."""
+        """Embedding settings of the catalogue, then of the checkpoint; by default the mean, scaled
+        to length 1.
+
+        Raises:
+            CheckpointError: the checkpoint needs an unsupported pooling.
+        """
         says = read_embedding_defaults(self.path)
         pooling = Pooling(self.entry.pooling or says.pooling or Pooling.MEAN)
         return EmbeddingSettings(pooling, says.normalize is not False)
@@ -256,14 +275,17 @@ class ServedModel:
             )
 
     def _prompt_token_ids(self, job: Job) -> tuple[int, ...]:
-        """Raises ContextLengthError for a prompt that fills the window and more and is not to be
-        truncated: mostly before it is tokenised."""
+        """Return the prompt's token ids, truncated if the job asks for it.
+
+        Raises:
+            ContextLengthError: the prompt does not fit; mostly found before it is tokenized.
+        """
         num_kept = num_kept_tokens(job, self.context_window_tokens)
         token_ids = self._whole_prompt(job, None if num_kept else self.context_window_tokens)
         return token_ids if num_kept is None else token_ids[-num_kept:]
 
     def _whole_prompt(self, job: Job, window_tokens: int | None) -> tuple[int, ...]:
-        """Of ``window_tokens`` at most, if that is given."""
+        """Return the prompt's token ids; at most ``window_tokens`` if given."""
         token_ids: Sequence[int] = ()
         if job.prompt_token_ids is not None:
             field, token_ids = "prompt_token_ids", job.prompt_token_ids
@@ -318,7 +340,9 @@ class ServedModel:
         )
 
     def prompt_parts(self, job: Job, num_prompt_tokens: int | None) -> PromptParts | None:
-        """Return which part of the job's prompt is how long, as ``prompt_parts`` does."""
+        """Return the lengths of the parts of the job's prompt, as
+        ``registry.prompt_parts.prompt_parts`` does.
+        """
         return prompt_parts(self.tokenizer, job, num_prompt_tokens)
 
     def _check_token_id(self, field: str, token_id: int) -> None:
@@ -340,8 +364,9 @@ class ServedModel:
 
 
 def outline_of(entry: ModelEntry, path: Path) -> ModelOutline:
-    """What ``path`` says of the model. Raises CheckpointError for what the entry's engine cannot
-    compute, as far as that is known here."""
+    """Return the model's properties from ``path``. Raises CheckpointError if the entry's engine
+    cannot run it, as far as is known here.
+    """
     if entry.engine_kind is EngineKind.REAL:
         return read_model_config(path)
     is_simulated = entry.engine_kind is EngineKind.SIMULATED
@@ -349,8 +374,12 @@ def outline_of(entry: ModelEntry, path: Path) -> ModelOutline:
 
 
 def sampling_defaults_of(entry: ModelEntry, path: Path) -> SamplingDefaults:
-    """What ``path`` recommends and the entry's engine can do, unless the entry says to ignore it.
-    Raises CheckpointError for a recommendation that cannot be followed."""
+    """Return the sampling defaults of ``path`` that the entry's engine supports; none if the entry
+    ignores them.
+
+    Raises:
+        CheckpointError: a recommended value is invalid.
+    """
     if entry.generation_config is GenerationConfig.IGNORE:
         return SamplingDefaults()
     defaults = read_sampling_defaults(path)
@@ -390,7 +419,7 @@ def _check_nothing_is_sampled(sampling: SamplingOptions) -> None:
 
 
 def _context_window_tokens(entry: ModelEntry, config: ModelOutline) -> int:
-    """The catalogue's window, within the checkpoint's."""
+    """Return the catalogue's window; it must be within the checkpoint's. Raises ConfigError."""
     longest = config.context_window_tokens
     wanted = entry.context_window_tokens
     if wanted is None:
@@ -398,14 +427,15 @@ def _context_window_tokens(entry: ModelEntry, config: ModelOutline) -> int:
     if wanted > longest:
         raise ConfigError(
             f"Model {entry.name}: context_window_tokens is {wanted} in the catalogue, but the "
-            f"checkpoint's max_position_embeddings, RoPE scaling included, reach to {longest}."
+            f"checkpoint supports at most {longest} (max_position_embeddings with RoPE scaling)."
         )
     return wanted
 
 
 def num_kept_tokens(job: Job, window_tokens: int) -> int | None:
-    """How many tokens of the job's prompt stay at most, if a longer one is to be truncated. Raises
-    ParameterError."""
+    """Return the maximum number of prompt tokens to keep; None if a longer prompt is not truncated.
+    Raises ParameterError.
+    """
     wanted = job.truncate_prompt_tokens
     if wanted is None:
         return None
@@ -423,14 +453,17 @@ def num_kept_tokens(job: Job, window_tokens: int) -> int | None:
 def predicted_tokens(
     predicted: str | tuple[int, ...], tokenizer: Tokenizer, vocab_size: int, max_tokens: int
 ) -> tuple[int, ...]:
-    """A prediction in text or token ids, and no more of it than there can be of the completion.
-    Raises ParameterError for token ids that the model does not have."""
+    """Return the token ids of a prediction, at most as many as the completion can have.
+
+    Raises:
+        ParameterError: the model does not have a token id.
+    """
     if isinstance(predicted, str):
         text = predicted[: max_tokens * _MOST_TOKEN_CHARACTERS]
         predicted = tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
     predicted = predicted[:max_tokens]
     if predicted and not 0 <= min(predicted) <= max(predicted) < vocab_size:
         raise ParameterError(
-            "prediction", f"prediction has a token id that is not among the model's {vocab_size}."
+            "prediction", f"prediction has a token id that is not one of the model's {vocab_size}."
         )
     return predicted

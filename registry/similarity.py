@@ -1,4 +1,4 @@
-"""How like one another two embeddings are."""
+"""Similarity of two embeddings."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ _BYTES_PER_NUMBER = 4
 
 
 class Vector(NamedTuple):
-    """An embedding and its length."""
+    """Embedding with its length."""
 
     values: tuple[float, ...]
     length: float
 
     @classmethod
     def of(cls, pooled: bytes) -> Vector:
-        """From little-endian float32."""
+        """Create a vector from little-endian float32."""
         values = struct.unpack(f"<{len(pooled) // _BYTES_PER_NUMBER}f", pooled)
         return cls(values, math.hypot(*values))
 
 
 def cosine(one: Vector, other: Vector) -> float:
-    """Of the angle between two vectors, between -1 and 1; 0 if one of them is all zeros.
+    """Return the cosine of the angle between two vectors, -1 to 1; 0 if one of them is all zeros.
 
-    By the law of cosines, since distances and lengths are computed without a loop in Python.
+    It uses the law of cosines, since distances and lengths are computed without a loop in Python.
     """
     if not (one.length and other.length):
         return 0.0

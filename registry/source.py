@@ -1,4 +1,4 @@
-"""From a catalogue entry to the model's files."""
+"""Resolver from a catalogue entry to the model's files."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ _WANTED_FILES = (
     "*_Pooling/config.json",
     *REFUSED_FILES,
 )
-# Beside a model's weights: the same in other layouts, and adapters.
+# Files beside a model's weights: the same weights in other layouts, and adapters.
 _UNWANTED_FILES = ("*/*.safetensors", "consolidated*", "adapter_model*")
 
 
 def resolve(entry: ModelEntry) -> Path:
-    """The folder of the model's files, or one that says what its GGUF file says; what a hub id or
-    an address in an object store lacks here is downloaded, with a progress bar on stderr.
+    """Return the folder of the model's files; for a GGUF file, the folder converted from it.
 
-    Raises CheckpointError for a folder that is no checkpoint and a damaged GGUF file,
-    ModelSourceError for refusals of the hub and the store and a network that is unreachable.
+    Files of a hub id or of an address in an object store are downloaded if missing, with a progress
+    bar on stderr.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint, or the GGUF file is damaged.
+        ModelSourceError: the hub or the store refuses or is unreachable.
     """
     if entry.is_gguf:
         from millrace.registry.gguf.checkpoint_folder import checkpoint_folder
@@ -59,10 +62,13 @@ def resolve(entry: ModelEntry) -> Path:
 
 
 def gguf_file(entry: ModelEntry) -> Path:
-    """The GGUF file of an entry that has one, the first if the model comes in several; what a hub
-    id lacks here is downloaded.
+    """Return the GGUF file of an entry, the first one if the model is split into several.
 
-    Raises CheckpointError for a file that is not there, ModelSourceError as ``resolve`` does.
+    Missing files of a hub id are downloaded.
+
+    Raises:
+        CheckpointError: the file does not exist.
+        ModelSourceError: as ``resolve`` does.
     """
     if entry.is_local:
         file = Path(entry.source)

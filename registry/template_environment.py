@@ -1,4 +1,4 @@
-"""The sandbox that chat templates run in, which keeps their own text apart from content."""
+"""Sandbox of chat templates, which separates the templates' own text from content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from millrace.registry.template_text import TemplateText, joined, literal
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}`` marks what the assistant wrote, for training; here it adds nothing."""
+    """``{% generation %}`` block; it marks the assistant's text for training and adds nothing
+    here.
+    """
 
     tags = {"generation"}  # noqa: RUF012  declared so by the base class
 
@@ -30,11 +32,11 @@ class _GenerationBlock(Extension):
 
 
 class _CodeGenerator(CodeGenerator):
-    """Compiles each string that the template's source holds to a ``TemplateText``."""
+    """Code generator that compiles each string in the template's source to a ``TemplateText``."""
 
     environment: TemplateEnvironment
 
-    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:  # noqa: N802  (its name there)
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:  # noqa: N802  (jinja's name)
         value = node.as_const(frame.eval_ctx)
         if isinstance(value, str):
             self.write(self.environment.name_of(value))
@@ -56,10 +58,10 @@ class _CodeGenerator(CodeGenerator):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """The environment of one model's templates, with the conventions of the hub.
+    """Environment of one model's templates, with the conventions of the hub.
 
-    What a template writes is a ``TemplateText``: its spans are the strings of the template's
-    source. Values that the template is given are content unless they are such texts themselves.
+    Strings of the template's source are ``TemplateText`` with spans. Values given to the template
+    are content, unless they are such texts themselves.
     """
 
     code_generator_class = _CodeGenerator
@@ -80,18 +82,20 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = lambda form: now().strftime(form)
 
     def name_of(self, text: str) -> str:
-        """The expression that stands for a string of the source in compiled code."""
+        """Return the expression for a string of the source in compiled code."""
         self.literals.append(literal(text))
         return f"environment.literals[{len(self.literals) - 1}]"
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Make methods of content return ``TemplateText``, so that literals passed to them stay
-        marked."""
+        """Return an attribute. Methods of content return ``TemplateText``, so that literals passed
+        to them stay marked.
+        """
         return super().getattr(TemplateText(obj) if type(obj) is str else obj, attribute)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """The sandbox's version of ``str.format``. The literal parts of a template's own format
-        stay marked."""
+        """Return the sandbox's version of ``str.format``. The literal parts of a template's own
+        format stay marked.
+        """
         formatted = super().wrap_str_format(value)
         form = getattr(value, "__self__", None)
         if formatted is None or not (isinstance(form, TemplateText) and form.spans):
@@ -103,7 +107,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 parts = joined(self._formatted(form, (), args[0]))
             else:
                 parts = joined(self._formatted(form, args, kwargs))
-            # Fields of other kinds give another text, which counts as content.
+            # Other kinds of fields give another text, which counts as content.
             return parts if parts == text else text
 
         return wrapper
@@ -111,10 +115,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def _formatted(
         self, form: TemplateText, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[str]:
-        """The parts of a format with fields of a number, a name, or neither."""
+        """Yield the parts of a format whose fields have a number, a name, or neither."""
         number = 0
         for before, field, _, _ in Formatter().parse(str.__getitem__(form, slice(None))):
-            # A form with content in it is not taken apart any further.
+            # A format with content in it is not split any further.
             yield literal(before) if form.spans == ((0, len(form)),) else before
             if field is not None:
                 key = field or str(number)
@@ -134,7 +138,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: jinja's own filter would escape it for HTML."""
+    """Return plain JSON; jinja's own filter would escape it for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -161,7 +165,7 @@ def _replace(
 
 
 def _safe(value: Any) -> str:
-    """Nothing is escaped here: it has no effect on what the template wrote."""
+    """Return the value. Nothing is escaped here, so it has no effect on the template's text."""
     is_written = isinstance(value, TemplateText) and value.spans
     text: str = value if is_written else FILTERS["safe"](value)
     return text
@@ -175,7 +179,7 @@ def _title(value: Any) -> str:
 
 
 def _indent(s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    """As jinja's filter, which joins lines by a method of plain strings."""
+    """Indent like jinja's filter, which joins lines by a method of plain strings."""
     if not (isinstance(s, TemplateText) and s.spans):
         text: str = FILTERS["indent"](s, width, first, blank)
         return text

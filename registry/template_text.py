@@ -1,4 +1,4 @@
-"""Text in which the characters of a chat template are told from those of content."""
+"""Text that separates the characters of a chat template from those of content."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ _CONVERSION = re.compile(
 
 
 class TemplateText(str):
-    """A string that knows which of its characters the server wrote.
+    """String that knows which of its characters the server wrote.
 
-    ``spans`` are the (start, end) of those characters, in order and apart: literals of the chat
-    template, and markup that the server adds itself. All other characters are content. The methods
-    below keep the spans of what they cut and join. Every other operation on strings returns a plain
-    ``str``, which is content: an operation that is not known here cannot turn content into markup.
+    ``spans`` are the (start, end) of those characters, in order and not adjacent: literals of the
+    chat template, and markup that the server adds itself. All other characters are content. The
+    methods below keep the spans of the texts that they cut and join. Every other string operation
+    returns a plain ``str``, which is content. So an unknown operation cannot turn content into
+    markup.
     """
 
     __slots__ = ("spans",)
@@ -57,7 +58,7 @@ class TemplateText(str):
         if not self.spans or "*" in self:
             return text
         formatted = joined(_formatted(self, values))
-        # Formats whose parts do not make the whole have conversions that are not known here.
+        # If the parts do not add up to the whole, a conversion is unknown here.
         return formatted if formatted == text else text
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
@@ -74,7 +75,7 @@ class TemplateText(str):
         return (self[at] for at in range(len(self))) if self.spans else str.__iter__(self)
 
     def _part(self, text: str, start: int) -> str:
-        """``text``, which stands at ``start``, with its spans."""
+        """Return ``text``, which begins at ``start``, with its spans."""
         if not self.spans:
             return text
         end = start + len(text)
@@ -88,7 +89,7 @@ class TemplateText(str):
         )
 
     def _parts(self, texts: Iterable[str], gap: int) -> list[str]:
-        """Parts of this text that have ``gap`` characters between them."""
+        """Return parts of this text that have ``gap`` characters between them."""
         parts, at = [], 0
         for text in texts:
             parts.append(self._part(text, at))
@@ -96,7 +97,7 @@ class TemplateText(str):
         return parts
 
     def _words(self, texts: Iterable[str]) -> list[str]:
-        """Parts of this text that have blanks between them."""
+        """Return parts of this text that have blanks between them."""
         parts, at = [], 0
         for text in texts:
             at = str.index(self, text, at)
@@ -174,12 +175,12 @@ class TemplateText(str):
 
 
 def literal(text: str) -> TemplateText:
-    """``text`` as the server wrote it."""
+    """Return ``text`` marked as written by the server."""
     return TemplateText(text, ((0, len(text)),) if text else ())
 
 
 def filled(form: str, **texts: str) -> TemplateText:
-    """``form``, which the server wrote, with ``texts`` in place of their names in braces."""
+    """Return ``form``, which the server wrote, with ``texts`` instead of their names in braces."""
     pieces = re.split(r"\{(\w+)\}", form)
     return joined(
         texts[piece] if index % 2 else literal(piece) for index, piece in enumerate(pieces)
@@ -187,14 +188,14 @@ def filled(form: str, **texts: str) -> TemplateText:
 
 
 def joined(pieces: Iterable[str]) -> TemplateText:
-    """The pieces as one text, with the spans of each."""
+    """Return the pieces as one text, with the spans of each."""
     pieces = list(pieces)
     spans: list[tuple[int, int]] = []
     at = 0
     for piece in pieces:
         if isinstance(piece, TemplateText):
             if not at:
-                # Templates that gather a conversation in one text add to it once for each turn.
+                # Templates that build a conversation in one text add to it once for each turn.
                 spans.extend(piece.spans)
                 at = len(piece)
                 continue
@@ -208,7 +209,7 @@ def joined(pieces: Iterable[str]) -> TemplateText:
 
 
 def _formatted(form: TemplateText, values: Any) -> Iterator[str]:
-    """The parts of ``form % values``."""
+    """Yield the parts of ``form % values``."""
     left = iter(values if isinstance(values, tuple) else (values,))
     at = 0
     for found in _CONVERSION.finditer(form):

@@ -1,1 +1,1 @@
-"""Programs of the repository that the installed package does not have."""
+"""Programs of the repository that are not in the installed package."""

@@ -1,2 +1,5 @@
-"""A worker: a bus side in asyncio and an engine in a process of its own. Started as ``python -m
-workers``; other services reach it by the bus only. Imports bus, registry, runtime and schemas."""
+"""Worker: a bus side in asyncio and an engine in its own process.
+
+Started as ``python -m workers``. Other services reach a worker only by the bus. Imports bus,
+registry, runtime and schemas.
+"""

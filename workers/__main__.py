@@ -1,13 +1,13 @@
-"""``python -m millrace.workers [--config FILE]``: one worker, until SIGTERM or until its
-engine fails.
+"""``python -m millrace.workers [--config FILE]``: run one worker until SIGTERM or until its engine
+fails.
 
-SIGTERM lets others take over what runs, or finishes it (``drain_timeout_s``); a second one gives it
-back to the queue at once.
+On SIGTERM the worker hands its running requests to other workers or finishes them
+(``drain_timeout_s``). A second SIGTERM returns them to the queue at once.
 
-It has its name (``worker.name``, or one that is drawn) to itself: while another worker of that name
-is running, it does not start.
+The worker's name (``worker.name``, or a random one) is exclusive: the worker does not start while
+another worker of that name runs.
 
-With a simulated engine, ``--count N`` runs N of them in this process, named worker-1-1 to
+With a simulated engine, ``--count N`` runs N workers in this process, named worker-1-1 to
 worker-1-N if the configuration says worker-1.
 """
 
@@ -52,7 +52,7 @@ from millrace.workers.process.engine_process import EngineClient
 from millrace.workers.process.keeper import EngineKeeper
 from millrace.workers.simulated.engine import SimulatedEngine
 
-# Few, large collections: most of what the bus side makes is freed by reference counts.
+# Few, large collections: reference counts free most objects of the bus side.
 _GC_THRESHOLDS = (50_000, 50, 100)
 _LAST_SETTLEMENTS_S = 0.5
 _GOODBYE_TIMEOUT_S = 1.0
@@ -64,7 +64,7 @@ async def serve(config: Config, count: int = 1) -> None:
     """Load, serve and drain ``count`` workers. Raises MillraceError."""
     if count > 1 and config.worker.engine.kind is not EngineKind.SIMULATED:
         raise ConfigError(
-            "--count is for simulated engines: a real one takes a process of its own."
+            "--count needs a simulated engine: a real engine needs a process of its own."
         )
     stop = _ShutdownRequest()
     loop = asyncio.get_running_loop()
@@ -77,8 +77,10 @@ async def serve(config: Config, count: int = 1) -> None:
 
 
 class _ShutdownRequest:
-    """Has the ``workers`` of this process drain; requested again, forces their shutdown.
-    ``reason`` is what else ends them."""
+    """Shutdown request for the ``workers`` of this process: the first drains, the second forces.
+
+    ``reason`` is the error that ended the workers, if it was not a signal.
+    """
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
@@ -142,12 +144,16 @@ async def _serve(config: Config, count: int, stop: _ShutdownRequest, monitor: Mo
 
 
 async def _hold_name(own_name: WorkerName, stop: _ShutdownRequest) -> None:
-    """Raises NameTakenError if another has it; one that is lost later ends the workers in order."""
+    """Claim the worker's name and renew it. End the workers in order if the name is lost later.
+
+    Raises:
+        NameTakenError: another worker has the name at the start.
+    """
     await own_name.claim()
     try:
         await own_name.run()
     except NameTakenError as error:
-        logger.warning("another worker has the name of this one", extra={"holder": error.holder})
+        logger.warning("another worker took over the name", extra={"holder": error.holder})
         stop.reason = error
         stop.request()
 
@@ -157,7 +163,7 @@ async def _release_name(own_name: WorkerName) -> None:
         async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
             await own_name.give_back()
     except (MillraceError, TimeoutError):
-        logger.warning("the name could not be released; it is free in a moment")
+        logger.warning("the name could not be released; it expires in a moment")
 
 
 def _worker_configs(config: WorkerConfig, count: int) -> list[WorkerConfig]:
@@ -190,7 +196,7 @@ async def _run_worker(
             worker = await make_worker(config, engine)
             stop.workers.append(worker)
             metrics.watch(config.name, served_model.entry.name, engine, worker)
-            gc.unfreeze()  # an earlier life that failed
+            gc.unfreeze()  # objects of an earlier start that failed
             gc.collect()
             gc.freeze()
             gc.set_threshold(*_GC_THRESHOLDS)
@@ -208,7 +214,7 @@ async def _run_worker(
 
 
 def _trouble(bus: Bus, metrics: WorkerMetrics, count: int) -> str:
-    """Why this process cannot take requests just now, if so."""
+    """Return why this process cannot accept requests now; empty if it can."""
     if metrics.num_workers < count:
         return "the engine is starting"
     if not bus.connected:
@@ -228,7 +234,8 @@ def _engine_starter(
         if config.engine.kind is EngineKind.REAL:
             gather_s = config.flush_interval_ms / 1e3
             return await EngineClient.start(served_model.path, config.engine, gather_s=gather_s)
-        # Not before: what only these need is a third of a worker's start, and of its memory.
+        # Imported late: the server engines' modules take a third of a worker's start time and
+        # memory.
         from millrace.workers.servers.starting import start_server_engine
 
         return await start_server_engine(served_model, config.engine, clock)
@@ -237,21 +244,25 @@ def _engine_starter(
 
 
 def main() -> int:
-    """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
+    """Run until SIGTERM or SIGINT and return the exit code, as ``runtime.process`` defines it."""
     parser = argparse.ArgumentParser(prog="python -m millrace.workers", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     parser.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
-        help="what the configuration calls engine.kind",
+        help="the kind of engine; overrides engine.kind of the configuration",
     )
     parser.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="what the configuration calls engine.quantization",
+        help="the quantization; overrides engine.quantization of the configuration",
     )
     parser.add_argument(
-        "--count", type=int, default=1, metavar="N", help="simulated workers in this process"
+        "--count",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of simulated workers in this process (default: 1)",
     )
     arguments = parser.parse_args()
 

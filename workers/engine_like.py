@@ -1,4 +1,4 @@
-"""What a worker asks of an engine, whoever wrote it, and how a user's own engine is found."""
+"""Interface between a worker and any engine, and the loader of custom engines."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ OnDeviceTimes = Callable[[list[DeviceTime]], None]
 
 
 class EngineFailedError(MillraceError, code="engine_failed", retryable=True):
-    """The engine ended, or could not load the model; the message says why."""
+    """Engine that ended, or could not load the model; the message says why."""
 
 
 class EngineLike(ABC):
-    """An engine as the worker sees it. ``tests/workers/conformance.py`` checks these promises for
-    every engine; ``docs/engines.md`` shows how to write one.
+    """Engine as the worker sees it. ``tests/workers/conformance.py`` checks these promises for
+    every engine; ``docs/engines.md`` shows how to write an engine.
 
-    1. **Configure.** The class method that starts it takes the model and ``worker.engine``. A
-       setting that it cannot honour is a ConfigError, before anything runs.
-    2. **Load.** It awaits the weights. An engine that dies meanwhile, or takes longer than it may,
-       raises EngineFailedError with the reason, and leaves no process behind.
-    3. **Ready.** From here on ``stats``, ``device_uuid``, ``num_devices``, ``weights`` and
-       ``transfer_endpoint`` are true, and requests are taken.
-    4. **Add and cancel.** Neither blocks nor raises. A request that the engine cannot serve is
-       answered by an output with ``error``; one that is added under an id that runs replaces it.
-       After ``cancel`` the request's slot and cache are free before the next step, and its device
-       time is reported once, with ``over``.
-    5. **Stream.** ``on_outputs`` gets what was made, in order: each token of a request once, at the
-       index behind those before it, ``output_token_ids`` included. A request ends with exactly one
-       output that has ``finish_reason`` or ``error``. ``on_prefixes`` gets what changed in the
-       prefix cache, ``on_device_times`` what requests have taken of the device: the last word for
-       each that was cancelled, and now and then how things stand. They are called on the event
-       loop, never from ``add`` or ``cancel``, and must not block.
+    1. **Configure.** The class method ``start`` takes the model and ``worker.engine``. A setting
+       that the engine cannot honour raises ConfigError before anything runs.
+    2. **Load.** ``start`` awaits the weights. An engine that dies or exceeds its time limit
+       meanwhile raises EngineFailedError with the reason and leaves no process behind.
+    3. **Ready.** From now on ``stats``, ``device_uuid``, ``num_devices``, ``weights`` and
+       ``transfer_endpoint`` are valid, and the engine accepts requests.
+    4. **Add and cancel.** Neither blocks nor raises. The engine answers a request that it cannot
+       serve with an output that has ``error``. A request added under the id of a running request
+       replaces it. After ``cancel`` the request's slot and cache are free before the next step, and
+       its device time is reported once, with ``over``.
+    5. **Stream.** ``on_outputs`` gets outputs in order: each token of a request once, at the index
+       after the tokens before it, ``output_token_ids`` included. A request ends with exactly one
+       output that has ``finish_reason`` or ``error``. ``on_prefixes`` gets changes of the prefix
+       cache. ``on_device_times`` gets the device time of requests: the final value of each
+       cancelled request, and interim values now and then. The engine calls them on the event
+       loop, never from ``add`` or ``cancel``. They must not block.
     6. **Stats.** ``stats`` costs nothing to read; its counters never fall while the engine lives.
-    7. **Drain.** Who adds nothing more sees every request end by itself, and ``stats`` at rest.
+    7. **Drain.** Without new requests every request ends by itself, and ``stats`` come to rest.
     8. **Close.** Ends everything that the engine owns, at once; no callback comes after it.
-       ``wait_closed`` returns then, or when the engine has ended by itself, with why. What ran is
-       lost, and may be added to the next engine with the tokens that it had as
+       ``wait_closed`` then returns the reason; it also returns when the engine ended by itself.
+       Running requests are lost. They may be added to the next engine with their tokens so far as
        ``output_token_ids``.
     """
 
@@ -65,22 +65,23 @@ class EngineLike(ABC):
         self.on_prefixes: OnPrefixes = ignore
         self.on_device_times: OnDeviceTimes = ignore
         self.device_uuid = ""
-        """The first CUDA device's, by which its driver knows it; empty without one."""
+        """UUID of the first CUDA device, as its driver reports it; empty without a CUDA device."""
         self.num_devices = 1
-        """How many devices it computes on, all of them at a time: device times are those of one."""
+        """Number of devices that compute together. Reported device times are those of one device.
+        """
         self.weights: str | None = None
-        """The fingerprint of what it runs; empty: nobody can tell, None: it does not say."""
+        """Fingerprint of the weights; empty if it cannot be determined, None if not reported."""
         self.transfer_endpoint: TransferEndpoint | None = None
-        """Where other workers' engines pull blocks of its KV cache from; None: they cannot."""
+        """Endpoint from which other workers' engines pull KV blocks; None if they cannot."""
 
     @property
     @abstractmethod
     def stats(self) -> EngineStats:
-        """As of the last step."""
+        """Statistics as of the last step."""
 
     @property
     def max_num_sequences(self) -> int:
-        """How many sequences run at a time."""
+        """Maximum number of sequences that run at a time."""
         return self.stats.max_num_sequences
 
     @abstractmethod
@@ -89,36 +90,49 @@ class EngineLike(ABC):
 
     @abstractmethod
     def cancel(self, request_id: str) -> None:
-        """Stop a request; outputs of a step that runs now may still come."""
+        """Stop a request. Outputs of the current step may still arrive."""
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache, but for what requests use that run now. Raises
-        PrefixCacheKeptError, which an engine does that has no way to empty it."""
-        raise PrefixCacheKeptError("The engine of this worker has no way to empty its cache.")
+        """Empty the prefix cache, except for blocks that running requests use.
+
+        Raises:
+            PrefixCacheKeptError: the engine has no way to empty its cache.
+        """
+        raise PrefixCacheKeptError("This worker's engine cannot empty its prefix cache.")
 
     @abstractmethod
     async def wait_closed(self) -> str:
-        """Returns when the engine has ended, with why."""
+        """Wait until the engine has ended, and return the reason."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End the engine; what runs in it is lost."""
+        """End the engine; its running requests are lost."""
 
 
 def ignore(*_: object) -> None:
-    """A callback of an engine that has no worker yet."""
+    """Ignore a callback: the default of an engine that has no worker yet."""
 
 
 class CustomEngine(Protocol):
-    """What the class is called for."""
+    """Class of a user's own engine, as the loader uses it."""
 
     async def start(self, model: ServedModel, config: EngineConfig, clock: Clock, /) -> EngineLike:
-        """A class method: an engine that is ready. Raises ConfigError or EngineFailedError."""
+        """Start an engine (a class method) and return it when ready.
+
+        Raises:
+            ConfigError: the engine cannot honour a setting.
+            EngineFailedError: the engine ended or could not load the model.
+        """
 
 
 def load_engine_class(name: str) -> CustomEngine:
-    """The class of ``module:Class`` or ``file.py:Class``, a subclass of ``EngineLike`` with a class
-    method ``start``. Raises ConfigError that says what is wrong with it."""
+    """Return the engine class that ``name`` gives as ``module:Class`` or ``file.py:Class``.
+
+    The class must derive from ``EngineLike`` and have a class method ``start``.
+
+    Raises:
+        ConfigError: the class cannot be found or imported, or does not fit; the message says why.
+    """
     where, _, class_name = name.rpartition(":")
     if not where or not class_name:
         raise ConfigError(

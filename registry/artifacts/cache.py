@@ -1,8 +1,8 @@
-"""Copies of stored folders on this machine: each content once, shared by all of its processes.
+"""Copies of stored folders on this machine: each content once, shared by all its processes.
 
-objects/SHA256            a file's contents
-snapshots/ADDRESS/VERSION a folder as it was, of links to objects
-partial/FILE              what has come so far of one
+objects/SHA256            contents of a file
+snapshots/ADDRESS/VERSION a version of a folder, made of links to objects
+partial/FILE              the received part of a file
 """
 
 from __future__ import annotations
@@ -38,23 +38,28 @@ _COMPLETE = ".complete"
 _OBJECTS = "objects"
 _READ_BYTES = 1 << 20
 _ID_CHARACTERS = 32
-# How often a file whose transfer is cut is taken up again.
+# Maximum number of times that an interrupted transfer is resumed.
 _MAX_RESUMES = 5
 
 
 class ArtifactCache:
-    """The folder of all copies; ``max_bytes`` of them stay, the least recently used snapshots go
-    first. What a process has opened stays readable to it."""
+    """Folder of all copies, at most ``max_bytes`` in size, with LRU eviction of snapshots.
+
+    Files that a process has opened stay readable to it.
+    """
 
     def __init__(self, root: Path | None = None, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._root = root or cache_folder() / "artifacts"
         self._max_bytes = max_bytes
 
     def fetch(self, address: str, wanted: tuple[str, ...], about: str) -> Path:
-        """The folder at ``address`` as it is now, with its files that match one of ``wanted``.
+        """Return the current folder at ``address``, with its files that match one of ``wanted``.
 
-        Where the store does not answer, what is here of it is taken, the latest. Processes that
-        ask for the same one wait for the first. Raises ModelSourceError.
+        If the store does not answer, the latest local copy is returned. Processes that ask for the
+        same folder wait for the first one.
+
+        Raises:
+            ModelSourceError: the folder cannot be read and there is no copy.
         """
         try:
             folder = StoredFolder(address, about)
@@ -76,21 +81,22 @@ class ArtifactCache:
                         self._make_room(target)
             except OSError as error:
                 raise ModelSourceError(
-                    f"{about}: {address} cannot be kept in {self._root}: {error.strerror or error}."
+                    f"{about}: {address} cannot be stored in {self._root}: "
+                    f"{error.strerror or error}."
                 ) from error
         with contextlib.suppress(OSError):
             os.utime(target / _COMPLETE)
         return target
 
     def kept(self, address: str, is_it: Callable[[Path], bool]) -> Path | None:
-        """The latest copy of an address for which ``is_it`` holds."""
+        """Return the latest copy of an address for which ``is_it`` is true."""
         return next(filter(is_it, self._complete(address)), None)
 
     def _latest(self, address: str) -> Path | None:
         return next(iter(self._complete(address)), None)
 
     def _complete(self, address: str) -> list[Path]:
-        """The latest first."""
+        """Return the complete snapshots of an address, latest first."""
         found = [mark.parent for mark in self._snapshots(address).glob(f"*/{_COMPLETE}")]
         return sorted(found, key=_used_ns, reverse=True)
 
@@ -99,7 +105,7 @@ class ArtifactCache:
 
     @contextlib.contextmanager
     def _locked(self, what: str) -> Iterator[None]:
-        """Alone with an address, or with the objects; an address is taken first."""
+        """Hold the lock of an address, or of the objects. Lock an address before the objects."""
         locks = self._root / "locks"
         locks.mkdir(parents=True, exist_ok=True)
         with (locks / _digest(what.rstrip("/"))).open("w") as lock:
@@ -131,12 +137,12 @@ class ArtifactCache:
                     known[file] = self._link_object(link, part, digest)
             listed = [(file, known[file].name) for file in files]
             (fresh / _COMPLETE).write_bytes(msgspec.json.encode(listed))
-            if target.exists():  # without its mark: something broke in the middle of a removal
+            if target.exists():  # without its mark: a removal was interrupted
                 shutil.rmtree(target)
             fresh.rename(target)
 
     def _known(self, snapshots: Path) -> dict[StoredFile, Path]:
-        """The contents of files as earlier snapshots have them."""
+        """Return the contents of files in earlier snapshots."""
         known: dict[StoredFile, Path] = {}
         for mark in snapshots.glob(f"*/{_COMPLETE}"):
             with contextlib.suppress(OSError, msgspec.DecodeError):
@@ -145,16 +151,16 @@ class ArtifactCache:
         return known
 
     def _is_linked(self, link: Path, contents: Path) -> bool:
-        """Whether ``link`` has become one to contents that were here."""
+        """Link ``link`` to existing contents, and return whether they existed."""
         with self._locked(_OBJECTS), contextlib.suppress(FileNotFoundError):
             link.hardlink_to(contents)
             return True
         return False
 
     def _link_object(self, link: Path, part: Path, digest: str) -> Path:
-        """Keep what has come, and make ``link`` one to it."""
+        """Store a received file as an object, and link ``link`` to it."""
         contents = self._root / _OBJECTS / digest
-        # In one step for others, who remove contents that no snapshot has.
+        # Locked, since other processes remove contents that no snapshot has.
         with self._locked(_OBJECTS):
             contents.parent.mkdir(exist_ok=True)
             if contents.exists():
@@ -167,7 +173,7 @@ class ArtifactCache:
     def _received(
         self, folder: StoredFolder, file: StoredFile, owner: str, bar: Any
     ) -> tuple[Path, str]:
-        """The contents of a file and their digest, taken up where an earlier attempt was cut."""
+        """Return a file's contents and their digest; resume an interrupted transfer."""
         partial = self._root / "partial"
         partial.mkdir(exist_ok=True)
         part = partial / _digest(f"{owner}\0{file.path}\0{file.tag}\0{file.size_bytes}")
@@ -193,13 +199,14 @@ class ArtifactCache:
         if done != file.size_bytes:
             part.unlink()
             raise StoreUnreachableError(
-                f"{file.path} came with {done} bytes instead of {file.size_bytes}. Try again."
+                f"{file.path} has {done} bytes instead of {file.size_bytes}. Try again."
             )
         return part, digest.hexdigest()
 
     def _make_room(self, kept: Path) -> None:
-        """Remove what was used least recently until the rest fits, and contents that no snapshot
-        has."""
+        """Remove the least recently used snapshots until the rest fits, and contents without a
+        snapshot.
+        """
 
         def num_bytes() -> int:
             size = 0
@@ -243,7 +250,8 @@ def _used_ns(snapshot: Path) -> int:
 
 
 def artifact_cache() -> ArtifactCache:
-    """By ``artifacts`` of the configuration, as the environment has it or names its file. Raises
-    ConfigError."""
+    """Return the cache of the ``artifacts`` settings in the environment or its configuration file.
+    Raises ConfigError.
+    """
     config = load_config(None, os.environ).artifacts
     return ArtifactCache(Path(config.path) if config.path else None, config.max_bytes)

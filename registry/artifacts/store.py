@@ -1,4 +1,4 @@
-"""Object stores, by the address of a folder in one: s3://bucket/path, gs:// and az:// likewise."""
+"""Object stores, by the address of a folder: s3://bucket/path, gs:// or az://."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ if TYPE_CHECKING:
 
 _ADDRESS = re.compile(r"(s3|gs|az)://[^\s/?#]+(/[^\s?#]*)?")
 _CHUNK_BYTES = 1 << 20
-# Of one request; what is cut in the middle of a body goes on from where it was.
+# Limits of one request; a body that breaks off is resumed where it stopped.
 _MAX_RETRIES, _RETRY_TIMEOUT_S = 3, 15
 
 
 class ModelSourceError(MillraceError, code="model_source_unavailable", http_status=503):
-    """Where a model's files are does not give them: unknown, not allowed, or out of reach."""
+    """Source of a model's files that does not deliver them: unknown, forbidden or unreachable."""
 
 
 class StoreUnreachableError(ModelSourceError, retryable=True):
-    """An object store does not answer; a copy that is here already will do."""
+    """Object store that does not answer; an existing copy can be used instead."""
 
 
 class StoredFile(NamedTuple):
-    """``path`` is relative to the address; ``tag`` changes with the contents."""
+    """File in a store: ``path`` is relative to the address, and ``tag`` changes with the
+    contents.
+    """
 
     path: str
     size_bytes: int
@@ -36,17 +38,18 @@ class StoredFile(NamedTuple):
 
 
 def is_address(source: str) -> bool:
-    """Whether a source is in an object store."""
+    """Return whether a source is in an object store."""
     return _ADDRESS.fullmatch(source) is not None
 
 
 class StoredFolder:
-    """A folder in an object store. Credentials and endpoints are those that the environment names
-    to the store's own tools (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_…``,
-    ``AZURE_…``).
+    """Folder in an object store.
 
-    Errors name ``about``, what the files are for, and the address: StoreUnreachableError where
-    nothing answers, ModelSourceError where the answer is no.
+    Credentials and endpoints come from the environment variables of the store's own tools
+    (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ``GOOGLE_…``, ``AZURE_…``).
+
+    Errors name the address and ``about``, the purpose of the files: StoreUnreachableError if the
+    store does not answer, ModelSourceError if it refuses.
     """
 
     def __init__(self, address: str, about: str) -> None:
@@ -54,7 +57,7 @@ class StoredFolder:
         self._store = self._open(address)
 
     def files(self) -> list[StoredFile]:
-        """All that are in it, by path."""
+        """Return all files in the folder, by path."""
         import obstore
 
         found: list[StoredFile] = []
@@ -69,12 +72,12 @@ class StoredFolder:
         return sorted(found)
 
     def read(self, file: StoredFile, start: int) -> Iterator[bytes]:
-        """The file from the byte ``start`` on, as long as it is the one that was listed."""
+        """Yield the file from the byte ``start`` on, if it is still the listed version."""
         import obstore
 
         try:
             options: dict[str, Any] = {"range": (start, file.size_bytes)}
-            if file.tag.endswith('"'):  # else it is a date
+            if file.tag.endswith('"'):  # otherwise a date
                 options["if_match"] = file.tag
             answer = obstore.get(self._store, file.path, options=cast("GetOptions", options))
             for chunk in answer.stream(min_chunk_size=_CHUNK_BYTES):
@@ -101,7 +104,7 @@ class StoredFolder:
             raise self._told(error) from error
 
     def _told(self, error: Exception) -> ModelSourceError:
-        """The library's error as ours."""
+        """Convert the library's error to ours."""
         from obstore import exceptions
 
         text = str(error).partition("\n")[0]
@@ -109,15 +112,15 @@ class StoredFolder:
             return StoreUnreachableError(f"{self._about} changed while it was read. Try again.")
         if isinstance(error, exceptions.UnauthenticatedError | exceptions.PermissionDeniedError):
             return ModelSourceError(
-                f"{self._about} may not be read with the credentials of this environment, or there "
-                "are none."
+                f"{self._about} cannot be read with the credentials of this environment, if it has "
+                "any."
             )
         if "NoSuchBucket" in str(error) or isinstance(error, FileNotFoundError):
             return ModelSourceError(f"{self._about} does not exist: no such bucket or object.")
-        # Without credentials in the environment the clouds' own machines are asked for theirs.
+        # Without credentials in the environment, the library asks the cloud's metadata service.
         if any(word in text for word in ("redentials", "latest/api/token", "computeMetadata")):
             return ModelSourceError(
-                f"{self._about} needs credentials, and this environment names none: set those of "
-                "the store, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+                f"{self._about} needs credentials, and the environment has none. Set the store's "
+                "variables, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
             )
         return StoreUnreachableError(f"{self._about} cannot be read: {text:.300}")

@@ -1,1 +1,1 @@
-"""What the files of a checkpoint say, checked before weights are read."""
+"""Checkpoint files, read and checked before weights are loaded."""

@@ -1,4 +1,4 @@
-"""What a checkpoint in Hugging Face layout says about its decoder (``config.json``)."""
+"""Config of a decoder in a checkpoint in Hugging Face layout (``config.json``)."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class ModelOutline(msgspec.Struct, frozen=True, kw_only=True):
-    """What everybody but the engine needs to know of a model.
+    """Properties of a model that code other than the engine needs.
 
-    ``rope_scaling`` is None for plain RoPE, else the scaling's own parameters with its kind under
-    ``rope_type``. A checkpoint without ``has_head`` (of a language model) makes embeddings only, or
-    with a ``classifier`` numbers for its labels.
+    ``rope_scaling`` is None for plain RoPE; otherwise it has the scaling's parameters and its kind
+    under ``rope_type``. A checkpoint without ``has_head`` (of a language model) makes embeddings
+    only, or label scores if it has a ``classifier``.
     """
 
     architecture: str
@@ -65,20 +65,22 @@ class ModelOutline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def context_window_tokens(self) -> int:
-        """The longest sequence that positions are defined for, scaling of RoPE included."""
+        """Length of the longest sequence that has positions, RoPE scaling included."""
         return extended_window(self.max_position_embeddings, self.rope_scaling)
 
 
 class ModelConfig(ModelOutline, frozen=True, kw_only=True):
-    """The hyper-parameters of a decoder.
+    """Hyper-parameters of a decoder.
 
-    ``num_attention_heads`` is a multiple of ``num_key_value_heads``; ``head_dim`` is even and need
-    not be ``hidden_size / num_attention_heads``. ``attention_bias`` is for the q, k and v
-    projections, ``attention_output_bias`` for o, ``mlp_bias`` for gate, up and down; ``qk_norm``
-    normalises each head's queries and keys before RoPE. In the ``sliding_layers`` a token sees
-    ``sliding_window`` tokens, itself the last, in the others all before it. ``dtype`` is the torch
-    name that the weights were made for; ``quantization`` says which of them are stored in fewer
-    bits.
+    - ``num_attention_heads`` is a multiple of ``num_key_value_heads``. ``head_dim`` is even and
+      need not be ``hidden_size / num_attention_heads``.
+    - ``attention_bias`` is for the q, k and v projections, ``attention_output_bias`` for o,
+      ``mlp_bias`` for gate, up and down. ``qk_norm`` normalises each head's queries and keys before
+      RoPE.
+    - In the ``sliding_layers`` a token attends to ``sliding_window`` tokens, itself included. In
+      the other layers it attends to all tokens before it.
+    - ``dtype`` is the torch name of the type that the weights were made for. ``quantization`` says
+      which weights are stored in fewer bits.
     """
 
     num_hidden_layers: int
@@ -101,7 +103,7 @@ class ModelConfig(ModelOutline, frozen=True, kw_only=True):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """How many tokens a token of each layer sees, itself the last; None is all."""
+        """Number of tokens that a token of each layer attends to, itself included; None is all."""
         sliding = frozenset(self.sliding_layers)
         return tuple(
             self.sliding_window if layer in sliding else None
@@ -112,9 +114,10 @@ class ModelConfig(ModelOutline, frozen=True, kw_only=True):
 def read_model_config(path: Path) -> ModelConfig:
     """Read ``config.json`` of the checkpoint folder ``path``.
 
-    Raises CheckpointError naming the file and the field for anything missing, malformed or beyond
-    what the decoder computes; an unsupported architecture is answered with those supported, a GGUF
-    file with the engine that computes it.
+    Raises:
+        CheckpointError: names the file and the field that is missing, malformed or unsupported. For
+            an unsupported architecture it lists the supported ones; for a GGUF file it names the
+            engine that runs it.
     """
     fields = _fields(path)
     if fields.get(GGUF_FILE) is not None:
@@ -127,8 +130,11 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def config_of(fields: JsonFields, architecture: str, family: Family) -> ModelConfig:
-    """The hyper-parameters that the fields of a ``config.json`` say of a decoder of a family.
-    Raises CheckpointError as ``read_model_config`` does."""
+    """Return the hyper-parameters of a decoder of a family from the fields of its ``config.json``.
+
+    Raises:
+        CheckpointError: as ``read_model_config`` does.
+    """
     _refuse_unsupported(fields)
     hidden_size = fields.positive_int("hidden_size")
     num_heads = fields.positive_int("num_attention_heads")
@@ -174,15 +180,20 @@ def config_of(fields: JsonFields, architecture: str, family: Family) -> ModelCon
 
 
 def read_model_outline(path: Path, *, any_architecture: bool = False) -> ModelOutline:
-    """Read ``config.json`` of the checkpoint folder ``path``, or of one that stands for a GGUF
-    file, whose architecture may be any. With ``any_architecture``, for another engine than ours, a
-    folder's may be, too, and its weights quantized in other ways. Raises CheckpointError as
-    ``read_model_config`` does."""
+    """Read ``config.json`` of the checkpoint folder ``path``, or of a folder that stands for a GGUF
+    file.
+
+    A GGUF file may have any architecture. With ``any_architecture``, for third-party engines, a
+    folder may have any architecture and quantization too.
+
+    Raises:
+        CheckpointError: as ``read_model_config`` does.
+    """
     fields = _fields(path)
     if fields.get(GGUF_FILE) is None:
         if not any_architecture or _is_ours(fields):
             return read_model_config(path)
-        # Models that also see or hear have what is said of text in a section of its own.
+        # Models for images or audio have the fields for text in a section of its own.
         fields = fields.with_section("text_config")
     bos_ids = fields.token_ids("bos_token_id")
     return ModelOutline(
@@ -197,7 +208,7 @@ def read_model_outline(path: Path, *, any_architecture: bool = False) -> ModelOu
 
 
 def _is_ours(fields: JsonFields) -> bool:
-    """Whether the decoder computes it."""
+    """Return whether Millrace's own engine can compute the model."""
     try:
         _architecture(fields)
         _refuse_unsupported(fields)
@@ -228,11 +239,11 @@ def _architecture(fields: JsonFields) -> tuple[str, Family]:
 
 
 def _refuse_unsupported(fields: JsonFields) -> None:
-    """Features that would change the result silently if the decoder just left them out."""
+    """Refuse features that would change the output if ignored. Raises CheckpointError."""
     if fields.string("hidden_act", "silu") not in ("silu", "swish"):
         raise fields.bad("hidden_act", "silu")
     if not fields.boolean("is_causal", default=True):
-        raise fields.bad("is_causal", "true: no token sees those behind it here")
+        raise fields.bad("is_causal", "true: only causal attention is supported")
     quantization = read_quantization(fields)
     refuse_side_files(fields.path.parent, is_quantized=quantization is not None)
 
@@ -246,7 +257,7 @@ def _head_dim(
         )
     head_dim = fields.positive_int("head_dim", family_default or hidden_size // num_heads)
     if head_dim % 2:
-        raise fields.bad("head_dim", "an even number, as RoPE turns pairs")
+        raise fields.bad("head_dim", "an even number, as RoPE rotates pairs")
     return head_dim
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint with a sequence-classification head says of its labels and their numbers."""
+"""Labels and activations of a checkpoint with a sequence-classification head."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import msgspec
 
 from millrace.registry.checkpoints.json_fields import JsonFields
 
-# transformers' number of labels of a config.json that does not say.
+# Number of labels that transformers assumes if config.json has none.
 _USUAL_NUM_LABELS = 2
 _MAX_LABELS = 100_000
 _TORCH_PREFIX = "torch.nn.modules."
-# As sentence-transformers names the activation of its cross-encoders.
+# Name of the activation of a cross-encoder in sentence-transformers.
 _OLDER_ACTIVATION = "sbert_ce_default_activation_function"
-# As vLLM called ``use_sep_token`` once; it still goes before that.
+# Former name of ``use_sep_token`` in vLLM; it takes precedence.
 _OLDER_SEPARATOR = "use_pad_token"
 
 
 class Activation(StrEnum):
-    """What is made of the numbers of the labels."""
+    """Function from the logits of the labels to scores."""
 
     NONE = "none"
-    SIGMOID = "sigmoid"  # of each by itself
-    SOFTMAX = "softmax"  # over all
+    SIGMOID = "sigmoid"  # of each logit
+    SOFTMAX = "softmax"  # over all logits
 
 
 _ACTIVATIONS = {
@@ -36,9 +36,11 @@ _ACTIVATIONS = {
 
 
 class ClassifierHead(msgspec.Struct, frozen=True, kw_only=True):
-    """``labels`` by the row of the head. ``class_activation`` is of texts that are classified,
-    ``score_activation`` of pairs that are scored. A pair is read as the tokenizer puts two texts
-    together, or, if ``joins_pairs``, as one text."""
+    """Head of a sequence classifier; ``labels`` are in the order of the head's rows.
+
+    ``class_activation`` is for classified texts, ``score_activation`` for scored pairs. A pair is
+    joined by the tokenizer's pair template, or read as one text if ``joins_pairs``.
+    """
 
     labels: tuple[str, ...]
     class_activation: Activation
@@ -47,12 +49,12 @@ class ClassifierHead(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scores_pairs(self) -> bool:
-        """It is a cross-encoder: its one number says how relevant a text is to another."""
+        """True for a cross-encoder, whose only score is the relevance of one text to another."""
         return len(self.labels) == 1
 
 
 def activated(logits: Sequence[float], activation: Activation) -> list[float]:
-    """What an activation makes of the numbers of all labels."""
+    """Return the activated logits of all labels."""
     match activation:
         case Activation.NONE:
             return list(logits)
@@ -66,7 +68,7 @@ def activated(logits: Sequence[float], activation: Activation) -> list[float]:
 
 
 def _sigmoid(value: float) -> float:
-    # The power is of a negative number, so it does not overflow.
+    # The exponent is negative, so the power does not overflow.
     if value >= 0:
         return 1 / (1 + math.exp(-value))
     power = math.exp(value)
@@ -74,8 +76,12 @@ def _sigmoid(value: float) -> float:
 
 
 def read_classifier(fields: JsonFields) -> ClassifierHead:
-    """As transformers and vLLM read ``config.json``. Raises CheckpointError naming the field for
-    labels that are not numbered from 0 and for an activation that is not computed here."""
+    """Read the head from ``config.json`` as transformers and vLLM do.
+
+    Raises:
+        CheckpointError: labels are not numbered from 0, or an activation is not supported; names
+            the field.
+    """
     labels = _labels(fields)
     usual = Activation.SIGMOID if len(labels) == 1 else Activation.SOFTMAX
     separates = fields.boolean("use_sep_token", default=True)
@@ -122,5 +128,5 @@ def _score_activation(fields: JsonFields, usual: Activation) -> Activation:
     found = _ACTIVATIONS.get(str(name).removeprefix(_TORCH_PREFIX))
     if found is None:
         names = ", ".join(_TORCH_PREFIX + known for known in _ACTIVATIONS)
-        raise fields.bad(at, f"an activation that is computed here ({names})")
+        raise fields.bad(at, f"a supported activation ({names})")
     return found if found is Activation.NONE else usual

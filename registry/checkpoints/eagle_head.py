@@ -1,4 +1,4 @@
-"""What the checkpoint of an EAGLE-3 head says of it, in the layout that heads are published in."""
+"""Config of an EAGLE-3 head, in the layout in which heads are published."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from millrace.registry.checkpoints.tensors import SINGLE_FILE, TensorIndex, open
 from millrace.schemas.errors import CheckpointError
 
 EAGLE3_ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-# Some are published under the names of the EAGLE heads before them, or of their layer's model.
+# Some are published under the names of older EAGLE heads, or of their layer's model.
 _OLDER_ARCHITECTURES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
-# How the tensors of a head's one layer begin.
+# Prefixes of the tensors of a head's one layer.
 _LAYER_PREFIXES = ("midlayer.", "layers.0.")
 _PICKLED_FILE = "pytorch_model.bin"
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 NUM_FEATURE_LAYERS = 3
-# What some name in eagle_config, and all that are computed here have in common.
+# Settings in eagle_config that must have these values.
 _USUAL = (
     ("use_aux_hidden_state", True, "EAGLE-3 heads take the hidden states of three layers"),
     ("use_input_layernorm_in_first_layer", True, "embeddings go through a norm"),
@@ -31,13 +31,13 @@ _USUAL = (
 
 
 class EagleHeadConfig(ModelConfig, frozen=True, kw_only=True):
-    """One decoder layer that drafts for a target from the target's hidden states.
+    """Config of a decoder layer that drafts for a target from the target's hidden states.
 
-    ``vocab_size`` and ``target_hidden_size`` are the target's; ``draft_vocab_size`` is how many of
-    the tokens the head knows. ``feature_layers``: the features are what comes into these layers of
-    the target, the number of its layers standing for what comes out of the last.
-    ``norm_before_residual``: the layer adds to its inputs behind their norm. ``layer_prefix`` is
-    how the names of the layer's tensors begin.
+    ``vocab_size`` and ``target_hidden_size`` are the target's. ``draft_vocab_size`` is the number
+    of tokens that the head knows. ``feature_layers`` are layers of the target whose inputs are the
+    features; the number of layers stands for the output of the last layer.
+    ``norm_before_residual``: the layer adds to its normalised inputs. ``layer_prefix`` is the
+    prefix of the layer's tensor names.
     """
 
     draft_vocab_size: int
@@ -48,10 +48,11 @@ class EagleHeadConfig(ModelConfig, frozen=True, kw_only=True):
 
 
 def read_eagle_head(path: Path, target: ModelConfig) -> tuple[EagleHeadConfig, TensorIndex]:
-    """Read ``config.json`` of the head in the folder ``path``, and what tensors there are.
+    """Read ``config.json`` of the head in the folder ``path``, and index its tensors.
 
-    Raises CheckpointError naming the file and the field for heads of other kinds, for what is
-    missing or not computed, and for a head that was made for another target.
+    Raises:
+        CheckpointError: the head is of another kind, made for another target, or a field is missing
+            or not supported; names the file and the field.
     """
     file = path / "config.json"
     fields = JsonFields(file, read_json_object(file))
@@ -66,7 +67,7 @@ def read_eagle_head(path: Path, target: ModelConfig) -> tuple[EagleHeadConfig, T
     _refuse_unsupported(fields)
     config = config_of(fields, architecture, FAMILIES["Llama"])
     _check_config(fields, config, target)
-    # Heads are trained on short texts, and plain RoPE goes on behind them.
+    # Heads are trained on short texts, and plain RoPE continues beyond them.
     window = max(config.max_position_embeddings, target.context_window_tokens)
     known: dict[str, Any] = msgspec.structs.asdict(config) | {"max_position_embeddings": window}
     head = EagleHeadConfig(
@@ -88,8 +89,8 @@ def _architecture(fields: JsonFields) -> str:
         raise fields.bad("architectures", f"a list with {EAGLE3_ARCHITECTURES[0]}")
     if names[0] not in EAGLE3_ARCHITECTURES + _OLDER_ARCHITECTURES:
         raise CheckpointError(
-            f"{fields.path}: {names[0]} is no EAGLE-3 head; eagle3= takes heads of architecture "
-            f"{' or '.join(EAGLE3_ARCHITECTURES)}, and draft= a smaller model."
+            f"{fields.path}: {names[0]} is not an EAGLE-3 head; eagle3= takes heads of "
+            f"architecture {' or '.join(EAGLE3_ARCHITECTURES)}, and draft= a smaller model."
         )
     return names[0]
 
@@ -108,21 +109,21 @@ def _layer_prefix(tensors: TensorIndex, architecture: str) -> str:
 
 
 def _refuse_unsupported(fields: JsonFields) -> None:
-    """What would make another head of it if it were left out."""
+    """Refuse features that would change the head's output if ignored. Raises CheckpointError."""
     if fields.positive_int("num_hidden_layers", 1) != 1:
-        raise fields.bad("num_hidden_layers", "1: heads of several layers are not computed")
+        raise fields.bad("num_hidden_layers", "1: heads of several layers are not supported")
     if fields.get("sliding_window") is not None and fields.get("use_sliding_window") is not False:
-        raise fields.bad("sliding_window", "null: a head sees all tokens here")
+        raise fields.bad("sliding_window", "null: sliding windows are not supported in heads")
     inside = fields.inside("eagle_config")
     for name, usual, why in _USUAL:
         if inside.boolean(name, default=usual) is not usual:
             raise inside.bad(name, f"{str(usual).lower()}: {why}")
     if inside.positive_int("parallel_draft_step", 1) != 1:
-        raise inside.bad("parallel_draft_step", "1: a head says one token after the other here")
+        raise inside.bad("parallel_draft_step", "1: parallel drafts are not supported")
     if fields.number("logit_scale") not in (None, 1.0):
-        raise fields.bad("logit_scale", "1 or left out")
+        raise fields.bad("logit_scale", "1 or absent")
     if fields.get("quantization_config") is not None:
-        raise fields.bad("quantization_config", "left out: take a head with wide weights")
+        raise fields.bad("quantization_config", "absent: use a head with unquantized weights")
 
 
 def _check_config(fields: JsonFields, config: ModelConfig, target: ModelConfig) -> None:
@@ -131,19 +132,22 @@ def _check_config(fields: JsonFields, config: ModelConfig, target: ModelConfig) 
     if fields.positive_int("target_hidden_size", config.hidden_size) != target.hidden_size:
         raise _made_for_another(fields, "target_hidden_size", "hidden_size", target.hidden_size)
     if (config.rope_scaling or {}).get("rope_type") == "dynamic":
-        raise fields.bad("rope_scaling", "of another kind than dynamic")
+        raise fields.bad("rope_scaling", "of a kind other than dynamic")
 
 
 def _made_for_another(fields: JsonFields, field: str, targets: str, value: int) -> CheckpointError:
-    expected = f"{value}, the model's {targets}: take a head that was made for this model"
+    expected = f"{value}, the model's {targets}: use a head that was made for this model"
     if fields.get(field) is None:
         field = "hidden_size"
     return fields.bad(field, expected)
 
 
 def _feature_layers(fields: JsonFields, num_layers: int) -> tuple[int, ...]:
-    """Under ``eagle_config`` layers are named by what comes out of them, beside it by what comes
-    into them, as the programs that write the one or the other do."""
+    """Return the layers whose inputs are the features.
+
+    Ids under ``eagle_config`` name layers by their output, ids beside it by their input, as the
+    programs that write them do.
+    """
     inside = fields.inside("eagle_config")
     for place, offset in ((inside, 1), (fields, 0)):
         if place.get(_LAYERS):

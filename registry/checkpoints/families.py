@@ -1,4 +1,4 @@
-"""The model families that the decoder computes, and in what they differ."""
+"""Model families that the decoder supports, and their differences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.registry.checkpoints.json_fields import JsonFields
 
 
 class Biases(Enum):
-    """Which of the attention's projections have a bias."""
+    """Biases of the attention's projections."""
 
     NONE = auto()
     QKV = auto()
@@ -19,7 +19,7 @@ class Biases(Enum):
 
 
 class Windows(Enum):
-    """Where a family's sliding window comes from, and which layers have it."""
+    """Source of a family's sliding window, and the layers that have it."""
 
     NONE = auto()
     ALL_LAYERS = auto()  # sliding_window, in every layer
@@ -28,7 +28,7 @@ class Windows(Enum):
 
 
 class Experts(Enum):
-    """How a family's ``config.json`` and tensors name its mixtures of experts."""
+    """Naming of mixtures of experts in a family's ``config.json`` and tensors."""
 
     NONE = auto()
     MIXTRAL = auto()
@@ -36,10 +36,9 @@ class Experts(Enum):
 
 
 class Family(NamedTuple):
-    """What a family's ``config.json`` leaves unsaid.
+    """Defaults of a family for fields that ``config.json`` does not have.
 
-    ``head_dim`` None: hidden_size / num_attention_heads. The numbers are those of a file that does
-    not name them.
+    ``head_dim`` None: hidden_size / num_attention_heads.
     """
 
     biases: Biases = Biases.AS_CONFIGURED
@@ -103,7 +102,7 @@ CLASSIFIER_ARCHITECTURES = tuple(family + _CLASSIFIES for family in FAMILIES)
 
 
 def family_of(architecture: str) -> Family | None:
-    """The family of a class name, with any head or none; None if unknown."""
+    """Return the family of a class name, with any head or none; None if unknown."""
     for ending in (_GENERATES, _EMBEDS, _CLASSIFIES):
         if architecture.endswith(ending):
             return FAMILIES.get(architecture.removesuffix(ending))
@@ -112,22 +111,23 @@ def family_of(architecture: str) -> Family | None:
 
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
-_MAX_WINDOW_LAYERS = 28  # of a Qwen file that does not name it
+_MAX_WINDOW_LAYERS = 28  # default of Qwen
 
 
 def read_windows(
     fields: JsonFields, family: Family, num_layers: int
 ) -> tuple[int | None, tuple[int, ...]]:
-    """(window in tokens, the layers that have it); (None, ()) if none has.
+    """Return (window in tokens, the layers that have it); (None, ()) if no layer has a window.
 
-    Raises CheckpointError naming the field for a window that the family would not compute.
+    Raises:
+        CheckpointError: the family does not support the window; names the field.
     """
     window = _window(fields, family)
     if window is None:
         layers: tuple[int, ...] = ()
     elif family.windows is Windows.SWITCHED_BY_LAYER:
         first = fields.get("max_window_layers")
-        if first != 0:  # zero layers without a window is a fair answer, and no positive integer
+        if first != 0:  # 0 is valid here, and not a positive integer
             first = fields.positive_int("max_window_layers", _MAX_WINDOW_LAYERS)
         layers = tuple(range(first, num_layers))
     else:
@@ -176,9 +176,11 @@ def _listed_layers(
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """In ``layers`` (rising), ``num_chosen`` of ``num_experts`` MLPs of ``intermediate_size``
-    compute each token; their weights are softmax probabilities over all experts, divided by their
-    sum if ``normalized``."""
+    """Mixture of experts in ``layers`` (ascending).
+
+    ``num_chosen`` of ``num_experts`` MLPs of ``intermediate_size`` compute each token. Their
+    weights are softmax probabilities over all experts, divided by their sum if ``normalized``.
+    """
 
     layers: tuple[int, ...]
     num_experts: int
@@ -188,9 +190,10 @@ class ExpertsConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_experts(fields: JsonFields, family: Family, num_layers: int) -> ExpertsConfig | None:
-    """What ``config.json`` says about experts; None if no layer has any.
+    """Return the experts in ``config.json``; None if no layer has experts.
 
-    Raises CheckpointError naming the field for a number that cannot be.
+    Raises:
+        CheckpointError: a number is impossible; names the field.
     """
     if family.experts is Experts.NONE:
         return None
@@ -215,7 +218,7 @@ def read_experts(fields: JsonFields, family: Family, num_layers: int) -> Experts
 
 
 def _qwen_layers(fields: JsonFields, num_layers: int) -> tuple[int, ...]:
-    """Every ``decoder_sparse_step``-th layer but those of ``mlp_only_layers``."""
+    """Return every ``decoder_sparse_step``-th layer except those in ``mlp_only_layers``."""
     step = fields.positive_int("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):

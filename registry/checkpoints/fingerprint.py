@@ -1,4 +1,4 @@
-"""Tells weights from others without reading all of them."""
+"""Fingerprint of weights, computed without reading all of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ _SUFFIXES = (".safetensors", ".gguf")
 def weights_fingerprint(
     path: Path, quantization: str | None = None, kv_cache_dtype: str | None = None
 ) -> str:
-    """16 hexadecimal digits for the weights in a checkpoint folder, or in one file, for what they
-    are rounded to when they are loaded, and for what keys and values are rounded to.
+    """Return 16 hexadecimal digits that identify the weights in a checkpoint folder or file.
 
-    The name and size of each file of weights count, and samples spread over it, its beginning with
-    the table of tensors first; so two checkpoints of one shape differ, and a large one takes no
-    longer than a small one. Empty where there are no weights.
+    The digits also depend on the type that weights are rounded to when loaded, and on the type of
+    keys and values.
+
+    The fingerprint covers the name and size of each weights file and samples spread over it,
+    beginning with the table of tensors. So two checkpoints of one shape differ, and a large one
+    takes no longer than a small one. Empty if there are no weights.
     """
     files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
     files = [file for file in files if file.suffix in _SUFFIXES]
     digest = blake2b(digest_size=_DIGEST_BYTES)
     for file in files:
-        # A file that stands for itself may be called anything.
+        # A single file may have any name.
         name = "" if file == path else file.name
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Reading hyper-parameters from a JSON object, with errors that name the file and the field."""
+"""Reader of hyper-parameters in a JSON object, with errors that name the file and the field."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.schemas.errors import CheckpointError
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. CheckpointError if there is none."""
+    """Return the JSON object in a file. Raises CheckpointError if there is none."""
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -35,25 +35,25 @@ class JsonFields:
     """
 
     def __init__(self, path: Path, data: Mapping[str, Any], *, prefix: str = "") -> None:
-        """``prefix`` stands before the names of fields in errors."""
+        """Create the object; ``prefix`` precedes the names of fields in errors."""
         self.path = path
         self._data = data
         self._prefix = prefix
 
     def with_section(self, name: str) -> JsonFields:
-        """These, and over them the fields of the object ``name``, if there is one."""
+        """Return these fields, overridden by the fields of the object ``name``, if there is one."""
         section = self._data.get(name)
         if not isinstance(section, dict):
             return self
         return JsonFields(self.path, {**self._data, **section})
 
     def inside(self, name: str) -> JsonFields:
-        """The fields of the object ``name``, none if there is no such object."""
+        """Return the fields of the object ``name``; none if there is no such object."""
         data = self.mapping(name) or {}
         return JsonFields(self.path, data, prefix=f"{self._prefix}{name}.")
 
     def bad(self, name: str, expected: str) -> CheckpointError:
-        """The error to raise for a field whose value is not what it must be."""
+        """Return the error to raise for a field with an invalid value."""
         value = self._data.get(name)
         field = f"{self.path}: field {self._prefix}{name}"
         if value is None:
@@ -61,15 +61,15 @@ class JsonFields:
         return CheckpointError(f"{field} must be {expected}, got {value!r:.80}.")
 
     def is_null(self, name: str) -> bool:
-        """Whether the field is there and null."""
+        """Return whether the field exists and is null."""
         return name in self._data and self._data[name] is None
 
     def get(self, name: str) -> Any:
-        """The raw value; None if absent."""
+        """Return the raw value; None if absent."""
         return self._data.get(name)
 
     def positive_int(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+        """Return a whole number of at least 1."""
         value = self._data.get(name)
         if value is None and default is not None:
             return default
@@ -78,7 +78,7 @@ class JsonFields:
         return value
 
     def positive_float(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self._data.get(name)
         if value is None and default is not None:
             return default
@@ -89,7 +89,7 @@ class JsonFields:
         return float(value)
 
     def number(self, name: str) -> float | None:
-        """A finite number, or None."""
+        """Return a finite number; None if absent."""
         value = self._data.get(name)
         if value is None:
             return None
@@ -100,7 +100,7 @@ class JsonFields:
         return float(value)
 
     def boolean(self, name: str, *, default: bool) -> bool:
-        """true or false."""
+        """Return true or false."""
         value = self._data.get(name)
         if value is None:
             return default
@@ -109,7 +109,7 @@ class JsonFields:
         return value
 
     def string(self, name: str, default: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self._data.get(name)
         if value is None:
             return default
@@ -118,14 +118,14 @@ class JsonFields:
         return value
 
     def mapping(self, name: str) -> dict[str, Any] | None:
-        """A JSON object, or None."""
+        """Return a JSON object; None if absent."""
         value = self._data.get(name)
         if value is None or isinstance(value, dict):
             return value
         raise self.bad(name, "a JSON object")
 
     def strings(self, name: str) -> tuple[str, ...]:
-        """A list of strings, empty if absent."""
+        """Return a list of strings; empty if absent."""
         value = self._data.get(name)
         if value is None:
             return ()
@@ -134,7 +134,7 @@ class JsonFields:
         return tuple(value)
 
     def positive_pair(self, name: str) -> tuple[int, int]:
-        """A list of two whole numbers of at least 1."""
+        """Return a list of two whole numbers of at least 1."""
         value = self._data.get(name)
         items = value if isinstance(value, list) else []
         if len(items) != 2 or any(type(item) is not int or item < 1 for item in items):
@@ -142,7 +142,7 @@ class JsonFields:
         return items[0], items[1]
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """One token id or a list of them, as a tuple; empty if absent."""
+        """Return a token id or a list of token ids as a tuple; empty if absent."""
         value = self._data.get(name)
         if value is None:
             return ()

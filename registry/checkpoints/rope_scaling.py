@@ -1,4 +1,4 @@
-"""What a checkpoint says about its rotary position embedding, checked before weights are read."""
+"""Rotary position embedding of a checkpoint, checked before weights are read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ _ORIGINAL = "original_max_position_embeddings"
 def read_rope(
     fields: JsonFields, default_theta: float, max_position_embeddings: int
 ) -> tuple[float, dict[str, Any] | None]:
-    """(theta, scaling) from either layout: ``rope_parameters`` holds both in newer files,
-    ``rope_theta`` and ``rope_scaling`` stand apart in older ones. Where a file has both objects,
-    ``rope_scaling`` counts alone, as in transformers.
+    """Return (theta, scaling) from either layout.
 
-    The scaling is None for plain RoPE, else the kind under ``rope_type`` and the parameters that it
-    takes, each under its own name. Raises CheckpointError naming the field for a kind that is not
-    computed or a parameter that is missing or cannot be.
+    Newer files hold both in ``rope_parameters``; older ones have ``rope_theta`` and
+    ``rope_scaling``. If a file has both objects, only ``rope_scaling`` counts, as in transformers.
+    The scaling is None for plain RoPE; otherwise it has the kind under ``rope_type`` and the kind's
+    parameters under their own names.
+
+    Raises:
+        CheckpointError: the kind is not supported, or a parameter is missing or impossible; names
+            the field.
     """
     newer = JsonFields(fields.path, fields.mapping("rope_parameters") or {})
     name = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
@@ -33,8 +36,8 @@ def read_rope(
         raise fields.bad(name, "the same for all layers")
     theta = inner.positive_float("rope_theta", fields.positive_float("rope_theta", default_theta))
     if newer.positive_float("rope_theta", theta) != theta:
-        # Which of them a file means that was edited by hand cannot be known.
-        raise newer.bad("rope_theta", f"as beside rope_scaling, which it gives way to: {theta:g}")
+        # In a file edited by hand it is unknown which of them is meant.
+        raise newer.bad("rope_theta", f"as in rope_scaling, which takes precedence: {theta:g}")
     kind = inner.get("rope_type") or inner.get("type") or "default"
     if kind == "default":
         return theta, None
@@ -59,8 +62,8 @@ def read_rope(
 
 
 def _yarn(inner: JsonFields, default_factor: float) -> dict[str, Any]:
-    """YaRN's parameters; what is multiplied onto sines and cosines is worked out here."""
-    # Null asks for the ratio of the windows; a file that does not name it is damaged.
+    """Return YaRN's parameters, with the factor for sines and cosines computed."""
+    # Null asks for the ratio of the windows; a file without the field is damaged.
     default = default_factor if inner.is_null("factor") else None
     factor = inner.positive_float("factor", default)
     own, all_dims = (inner.number(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
@@ -82,9 +85,10 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 def extended_window(max_position_embeddings: int, scaling: Mapping[str, Any] | None) -> int:
-    """How many tokens a model is for, when scaling takes it past ``max_position_embeddings``.
+    """Return the number of tokens that a model supports with its scaling.
 
-    Files with llama3 scaling name the longer window there; files with YaRN do or do not.
+    Files with llama3 scaling have the longer window in ``max_position_embeddings``; files with YaRN
+    may or may not.
     """
     if scaling is None or scaling["rope_type"] == "llama3":
         return max_position_embeddings

@@ -1,4 +1,4 @@
-"""What a checkpoint in sentence-transformers' layout says about the embeddings that it makes."""
+"""Embedding settings of a checkpoint in sentence-transformers' layout."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ _PREFIX = "pooling_mode_"
 
 
 class EmbeddingDefaults(NamedTuple):
-    """How the checkpoint wants its embeddings made, and whether scaled to length 1; None where it
-    does not say."""
+    """Default pooling of a checkpoint's embeddings, and whether to scale them to length 1; None if
+    not set.
+    """
 
     pooling: Pooling | None
     normalize: bool | None
 
 
 def read_embedding_defaults(path: Path) -> EmbeddingDefaults:
-    """Read ``modules.json`` and the pooling's ``config.json``, as far as they are there.
+    """Read ``modules.json`` and the pooling's ``config.json``, if they exist.
 
-    Raises CheckpointError naming the file for a module or a pooling that is not computed here:
-    leaving it out would change the embeddings silently.
+    Raises:
+        CheckpointError: a module or a pooling is not supported, which would change the embeddings
+            if ignored; names the file.
     """
     folder, normalize = _POOLING, None
     if (path / _MODULES).is_file():
@@ -48,13 +50,13 @@ class _Module(msgspec.Struct, frozen=True):
 
 
 def _read_modules(file: Path) -> tuple[str, bool]:
-    """(the pooling's folder, whether embeddings are scaled to length 1)"""
+    """Return (the pooling's folder, whether embeddings are scaled to length 1)."""
     try:
         modules = msgspec.json.decode(file.read_bytes(), type=list[_Module])
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is no list of modules: {error}.") from error
+        raise CheckpointError(f"{file} is not a list of modules: {error}.") from error
     folder, normalize = _POOLING, False
     for module in modules:
         kind = module.type.rpartition(".")[2]

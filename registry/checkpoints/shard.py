@@ -1,9 +1,9 @@
-"""Which part of a checkpoint one rank has, where several compute a model: some of the layers, which
-are a stage, and slices of the tensors of these.
+"""Shard of a checkpoint: the part of a model that one rank computes.
 
-Attention is split by heads and MLPs by what is between their two products: the first product of
-each has the outputs of a rank, the second the same inputs, and its results are summed over the
-ranks of the stage.
+A rank has some of the layers (a pipeline stage) and slices of their tensors (tensor parallelism).
+Attention is split by heads. MLPs are split along the intermediate size: a rank has some outputs of
+the first product and the same inputs of the second, whose results are summed over the ranks of the
+stage.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import msgspec
 
 from millrace.registry.checkpoints.checkpoint import ModelConfig
 
-# Of a rank's tokens: what the kernels lay out together.
+# Granularity of a rank's tokens: the kernels' tile.
 _VOCABULARY_STEP = 16
 
 
 class Shard(NamedTuple):
-    """Which part of a model one rank of a group of ``size`` computes: its heads, its slice of each
-    MLP and of the vocabulary; of a mixture its slice of every expert, or if ``splits_experts`` some
-    of the experts whole. The group computes one ``stage`` of ``num_stages``, the layers that
-    ``stage_layers`` says: the first stage embeds tokens, the last one makes logits and labels."""
+    """Part of a model that one rank of a group of ``size`` computes.
+
+    The rank has its heads and its slice of each MLP and of the vocabulary. Of a mixture of experts
+    it has a slice of every expert, or some experts whole if ``splits_experts``. The group computes
+    one ``stage`` of ``num_stages``, with the layers of ``stage_layers``. The first stage embeds
+    tokens; the last one makes logits and labels.
+    """
 
     rank: int = 0
     size: int = 1
@@ -33,27 +36,27 @@ class Shard(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the model."""
+        """True if the shard is the whole model."""
         return self.size == 1 and self.num_stages == 1
 
     @property
     def is_sliced(self) -> bool:
-        """Whether tensors are split over ranks, whose products have to be summed."""
+        """True if tensors are split over ranks, so that products have to be summed."""
         return self.size > 1
 
     @property
     def is_first(self) -> bool:
-        """Whether its stage is the first."""
+        """True if its stage is the first."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether its stage is the last."""
+        """True if its stage is the last."""
         return self.stage == self.num_stages - 1
 
 
 class Slice(NamedTuple):
-    """Of a matrix [num_rows, num_columns]; None is all of them."""
+    """Slice of a matrix [num_rows, num_columns]; None is all of them."""
 
     rows: range | None = None
     columns: range | None = None
@@ -64,19 +67,21 @@ WHOLE_MODEL = Shard()
 
 
 def even_range(number: int, shard: Shard) -> range:
-    """The rank's of so many things, which divide by the ranks."""
+    """Return the rank's part of ``number`` items, which must divide evenly among the ranks."""
     each = number // shard.size
     return range(shard.rank * each, (shard.rank + 1) * each)
 
 
 def head_range(config: ModelConfig, shard: Shard) -> range:
-    """The rank's query heads, of those of the whole model's ``config``."""
+    """Return the rank's query heads, of those in the whole model's ``config``."""
     return even_range(config.num_attention_heads, shard)
 
 
 def key_head_range(config: ModelConfig, shard: Shard) -> range:
-    """The heads of keys and values that the rank's query heads attend to; with fewer of them than
-    ranks, neighbouring ranks have the same one."""
+    """Return the key-value heads that the rank's query heads attend to.
+
+    With fewer key-value heads than ranks, neighbouring ranks share a head.
+    """
     num_heads = config.num_key_value_heads
     if num_heads >= shard.size:
         return even_range(num_heads, shard)
@@ -85,8 +90,10 @@ def key_head_range(config: ModelConfig, shard: Shard) -> range:
 
 
 def vocabulary_range(vocab_size: int, shard: Shard) -> range:
-    """The tokens whose embeddings and logits the rank has. Ranks have equally many, a multiple of
-    16; but the last one has what is left."""
+    """Return the tokens whose embeddings and logits the rank has.
+
+    Ranks have equally many, a multiple of 16; the last rank has the remainder.
+    """
     each = -(-vocab_size // (shard.size * _VOCABULARY_STEP)) * _VOCABULARY_STEP
     if not shard.is_sliced:
         each = vocab_size
@@ -95,15 +102,16 @@ def vocabulary_range(vocab_size: int, shard: Shard) -> range:
 
 
 def vocabulary_slice(vocab_size: int, shard: Shard) -> Slice:
-    """The same of an embedding or a head [vocab_size, hidden_size]."""
+    """Return the rank's slice of an embedding or a head [vocab_size, hidden_size]."""
     if not shard.is_sliced:
         return WHOLE
     return Slice(rows=vocabulary_range(vocab_size, shard))
 
 
 def attention_slices(config: ModelConfig, shard: Shard) -> dict[str, Slice]:
-    """Of the weights [num_outputs, num_inputs] of attention, by their names in a layer; of none
-    where ranks have whole layers."""
+    """Return the slices of attention's weights [num_outputs, num_inputs], by their names in a
+    layer; empty if ranks have whole layers.
+    """
     if not shard.is_sliced:
         return {}
     queries = _elements(head_range(config, shard), config.head_dim)
@@ -121,8 +129,9 @@ def mlp_slices(
     shard: Shard,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> dict[str, Slice]:
-    """Of the weights of an MLP or of an expert, by their ``names``: gate, up and down; of none
-    where ranks have whole layers."""
+    """Return the slices of the weights of an MLP or of an expert, by their ``names`` (gate, up,
+    down); empty if ranks have whole layers.
+    """
     if not shard.is_sliced:
         return {}
     inner = even_range(intermediate_size, shard)
@@ -131,10 +140,12 @@ def mlp_slices(
 
 
 def stage_layers(config: ModelConfig, shard: Shard) -> range:
-    """The layers of the shard's stage, of those of the whole model's ``config``, for which
-    ``check_shard`` has nothing to say: the split whose stage of most weights has the fewest, then
-    the one of second most, and so on. The head counts with the last stage's layers; the embedding,
-    which is looked up, does not count."""
+    """Return the layers of the shard's stage.
+
+    The split minimizes the weights of the largest stage, then of the second largest, and so on. The
+    head counts with the last stage. The embedding does not count, as it is only looked up.
+    ``config`` is the whole model's and must pass ``check_shard``.
+    """
     if shard.num_stages == 1:
         return range(config.num_hidden_layers)
     ends = _stage_ends(config, shard.num_stages)
@@ -142,13 +153,13 @@ def stage_layers(config: ModelConfig, shard: Shard) -> range:
 
 
 def _stage_ends(config: ModelConfig, num_stages: int) -> list[int]:
-    """Where the first stage begins, then where each one ends."""
+    """Return the start of the first stage, followed by the end of each stage."""
     num_layers, head = config.num_hidden_layers, 0
     if config.has_head:
         head = config.vocab_size * config.hidden_size
     before = [0, *accumulate(layer_weights(config))]
-    # By their end, the best splits of the layers before it into as many stages as were counted:
-    # the weights of the stages, most first, and their ends.
+    # Best splits of the layers before each end into the stages so far: the weights of the stages,
+    # largest first, and their ends.
     best: dict[int, tuple[list[int], list[int]]] = {0: ([], [0])}
     for stage in range(num_stages):
         is_last = stage == num_stages - 1
@@ -169,7 +180,7 @@ def _stage_ends(config: ModelConfig, num_stages: int) -> list[int]:
 
 
 def layer_weights(config: ModelConfig) -> list[int]:
-    """How many weights each layer has, norms and biases left out."""
+    """Return the number of weights of each layer, without norms and biases."""
     heads = 2 * (config.num_attention_heads + config.num_key_value_heads)
     attention = heads * config.head_dim * config.hidden_size
     mlp = 3 * config.hidden_size * config.intermediate_size
@@ -183,9 +194,11 @@ def layer_weights(config: ModelConfig) -> list[int]:
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The heads and widths that a rank computes of a whole model's ``config``, for which
-    ``check_shard`` has nothing to say, and the layers of its stage, counted from its first; the
-    vocabulary, and how many experts there are, stay those of all ranks."""
+    """Return the config of a shard: the rank's heads and widths, and the layers of its stage.
+
+    Layers are counted from the stage's first. The vocabulary and the number of experts stay those
+    of all ranks. ``config`` is the whole model's and must pass ``check_shard``.
+    """
     config = _stage_config(config, shard)
     if not shard.is_sliced:
         return config
@@ -206,7 +219,7 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def _stage_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The layers of a stage, of whole width."""
+    """Return the config of a stage's layers, at full width."""
     if shard.num_stages == 1:
         return config
     layers = stage_layers(config, shard)
@@ -227,7 +240,7 @@ def _counted_from_first(numbers: tuple[int, ...], layers: range) -> tuple[int, .
 
 
 def has_dense_layers(config: ModelConfig) -> bool:
-    """Whether any layer has an MLP, and no experts."""
+    """Return whether any layer has a dense MLP instead of experts."""
     return config.experts is None or len(config.experts.layers) < config.num_hidden_layers
 
 

@@ -1,4 +1,4 @@
-"""Files beside the weights of a checkpoint: their sampling defaults, and which are refused."""
+"""Files beside the weights of a checkpoint: sampling defaults, and files that are refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _QUANTIZED = (
     "says that the weights are quantized, and config.json, which the engine goes by, has no "
     "quantization_config; take a checkpoint that has, or remove the file if its weights are plain."
 )
-# Beside a config.json that says so, too, they add nothing.
+# They add nothing beside a config.json that has a quantization_config.
 _QUANTIZATION_FILES = ("quantize_config.json", "hf_quant_config.json")
-# What a folder is refused for: its weights alone are not the model that it describes.
+# Files for which a folder is refused, since its weights alone are not the described model.
 REFUSED_FILES = {
     **dict.fromkeys(_QUANTIZATION_FILES, _QUANTIZED),
     "adapter_config.json": "describes an adapter, which is no part of the model beside it; move it "
@@ -28,8 +28,14 @@ _MAX_TOKENS = "max_new_tokens"
 
 
 def refuse_side_files(path: Path, *, is_quantized: bool) -> None:
-    """Raises CheckpointError naming the file that makes of the weights in the folder ``path``
-    another model than the engine would compute; ``is_quantized`` is what config.json says."""
+    """Refuse files in the folder ``path`` that make another model of its weights than the engine
+    computes.
+
+    ``is_quantized``: config.json has a quantization.
+
+    Raises:
+        CheckpointError: there is such a file; names it.
+    """
     for name, why in REFUSED_FILES.items():
         if is_quantized and name in _QUANTIZATION_FILES:
             continue
@@ -38,13 +44,17 @@ def refuse_side_files(path: Path, *, is_quantized: bool) -> None:
 
 
 def ignored_parts(path: Path) -> list[str]:
-    """A sentence on each part of the checkpoint folder ``path`` that the engine leaves out, as
-    transformers does if nothing else is asked of it. Raises CheckpointError for a bad config."""
+    """Return a sentence on each part of the checkpoint folder ``path`` that the engine ignores, as
+    transformers does by default.
+
+    Raises:
+        CheckpointError: the config is invalid.
+    """
     sentences = []
     if read_json_object(path / "config.json").get("auto_map"):
         sentences.append(
-            f"{path / 'config.json'}: field auto_map is ignored: code of a checkpoint is not run, "
-            "the architecture is computed as it is known here."
+            f"{path / 'config.json'}: field auto_map is ignored: code of a checkpoint is not run; "
+            "the built-in implementation of the architecture is used."
         )
     if (path / _ADAPTER_WEIGHTS).exists():
         sentences.append(f"{path / _ADAPTER_WEIGHTS} is ignored: it has no adapter_config.json.")
@@ -52,11 +62,13 @@ def ignored_parts(path: Path) -> list[str]:
 
 
 def read_sampling_defaults(path: Path) -> SamplingDefaults:
-    """The values that the checkpoint folder ``path`` recommends, those that servers of the field
-    go by: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``repetition_penalty`` and
-    ``max_new_tokens``. Empty without the file.
+    """Return the sampling defaults that the checkpoint folder ``path`` recommends.
 
-    Raises CheckpointError naming file and field for a value that no request may have.
+    Other servers use the same fields: ``temperature``, ``top_p``, ``top_k``, ``min_p``,
+    ``repetition_penalty`` and ``max_new_tokens``. Empty without the file.
+
+    Raises:
+        CheckpointError: no request may have such a value; names file and field.
     """
     file = path / _FILE
     if not file.is_file():
@@ -65,7 +77,7 @@ def read_sampling_defaults(path: Path) -> SamplingDefaults:
     names = {_MAX_TOKENS if name == "max_tokens" else name: name for name in _FIELDS}
     given = {names[name]: data[name] for name in names if data.get(name) is not None}
     if given.get("top_k") == -1:
-        given["top_k"] = 0  # vLLM's word for off
+        given["top_k"] = 0  # vLLM uses -1 for off
     try:
         msgspec.convert(given, SamplingOptions)
         return msgspec.convert(given, SamplingDefaults)

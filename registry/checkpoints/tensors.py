@@ -1,4 +1,4 @@
-"""An index of the tensors in a checkpoint's safetensors files, checked before they are loaded."""
+"""Index of the tensors in a checkpoint's safetensors files, checked before they are loaded."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ INDEX_FILE = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I8": 1, "U8": 1, "I32": 4, "I64": 8}
-# What a weight may be stored as, unless it is asked for as something else.
+# Default storage types of weights.
 FLOATS = ("F32", "F16", "BF16")
 ALL_DTYPES = tuple(_ITEM_BYTES)
 _MAX_NAMED = 8
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """Where a tensor is and what it is; ``dtype`` in safetensors' words (F32, BF16, ...)."""
+    """Location, shape and type of a tensor; ``dtype`` has safetensors' name (F32, BF16, ...)."""
 
     file: Path
     shape: tuple[int, ...]
@@ -35,9 +35,9 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class TensorIndex(Mapping[str, TensorInfo]):
-    """Tensor name to file, shape and dtype.
+    """Index from tensor name to file, shape and dtype.
 
-    Owns the memory-mapped files that it loads from; they are unmapped with the index and the last
+    Owns the memory-mapped files that it loads from. They are unmapped with the index and the last
     tensor loaded from them.
     """
 
@@ -64,11 +64,14 @@ class TensorIndex(Mapping[str, TensorInfo]):
         rows: range | None = None,
         columns: range | None = None,
     ) -> torch.Tensor:
-        """The tensor ``name`` of this ``shape`` on the CPU in its stored dtype; or only its
-        ``rows``, of a matrix also its ``columns``, as a view of which no more is read.
+        """Return the tensor ``name`` of this ``shape`` on the CPU in its stored dtype.
 
-        Raises CheckpointError naming the tensor if it is missing, has another shape (both are
-        named) or a dtype that is none of ``dtypes``.
+        With ``rows``, and for a matrix also ``columns``, return that part as a view; only that part
+        is read.
+
+        Raises:
+            CheckpointError: the tensor is missing, has another shape (both are named) or a dtype
+                that is not in ``dtypes``; names the tensor.
         """
         info = self._tensors.get(name)
         if info is None:
@@ -105,9 +108,12 @@ class TensorIndex(Mapping[str, TensorInfo]):
 def open_tensors(path: Path) -> TensorIndex:
     """Index ``model.safetensors`` or the shards that ``model.safetensors.index.json`` lists.
 
-    Reads the headers only. Raises CheckpointError naming missing files, a truncated or malformed
-    file, or a tensor that the index lists and its file does not have; and for a
-    ``model.safetensors`` beside an index of other files: some loaders read the one, some the other.
+    Reads the headers only.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or malformed, or lacks a tensor that the index
+            lists. Also for a ``model.safetensors`` that the index does not list, since loaders
+            differ in which one they read.
     """
     if (path / INDEX_FILE).is_file():
         return TensorIndex(path, _read_shards(path))
@@ -155,7 +161,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
             header_bytes = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             file_bytes = file.stat().st_size
             if file_bytes < _LENGTH_BYTES + header_bytes or header_bytes > _MAX_HEADER_BYTES:
-                raise CheckpointError(f"{file} is truncated or no safetensors file.")
+                raise CheckpointError(f"{file} is truncated or not a safetensors file.")
             header = msgspec.json.decode(stream.read(header_bytes), type=dict[str, dict[str, Any]])
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error

@@ -1,7 +1,7 @@
-"""The demo model: a small Llama that has learnt a FAQ. `tools/demo` trains and measures it."""
+"""Demo model: a small Llama that has learnt a FAQ. `tools/demo` trains and evaluates it."""
 
 from pathlib import Path
 from typing import Final
 
 MODEL_DIR: Final[Path] = Path(__file__).resolve().parent / "model"
-"""The trained model in Hugging Face layout."""
+"""Trained model in Hugging Face layout."""

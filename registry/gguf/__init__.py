@@ -1,4 +1,4 @@
-"""What a GGUF file says about its model, written out as the folder of a checkpoint without weights.
+"""GGUF files, converted to the folder of a checkpoint without weights.
 
-``registry.source`` calls it; it imports how checkpoints, templates and tokenizers are read.
+``registry.source`` calls it; it imports the readers of checkpoints, templates and tokenizers.
 """

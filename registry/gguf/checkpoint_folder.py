@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint folder: what tokenizers, templates and limits are read from."""
+"""Checkpoint folder of a GGUF file, from which tokenizers, templates and limits are read."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _POOLING_MODES = {1: "mean", 3: "lasttoken"}
 
 
 def checkpoint_folder(file: Path) -> Path:
-    """A folder with config.json, tokenizer.json and tokenizer_config.json that say what the GGUF
-    file ``file`` says, or the first of a model's files.
+    """Return a folder with config.json, tokenizer.json and tokenizer_config.json of a GGUF file.
 
-    It is made once for each state of the file, in the user's cache; several processes may ask for
-    it at once. Raises CheckpointError naming the file, and the key or tensor at fault.
+    ``file`` is the GGUF file, or the first of a model's files. The folder is made once for each
+    state of the file, in the user's cache. Several processes may ask for it at once.
+
+    Raises:
+        CheckpointError: names the file, and the invalid key or tensor.
     """
     file = file.absolute()
     _check_parts(file)
@@ -41,8 +43,8 @@ def checkpoint_folder(file: Path) -> Path:
             _write(contents, target)
         except OSError as error:
             raise CheckpointError(
-                f"{file}: what it says cannot be written to {target.parent}: "
-                f"{error.strerror or error}. XDG_CACHE_HOME names another place."
+                f"{file}: its tokenizer and config cannot be written to {target.parent}: "
+                f"{error.strerror or error}. Set XDG_CACHE_HOME to another folder."
             ) from error
     return target
 
@@ -57,8 +59,10 @@ def _check_parts(file: Path) -> None:
 
 
 def _target(file: Path) -> Path:
-    """Named by the file's state and by the code of this package, so that neither a file that was
-    written anew nor another version of the package is given what was made before."""
+    """Return the folder's path, named by the file's state and the code of this package.
+
+    So a changed file or another version of the package never gets an old folder.
+    """
     try:
         status = file.stat()
         digest = hashlib.sha256(f"{file} {status.st_size} {status.st_mtime_ns}".encode())
@@ -68,11 +72,13 @@ def _target(file: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
     except RuntimeError as error:  # a user without a home
-        raise CheckpointError(f"There is no folder for what {file} says: {error}.") from error
+        raise CheckpointError(f"There is no cache folder for {file}: {error}.") from error
 
 
 def _write(contents: dict[str, Any], target: Path) -> None:
-    """Beside the target, then renamed: nobody finds half a folder."""
+    """Write the folder beside the target, then rename it, so that no process finds half a
+    folder.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
@@ -85,18 +91,18 @@ def _write(contents: dict[str, Any], target: Path) -> None:
         try:
             made.rename(target)
         except OSError:
-            if not target.is_dir():  # else another process was faster
+            if not target.is_dir():  # otherwise another process was faster
                 raise
 
 
 def _contents(gguf: GgufFile) -> dict[str, Any]:
-    """By the file's name in the folder. Raises CheckpointError."""
+    """Return the contents by file name. Raises CheckpointError."""
     fields = JsonFields(gguf.path, gguf.metadata)
     architecture = fields.string(Keys.General.ARCHITECTURE, "")
     if not architecture:
         raise fields.bad(Keys.General.ARCHITECTURE, "the name of an architecture")
     if fields.string(_KIND, "model") != "model":
-        raise fields.bad(_KIND, "model: other files go with one")
+        raise fields.bad(_KIND, "model: this file is an addition to a model")
     vocabulary, tokenizer, settings = read_tokenizer(fields)
     _check_embedding(gguf, fields, len(vocabulary.tokens))
     pooling = _pooling(fields, architecture)
@@ -112,7 +118,7 @@ def _contents(gguf: GgufFile) -> dict[str, Any]:
 
 def _config(fields: JsonFields, architecture: str, vocabulary: Vocabulary) -> dict[str, Any]:
     hidden_key = Keys.LLM.EMBEDDING_LENGTH.format(arch=architecture)
-    # llama.cpp goes no further than this, whatever the scaling of RoPE.
+    # llama.cpp's limit, with or without RoPE scaling.
     window_key = Keys.LLM.CONTEXT_LENGTH.format(arch=architecture)
     return {
         GGUF_FILE: str(fields.path),
@@ -126,7 +132,7 @@ def _config(fields: JsonFields, architecture: str, vocabulary: Vocabulary) -> di
 
 
 def _pooling(fields: JsonFields, architecture: str) -> str | None:
-    """How embeddings are made, if the model makes these only."""
+    """Return the pooling of an embedding model; None for other models."""
     key = Keys.LLM.POOLING_TYPE.format(arch=architecture)
     kind = fields.number(key)
     if not kind:

@@ -1,9 +1,9 @@
-"""The header of a GGUF file: its metadata and where its tensors are, read without the weights.
+"""Header of a GGUF file: its metadata and tensor shapes, read without the weights.
 
-The layout is that of the format's public specification, versions 2 and 3. The ``gguf`` package has
-a reader, too: it keeps an array for each token and each merge (11 s and 660 MB for Llama 3's
-vocabulary where this one takes 0.4 s and 40 MB), and a damaged length keeps it busy for ever. Its
-words for kinds of values and of tensors are used here.
+The layout is that of the format's public specification, versions 2 and 3. The ``gguf`` package also
+has a reader, but it keeps an array for each token and each merge (11 s and 660 MB for Llama 3's
+vocabulary, where this reader takes 0.4 s and 40 MB), and a damaged length makes it loop forever.
+Its constants for kinds of values and tensors are used here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from millrace.registry.checkpoints.json_fields import JsonFields
 from millrace.schemas.errors import CheckpointError
 
 _VERSIONS = (2, 3)
-# Vocabularies of 256,000 tokens with their merges have 20 MB.
+# The metadata of vocabularies of 256,000 tokens with their merges have 20 MB.
 _MAX_METADATA_BYTES = 256 * 1024 * 1024
 _MAX_DIMENSIONS = 4
 _NUMPY_TYPES: dict[GGUFValueType, np.dtype[Any]] = {
@@ -48,8 +48,11 @@ _KV_NUMBER_BYTES = 2
 
 
 class GgufFile(NamedTuple):
-    """``metadata`` by key, arrays as lists; ``shapes`` by the tensor's name, the dimension that is
-    contiguous first, as the format has it."""
+    """Header of a GGUF file.
+
+    ``metadata`` is by key, with arrays as lists. ``shapes`` is by tensor name, with the contiguous
+    dimension first, as in the format.
+    """
 
     path: Path
     metadata: Mapping[str, Any]
@@ -59,8 +62,9 @@ class GgufFile(NamedTuple):
 def read_gguf(path: Path) -> GgufFile:
     """Read the header of a GGUF file.
 
-    Raises CheckpointError naming the file, and the key or tensor, for what is no GGUF file of a
-    version that llama.cpp reads, is damaged, or ends before its last tensor does.
+    Raises:
+        CheckpointError: the file is not a GGUF file of a version that llama.cpp reads, is damaged
+            or truncated; names the file, and the key or tensor.
     """
     try:
         with path.open("rb") as stream:
@@ -103,7 +107,9 @@ def _read(path: Path, stream: BinaryIO) -> GgufFile:
 
 
 class _Header:
-    """Reads one value after the other. ``part`` is what errors name; ``position`` is in bytes."""
+    """Reader of one value after the other. ``part`` is named in errors; ``position`` is in
+    bytes.
+    """
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.part = "its header"
@@ -114,9 +120,9 @@ class _Header:
         self._stream = stream
 
     def begin(self) -> tuple[int, int]:
-        """(tensors, keys): how many there are."""
+        """Read the beginning, and return the numbers of tensors and keys."""
         if self.file_bytes < 4 or self._number("<I", 4) != GGUF_MAGIC:
-            raise CheckpointError(f"{self._path} is no GGUF file: it does not begin with GGUF.")
+            raise CheckpointError(f"{self._path} is not a GGUF file: it does not begin with GGUF.")
         version = self._number("<I", 4)
         if version not in _VERSIONS:
             is_swapped = version and not version & 0xFFFF
@@ -127,15 +133,15 @@ class _Header:
         return self._number("<Q", 8), self._number("<Q", 8)
 
     def string(self) -> str:
-        """UTF-8 behind its length."""
+        """Read UTF-8 text after its length."""
         data = self._take(self._number("<Q", 8))
         try:
             return data.decode()
         except UnicodeDecodeError as error:
-            raise self._damaged("has text that is no UTF-8") from error
+            raise self._damaged("has text that is not UTF-8") from error
 
     def value(self) -> Any:
-        """A value behind its type: a bool, a number, a string or a list of one of these."""
+        """Read a value after its type: a bool, a number, a string or a list of these."""
         kind = self._kind()
         if kind != GGUFValueType.ARRAY:
             return self.string() if kind == GGUFValueType.STRING else self._numbers(kind, 1)[0]
@@ -149,7 +155,9 @@ class _Header:
         return [self.string() for _ in range(length)]
 
     def tensor(self) -> tuple[tuple[int, ...], int]:
-        """(shape, where its data ends, from where all data begins)"""
+        """Read a tensor, and return (shape, end of its data in bytes from the start of all
+        data).
+        """
         num_dimensions = self._number("<I", 4)
         if num_dimensions > _MAX_DIMENSIONS:
             raise self._damaged(f"has {num_dimensions} dimensions")
@@ -157,7 +165,7 @@ class _Header:
         kind = self._number("<I", 4)
         offset = self._number("<Q", 8)
         if kind not in set(GGMLQuantizationType):
-            return shape, offset  # of a newer llama.cpp, which knows its size
+            return shape, offset  # a type of a newer llama.cpp, of unknown size
         block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         return shape, offset + math.prod(shape) * block_bytes // block_size
 
@@ -202,9 +210,14 @@ class _Header:
 
 
 def kv_bytes_per_token(file: Path) -> int:
-    """Of all layers, in float16 as llama.cpp keeps them: 2 * layers * heads of keys * (size of a
-    key + size of a value); layers that share or compress theirs take less. 0 for a model that does
-    not say. Raises CheckpointError."""
+    """Return the KV cache bytes per token, for all layers in float16 as llama.cpp keeps them.
+
+    That is 2 * layers * key heads * (key size + value size). Layers that share or compress theirs
+    take less. 0 if the file lacks the numbers.
+
+    Raises:
+        CheckpointError: the header is invalid.
+    """
     fields = JsonFields(file, read_gguf(file).metadata)
     architecture = fields.string(Keys.General.ARCHITECTURE, "")
 

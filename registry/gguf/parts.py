@@ -1,4 +1,4 @@
-"""The names of GGUF files: a large model comes in several, numbered."""
+"""Names of GGUF files: a large model is split into several numbered files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_PARTS = 1000
 
 
 def parts_of(name: str) -> list[str]:
-    """The names of all files of a model, the first first; ``name`` is that of any of them."""
+    """Return the names of all files of a model in order; ``name`` is any of them."""
     found = _PART.fullmatch(name)
     count = 0 if found is None else int(found["count"])
     if found is None or not 1 < count <= _MAX_PARTS:
@@ -21,12 +21,15 @@ def parts_of(name: str) -> list[str]:
 
 
 def model_name_of(name: str) -> str:
-    """A file's name without the ending, and without the number of the part."""
+    """Return a file's name without the ending and the part's number."""
     found = _PART.fullmatch(name)
     return name.removesuffix(GGUF_ENDING) if found is None else found["stem"]
 
 
 def absolute_source(path: Path) -> Path:
-    """The path of a folder with its links followed. Those to a GGUF file are kept: what they lead
-    to may be called anything, as in the hub's cache."""
+    """Return the absolute path of a folder with its links resolved, or of a GGUF file with links
+    kept.
+
+    A link's target may have any name, as in the hub's cache.
+    """
     return Path(os.path.abspath(path)) if path.suffix == GGUF_ENDING else path.resolve()  # noqa: PTH100

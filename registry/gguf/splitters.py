@@ -1,6 +1,6 @@
-"""How byte-level tokenizers split a text into words, by the name that a GGUF file gives the way.
+"""Splitters of text into words for byte-level tokenizers, by their name in a GGUF file.
 
-The names are llama.cpp's (``tokenizer.ggml.pre``), the patterns those of the models' own
+The names are llama.cpp's (``tokenizer.ggml.pre``). The patterns are those of the models' own
 tokenizer.json files.
 """
 
@@ -12,11 +12,11 @@ from millrace.registry.tokenizers.text_rules import GPT_2, LLAMA_3, QWEN_2
 
 
 class Splitter(NamedTuple):
-    """Each of ``patterns`` splits what the ones before it have left whole.
+    """Splitter with ``patterns``; each splits the pieces that the earlier ones left whole.
 
-    ``whole_words``: a word that is a token stays one, whatever the merges say. ``adds_bos``: a
-    prompt begins with the token for it unless the file says otherwise. ``composes``: texts are
-    brought into Unicode's composed form first (NFC).
+    ``whole_words``: a word that is a token stays whole, in spite of the merges. ``adds_bos``: a
+    prompt begins with that token unless the file says otherwise. ``composes``: texts are first
+    composed by Unicode NFC.
     """
 
     patterns: tuple[str, ...]
@@ -25,7 +25,7 @@ class Splitter(NamedTuple):
     composes: bool = False
 
     def steps(self) -> list[dict[str, Any]]:
-        """The steps of a tokenizer.json's ``pre_tokenizer``."""
+        """Return the steps of a tokenizer.json's ``pre_tokenizer``."""
         return [
             {
                 "type": "Split",
@@ -41,7 +41,7 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s+(?!\S)|\s+"
 _LINES = r"\s*[\r\n]+|"
 _DIGIT = r"\p{N}"
-# A word's capitals, then its small letters: at least one of these, or at least one of those.
+# A word's capitals, then its small letters: at least one letter of either.
 _CAPITALS, _SMALLS = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDED = rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALLS}+"
 _BEGUN = rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALLS}*"
@@ -67,7 +67,7 @@ _DEEPSEEK_V3 = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}{_SPACES}"
 )
-# Letters with a case, of the alphabets that have one.
+# Letters of the alphabets that have upper and lower case.
 _DEEPSEEK_LETTERS = (
     r"A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     r"\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1"

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, in the form of a checkpoint's ``tokenizer.json``."""
+"""Tokenizer of a GGUF file, in the form of a checkpoint's ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ _BYTE_LEVEL, _SENTENCEPIECE, _SENTENCEPIECE_MERGES = "gpt2", "llama", "gemma4"
 _SUPPORTED = (_BYTE_LEVEL, _SENTENCEPIECE, _SENTENCEPIECE_MERGES)
 _SPACE = "\u2581"
 _ADDED = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED)
-# Of a model's special tokens only these leave the space alone that follows them.
+# The only special tokens of the model that keep the space after them.
 _PHI_3 = ("phi-3", "phi3")
 _PHI_3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 _TOOL_TEMPLATE = "tool_use"
 
 
 class GgufTokenizer(NamedTuple):
-    """``tokenizer`` and ``settings`` are what tokenizer.json and tokenizer_config.json hold."""
+    """Tokenizer read from a GGUF file; ``tokenizer`` and ``settings`` are the contents of
+    tokenizer.json and tokenizer_config.json.
+    """
 
     vocabulary: Vocabulary
     tokenizer: dict[str, Any]
@@ -34,10 +36,11 @@ class GgufTokenizer(NamedTuple):
 
 
 def read_tokenizer(fields: JsonFields) -> GgufTokenizer:
-    """Make it of a file's metadata.
+    """Build the tokenizer from a file's metadata.
 
-    Raises CheckpointError naming the file and the key for a kind of tokenizer, or a way to split
-    texts, that is not known, and for what contradicts itself.
+    Raises:
+        CheckpointError: the kind of tokenizer or splitter is unknown, or the metadata contradict
+            themselves; names the file and the key.
     """
     key = Keys.Tokenizer.MODEL
     kind = fields.string(key, "")
@@ -68,7 +71,7 @@ def read_tokenizer(fields: JsonFields) -> GgufTokenizer:
 
 
 def _byte_level(fields: JsonFields, ids: dict[str, int]) -> tuple[dict[str, Any], bool]:
-    """(parts of tokenizer.json, whether a prompt has a token before it)"""
+    """Return (parts of tokenizer.json, whether a prompt has a token before it)."""
     key = Keys.Tokenizer.PRE
     splitter = SPLITTERS.get(fields.string(key, "default"))
     if splitter is None:
@@ -102,8 +105,11 @@ def _by_scores(fields: JsonFields, vocabulary: Vocabulary, ids: dict[str, int]) 
 def _sentencepiece(
     ids: dict[str, int], merges: list[tuple[str, str]], *, prefix: bool
 ) -> dict[str, Any]:
-    """Texts are not split into words; what has no token is spelled byte by byte. With ``prefix``
-    a text begins with a space that its decoding takes away."""
+    """Return parts of tokenizer.json for sentencepiece.
+
+    Texts are not split into words. Text without a token is spelled in byte tokens. With ``prefix``
+    a text begins with a space that decoding removes.
+    """
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     before = {"type": "Prepend", "prepend": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
@@ -139,12 +145,12 @@ def _merges(fields: JsonFields, ids: dict[str, int]) -> list[tuple[str, str]]:
         raise fields.bad(key, "a list of pairs of tokens")
     merges = []
     for merge in spelled:
-        # A token may be, or begin with, a space itself.
+        # A token may be a space, or begin with one.
         at = merge.find(" ", 1)
         first, second = merge[:at], merge[at + 1 :]
         if at < 0 or not {first, second, first + second} <= ids.keys():
             raise CheckpointError(
-                f"{fields.path}: key {key} joins what is no token: {merge!r:.80}."
+                f"{fields.path}: key {key} has a merge of unknown tokens: {merge!r:.80}."
             )
         merges.append((first, second))
     return merges
@@ -153,9 +159,11 @@ def _merges(fields: JsonFields, ids: dict[str, int]) -> list[tuple[str, str]]:
 def _merges_by_score(
     vocabulary: Vocabulary, ids: dict[str, int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, those of the best score first: sentencepiece joins
-    the neighbours whose token has the best score, as BPE does those whose merge comes first. Of
-    the same score those are first that transformers has first: with the longer first token."""
+    """Return every way to make a token of two others, best score first.
+
+    Sentencepiece joins the neighbours whose token has the best score, as BPE joins the pair whose
+    merge comes first. Ties are in the order of transformers: the longer first token comes first.
+    """
     ranked = []
     for token_id, token in enumerate(vocabulary.tokens):
         if vocabulary.types[token_id] != TokenType.NORMAL:
@@ -168,7 +176,7 @@ def _merges_by_score(
 
 
 def _added_tokens(fields: JsonFields, vocabulary: Vocabulary) -> list[dict[str, Any]]:
-    """What is found in a text as it is spelled, before anything else is done to it."""
+    """Return the tokens that are matched in a text verbatim, before any other step."""
     is_phi_3 = any(name in fields.string(Keys.General.NAME, "").lower() for name in _PHI_3)
     return [
         {
@@ -186,7 +194,7 @@ def _added_tokens(fields: JsonFields, vocabulary: Vocabulary) -> list[dict[str, 
 
 
 def _around(fields: JsonFields, vocabulary: Vocabulary, *, adds_bos: bool) -> dict[str, Any] | None:
-    """What goes before and behind a prompt."""
+    """Return the tokens before and after a prompt."""
     adds_bos = fields.boolean(Keys.Tokenizer.ADD_BOS, default=adds_bos)
     adds_eos = fields.boolean(Keys.Tokenizer.ADD_EOS, default=False)
     before = [] if vocabulary.bos is None or not adds_bos else [vocabulary.bos]

@@ -1,4 +1,4 @@
-"""The tokens of a GGUF file: how they are spelled, what kind they are, which are special."""
+"""Vocabulary of a GGUF file: the tokens' spellings and kinds, and the special tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gguf.constants import Keys, TokenType
 from millrace.registry.checkpoints.json_fields import JsonFields
 from millrace.schemas.errors import CheckpointError
 
-# Tokens that end an answer wherever there are any, by their spelling: what llama.cpp goes by beside
-# the ids that a file names, since not all files name all of theirs.
+# Tokens that end an answer in any model, by spelling. llama.cpp uses them besides the ids that a
+# file names, since not all files name all of theirs.
 _ENDINGS = frozenset(
     {
         *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>"),
@@ -23,9 +23,9 @@ _ENDINGS = frozenset(
         *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     }
 )
-# Which is found as one token in a text only if the file says so: in code and HTML it is a word.
+# Matched as one token only if the file says so: in code and HTML it is ordinary text.
 _ORDINARY_ENDING = "</s>"
-# Beside all of these an answer goes on after the token that they lead to: it ends a part of it.
+# If a vocabulary has all tokens of the set, the token after it ends only a part of the answer.
 _NO_ENDING_BESIDE = (
     ({"<|return|>", "<|call|>"}, "<|end|>"),
     ({"<|flush|>", "<|call|>"}, "<|end|>"),
@@ -43,8 +43,11 @@ _ENDING_KEYS = (
 
 
 class Vocabulary(NamedTuple):
-    """``tokens`` and ``types`` by id. ``endings`` are the tokens that end an answer, ``eos`` the
-    first of them; ``unknown`` stands for what no token does."""
+    """Vocabulary; ``tokens`` and ``types`` are by id.
+
+    ``endings`` are the tokens that end an answer, ``eos`` the first of them. ``unknown`` stands for
+    text that no token covers.
+    """
 
     tokens: list[str]
     types: list[int]
@@ -56,9 +59,11 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(fields: JsonFields, *, sentencepiece: bool) -> Vocabulary:
-    """Read what ``fields`` of a file say; ids of files for ``sentencepiece`` have defaults.
+    """Read the vocabulary from the ``fields`` of a file; in files for ``sentencepiece`` special ids
+    have defaults.
 
-    Raises CheckpointError naming the file and the key.
+    Raises:
+        CheckpointError: names the file and the key.
     """
     tokens = _tokens(fields)
     types = array(fields, Keys.Tokenizer.TOKEN_TYPE, int, len(tokens))
@@ -80,17 +85,20 @@ def read_vocabulary(fields: JsonFields, *, sentencepiece: bool) -> Vocabulary:
 def array(
     fields: JsonFields, key: str, kind: type | tuple[type, ...], length: int | None = None
 ) -> list[Any] | None:
-    """The list under a key, None if absent. Raises CheckpointError unless its elements are of a
-    ``kind``, ``length`` of them if given."""
+    """Return the list under a key; None if absent.
+
+    Raises:
+        CheckpointError: the elements are not of ``kind``, or not ``length`` of them.
+    """
     values = fields.get(key)
     if values is None:
         return None
-    # An array of a file is of one kind.
+    # All elements of an array in a file have one type.
     if not isinstance(values, list) or (values and not isinstance(values[0], kind)):
         raise CheckpointError(f"{fields.path}: key {key} must be a list of {_name(kind)}.")
     if length is not None and len(values) != length:
         raise CheckpointError(
-            f"{fields.path}: key {key} must have one element a token, {length}; it has "
+            f"{fields.path}: key {key} must have one element per token, {length}; it has "
             f"{len(values)}."
         )
     return values
@@ -105,7 +113,7 @@ def _tokens(fields: JsonFields) -> list[str]:
     spelled = array(fields, key, str)
     if not spelled:
         raise CheckpointError(f"{fields.path}: key {key} is missing: the file has no tokenizer.")
-    # As llama.cpp spells what has no spelling.
+    # llama.cpp's spelling of tokens without one.
     tokens = [token or f"[EMPTY_{token_id}]" for token_id, token in enumerate(spelled)]
     if len(set(tokens)) != len(tokens):
         twice = next(token for token, count in Counter(tokens).items() if count > 1)

@@ -1,1 +1,1 @@
-"""JSON Schemas rewritten so that grammars can keep them. Does not use the grammar library."""
+"""JSON Schemas rewritten so that grammars can enforce them. Does not use the grammar library."""

@@ -1,4 +1,4 @@
-"""``minProperties`` and ``maxProperties``, said by other keywords as far as they can be."""
+"""``minProperties`` and ``maxProperties``, expressed by other keywords as far as possible."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from millrace.registry.json_schemas.walk import listed, number, table
 from millrace.schemas.sampling import SCHEMA_SETTINGS
 
 MIN, MAX = "minProperties", "maxProperties"
-# What stands at the top of a schema, once.
+# Keywords that stand once, at the top of a schema.
 OF_THE_WHOLE = frozenset({"$schema", "$id", "$defs", "definitions", SCHEMA_SETTINGS})
 _MAX_FORMS = 64
-# Beside these nothing has to be said twice of an object that is one of several forms.
+# With only these keywords, an object can be split into forms without repeating anything else.
 _PLAIN = frozenset(
     {
         *("type", "properties", "required", "additionalProperties", MIN, MAX),
@@ -23,11 +23,11 @@ _PLAIN = frozenset(
 
 
 def counted_forms(schema: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The forms of an object whose number of properties is bounded, without that bound: any of
-    them. None if the count cannot be kept.
+    """Return the forms of an object with a bounded number of properties, without that bound: any of
+    them may match. None if the count cannot be enforced.
 
-    The count of properties that are not listed cannot: nothing keeps their names from coming
-    again. Listed ones can be counted by what must be there and what may.
+    Unlisted properties cannot be counted, since their names may repeat. Listed ones can be counted
+    by which are required and which are allowed.
     """
     properties = {
         name: one for name, one in table(schema, "properties").items() if one is not False
@@ -67,7 +67,9 @@ def _open_forms(
     *,
     has_optional: bool,
 ) -> list[dict[str, Any]] | None:
-    """A count up to 1 is kept: one name cannot come again."""
+    """Return the forms of an object that allows unlisted properties: only a count up to 1 can be
+    enforced, as one name cannot repeat.
+    """
     if has_optional or least > 1 or (most is not None and most > 1):
         return None
     return [bare | {key: schema[key] for key in (MIN, MAX) if key in schema}]

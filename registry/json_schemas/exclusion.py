@@ -1,4 +1,4 @@
-"""Finds out whether schemas exclude each other: no value matches two of them."""
+"""Test of whether schemas exclude each other, so that no value matches two of them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _LENGTHS = {"string": ("minLength", "maxLength"), "array": ("minItems", "maxItem
 
 
 class Exclusion:
-    """Compares schemas within ``root`` until its budget of visits is spent."""
+    """Comparer of schemas within ``root`` until its budget of visits is spent."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._visits = Visits()
 
     def holds(self, choices: Sequence[Any], kinds: frozenset[str] = TYPES) -> bool:
-        """Whether it is certain that no value of these ``kinds`` matches two of the schemas. False
-        also if that takes too many visits to find out."""
+        """Return whether certainly no value of these ``kinds`` matches two of the schemas. False
+        also if it takes too many visits to find out.
+        """
         if len(choices) > _MAX_CHOICES:
             return False
         pairs = itertools.combinations(choices, 2)
@@ -57,7 +58,7 @@ class Exclusion:
     def _excludes_as(
         self, kind: str, one: Mapping[str, Any], other: Mapping[str, Any], depth: int
     ) -> bool:
-        """Whether no value of that kind matches both."""
+        """Return whether no value of that kind matches both."""
         values, others = _values(one, kind), _values(other, kind)
         if values is not None and others is not None:
             return not any(_equal(a, b) for a in values for b in others)
@@ -71,7 +72,9 @@ class Exclusion:
         return kind == "object" and self._objects_exclude(one, other, depth)
 
     def _is_outside(self, value: Any, schema: Mapping[str, Any], depth: int) -> bool:
-        """Whether the value certainly does not match, because of its size or one of its parts."""
+        """Return whether the value certainly does not match, because of its size or one of its
+        parts.
+        """
         match value:
             case bool() | None:
                 return False
@@ -98,8 +101,11 @@ class Exclusion:
     def _objects_exclude(
         self, one: Mapping[str, Any], other: Mapping[str, Any], depth: int
     ) -> bool:
-        """Whether objects are excluded by a property: both require it with values that exclude each
-        other, or one requires it and the other forbids it."""
+        """Return whether a property excludes the objects from each other.
+
+        Both require it with values that exclude each other, or one requires it and the other
+        forbids it.
+        """
         for schema, whole in ((one, other), (other, one)):
             mine, its = table(schema, "properties"), table(whole, "properties")
             for name in listed(schema, "required"):
@@ -116,7 +122,7 @@ class Exclusion:
 
 
 def _parts(schema: Mapping[str, Any]) -> list[list[Any]]:
-    """Further lists of schemas; a value must match one of each list."""
+    """Return further lists of schemas; a value must match one schema of each list."""
     parts = [[part] for part in listed(schema, "allOf")]
     return parts + [listed(schema, key) for key in ("anyOf", "oneOf") if listed(schema, key)]
 
@@ -145,7 +151,7 @@ def _kind(value: Any) -> str:
 
 
 def _values(schema: Mapping[str, Any], kind: str) -> list[Any] | None:
-    """The values of a kind that the schema lists; None if it does not list its values."""
+    """Return the values of a kind that the schema lists; None if it does not list its values."""
     if "const" in schema:
         values = [schema["const"]]
     elif isinstance(schema.get("enum"), list):
@@ -156,7 +162,9 @@ def _values(schema: Mapping[str, Any], kind: str) -> list[Any] | None:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are equal in JSON Schema: 1 equals 1.0, and true does not equal 1."""
+    """Return whether two values are equal in JSON Schema: 1 equals 1.0, and true does not equal
+    1.
+    """
     if _kind(one) != _kind(other):
         return False
     if isinstance(one, list):
@@ -167,13 +175,15 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 class _Range:
-    """Numbers from ``least`` to ``most``, these included unless they are ``open``."""
+    """Range of numbers from ``least`` to ``most``, inclusive unless ``opens_least`` or
+    ``opens_most``.
+    """
 
     def __init__(
         self, least: float, most: float, opens_least: bool, opens_most: bool, is_whole: bool
     ) -> None:
         if is_whole:
-            # The least and the most whole numbers are their own.
+            # The smallest and largest whole numbers are inclusive bounds.
             if math.isfinite(least):
                 floor = math.floor(least)
                 least = floor + 1 if opens_least or floor < least else floor
@@ -201,7 +211,7 @@ def _bound(
 ) -> tuple[float, bool]:
     included, excluded = number(schema, key), number(schema, exclusive)
     if excluded is None:
-        # As drafts before the sixth say it.
+        # The form of drafts before draft 6.
         return (none, False) if included is None else (included, schema.get(exclusive) is True)
     if included is None or tighter(included, excluded) == excluded:
         return excluded, True
@@ -216,7 +226,7 @@ def _lengths(schema: Mapping[str, Any], kind: str) -> _Range:
 
 
 def _apart(one: _Range, other: _Range) -> bool:
-    """Whether two ranges have no number in common."""
+    """Return whether two ranges have no number in common."""
     low, high = (one, other) if (one.least, one.most) <= (other.least, other.most) else (other, one)
     if low.most < high.least or low.most < low.least or high.most < high.least:
         return True

@@ -1,4 +1,4 @@
-"""Rewrites a schema for the grammar library, and finds the keywords that it cannot keep."""
+"""Rewriter of a schema for the grammar library; it finds the keywords that cannot be enforced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS = frozenset(
         *("uri", "uuid", "unknown"),
     }
 )
-# Keywords that no grammar can follow, with the values that ask for nothing.
+# Keywords that no grammar can enforce, with the values that demand nothing.
 _UNFOLLOWED: Mapping[str, tuple[Any, ...]] = {
     "not": (False,),
     "if": (),
@@ -39,7 +39,7 @@ _UNFOLLOWED: Mapping[str, tuple[Any, ...]] = {
     "$dynamicRef": (),
     "$recursiveRef": (),
 }
-# Keywords that ask for nothing without one of others.
+# Keywords that demand nothing without one of these others.
 _BESIDE: Mapping[str, tuple[str, ...]] = {
     "if": ("then", "else"),
     "then": ("if",),
@@ -48,7 +48,7 @@ _BESIDE: Mapping[str, tuple[str, ...]] = {
     "maxContains": ("contains",),
 }
 _MAX_FORM_CHARACTERS = MAX_GRAMMAR_CHARACTERS // 2
-_ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")  # of use to these references alone
+_ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")  # used only by those references
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _DEFINITIONS = ("$defs", "definitions")
 _SINGLE = ("items", "additionalProperties", "additionalItems")
@@ -56,10 +56,10 @@ _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 
 
 def kept_bounds(schema: dict[str, Any]) -> None:
-    """Change bounds between which there is no whole number but an excluded one at their end.
+    """Change bounds between which the only whole number is an excluded bound.
 
-    The library lets that one in: of the numbers above 2 and up to 2.5 it admits 2. So they are said
-    to begin a millionth of the way further on.
+    The library admits that number: of the numbers above 2 and up to 2.5 it admits 2. So the bound
+    is moved by a millionth of the range.
     """
     least, most = number(schema, "exclusiveMinimum"), number(schema, "exclusiveMaximum")
     upper = _tighter(number(schema, "maximum"), most, min)
@@ -78,13 +78,14 @@ def _tighter(one: float | None, other: float | None, choose: Any) -> float | Non
 
 
 def _is_beside(whole: float, other: float) -> bool:
-    """Whether the first is whole and less than 1 from the other."""
+    """Return whether the first number is whole and less than 1 from the other."""
     return whole == int(whole) and 0 < abs(other - whole) < 1
 
 
 class Unkept(NamedTuple):
-    """A keyword that answers do not keep, and why. ``path`` is the place of its schema, empty for
-    the root."""
+    """Keyword that answers do not follow, and why. ``path`` is the place of its schema; empty for
+    the root.
+    """
 
     path: str
     keyword: str
@@ -96,7 +97,7 @@ class Unkept(NamedTuple):
 
 
 class UnkeptError(ValueError):
-    """A schema has a keyword that cannot be kept."""
+    """Schema with a keyword that cannot be enforced."""
 
     def __init__(self, unkept: Unkept) -> None:
         super().__init__(str(unkept))
@@ -107,11 +108,14 @@ Note = Callable[[Unkept], None]
 
 
 def kept_schema(schema: dict[str, Any], note: Note) -> dict[str, Any]:
-    """The schema without the keywords that cannot be kept. ``note`` is called with each of them and
-    may raise. Keywords that the library does not know are expressed by others where possible.
+    """Return the schema without the keywords that cannot be enforced.
 
-    Raises UnkeptError for a schema that nothing finite matches, RecursionError for one that is
-    nested too deeply.
+    Keywords that the library does not know are expressed by others where possible. ``note`` is
+    called with each dropped keyword and may raise.
+
+    Raises:
+        UnkeptError: nothing finite matches the schema.
+        RecursionError: the schema is nested too deeply.
     """
     productive = Productive(schema)
     if not productive.has_value(schema):
@@ -123,7 +127,7 @@ def kept_schema(schema: dict[str, Any], note: Note) -> dict[str, Any]:
 
 
 def _with_used(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without unused definitions, which must not cause a refusal."""
+    """Return the schema without unused definitions, which must not cause a refusal."""
     definitions = {key: table(schema, key) for key in _DEFINITIONS if table(schema, key)}
     if not definitions:
         return schema
@@ -133,7 +137,7 @@ def _with_used(schema: dict[str, Any]) -> dict[str, Any]:
         used |= left
         left = set().union(*(references(referred(one, schema)) for one in left)) - used
     if any(not one.startswith("#/") for one in used):
-        return schema  # a name may be that of any definition
+        return schema  # the name may be that of any definition
     found = dict(schema)
     heads = {"/".join(one.split("/", 3)[:3]) for one in used}
     for key, named in definitions.items():
@@ -147,12 +151,12 @@ def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-# Keywords that can leave a schema without a value, in the order in which they are looked at.
+# Keywords that can leave a schema without a value, in the order of the search.
 _EMPTYING = ("$ref", "not", "enum", "allOf", "anyOf", "oneOf", "items", "prefixItems")
 
 
 def _blamed(schema: dict[str, Any], productive: Productive) -> Unkept:
-    """The keyword that leaves a schema without a finite value."""
+    """Return the keyword that leaves a schema without a finite value."""
     why = "nothing finite matches it: it requires itself, or allows no values"
     properties = table(schema, "properties")
     for name in listed(schema, "required"):
@@ -163,7 +167,7 @@ def _blamed(schema: dict[str, Any], productive: Productive) -> Unkept:
 
 
 def refuse(unkept: Unkept) -> None:
-    """A ``note`` that raises UnkeptError: for schemas that must be kept completely."""
+    """Raise UnkeptError: a ``note`` for schemas that must be enforced completely."""
     raise UnkeptError(unkept)
 
 
@@ -176,7 +180,7 @@ class _Keeper:
         self._note = note
 
     def kept_root(self) -> Any:
-        """The root schema, as it can be kept."""
+        """Return the root schema without the keywords that cannot be enforced."""
         return self.kept(self._root, "")
 
     def kept(self, schema: Any, path: str) -> Any:
@@ -203,8 +207,10 @@ class _Keeper:
         return self._counted(found, path)
 
     def _check_reference(self, schema: dict[str, Any], path: str) -> None:
-        """Raise UnkeptError for a reference that leads nowhere. A schema with ``$id`` is left to
-        the library, which may resolve its references."""
+        """Check that a reference leads somewhere, and raise UnkeptError otherwise.
+
+        A schema with ``$id`` is left to the library, which may resolve its references.
+        """
         reference = schema.get("$ref")
         if not isinstance(reference, str) or "$id" in self._root:
             return
@@ -227,14 +233,14 @@ class _Keeper:
                 continue
             value = found.pop(key)
             if not any(value == one and type(value) is type(one) for one in nothing):
-                self._note(Unkept(path, key, "no grammar can follow it"))
+                self._note(Unkept(path, key, "grammars do not support it"))
 
     def _keep_texts(self, found: dict[str, Any], path: str) -> None:
         form, pattern = found.get("format"), found.get("pattern")
         if isinstance(form, str) and form not in FORMATS and "string" in types_of(found):
             del found["format"]
             known = ", ".join(sorted(FORMATS - {"unknown"}))
-            self._note(Unkept(path, "format", f"{form!r:.80} is not known; {known} are"))
+            self._note(Unkept(path, "format", f"{form!r:.80} is not supported; use one of {known}"))
         if isinstance(pattern, str):
             followed = followed_pattern(pattern)
             if followed is None:
@@ -258,7 +264,8 @@ class _Keeper:
 
     def _check_choice(self, schema: dict[str, Any], path: str) -> None:
         """Note a ``oneOf`` whose schemas do not exclude each other: the library treats it as
-        anyOf."""
+        anyOf.
+        """
         choices = schema.get("oneOf")
         if isinstance(choices, list) and not self._exclusion.holds(choices, types_of(schema)):
             self._note(Unkept(path, "oneOf", _WHY_NOT_ONE))
@@ -266,7 +273,7 @@ class _Keeper:
     def _within_bounds(
         self, forms: list[dict[str, Any]] | None, found: dict[str, Any]
     ) -> list[dict[str, Any]] | None:
-        """The forms of an object, unless there are too many to write them all down."""
+        """Return the forms of an object; None if they are too long to write down."""
         if forms is None or len(forms) <= 1:
             return forms
         num_characters = len(forms) * len(json.dumps(found))
@@ -276,8 +283,9 @@ class _Keeper:
         return forms
 
     def _counted(self, found: dict[str, Any], path: str) -> dict[str, Any] | bool:
-        """Express the bounds on the number of properties by other keywords; False if no object has
-        that many."""
+        """Express the bounds on the number of properties by other keywords. Return False if no
+        object has that many.
+        """
         if MIN not in found and MAX not in found:
             return found
         if "object" not in types_of(found):
@@ -316,7 +324,7 @@ _WHY_NO_COUNT = (
 def _why_not(pattern: str) -> str:
     if ends_within_escape(pattern):
         return f"{pattern!r:.80} ends in a lone backslash"
-    return f"{pattern!r:.80} looks ahead or behind, refers to a group, or has a boundary within it"
+    return f"{pattern!r:.80} has lookaround, a reference to a group, or a boundary within it"
 
 
 def _joined(path: str, key: str) -> str:

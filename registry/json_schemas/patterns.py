@@ -1,4 +1,4 @@
-"""Patterns of schemas, which are ECMA's, for the library of grammars, which takes Rust's."""
+"""Regular expressions of schemas (ECMA) converted for the grammar library (Rust)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _ENDS = frozenset(")|$")
 
 
 def followed_pattern(pattern: str) -> str | None:
-    """The pattern as a grammar can follow it; None if it cannot.
+    """Return the pattern in the form for grammars; None if it is not supported.
 
-    Looks ahead and behind, references to groups, and boundaries within the pattern cannot be
-    followed, nor can one that ends within an escape, which the library would leave out. Another
-    pattern that is none at all is passed on: the library says what is wrong with it.
+    Lookaround, references to groups, and boundaries inside the pattern are not supported. Nor is a
+    pattern that ends within an escape, which the library would ignore. Another invalid pattern is
+    passed on: the library reports what is wrong with it.
     """
     if ends_within_escape(pattern):
         return None
@@ -57,7 +57,7 @@ def followed_pattern(pattern: str) -> str | None:
 
 
 def ends_within_escape(pattern: str) -> bool:
-    """Whether the last backslash of the pattern escapes nothing."""
+    """Return whether the last backslash of the pattern escapes nothing."""
     return (len(pattern) - len(pattern.rstrip("\\"))) % 2 == 1
 
 
@@ -69,15 +69,17 @@ def _is_known_escape(escape: str, letters: frozenset[str]) -> bool:
 
 
 def _class(pattern: str, begin: int) -> tuple[int, str | None]:
-    """Where the class of characters ends that begins there, and how it is written; None if it
-    cannot be followed. A bracket and the marks that the library takes for operations on sets are
-    characters in ECMA's classes."""
+    """Return the end of the character class that begins at ``begin``, and its converted form; None
+    if it is not supported.
+
+    A bracket and the library's set operators are plain characters in ECMA's classes.
+    """
     made = ["["]
     at = begin + 1
     if pattern.startswith("^", at):
         made.append("^")
         at += 1
-    if pattern.startswith("]", at):  # none, or all
+    if pattern.startswith("]", at):  # matches nothing, or anything
         return at, None
     while at < len(pattern) and pattern[at] != "]":
         character = pattern[at]

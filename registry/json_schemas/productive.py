@@ -1,5 +1,6 @@
-"""Schemas that some finite value matches. One that needs itself has none: a grammar of it never
-comes to an end."""
+"""Productive schemas: those matched by some finite value. A schema that requires itself has none,
+and its grammar never ends.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +9,21 @@ from typing import Any
 
 from millrace.registry.json_schemas.walk import listed, number, referred, table, types_of
 
-# More of them are not looked through.
+# Limit on references; with more of them, none is followed.
 _MAX_REFERENCES = 1_000
 _SCALARS = frozenset({"null", "boolean", "number", "string"})
 
 
 class Productive:
-    """Says of the schemas within ``root`` whether they have a finite value, as far as references
-    and lists of nothing tell: other contradictions are the library's to find."""
+    """Test of whether schemas within ``root`` have a finite value, judged by references and empty
+    lists. The library finds other contradictions.
+    """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        # Of references: none is known to lead to a value until one is found.
+        # By reference: false until a value is found.
         self._known: dict[str, bool] = {}
-        # Of schemas by their ids, once all references are known.
+        # By id of a schema, once all references are known.
         self._found: dict[int, bool] = {}
         self._is_settled = False
         found = references(root)
@@ -30,7 +32,7 @@ class Productive:
         self._is_settled = True
 
     def has_value(self, schema: Any) -> bool:
-        """Whether some finite value matches a schema within the root."""
+        """Return whether some finite value matches a schema within the root."""
         if not isinstance(schema, dict):
             return schema is not False
         if not self._is_settled:
@@ -77,8 +79,9 @@ class Productive:
         return all(self.has_value(properties.get(name, True)) for name in names)
 
     def _settle(self, found: set[str]) -> None:
-        """Find the references with a value, those first that need no other; whatever needed one
-        that was found is looked at again."""
+        """Find the references that have a value. A reference that uses a found one is checked
+        again.
+        """
         targets = {one: referred(one, self._root) for one in found}
         targets = {one: target for one, target in targets.items() if target is not None}
         self._known = dict.fromkeys(targets, False)
@@ -95,7 +98,7 @@ class Productive:
 
 
 def references(node: Any) -> set[str]:
-    """All that a schema refers to."""
+    """Return all references in a schema."""
     found: set[str] = set()
     nodes = [node]
     while nodes:

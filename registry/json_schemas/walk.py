@@ -1,11 +1,11 @@
-"""Ways through a schema and what it refers to."""
+"""Traversal of a schema and its references."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Definitions that refer to one another have no end of ways through them.
+# Limit of visits: definitions that refer to one another have endless paths.
 _MAX_VISITS = 20_000
 _MAX_REFERENCES = 32
 
@@ -13,19 +13,19 @@ TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 
 
 class Visits:
-    """How many schemas may still be looked into."""
+    """Budget of schemas that may still be visited."""
 
     def __init__(self) -> None:
         self._num_left = _MAX_VISITS
 
     def take(self) -> bool:
-        """Whether to look into another one."""
+        """Take one visit, and return whether the budget allowed it."""
         self._num_left -= 1
         return self._num_left >= 0
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference within ``root`` leads to; None if nowhere there."""
+    """Return the target of a reference within ``root``; None if there is none."""
     if not reference.startswith("#"):
         return None
     place: Any = root
@@ -43,7 +43,7 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema, or what it refers to if it is a reference and nothing else that counts."""
+    """Return the schema, or the target of a schema that is only a reference."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             return schema
@@ -54,7 +54,7 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
-    """The kinds of values that ``type`` admits; an integer is a number."""
+    """Return the kinds of values that ``type`` admits; an integer is a number."""
     kinds = schema.get("type")
     named = kinds if isinstance(kinds, list) else [kinds]
     if kinds is None:
@@ -63,19 +63,19 @@ def types_of(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """The value of a keyword that has a list; an empty one if it has none."""
+    """Return the value of a keyword that is a list; empty otherwise."""
     value = schema.get(key)
     return value if isinstance(value, list) else []
 
 
 def table(schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The value of a keyword that has schemas by name; none if it has something else."""
+    """Return the value of a keyword that maps names to schemas; empty otherwise."""
     value = schema.get(key)
     return value if isinstance(value, dict) else {}
 
 
 def number(schema: Mapping[str, Any], key: str) -> float | int | None:
-    """The value of a keyword that has a number."""
+    """Return the value of a keyword that is a number; None otherwise."""
     value = schema.get(key)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -86,13 +86,14 @@ _COUNTS = frozenset(
         *("minContains", "maxContains"),
     }
 )
-# What is in these is a value, not a schema.
+# The contents of these are values, not schemas.
 _VALUES = frozenset({"const", "enum", "default", "examples"})
 
 
 def with_whole_counts(schema: Any) -> Any:
-    """The schema with ``3`` in place of ``3.0`` where a keyword counts: the library of grammars
-    takes no float there."""
+    """Return the schema with ``3`` instead of ``3.0`` in counting keywords: the grammar library
+    takes no float there.
+    """
     if isinstance(schema, list):
         return [with_whole_counts(one) for one in schema]
     if not isinstance(schema, dict):

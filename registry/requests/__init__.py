@@ -1,2 +1,3 @@
-"""Generation requests: the bodies of chats and completions, read and checked for every
-entrance."""
+"""Generation requests: the bodies of chats and completions, parsed and checked for every
+entrance.
+"""

@@ -1,4 +1,4 @@
-"""From the bytes of a body to its typed form, or the field at fault."""
+"""Decoder of request bodies: the typed body, or an error that names the invalid field."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*?)(?:\[\.\.\.\])*`$")
 _FIELD = re.compile(r"(?:unknown|missing required) field `([^`]+)`")
 _INVALID_VALUE = re.compile(r"Invalid (?:enum )?value '(.*)' - at ", re.DOTALL)
 _ROLE = re.compile(r"(?:^|\.)role$")
-# What a part of text is called in the other APIs: in chats and Messages, and in Responses.
+# Types of a text part in the other APIs: in chats and Messages, and in Responses.
 _OTHER_TEXT = {"text": "input_text", "input_text": "text", "output_text": "text"}
 _CONTENT_TYPE = re.compile(r"(?:^|\.)(?:content|output)\[\d+\]\.type$")
 
 
 def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
-    """The typed body, without the byte order mark that may stand before it. Raises
-    InvalidJsonError, or ParameterError naming the field at fault."""
+    """Return the typed body, without a leading byte order mark.
+
+    Raises:
+        InvalidJsonError: the body is not valid JSON.
+        ParameterError: a field is invalid; names it.
+    """
     body = without_mark(body)
     check_outline(body)
     try:
@@ -47,13 +51,15 @@ def decode(decoder: msgspec.json.Decoder[_T], body: bytes | str) -> _T:
 
 
 def _parameter_error(text: str, body: bytes | str) -> ParameterError:
-    """Name the field out of the decoder's sentence, and the entry of metadata out of the body."""
+    """Build the error with the field from the decoder's message, and the entry of metadata from the
+    body.
+    """
     path = _PATH.search(text)
     field = _FIELD.search(text)
     where = path.group(1) if path else ""
     param = ".".join(part for part in (where, field.group(1) if field else "") if part)
     if text.startswith("Object contains unknown field"):
-        return ParameterError(param, f"{param} is not a field of this request; leave it out.")
+        return ParameterError(param, f"{param} is not a field of this request; remove it.")
     if text.startswith("Object missing required field"):
         return ParameterError(param, f"{param} is required.")
     given = _INVALID_VALUE.match(text)
@@ -75,11 +81,13 @@ def _parameter_error(text: str, body: bytes | str) -> ParameterError:
 
 
 def _entry_of_metadata(body: bytes | str) -> str:
-    """The first entry that is no text, as a path; the field itself if it is no object."""
+    """Return the path of the first entry that is not text; the field itself if it is not an
+    object.
+    """
     try:
         given = msgspec.json.decode(body, type=_Metadata).metadata
     except (msgspec.DecodeError, RecursionError, UnicodeError):
-        return _METADATA  # what follows it is not JSON
+        return _METADATA  # the text after it is not JSON
     if isinstance(given, dict):
         for name, value in given.items():
             if not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What a client asks to have generated, whatever endpoint it came by."""
+"""Generation request of a client, independent of the endpoint."""
 
 from __future__ import annotations
 
@@ -14,27 +14,31 @@ from millrace.schemas.tools import ToolChoice, ToolDefinition
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that is well formed: what to continue, how, and for whom.
+    """Well-formed request: the prompt, the options, and the caller's labels.
 
-    Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given; ``other_prompts`` are
-    further ones. ``sampling.n`` choices are made of each, every one by a job of its own unless a
-    beam search finds them. ``tier`` None is the caller's own. ``tools`` are those that the client
-    runs, ``server_tools`` names of those that the gateway runs. Where the gateway chose ``model``,
-    ``model_requested`` is what was asked for and ``route_reason`` why it is this one; ``adapter``
-    is the one that ``model`` stands for, as it was when the request was accepted.
-    ``chat_template_kwargs`` are variables of the model's chat template, or of ``chat_template`` in
-    its place; what begins an answer is left out unless ``add_generation_prompt``, the answer goes
-    on with the last message if ``continue_final_message``, ``cache_salt`` keeps its prompt apart in
-    prefix caches, of which the last ``truncate_prompt_tokens`` count if that is given (-1: as many
-    as there is room for). Of its tenant's requests those of a lower ``priority`` are served
-    earlier. ``prediction`` is what the answer will be, for the most part. ``metadata`` is for its
-    row in analytics. ``grammar_field`` is where the caller wrote the grammar of ``sampling``, and
-    ``words`` has the caller's names of fields that jobs call otherwise.
-    Thoughts are given out if ``include_reasoning``, log-probabilities of the prompt if
-    ``tells_prompt_logprobs``, and the ids of all tokens if ``tells_token_ids``; without
-    ``tells_completion`` all that is given out is the prompt. ``notices`` are what its parser left
-    out. The input of the tools in ``freeform_tools`` is text that matches a regular expression, any
-    text if that is empty.
+    - Exactly one of ``prompt``, ``messages`` and ``prompt_token_ids`` is given. ``other_prompts``
+      are further prompts.
+    - ``sampling.n`` choices are made of each prompt, each by a job of its own, except in a beam
+      search. ``tier`` None is the caller's own.
+    - The client runs ``tools``; the gateway runs the tools named in ``server_tools``.
+    - If the gateway chose ``model``, ``model_requested`` is the requested name and
+      ``route_reason`` the reason of the choice. ``adapter`` is the adapter that ``model`` stands
+      for, in its version when the request was accepted.
+    - ``chat_template_kwargs`` are variables of the model's chat template, or of ``chat_template``,
+      which replaces it. Without ``add_generation_prompt`` the beginning of an answer is left out.
+      With ``continue_final_message`` the answer continues the last message.
+    - ``cache_salt`` separates its prompt from others in prefix caches. Only the last
+      ``truncate_prompt_tokens`` of the prompt are used, if given (-1: as many as fit).
+    - Of a tenant's requests, those with a lower ``priority`` are served earlier.
+    - ``prediction`` is the expected answer, for the most part. ``metadata`` is stored in
+      analytics.
+    - ``grammar_field`` is the caller's field with the grammar of ``sampling``. ``words`` maps
+      fields of jobs to the caller's names.
+    - The answer includes reasoning if ``include_reasoning``, log-probabilities of the prompt if
+      ``tells_prompt_logprobs``, and token ids if ``tells_token_ids``. Without
+      ``tells_completion`` it has the prompt only.
+    - ``notices`` name the features that its parser left out.
+    - Tools in ``freeform_tools`` take text that matches a regular expression; empty: any text.
     """
 
     model: str
@@ -75,22 +79,24 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def form_field(self) -> str:
-        """The field at fault if the form of the answer cannot be kept; empty: none asks for it."""
+        """Name of the field to blame if the form of the answer cannot be enforced; empty if no
+        field demands a form.
+        """
         return self.grammar_field or ("tools" if self.tools or self.server_tools else "")
 
     @property
     def demand_field(self) -> str:
-        """The field that demands a grammar of the answer."""
+        """Name of the field that demands a grammar of the answer."""
         return self.grammar_field or "tool_choice"
 
     @property
     def jobs_per_prompt(self) -> int:
-        """How many jobs the choices of one prompt are."""
+        """Number of jobs for the choices of one prompt."""
         return self.sampling.n // self.sampling.num_answers
 
     @property
     def num_prompt_characters(self) -> int:
-        """How much text there is to tokenise."""
+        """Number of characters to tokenize."""
         if self.messages is not None:
             return sum(len(one.content) + len(one.reasoning) for one in self.messages)
         return len(self.prompt or "")

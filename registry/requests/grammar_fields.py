@@ -1,4 +1,4 @@
-"""The fields of a request that ask for a grammar."""
+"""Fields of a request that ask for a grammar."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FORMAT = "response_format"
 _FORMAT_SCHEMA = f"{_FORMAT}.json_schema.schema"
 _STRUCTURED = "structured_outputs"
 MAX_PATTERN_CHARACTERS = 256
-# Fields of structured_outputs that are known but not honoured; these values ask for nothing.
+# Unsupported fields of structured_outputs, with the values that demand nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "disable_additional_properties": (None, False),
     "disable_fallback": (None, False),
@@ -37,18 +37,18 @@ _NO_BLANKS = {"whitespace_flexible": False, "item_separator": ",", "key_separato
 
 
 class AskedGrammar(NamedTuple):
-    """A grammar, and the field that it is written in."""
+    """Grammar, and the field that it comes from."""
 
     grammar: Grammar
     field: str
 
 
 def grammar_of(request: GenerationFields) -> AskedGrammar | None:
-    """The one grammar that a request asks for, if it does. Raises ParameterError."""
+    """Return the one grammar that a request asks for; None without one. Raises ParameterError."""
     asked = dict(_asked(request))
     if len(asked) > 1:
         raise ParameterError(
-            next(reversed(asked)), f"Only one grammar is taken; give one of {', '.join(asked)}."
+            next(reversed(asked)), f"Only one grammar is allowed; give one of {', '.join(asked)}."
         )
     field, grammar = next(iter(asked.items()), ("", None))
     if field == _FORMAT and grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA:
@@ -59,12 +59,14 @@ def grammar_of(request: GenerationFields) -> AskedGrammar | None:
 
 
 def grammar_field(request: GenerationFields) -> str | None:
-    """The field by which a request asks for a grammar, if it does. Raises ParameterError."""
+    """Return the field with which a request asks for a grammar; None without one. Raises
+    ParameterError.
+    """
     return next((field for field, _ in _asked(request)), None)
 
 
 def _asked(request: GenerationFields) -> Iterator[tuple[str, Grammar]]:
-    """Each grammar with the field that asks for it."""
+    """Yield each grammar with the field that asks for it."""
     if isinstance(request, ChatFields | CompletionRequest):
         form = request.response_format
         if isinstance(form, JsonObjectFormat | JsonSchemaFormat):
@@ -129,8 +131,9 @@ def _of_fields(
 
 
 def _blanks(request: GenerationFields) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What is asked for between the parts of a document, as settings of the grammar library, each
-    with its field."""
+    """Yield the whitespace settings of the grammar library that a request asks for, each with its
+    field.
+    """
     patterns = {"guided_whitespace_pattern": request.guided_whitespace_pattern}
     outputs = request.structured_outputs
     if outputs is not None:
@@ -148,19 +151,20 @@ def _blanks(request: GenerationFields) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def _with_blanks(grammar: Grammar | None, field: str, settings: Mapping[str, Any]) -> Grammar:
-    """The grammar of JSON with ``settings`` in its schema. Raises ParameterError naming
-    ``field``."""
+    """Return the JSON grammar with ``settings`` in its schema. Raises ParameterError naming
+    ``field``.
+    """
     if grammar is None or grammar.kind not in (GrammarKind.JSON_OBJECT, GrammarKind.JSON_SCHEMA):
-        raise ParameterError(field, f"{field} goes only with JSON.")
+        raise ParameterError(field, f"{field} is allowed only with JSON.")
     try:
         schema = msgspec.json.decode(grammar.text or '{"type":"object"}')
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ParameterError(field, f"{field} goes with a schema in JSON: {error}") from error
+        raise ParameterError(field, f"{field} needs a schema in JSON: {error}") from error
     if not isinstance(schema, dict) or SCHEMA_SETTINGS in schema:
         raise ParameterError(
             field,
-            f"{field} goes only with a schema that is an object without {SCHEMA_SETTINGS}, "
-            "and with no other field for blanks.",
+            f"{field} is allowed only with a schema that is an object without {SCHEMA_SETTINGS}, "
+            "and without other whitespace fields.",
         )
     schema[SCHEMA_SETTINGS] = settings
     return _grammar(field, GrammarKind.JSON_SCHEMA, msgspec.json.encode(schema).decode())
@@ -176,7 +180,7 @@ def _of_format(form: ResponseFormat) -> Grammar:
 
 
 def _schema_text(field: str, raw: msgspec.Raw) -> str:
-    """The schema as it was written; a schema within a string is taken out of it."""
+    """Return the text of a schema, unwrapped if it is in a JSON string."""
     try:
         value = msgspec.json.decode(raw)
         if isinstance(value, str):
@@ -191,15 +195,18 @@ def _schema_text(field: str, raw: msgspec.Raw) -> str:
 
 
 def _closed(text: str) -> str:
-    """Objects of listed properties have no others unless the schema says so, as in tools: authors
-    of schemas that are not strict leave that out, and models would go on and on."""
+    """Close objects with listed properties, unless the schema says otherwise, as for tools.
+
+    Authors of schemas that are not strict leave ``additionalProperties`` out, and models would
+    generate properties without end.
+    """
     try:
         schema = msgspec.json.decode(text)
         if not isinstance(schema, dict):
             return text
         closed = with_closed_parts(schema)
     except (msgspec.DecodeError, RecursionError):
-        return text  # it is refused with all others that are no JSON
+        return text  # refused later with all other invalid JSON
     if schema.get("properties") and may_be_closed(schema):
         closed = {"additionalProperties": False} | closed
     return text if closed == schema else msgspec.json.encode(closed).decode()

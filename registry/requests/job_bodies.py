@@ -1,5 +1,6 @@
-"""The body of a job that a service has published: read as the gateway reads bodies over HTTP, and
-made into a job that a worker can run."""
+"""Body of a job that a service has published: parsed like an HTTP body, and made into a job that a
+worker can run.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +39,14 @@ from millrace.schemas.tools import ToolDefinition, ToolMode
 _CHAT = msgspec.json.Decoder(ChatCompletionRequest)
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _TOOLS = {FUNCTION: FunctionTool, CUSTOM: CustomTool}
-# Where a body has JSON schemas, beside its tools.
+# Fields with JSON schemas, besides tools.
 _SCHEMAS = (
     ("response_format", "json_schema", "schema"),
     ("guided_json",),
     ("json_schema",),
     ("structured_outputs", "json"),
 )
-# What a job cannot have, and what to do about it.
+# Fields that a job cannot have, with the advice for each.
 _BEYOND = {
     "session_id": "A job keeps no conversation: send all of its messages.",
     "session_keep": "A job keeps no conversation: send all of its messages.",
@@ -58,9 +59,14 @@ _BEYOND = {
 
 
 def read_body(job: Job) -> GenerationRequest:
-    """The request that the body of a job says. Null is what was not set, and a float with nothing
-    behind its point is an integer where one is wanted. Raises ParameterError, or InvalidJsonError
-    for what is neither JSON nor MessagePack."""
+    """Return the request in the body of a job.
+
+    Null means not set, and a float without a fraction is accepted as an integer.
+
+    Raises:
+        ParameterError: a field is invalid; names it.
+        InvalidJsonError: the body is neither JSON nor MessagePack.
+    """
     try:
         body = _decoded(job.body)
         if "messages" in body:
@@ -78,8 +84,9 @@ def read_body(job: Job) -> GenerationRequest:
 def prepare_body(
     job: Job, model: PreparingModel, seed_source: random.Random, *, trusts_templates: bool
 ) -> Job:
-    """The job without its body: with token ids, and with all that is needed to tell its answer
-    apart. Raises MillraceError."""
+    """Return the job without its body: with token ids, and with the form for splitting its answer.
+    Raises MillraceError.
+    """
     request = read_body(job)
     check_template(request.chat_template, is_trusted=trusts_templates)
     tools = () if request.tool_choice.mode is ToolMode.NONE else request.tools
@@ -110,7 +117,7 @@ def _form(
 
 
 def _decoded(body: bytes) -> dict[str, Any]:
-    """A body in JSON begins as an object does, which no object in MessagePack does."""
+    """Decode a body. JSON begins with ``{``, which no object in MessagePack does."""
     value: dict[str, Any]
     if body.startswith(b"{"):
         value = decode(msgspec.json.Decoder(dict[str, Any]), body)
@@ -123,7 +130,7 @@ def _decoded(body: bytes) -> dict[str, Any]:
 
 
 def _as_json(body: dict[str, Any], kind: type[msgspec.Struct]) -> bytes:
-    """What serializers of other languages mean by a body."""
+    """Return the body as JSON, with the habits of other languages' serializers resolved."""
     body = tolerated(body, kind)
     if isinstance(body.get("tools"), list):
         body["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body["tools"])]
@@ -148,7 +155,7 @@ def _tool(tool: Any, where: str) -> Any:
 
 
 def _change_at(value: Any, path: Sequence[str], change: Callable[[Any], Any]) -> None:
-    """Change what is at the path, if anything is."""
+    """Change the value at the path, if there is one."""
     *before, last = path
     for name in before:
         value = value.get(name) if isinstance(value, dict) else None
@@ -157,16 +164,16 @@ def _change_at(value: Any, path: Sequence[str], change: Callable[[Any], Any]) ->
 
 
 def _check_within(request: ChatCompletionRequest | CompletionRequest, job: Job) -> None:
-    """Raises ParameterError, naming the field, for what no job can have."""
+    """Raise ParameterError, naming the field, for a field that no job can have."""
     for name, advice in _BEYOND.items():
         if getattr(request, name, None):
-            raise ParameterError(name, f"{name} does not go with a job. {advice}")
+            raise ParameterError(name, f"{name} is not supported in a job. {advice}")
     if (request.n or 1) > 1:
         raise ParameterError("n", "n must be 1: a job makes one completion. Publish n jobs.")
     if request.service_tier not in (None, "auto", "default", job.tier.value):
         raise ParameterError(
             "service_tier",
-            f"service_tier must be {job.tier.value}, the tier of the job's subject, or left out.",
+            f"service_tier must be {job.tier.value}, the tier of the job's subject, or absent.",
         )
     if isinstance(request, CompletionRequest) and _has_several(request.prompt):
         raise ParameterError(

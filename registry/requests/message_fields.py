@@ -1,4 +1,4 @@
-"""Messages, tools, metadata and priority as OpenAI's clients send them."""
+"""Messages, tools, metadata and priority in the form of OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from millrace.schemas.notices import Notice, NoticeCode, Notices, notice
 from millrace.schemas.openai import GenerationFields
 from millrace.schemas.tools import ToolCall
 
-# Values that ask for nothing, of fields that are known but not honoured.
+# Values that demand nothing, of fields that are known but not supported.
 NOTHING: tuple[Any, ...] = (None, [], {})
 NEUTRAL_IN_MESSAGE: dict[str, tuple[Any, ...]] = {
     "refusal": (None,),
@@ -44,8 +44,9 @@ def left_out_at(where: str, kind: str) -> Notice:
 
 
 def text_of_parts(parts: Sequence[ToolPart | EchoedPart]) -> str:
-    """Return the text of a message's parts. Sentences in place of others are on lines of their
-    own."""
+    """Return the text of a message's parts. Sentences that replace other parts are on their own
+    lines.
+    """
     texts = [part.words if part.is_text else sentence_for(part.type) for part in parts]
     is_text = all(part.is_text for part in parts)
     return ("" if is_text else "\n").join(filter(None, texts))
@@ -72,14 +73,16 @@ _NEUTRAL_IN_EMPTY_ANSWER = {name: NEUTRAL_IN_MESSAGE[name] for name in ("audio",
 
 
 def chat_messages(messages: tuple[Message, ...]) -> tuple[ChatMessage, ...]:
-    """The conversation as jobs carry it: parts of text joined, ``developer`` read as ``system``."""
+    """Return the conversation in the form of jobs: text parts joined, ``developer`` as
+    ``system``.
+    """
     if not messages:
         raise ParameterError("messages", "messages must hold at least one message.")
     return tuple(_chat_message(message, f"messages[{i}]") for i, message in enumerate(messages))
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raises ParameterError for more than OpenAI's API takes."""
+    """Check metadata against the limits of OpenAI's API. Raises ParameterError."""
     try:
         check_job_metadata(metadata or {})
     except ValueError as error:
@@ -87,13 +90,13 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 
 
 def metadata_of(given: dict[str, str] | None) -> dict[str, str]:
-    """Raises ParameterError as ``check_metadata``."""
+    """Return the metadata after checking it. Raises ParameterError."""
     check_metadata(given)
     return given or {}
 
 
 def priority_of(given: int | None) -> int:
-    """Raises ParameterError for one that no job can have."""
+    """Return the priority, 0 by default. Raises ParameterError if no job can have it."""
     priority = given or 0
     try:
         check_priority(priority)
@@ -107,12 +110,12 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
         refuse_unhonoured(message, NEUTRAL_IN_MESSAGE, f"{where}.")
     if message.tool_calls and not isinstance(message, EchoedMessage):
         raise ParameterError(
-            f"{where}.tool_calls", f"{where}.tool_calls: only an assistant's message has them."
+            f"{where}.tool_calls", f"{where}.tool_calls: only assistant messages may have them."
         )
     if (message.tool_call_id is not None) != isinstance(message, ToolMessage):
         raise ParameterError(
             f"{where}.tool_call_id",
-            f"{where}.tool_call_id goes with messages of the role tool, and each of them needs it.",
+            f"{where}.tool_call_id is required in messages of the role tool, and only there.",
         )
     if message.content is None and isinstance(message, UserMessage):
         raise ParameterError(f"{where}.content", f"{where}.content must be text.")
@@ -130,7 +133,7 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
 
 
 def _text_of(message: Message) -> str:
-    """Return the text of a message; of an answer without text or calls, its refusal."""
+    """Return the text of a message; for an answer without text or calls, its refusal."""
     content = message.content or ""
     if isinstance(content, str):
         text = content
@@ -150,7 +153,7 @@ def _check_parts(parts: Sequence[ToolPart], where: str) -> None:
 
 
 def _called(call: MessageToolCall, where: str) -> ToolCall:
-    """The input of a custom tool is its one argument."""
+    """Convert a call; the input of a custom tool becomes its one argument."""
     if call.type == "custom":
         if call.custom is msgspec.UNSET:
             raise ParameterError(f"{where}.custom", f"{where}.custom is required.")
@@ -169,7 +172,7 @@ def _reasoning_of(message: EchoedMessage) -> str:
 def refuse_unhonoured(
     struct: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], prefix: str
 ) -> None:
-    """Raises ParameterError naming a field of ``neutral`` that asks for something."""
+    """Raise ParameterError naming a field of ``neutral`` with a value that demands something."""
     for name in struct.__struct_fields__:
         allowed = neutral.get(name)
         if allowed is None:
@@ -177,12 +180,15 @@ def refuse_unhonoured(
         value = getattr(struct, name)
         if value is None or any(_same(value, nothing) for nothing in allowed):
             continue
-        raise ParameterError(f"{prefix}{name}", f"{prefix}{name} is not supported; leave it out.")
+        raise ParameterError(f"{prefix}{name}", f"{prefix}{name} is not supported; remove it.")
 
 
 def keeps_stop_string(request: GenerationFields) -> bool | None:
-    """Whether the text keeps the stop string that ends it, by either name of the field. Raises
-    ParameterError if they differ."""
+    """Return whether the text keeps the stop string that ends it, from either name of the field.
+
+    Raises:
+        ParameterError: the two fields differ.
+    """
     ours, theirs = request.include_stop_str_in_output, request.no_stop_trim
     if None not in (ours, theirs) and ours != theirs:
         raise ParameterError(
@@ -193,7 +199,7 @@ def keeps_stop_string(request: GenerationFields) -> bool | None:
 
 
 def respelled(error: ParameterError, words: Mapping[str, str]) -> ParameterError:
-    """The refusal of a field in the words of an API that has others for it."""
+    """Return the error with the field names of an API that has its own."""
     return ParameterError(in_words(error.param, words), in_words(error.message, words))
 
 
@@ -203,7 +209,7 @@ def words_in_words(words: Mapping[str, str], others: Mapping[str, str]) -> dict[
 
 
 def in_words(text: str, words: Mapping[str, str]) -> str:
-    """The text with the names of fields that an API has others for."""
+    """Return the text with an API's own field names."""
     for ours, theirs in words.items():
         text = re.sub(rf"(?<![\w.]){re.escape(ours)}(?!\w)", theirs, text)
     return text

@@ -1,4 +1,6 @@
-"""From a caller's JSON to a generation request, refusing by name what is not honoured."""
+"""Parser from a caller's JSON to a generation request. Unsupported fields raise an error that names
+them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ _T = TypeVar("_T")
 _DEFAULT_COMPLETION_TOKENS = 16
 _MAX_LABEL_CHARACTERS = 256
 _MAX_PROMPTS = 64
-_MAX_COMPLETIONS = 128  # of all prompts of a request: each is a job
+_MAX_COMPLETIONS = 128  # for all prompts of a request; each is a job
 _MAX_SESSION_KEEP = 2**31 - 1
 _TIERS: dict[str, Tier | None] = {
     "auto": None,
@@ -53,7 +55,7 @@ _TIERS: dict[str, Tier | None] = {
     "priority": Tier.ENTERPRISE,
 } | {tier.value: tier for tier in Tier}
 
-# Fields that are known but not honoured, with the values that ask for nothing.
+# Unsupported fields, with the values that demand nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": NOTHING,
     "function_call": (None, "none", "auto"),
@@ -67,15 +69,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream_reasoning": (None, True),
 }
 
-# Fields that only messages can have.
+# Fields that are allowed only with messages.
 _OF_MESSAGES = ("chat_template", "chat_template_kwargs", "enable_thinking", "thinking_token_budget")
 
 
 def parse_chat(
     request: ChatCompletionRequest, offered: OfferedTools | None = None
 ) -> GenerationRequest:
-    """Raises ParameterError for whatever cannot be honoured. ``offered`` are the tools of an
-    endpoint with its own form of tools; None: the tools of ``request``."""
+    """Parse a chat request.
+
+    Args:
+        offered: the tools of an endpoint with its own form of tools; None: the tools of
+            ``request``.
+
+    Raises:
+        ParameterError: a field is unsupported or invalid.
+    """
     _check_stream(request)
     return _parse_chat(request, request.messages, offered)
 
@@ -83,29 +92,35 @@ def parse_chat(
 def parse_completion(
     request: CompletionRequest, *, default_max_tokens: int | None = _DEFAULT_COMPLETION_TOKENS
 ) -> GenerationRequest:
-    """Raises ParameterError for whatever cannot be honoured. ``default_max_tokens`` None: what the
-    model's window leaves."""
+    """Parse a completion request.
+
+    Args:
+        default_max_tokens: the default of max_tokens; None: the rest of the model's window.
+
+    Raises:
+        ParameterError: a field is unsupported or invalid.
+    """
     _check_stream(request)
     if request.best_of is not None and request.best_of != (request.n or 1):
-        raise ParameterError("best_of", "best_of must be n: all completions are given out.")
+        raise ParameterError("best_of", "best_of must equal n: all completions are returned.")
     for name in ("session_id", "session_keep"):
         if getattr(request, name) is not None:
-            raise ParameterError(name, f"{name} goes with messages, not with prompt.")
+            raise ParameterError(name, f"{name} is allowed only with messages, not with prompt.")
     text, token_ids, others = _prompts(request.prompt)
-    # An engine makes no fewer tokens than one.
+    # An engine makes at least one token.
     is_prompt_only = request.max_tokens == 0 and bool(request.echo)
     if is_prompt_only:
         request = msgspec.structs.replace(request, max_tokens=1)
     sampling = _sampling(request, request.logprobs, default_max_tokens)
     if sampling.n * (1 + len(others)) > _MAX_COMPLETIONS:
         raise ParameterError(
-            "n", f"At most {_MAX_COMPLETIONS} completions are made of a request, n of each prompt."
+            "n", f"A request may have at most {_MAX_COMPLETIONS} completions: n for each prompt."
         )
     echo = bool(request.echo)
     if echo and request.logprobs is not None:
         if request.prompt_logprobs not in (None, request.logprobs):
             raise ParameterError(
-                "prompt_logprobs", "prompt_logprobs must be logprobs where echo asks for both."
+                "prompt_logprobs", "prompt_logprobs must equal logprobs if echo asks for both."
             )
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
     return _generation_request(
@@ -120,7 +135,7 @@ def parse_completion(
 
 
 def parse_generate(message: Generate) -> GenerationRequest:
-    """Raises ParameterError for whatever cannot be honoured."""
+    """Parse a WebSocket message. Raises ParameterError for an unsupported or invalid field."""
     check_socket_fields(message)
     if message.stream_options is not None:
         refuse_unhonoured(message.stream_options, NEUTRAL, "stream_options.")
@@ -130,13 +145,13 @@ def parse_generate(message: Generate) -> GenerationRequest:
         return _parse_chat(message, message.messages)
     for name in ("tools", "server_tools", "session_id", "session_keep", *_OF_MESSAGES):
         if getattr(message, name):
-            raise ParameterError(name, f"{name} goes with messages, not with prompt.")
+            raise ParameterError(name, f"{name} is allowed only with messages, not with prompt.")
     for name in ("add_generation_prompt", "continue_final_message"):
         if getattr(message, name) is not None:
-            raise ParameterError(name, f"{name} goes with messages, not with prompt.")
+            raise ParameterError(name, f"{name} is allowed only with messages, not with prompt.")
     text, token_ids, others = _prompts(message.prompt)
     if others:
-        raise ParameterError("prompt", "Only one prompt is taken in a message.")
+        raise ParameterError("prompt", "A message may have only one prompt.")
     sampling = _sampling(message, _num_logprobs(message), None)
     return _generation_request(message, sampling=sampling, prompt=text, prompt_token_ids=token_ids)
 
@@ -146,15 +161,15 @@ def _parse_chat(
 ) -> GenerationRequest:
     if request.session_keep is not None:
         if request.session_id is None:
-            raise ParameterError("session_keep", "session_keep goes with session_id.")
+            raise ParameterError("session_keep", "session_keep needs session_id.")
         if not 0 <= request.session_keep <= _MAX_SESSION_KEEP:
             raise ParameterError(
                 "session_keep", f"session_keep must be between 0 and {_MAX_SESSION_KEEP}."
             )
     if request.session_id is not None and (request.n or 1) > 1:
-        raise ParameterError("n", "A session takes one answer a turn; n must be 1.")
+        raise ParameterError("n", "n must be 1 with session_id: a session has one answer a turn.")
     if request.session_id is not None and request.chat_template is not None:
-        raise ParameterError("chat_template", "chat_template does not go with session_id.")
+        raise ParameterError("chat_template", "chat_template is not allowed with session_id.")
     offered = offered_of_chat(request) if offered is None else offered
     _check_prompt_end(request)
     if request.use_beam_search:
@@ -190,19 +205,20 @@ def _predicted(prediction: Prediction | None) -> str:
 def _check_prompt_end(request: ChatFields) -> None:
     if request.add_generation_prompt is False and request.server_tools:
         raise ParameterError(
-            "add_generation_prompt", "add_generation_prompt: false does not go with server_tools."
+            "add_generation_prompt",
+            "add_generation_prompt: false is not allowed with server_tools.",
         )
     if not request.continue_final_message:
         return
     for name in ("add_generation_prompt", "server_tools", "session_id"):
         if getattr(request, name):
             raise ParameterError(
-                "continue_final_message", f"continue_final_message does not go with {name}."
+                "continue_final_message", f"continue_final_message is not allowed with {name}."
             )
 
 
 def _template_arguments(request: ChatFields) -> dict[str, Any]:
-    """Variables of the chat template, also those that have fields of their own."""
+    """Return the variables of the chat template, including those with fields of their own."""
     named: dict[str, bool | str | None] = {
         "enable_thinking": request.enable_thinking,
         "reasoning_effort": request.reasoning_effort,
@@ -215,7 +231,7 @@ def _num_logprobs(request: ChatFields) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs:
-        raise ParameterError("top_logprobs", "top_logprobs goes only with logprobs: true.")
+        raise ParameterError("top_logprobs", "top_logprobs needs logprobs: true.")
     return None
 
 
@@ -256,7 +272,7 @@ def _sampling(
     if request.allowed_token_ids == ():
         raise ParameterError("allowed_token_ids", "allowed_token_ids must not be empty.")
     given = {name: getattr(request, name, None) for name in SAMPLING_FIELDS}
-    # These fields have other forms or other names in requests.
+    # These fields have other forms or names in requests.
     given |= {
         "max_tokens": _max_tokens(request, default_max_tokens),
         "top_k": 0 if request.top_k == -1 else request.top_k,
@@ -275,7 +291,7 @@ def _sampling(
 
 
 def _words(request: GenerationFields) -> dict[str, str]:
-    """Return this request's names of fields by their names in the sampling options."""
+    """Return this request's field names by their names in the sampling options."""
     if not isinstance(request, ChatFields):
         return {}
     words = {"max_reasoning_tokens": "thinking_token_budget"}
@@ -287,7 +303,9 @@ def _words(request: GenerationFields) -> dict[str, str]:
 
 
 def _seed(given: int | None) -> int | None:
-    """The seed in 63 bits. -1 leaves it to us, as in vLLM; others below 0 are seeds like any."""
+    """Return the seed in 63 bits. -1 leaves the choice to us, as in vLLM; other negative seeds are
+    valid.
+    """
     if given is None or given == -1:
         return None
     if given < -MAX_SEED:
@@ -298,7 +316,7 @@ def _seed(given: int | None) -> int | None:
 
 
 def _budget(request: ChatFields) -> int | None:
-    """Of thoughts, in tokens."""
+    """Return the reasoning budget in tokens; None without one."""
     budget = request.thinking_token_budget
     if budget is not None and budget < 0:
         raise ParameterError(
@@ -327,10 +345,10 @@ _Prompts = tuple[str | None, tuple[int, ...] | None, tuple[str | tuple[int, ...]
 
 
 def _prompts(prompt: Any) -> _Prompts:
-    """Text or token ids, and further prompts, out of the four shapes that OpenAI's API knows."""
+    """Return text or token ids, and further prompts, from the four shapes of OpenAI's API."""
     if isinstance(prompt, list) and prompt and type(prompt[0]) is not int:
         if len(prompt) > _MAX_PROMPTS:
-            raise ParameterError("prompt", f"At most {_MAX_PROMPTS} prompts are taken.")
+            raise ParameterError("prompt", f"At most {_MAX_PROMPTS} prompts are allowed.")
         first, *others = [_prompt(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
     else:
         first, others = _prompt(prompt, "prompt"), []
@@ -360,7 +378,7 @@ def _user(request: GenerationFields) -> str:
 
 def _cache_salt(request: GenerationFields) -> str:
     if request.cache_salt == "":
-        raise ParameterError("cache_salt", "cache_salt must not be empty; leave it out.")
+        raise ParameterError("cache_salt", "cache_salt must not be empty; remove it.")
     return _label("cache_salt", request.cache_salt)
 
 
@@ -376,15 +394,15 @@ def _label(param: str, value: str | None) -> str:
 
 def _check_stream(request: ChatCompletionRequest | CompletionRequest) -> None:
     if request.stream and request.prompt_logprobs is not None:
-        raise ParameterError("prompt_logprobs", "prompt_logprobs does not go with stream: true.")
+        raise ParameterError("prompt_logprobs", "prompt_logprobs is not allowed with stream: true.")
     if request.stream_options is None:
         return
     if not request.stream:
-        raise ParameterError("stream_options", "stream_options goes only with stream: true.")
+        raise ParameterError("stream_options", "stream_options needs stream: true.")
     options = request.stream_options
     if options.continuous_usage_stats and not options.include_usage:
         raise ParameterError(
             "stream_options.continuous_usage_stats",
-            "stream_options.continuous_usage_stats goes only with include_usage: true.",
+            "stream_options.continuous_usage_stats needs include_usage: true.",
         )
     refuse_unhonoured(options, NEUTRAL, "stream_options.")

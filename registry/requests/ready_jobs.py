@@ -1,6 +1,8 @@
-"""From a generation request to a job that a worker can run: prompt, tools, grammar and token ids.
+"""Preparation of jobs: from a generation request to a job with prompt, tools, grammar and token
+ids.
 
-The gateway does this for requests over HTTP and WebSocket, the scheduler for jobs from NATS."""
+The gateway does this for requests over HTTP and WebSocket, the scheduler for jobs from NATS.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,14 @@ from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tools import ToolDefinition, ToolFormat, ToolMode
 
 PROMPT = "prompt"
-# The field that refusals of an answer's schema name, whatever field the caller wrote it in.
+# The field that schema errors of an answer name, independent of the field that the caller used.
 _RESPONSE_FORMAT = "response_format"
 
 
 def is_unheld(request: GenerationRequest, kind: EngineKind) -> bool:
-    """Whether calls of ``request`` are free, as an engine of this kind cannot hold them."""
+    """Return whether calls of ``request`` are unconstrained because an engine of this kind cannot
+    constrain them.
+    """
     is_free = request.tool_choice.mode is ToolMode.AUTO and request.sampling.grammar is None
     return is_free and not can_hold_calls(kind)
 
@@ -35,11 +39,14 @@ def is_unheld(request: GenerationRequest, kind: EngineKind) -> bool:
 def unheld_calls(
     sampling: SamplingOptions, tool_format: ToolFormat, request: GenerationRequest, kind: EngineKind
 ) -> tuple[SamplingOptions, Notices]:
-    """Return the sampling options without a grammar, and notices of what no grammar holds. One
-    call ends the completion if calls are not parallel."""
+    """Return the sampling options without a grammar, and notices of the constraints that are not
+    enforced.
+
+    If calls are not parallel, one call ends the completion.
+    """
     if not request.parallel_tool_calls:
         sampling = replace(sampling, one_call=tool_format)
-    why = f"the {kind} engine of this model takes no grammar of calls"
+    why = f"the {kind} engine of this model does not support grammars for calls"
     notices: list[Notice] = []
     if any(tool.strict for tool in request.tools):
         notices.append(notice(NoticeCode.STRICT_NOT_ENFORCED, "tools", why))
@@ -49,7 +56,7 @@ def unheld_calls(
 
 
 class PreparingModel(Protocol):
-    """The part of ``registry.served.ServedModel`` that makes jobs ready."""
+    """Part of ``registry.served.ServedModel`` that makes jobs ready."""
 
     @property
     def engine_kind(self) -> EngineKind: ...
@@ -58,24 +65,28 @@ class PreparingModel(Protocol):
     def tool_format(self) -> ToolFormat | None: ...
 
     def with_chat_template(self, source: str) -> Self:
-        """The same with the template of a request. Raises ParameterError("chat_template")."""
+        """Return the model with the template of a request. Raises
+        ParameterError("chat_template").
+        """
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
-        """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""
+        """Return the job with token ids, max_tokens and seed. Raises MillraceError for bad
+        input.
+        """
 
 
 def check_template(source: str | None, *, is_trusted: bool) -> None:
-    """Raises ParameterError("chat_template") for one, unless requests may bring theirs."""
+    """Raise ParameterError("chat_template") for a template in a request, unless it is trusted."""
     if source is not None and not is_trusted:
         raise ParameterError(
             "chat_template",
-            "chat_template is not taken from requests here, unless the gateway's setting "
+            "chat_template is not allowed in requests, unless the gateway's setting "
             "trust_request_chat_template is on.",
         )
 
 
 def with_prompt(job: Job, request: GenerationRequest) -> Job:
-    """The job with the prompt of a request, and what says how to read it."""
+    """Return the job with the prompt of a request and the options for reading it."""
     return replace(
         job,
         prompt=request.prompt,
@@ -95,14 +106,19 @@ def with_tools(
     model: PreparingModel,
     tools: tuple[ToolDefinition, ...],
 ) -> Job:
-    """The job with the ``tools`` that the model is told of, and with the sampling options that the
-    request asks for; its notices name the constraints that its calls are not held to. Raises
-    ParameterError."""
+    """Return the job with the ``tools`` that the model knows and the request's sampling options.
+
+    Its notices name the constraints that are not enforced on its calls.
+
+    Raises:
+        ParameterError: the tools or the grammar are invalid.
+    """
     if request.truncate_prompt_tokens is not None:
         job = replace(job, truncate_prompt_tokens=request.truncate_prompt_tokens)
     if tools and request.chat_template is not None and model.tool_format is None:
         raise ParameterError(
-            "tools", "tools need a model with a chat template, not only one of the request's."
+            "tools",
+            "tools need a model with its own chat template; the request's template is not enough.",
         )
     try:
         sampling, notices = _sampling(request, model, tools)
@@ -122,9 +138,13 @@ def with_tools(
 def prepared(
     job: Job, request: GenerationRequest, model: PreparingModel, seed_source: random.Random
 ) -> Job:
-    """The job with token ids, within the model's window. Takes long for a long prompt. Raises
-    MillraceError; a ParameterError names the field as the request's caller calls it."""
-    # Token ids come in the field that also takes text.
+    """Return the job with token ids, within the model's window. Takes long for a long prompt.
+
+    Raises:
+        MillraceError: the job is invalid. A ParameterError names the field as the request's caller
+            does.
+    """
+    # Token ids are in the field that also takes text.
     words = {"prompt_token_ids": PROMPT, "grammar": request.demand_field, **request.words}
     try:
         if request.chat_template is not None:
@@ -139,7 +159,7 @@ def prepared(
 
 
 def _with_own_names(job: Job, earlier: Notices, words: Mapping[str, str]) -> Job:
-    """The job whose notices beyond ``earlier`` name fields as the caller does."""
+    """Return the job with the caller's field names in notices beyond ``earlier``."""
     if job.notices == earlier:
         return job
     named = [
@@ -150,7 +170,7 @@ def _with_own_names(job: Job, earlier: Notices, words: Mapping[str, str]) -> Job
 
 
 def of_one_job(sampling: SamplingOptions) -> SamplingOptions:
-    """The sampling options of each of the jobs that a request's choices are."""
+    """Return the sampling options of each job of a request's choices."""
     is_one = sampling.n == sampling.num_answers
     return sampling if is_one else replace(sampling, n=1)
 
@@ -158,9 +178,11 @@ def of_one_job(sampling: SamplingOptions) -> SamplingOptions:
 def _sampling(
     request: GenerationRequest, model: PreparingModel, tools: tuple[ToolDefinition, ...]
 ) -> tuple[SamplingOptions, Notices]:
-    """Return the sampling options of one job, and notices of the constraints that they do not keep.
+    """Return the sampling options of one job, and notices of the constraints that are not enforced.
+
     A forced call becomes a grammar, and so does the format of a custom tool. The format is not
-    kept if the tools together have no grammar."""
+    enforced if the tools together have no grammar.
+    """
     sampling = of_one_job(request.sampling)
     if not tools or model.tool_format is None:
         return sampling, ()

@@ -1,4 +1,4 @@
-"""What does not go with a beam search or over a WebSocket, as clients name it."""
+"""Fields that a beam search or a WebSocket does not support, by the clients' names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.schemas.websocket import Generate
 
 
 def check_socket_fields(message: Generate) -> None:
-    """Raises ParameterError naming one of these fields that asks for something."""
+    """Raise ParameterError for a field that is unsupported over a WebSocket; names the field."""
     options = message.stream_options or StreamOptions()
     for name, given in (
         ("prompt_logprobs", message.prompt_logprobs is not None),
@@ -27,23 +27,25 @@ def check_socket_fields(message: Generate) -> None:
         if given:
             raise ParameterError(
                 name,
-                f"{name} is not supported over a WebSocket. Leave it out, or send the request to "
+                f"{name} is not supported over a WebSocket. Remove it, or send the request to "
                 "/v1/chat/completions.",
             )
 
 
-# Those that only ask for something if they are true, or not empty.
+# Fields that demand something only if they are true or not empty.
 _CHAT_FIELDS = ("logprobs", "top_logprobs", "server_tools")
 
 
 def check_beam_search(request: GenerationFields) -> None:
-    """Raises ParameterError, naming the field, for one that ``SamplingOptions`` knows by another
-    name, or not at all."""
+    """Raise ParameterError, naming the field, for a field that ``SamplingOptions`` has under
+    another name or not at all.
+    """
     if not request.use_beam_search:
         return
     if isinstance(request, ChatCompletionRequest | CompletionRequest) and request.stream:
         raise ParameterError(
-            "stream", "stream: true does not go with use_beam_search: the answers come at the end."
+            "stream",
+            "stream: true is not allowed with use_beam_search: the answers come at the end.",
         )
     field = grammar_field(request)
     if field is not None:
@@ -58,7 +60,7 @@ def _check_chat(request: ChatFields) -> None:
             raise _refusal(name)
     if request.thinking_token_budget is not None:
         raise _refusal("thinking_token_budget")
-    # Each of these holds the answer to a grammar.
+    # Each of these constrains the answer by a grammar.
     if request.tool_choice not in (None, "auto", "none"):
         raise ParameterError(
             "tool_choice", "With use_beam_search tool_choice must be auto or none."
@@ -68,7 +70,7 @@ def _check_chat(request: ChatFields) -> None:
 
 
 def check_tools_of_beam_search(offered: OfferedTools) -> None:
-    """Raises ParameterError for tools that hold the answer to a grammar."""
+    """Raise ParameterError for tools that constrain the answer by a grammar."""
     if any(tool.strict for tool in offered.tools):
         raise _refusal("tools", "A strict tool")
     if any(offered.freeform.values()):
@@ -77,4 +79,4 @@ def check_tools_of_beam_search(offered: OfferedTools) -> None:
 
 def _refusal(field: str, what: str = "") -> ParameterError:
     param = field.partition(":")[0]
-    return ParameterError(param, f"{what or field} does not go with use_beam_search: true.")
+    return ParameterError(param, f"{what or field} is not allowed with use_beam_search: true.")

@@ -1,3 +1,5 @@
-"""Versions of a model: which one answers, and when a rollout goes on, ends or turns back. Pure: no
-clock, no I/O. Gateways and schedulers choose by it, schedulers decide; it imports ``schemas``
-only."""
+"""Versions of a model, and rollouts that move requests from one version to another.
+
+Pure: no clock, no I/O. Gateways and schedulers choose versions by it; schedulers decide on
+rollouts. It imports ``schemas`` only.
+"""

@@ -1,4 +1,4 @@
-"""When a rollout turns back: ``error_rate>0.01 or ttft_p95>1.5x``."""
+"""Abort rule of a rollout: ``error_rate>0.01 or ttft_p95>1.5x``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _FIELD = "abort_if"
 
 
 class VersionOutcome(NamedTuple):
-    """How a request of a version ended, and when (UTC epoch, ns). Times are in milliseconds, None
-    where it did not get so far."""
+    """Outcome of a request of a version, and when it ended (UTC epoch, ns). Times are in
+    milliseconds; None if the request did not get so far.
+    """
 
     at_ns: int
     is_error: bool
@@ -32,15 +33,16 @@ class VersionOutcome(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Figures of a version over ``num_requests``: the ``error_rate`` and percentiles, in
-    milliseconds, by the names of the metrics, as far as there are any."""
+    """Figures of a version over ``num_requests`` requests: ``error_rate`` and percentiles in
+    milliseconds, by metric name.
+    """
 
     num_requests: int
     figures: Mapping[str, float]
 
     @classmethod
     def of(cls, outcomes: list[VersionOutcome]) -> Seen:
-        """Percentiles are nearest ranks: values that were seen."""
+        """Compute the figures. Percentiles are nearest ranks: observed values."""
         figures = {}
         if outcomes:
             figures[ERROR_RATE] = sum(one.is_error for one in outcomes) / len(outcomes)
@@ -55,8 +57,11 @@ class Seen(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """``metric`` over ``bound``: a share, milliseconds, or ``is_relative`` times what the stable
-    version has; with ``or_equal`` the bound itself as well."""
+    """Condition that ``metric`` exceeds ``bound``.
+
+    The bound is a share, milliseconds, or a factor of the stable version's value if
+    ``is_relative``. With ``or_equal`` the bound itself counts too.
+    """
 
     metric: str
     bound: float
@@ -64,7 +69,7 @@ class Condition(NamedTuple):
     or_equal: bool
 
     def breach(self, candidate: Seen, stable: Seen) -> str | None:
-        """What is wrong, in words; None if nothing is, or nobody can say."""
+        """Return the breach in words; None if there is none, or too little is known."""
         value, bound = candidate.figures.get(self.metric), self.bound
         if value is None:
             return None
@@ -84,23 +89,28 @@ class Condition(NamedTuple):
 
 
 class AbortRule:
-    """Conditions of which one is enough. Immutable."""
+    """Rule of conditions, one of which is enough. Immutable."""
 
     def __init__(self, conditions: tuple[Condition, ...] = ()) -> None:
         self.conditions = conditions
 
     @classmethod
     def parse(cls, text: str) -> AbortRule:
-        """``METRIC>BOUND``, several joined by ``or``; ``>=`` as well. A bound is a share or in per
-        cent for ``error_rate``, a time with ``us``, ``ms`` or ``s`` for the others, or ``1.5x``: so
-        many times what the stable version has. Empty text is no condition. Raises
-        ParameterError("abort_if")."""
+        """Parse ``METRIC>BOUND`` or ``>=``, several joined by ``or``.
+
+        A bound is a share or a percentage for ``error_rate``, and a time with ``us``, ``ms`` or
+        ``s`` for the others. ``1.5x`` means a factor of the stable version's value. Empty text is
+        no condition.
+
+        Raises:
+            ParameterError: ("abort_if") the text is invalid.
+        """
         if not text.strip():
             return cls()
         return cls(tuple(map(_condition, re.split(r"\bor\b", text))))
 
     def breach(self, candidate: Seen, stable: Seen) -> str | None:
-        """The first condition that holds, in words."""
+        """Return the first condition that holds, in words; None if none does."""
         told = (one.breach(candidate, stable) for one in self.conditions)
         return next((one for one in told if one is not None), None)
 
@@ -116,7 +126,7 @@ def _condition(text: str) -> Condition:
     metric, unit = found["metric"], found["unit"]
     if metric not in _METRICS:
         raise ParameterError(
-            _FIELD, f"{_FIELD} has no metric {metric!r:.100}; there are {', '.join(_METRICS)}."
+            _FIELD, f"{_FIELD} has no metric {metric!r:.100}; use one of {', '.join(_METRICS)}."
         )
     bound, is_time = float(found["bound"]), metric != ERROR_RATE
     if unit != "x" and is_time is (unit not in _MS):

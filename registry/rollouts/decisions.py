@@ -1,4 +1,4 @@
-"""What becomes of a rollout: on, further, back, or done. Pure: no clock, no I/O."""
+"""Decisions on a rollout: continue, raise the share, abort or complete. Pure: no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from millrace.schemas.models.rollouts import (
 
 _NS_PER_S = 1e9
 _WHOLE = 100.0
-# A candidate whose requests wait for that long with no worker up has none any more.
+# A candidate has no workers any more if its requests wait this long with no worker up.
 STRANDED_S = 10.0
 BY_HAND = "by hand"
 
 
 class Situation(NamedTuple):
-    """How the versions stand. ``has_worker``: one of the candidate takes work; ``stranded_s`` is
-    for how long requests of it have waited with no worker up. Figures are since the share changed
-    last."""
+    """State of both versions.
+
+    ``has_worker``: a worker of the candidate takes work. ``stranded_s``: how long its requests have
+    waited with no worker up. Figures count since the last change of the share.
+    """
 
     has_worker: bool
     stranded_s: float
@@ -42,9 +44,13 @@ def begin(
     rollouts: Mapping[str, Rollout],
     now_ns: int,
 ) -> Rollout:
-    """The rollout that was asked for, of the catalogue's ``names`` and after the former
-    ``rollouts``. Raises ParameterError naming the field, ModelNotFoundError for a version that is
-    not there, RolloutConflictError for the one that has all traffic anyway."""
+    """Return the requested rollout, of the catalogue's ``names`` and after the former ``rollouts``.
+
+    Raises:
+        ParameterError: a field is invalid; names it.
+        ModelNotFoundError: there is no such version.
+        RolloutConflictError: the version has all traffic already.
+    """
     for field, low in (("canary_percent", 0), ("step_percent", 0), ("interval_s", 0)):
         value = getattr(asked, field)
         high = math.inf if field == "interval_s" else _WHOLE
@@ -80,10 +86,10 @@ def begin(
 
 
 def decide(rollout: Rollout, situation: Situation, now_ns: int) -> Rollout | None:
-    """The rollout as it is from now on; None: it stays as it is.
+    """Return the changed rollout; None if it stays as it is.
 
-    A breach counts once ``min_requests`` of the candidate have ended (at least one); a candidate
-    that answers nobody is given up as well.
+    A breach counts once ``min_requests`` of the candidate have ended (at least one). A candidate
+    whose requests find no worker is aborted as well.
     """
     if rollout.state is RolloutState.WAITING:
         return (
@@ -106,14 +112,16 @@ def decide(rollout: Rollout, situation: Situation, now_ns: int) -> Rollout | Non
 
 
 def aborted(rollout: Rollout, reason: str, now_ns: int) -> Rollout:
-    """All traffic is the stable version's again."""
+    """Return the rollout aborted: all traffic goes to the stable version again."""
     return replace(rollout, state=RolloutState.ABORTED, percent=0.0, reason=reason, ended_ns=now_ns)
 
 
 def returned(rollout: Rollout, names: Collection[str], now_ns: int) -> Rollout | None:
-    """The rollout turned back by hand: one that goes on is aborted, one that is completed moved to
-    what was stable before it, if that is among the catalogue's ``names`` still; None: there is
-    nothing to turn back to."""
+    """Return the rollout reverted by hand; None if there is nothing to revert to.
+
+    An open rollout is aborted. A completed one moves back to the former stable version, if that is
+    still among the catalogue's ``names``.
+    """
     if rollout.is_open:
         return aborted(rollout, BY_HAND, now_ns)
     if rollout.state is RolloutState.COMPLETED and rollout.former in names:

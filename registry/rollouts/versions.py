@@ -1,7 +1,7 @@
-"""Which version of a model answers a request. Pure: no clock, no I/O.
+"""Versions of a model, and the choice of the version for a request. Pure: no clock, no I/O.
 
-``name@version`` in a catalogue is a version of ``name``; an entry called ``name`` is the one that
-was there before there were others. ``name`` then stands for all of them.
+``name@version`` in a catalogue is a version of ``name``. An entry called ``name`` is the initial
+version. ``name`` then stands for all of them.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from millrace.schemas.models.rollouts import Rollout, RolloutState
 
 SEPARATOR = "@"
 STABLE, CANARY, INITIAL = "stable", "canary", "initial"
-# Names that stand for versions, so none is called so.
+# Names that stand for versions, so no version may have them.
 RESERVED = frozenset({STABLE, CANARY, INITIAL})
-# Why a request got its model.
+# Reason recorded with a request whose model was chosen by version.
 REASON = "version"
 _SHARE_BITS = 53
 
 
 def split(name: str) -> tuple[str, str]:
-    """A version's model and its own label, which is empty for a name without one."""
+    """Return a version's model and its label; the label is empty for a name without one."""
     model, separator, label = name.rpartition(SEPARATOR)
     return (model, label) if separator and model and label else (name, "")
 
 
 def check_label(name: str) -> None:
-    """Raises ConfigError for ``name@version`` with a version that stands for another one."""
+    """Raise ConfigError for ``name@version`` with a reserved version label."""
     label = split(name)[1]
     if label in RESERVED:
         raise ConfigError(
-            f"The version {label} of {name!r:.200} is reserved; choose another. Reserved are "
+            f"The version {label} of {name!r:.200} is reserved; choose another label. Reserved are "
             f"{', '.join(sorted(RESERVED))}."
         )
 
 
 class Versions:
-    """The versions among ``names`` of a catalogue. Immutable."""
+    """Versions among ``names`` of a catalogue. Immutable."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
         grouped: dict[str, list[str]] = {}
         for name in names:
             model, label = split(name)
-            # A hub id may have a revision that is called so; it is a model of its own.
+            # A hub id may have such a revision; it is a model of its own.
             grouped.setdefault(name if label in RESERVED else model, []).append(name)
         self._by_model = {
             model: tuple(sorted(own, key=lambda name: name != model))
@@ -53,37 +53,41 @@ class Versions:
         }
 
     def models(self) -> Collection[str]:
-        """The names that stand for several versions, or for one of another name."""
+        """Return the names that stand for several versions, or for one with another name."""
         return self._by_model.keys()
 
     def of(self, model: str) -> tuple[str, ...]:
-        """The versions of a model, the one that was there before others first; empty: it has
-        none."""
+        """Return the versions of a model, the initial version first; empty if it has none."""
         return self._by_model.get(model, ())
 
     def stands_for_several(self, name: str) -> bool:
-        """Whether ``name`` is to be resolved: a model's, or ``model@stable`` and the like."""
+        """Return whether ``name`` must be resolved: a model's name, or ``model@stable`` and the
+        like.
+        """
         model, label = split(name)
         return name in self._by_model or (label in RESERVED and model in self._by_model)
 
     def names_of(self, model: str) -> tuple[str, ...]:
-        """All names that are to be resolved to a version of a model."""
+        """Return all names that resolve to a version of a model."""
         return (model, *(f"{model}{SEPARATOR}{label}" for label in sorted(RESERVED)))
 
     def family(self, name: str) -> tuple[str, ...]:
-        """The model that ``name`` is a version of, or stands for, and all versions of it; else
-        ``name`` alone."""
+        """Return the model that ``name`` is a version of or stands for, followed by all its
+        versions; otherwise ``name`` alone.
+        """
         model = name if name in self._by_model else split(name)[0]
         return tuple(dict.fromkeys((model, *self.of(model)))) if self.of(model) else (name,)
 
     def model_of(self, name: str) -> str:
-        """The model whose versions a name of ``stands_for_several`` stands for."""
+        """Return the model of a name for which ``stands_for_several`` is true."""
         return name if name in self._by_model else split(name)[0]
 
     def stable(self, model: str, rollouts: Mapping[str, Rollout]) -> str:
-        """The version that answers unless a rollout takes a share: the first while there has been
-        no rollout. Where the one that should is not there any more, the one before it, then the
-        first."""
+        """Return the version that answers outside of a rollout's share.
+
+        Without a rollout so far it is the first version. If the stable version no longer exists, it
+        is the former one, and then the first.
+        """
         versions, rollout = self._by_model[model], rollouts.get(model)
         if rollout is None:
             return versions[0]
@@ -91,9 +95,11 @@ class Versions:
         return next((one for one in liked if one in versions), versions[0])
 
     def resolve(self, name: str, key: str, rollouts: Mapping[str, Rollout]) -> str | None:
-        """The version that answers a request for ``name``; None: there is none that it could stand
-        for. Requests with the same ``key``, such as those of a session, get the same one while
-        shares stay, and those who have the new version keep it while its share grows."""
+        """Return the version that answers a request for ``name``; None if no version fits.
+
+        Requests with the same ``key``, such as those of a session, get the same version while
+        shares stay. A key that gets the new version keeps it while its share grows.
+        """
         model, label = split(name)
         if name in self._by_model:
             model, label = name, ""
@@ -108,7 +114,7 @@ class Versions:
         return candidate if _place(model, key) < rollout.percent / 100 else stable
 
     def shares(self, model: str, rollouts: Mapping[str, Rollout]) -> dict[str, float]:
-        """Which part of the model's requests each version answers, in percent."""
+        """Return the share of the model's requests that each version answers, in percent."""
         shares = dict.fromkeys(self._by_model[model], 0.0)
         rollout = rollouts.get(model)
         candidate = _candidate(rollout, self._by_model[model])
@@ -126,6 +132,6 @@ def _candidate(rollout: Rollout | None, versions: Collection[str]) -> str | None
 
 
 def _place(model: str, key: str) -> float:
-    """Where in [0, 1) a key stands, evenly, for one model independently of the others."""
+    """Return a key's place in [0, 1), uniformly distributed and independent for each model."""
     digest = hashlib.blake2b(f"{model}\0{key}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> (64 - _SHARE_BITS)) / (1 << _SHARE_BITS)

@@ -1,1 +1,1 @@
-"""Which model answers a request that left the choice open. Pure."""
+"""Routing of requests that leave the choice of the model open. Pure."""

@@ -1,7 +1,7 @@
 """Words and signs by which a question is judged. Data only; ``registry.routing.router`` reads it.
 
-Words are matched whole and without regard to case, phrases anywhere in the text. Languages that
-put no spaces between words have phrases only.
+Words are matched whole and case-insensitively, phrases anywhere in the text. Languages without
+spaces between words have phrases only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Phrases(NamedTuple):
-    """``ascii`` are those that a text in ASCII may hold."""
+    """Phrases; ``ascii`` are the phrases for ASCII texts."""
 
     all: tuple[str, ...]
     ascii: tuple[str, ...]
@@ -26,7 +26,7 @@ def _phrases(text: str) -> Phrases:
     return Phrases(texts, tuple(phrase for phrase in texts if phrase.isascii()))
 
 
-# What has to be thought through.
+# Words for tasks that need reasoning.
 REASON_WORDS = _words(
     """
     prove proof derive analyze analyse evaluate design architect optimize optimise debug diagnose
@@ -48,7 +48,7 @@ REASON_PHRASES = _phrases(
     """
 )
 
-# What a small model does as well as a large one.
+# Words for tasks that a small model does as well as a large one.
 LIGHT_WORDS = _words(
     """
     translate translation classify categorize categorise label extract summarize summarise summary
@@ -74,11 +74,11 @@ CODE_WORDS = _words(
     """
 )
 CODE_MARKS = ("```", "Traceback (most recent", "Exception in thread")
-# What a line of code begins with. One literal in front makes the search fast.
+# Beginnings of lines of code. One literal in front makes the search fast.
 CODE_LINE = re.compile(
     r"\n(?:(?:def|class|import|function|fn|func|SELECT|CREATE) |#include|<\?|#!)"
 )
-# Prose has few of these, code and data many.
+# Symbols that are rare in prose and frequent in code and data.
 CODE_SYMBOLS = "{}();=<>_"
 
 MATHS_WORDS = _words(

@@ -1,8 +1,8 @@
-"""Which of two models answers a request whose caller left the choice. Pure: no clock, no I/O.
+"""Router between a small and a large model for requests that name a route. Pure: no clock, no I/O.
 
-A route is a name that callers may ask for in place of a model's, most often ``auto``. What a
-request asks decides (``registry.routing.router``), then whether the model can answer it at all, and
-soon enough.
+A route is a name that callers may request instead of a model's, most often ``auto``. The question
+decides first (``registry.routing.router``), then whether the model can answer it at all, and soon
+enough.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MATHS_SIGN = re.compile("[∑∏∫√∂∀∃≤≥≠≈∞∈⊂→⇒]")
 
 
 class Cue(StrEnum):
-    """What speaks for a large model or a small one."""
+    """Cue for a large model or a small one."""
 
     REASON = "reason"
     CODE = "code"
@@ -77,11 +77,11 @@ TIER_WEIGHTS = {Tier.ENTERPRISE: 0.1, Tier.PRO: 0.05, Tier.FREE: 0.0, Tier.BATCH
 
 
 class RoutingQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks, as far as the choice of a model looks at it.
+    """Question of a request, as the choice of a model sees it.
 
-    ``text`` is the beginning and the end of what is asked now, ``task`` where a task is likely to
-    be named, ``earlier`` what was asked before; all are short. ``num_prompt_tokens`` is an
-    estimate, as nothing was tokenised yet.
+    ``text`` is the beginning and the end of the current question. ``task`` is the part that likely
+    names a task. ``earlier`` are earlier questions. All are short. ``num_prompt_tokens`` is an
+    estimate, as nothing is tokenized yet.
     """
 
     text: str
@@ -96,7 +96,7 @@ class RoutingQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComplexityScore(msgspec.Struct, frozen=True, kw_only=True):
-    """``value`` in [0, 1], and the cues that made it, those for a large model and those against."""
+    """Score with a ``value`` in [0, 1], and the cues for and against a large model."""
 
     value: float
     up: tuple[Cue, ...] = ()
@@ -111,9 +111,11 @@ def question_of(
     *,
     has_tools: bool,
 ) -> RoutingQuestion:
-    """The question of a prompt, or of a conversation, in which the user's last message counts
-    most, and cues of earlier ones go on counting: a conversation does not change its model with
-    every turn."""
+    """Return the question of a prompt or a conversation.
+
+    The user's last message counts most. Cues of earlier messages still count, so that a
+    conversation does not change its model with every turn.
+    """
     grammar = sampling.grammar
     has_schema = grammar is not None and grammar.kind in (
         GrammarKind.JSON_SCHEMA,
@@ -145,7 +147,7 @@ def question_of(
 
 
 def score(question: RoutingQuestion) -> ComplexityScore:
-    """The same question has the same score, always."""
+    """Return the score of a question; it is deterministic."""
     found = [cue for cue, there in _cues(question) if there]
     value = _BASE + TIER_WEIGHTS[question.tier] + sum(WEIGHTS[cue] for cue in found)
     up = [cue for cue in found if WEIGHTS[cue] > 0]
@@ -159,7 +161,9 @@ def score(question: RoutingQuestion) -> ComplexityScore:
 
 
 def estimated_tokens(text: str) -> int:
-    """How many tokens a text has, about: four characters of English, three bytes of others."""
+    """Estimate the tokens of a text: four characters each in ASCII text, three bytes each in other
+    text.
+    """
     if text.isascii():
         return len(text) // _CHARACTERS_PER_TOKEN
     sample = text[: 4 * _HEAD_CHARACTERS]
@@ -185,7 +189,7 @@ def _cues(question: RoutingQuestion) -> Iterable[tuple[Cue, bool]]:
 
 
 def _words_of(text: str) -> set[str]:
-    # Translating is several times as fast, and of no use beyond ASCII.
+    # Translating is several times as fast, but works only for ASCII.
     return set(text.translate(_SPACES).split() if text.isascii() else _WORD.findall(text))
 
 
@@ -194,7 +198,7 @@ def _has(text: str, words: set[str], known: frozenset[str], phrases: cues.Phrase
 
 
 def _of(text: str, phrases: cues.Phrases) -> Sequence[str]:
-    """Those that a text may hold."""
+    """Return the phrases that the text can contain."""
     return phrases.ascii if text.isascii() else phrases.all
 
 
@@ -221,19 +225,22 @@ def _is_maths(question: RoutingQuestion, task: str, words: set[str]) -> bool:
 
 
 def _ends(text: str, head: int, tail: int) -> str:
-    """The beginning and the end of a text, all of it if it is short."""
+    """Return the beginning and the end of a text; all of it if it is short."""
     return text if len(text) <= head + tail else f"{text[:head]}\n{text[-tail:]}"
 
 
 Size = Literal["small", "large"]
 
-# Of the estimate, how much longer a prompt may turn out to be in tokens.
+# Factor by which a prompt may exceed its estimate in tokens.
 _ESTIMATE_MARGIN = 2
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Two models of the catalogue. A request with at least ``threshold`` of a score in [0, 1] goes
-    to ``large``; ``tiers`` have a threshold of their own, or one of the two whatever is asked."""
+    """Route between two models of the catalogue.
+
+    A request with a score of at least ``threshold`` (0 to 1) goes to ``large``. An entry in
+    ``tiers`` is the tier's own threshold, or one of the models for all its requests.
+    """
 
     small: str
     large: str
@@ -254,11 +261,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ModelState(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model stands for the tier of a request.
+    """State of a model for the tier of a request.
 
-    ``allows_tier``: the catalogue lets the tier use it. ``num_workers`` are those that take new
-    work. ``ttft_ms`` is when the first token is predicted (None: nobody can say); ``is_full``: its
-    queue refuses more. ``context_window_tokens`` None: not known yet.
+    ``allows_tier``: the catalogue allows the tier to use it. ``num_workers`` are the workers that
+    take new work. ``ttft_ms`` is the predicted time to the first token (None: unknown).
+    ``is_full``: its queue refuses more requests. ``context_window_tokens`` None: not known yet.
     """
 
     allows_tier: bool = True
@@ -269,8 +276,11 @@ class ModelState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
-    """The model, and why: the cues that spoke for it, joined by ``+`` (``plain``: none did), or
-    ``pinned`` by the tier, or ``session``; behind a colon what was stronger than these."""
+    """Chosen model, and the reason.
+
+    The reason is the cues for it, joined by ``+`` (``plain``: none), ``pinned`` by the tier, or
+    ``session``. After a colon comes the constraint that overrode it.
+    """
 
     model: str
     reason: str
@@ -289,20 +299,20 @@ def choose(
     policy: TierPolicy,
     former: str = "",
 ) -> Chosen:
-    """The model of ``route`` that answers ``question``; never raises.
+    """Return the model of ``route`` that answers ``question``; never raises.
 
-    What is asked decides first. A conversation that ``former`` answered stays with the large model
-    once it was there, as a turn of few words is no reason to fill another cache. Then a model that
-    the tier may not use, that the prompt may not fit, or that has no workers gives way to the
-    other one if that is better. At last, a tier that may be degraded does not wait for a large
-    model which is saturated by the tier's bound, if the small one is sooner.
+    The question decides first. A conversation stays with the large model if it was its ``former``
+    model: a short turn is no reason to fill another cache. Then a model gives way to the other one
+    if the tier may not use it, if the prompt may not fit it, or if it has no workers, and the other
+    one is better. Finally, a tier that may be degraded does not wait for a large model that is
+    saturated by the tier's bound, if the small one is sooner.
     """
     size, reason, value = _by_question(route, question, former)
     states: dict[Size, ModelState] = {"small": small, "large": large}
     for why, is_able in _NEEDS:
         able = [one for one in states if is_able(question, states[one])]
         if len(able) == 1:
-            # There is no choice, whatever would be better.
+            # Only one model is able to answer, so the preference does not count.
             reason = reason if able[0] == size else f"{reason}:{why}"
             return _chosen(route, able[0], reason, value)
     if size == "large" and policy.degrade and _is_late(large, small, policy):
@@ -311,8 +321,11 @@ def choose(
 
 
 class Router:
-    """The routes of a catalogue. ``tiers`` says who may use a model (all tiers, if it does not);
-    ``policies`` are the scheduler's. Immutable."""
+    """Routes of a catalogue, and the rules for choosing.
+
+    ``tiers`` are the tiers that may use each model (default: all). ``policies`` are the
+    scheduler's. Immutable.
+    """
 
     def __init__(
         self,
@@ -331,8 +344,9 @@ class Router:
         state_of: Callable[[str, Tier], ModelState],
         former: str = "",
     ) -> Chosen:
-        """``choose`` for the route ``name``, which must be one; ``state_of`` need not know who may
-        use a model."""
+        """Choose the model for the route ``name``, which must exist; ``state_of`` need not set
+        ``allows_tier``.
+        """
         route, tier = self.routes[name], question.tier
         small, large = (
             msgspec.structs.replace(
@@ -344,7 +358,7 @@ class Router:
 
 
 def routed(job: Job, chosen: Chosen) -> Job:
-    """The job with its model, and what was asked for beside it."""
+    """Return the job with its model, and with the requested name beside it."""
     return msgspec.structs.replace(
         job,
         model=chosen.model,
@@ -356,8 +370,9 @@ def routed(job: Job, chosen: Chosen) -> Job:
 def check_routable(
     name: str, prompts: Sequence[object], sampling: SamplingOptions, *, is_embedding: bool = False
 ) -> None:
-    """Raises ParameterError, naming the field, for what has a meaning with one model only: token
-    ids, as each tokenizer has its own, and embeddings."""
+    """Raise ParameterError, naming the field, for features that are specific to one model: token
+    ids, as each tokenizer has its own, and embeddings.
+    """
     if is_embedding:
         raise ParameterError(
             "model", f"{name} chooses a model for completions; name one for an embedding."
@@ -395,7 +410,7 @@ def _chosen(route: Route, size: Size, reason: str, value: float) -> Chosen:
 
 
 def _fits(question: RoutingQuestion, state: ModelState) -> bool:
-    """Whether the prompt surely fits; its length is an estimate."""
+    """Return whether the prompt certainly fits; its length is an estimate."""
     window = state.context_window_tokens
     if window is None:
         return True
@@ -404,7 +419,7 @@ def _fits(question: RoutingQuestion, state: ModelState) -> bool:
 
 
 def _is_late(large: ModelState, small: ModelState, policy: TierPolicy) -> bool:
-    """Whether the large model is over the bound and the small one is sooner."""
+    """Return whether the large model is over the bound and the small one is sooner."""
     if small.is_full or not small.num_workers:
         return False
     if large.is_full:
@@ -417,7 +432,7 @@ def _is_late(large: ModelState, small: ModelState, policy: TierPolicy) -> bool:
     )
 
 
-# What a model must have, the most important first.
+# Requirements on a model, most important first.
 _NEEDS: tuple[tuple[str, Callable[[RoutingQuestion, ModelState], bool]], ...] = (
     (TIER, lambda _question, state: state.allows_tier),
     (CONTEXT, _fits),

@@ -1,1 +1,1 @@
-"""Text to token ids and back, and the threads that long texts need."""
+"""Tokenizers, detokenizers, and the threads for long texts."""

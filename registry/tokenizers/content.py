@@ -1,4 +1,4 @@
-"""Tokenizes prompts so that no content becomes a control token."""
+"""Tokenizer of prompts that never turns content into a control token."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class _Found(NamedTuple):
 
 
 class ContentTokenizer:
-    """Tokenises texts in which only control tokens that the server wrote are control tokens.
+    """Tokenizer of texts in which only control tokens that the server wrote are control tokens.
 
-    A control token is an added token of the checkpoint's tokenizer, special or not, except plain
-    words, characters and blanks that only extend the vocabulary. Where the server wrote a control
-    token, ``spelled`` puts a secret name in place of its text, and ``encode`` knows the control
-    tokens by these names only: so the text around is tokenised as ever, and a control token that
-    content spells is text.
+    A control token is an added token of the checkpoint's tokenizer, special or not. Plain words,
+    characters and blanks that only extend the vocabulary are not control tokens. Where the server
+    wrote a control token, ``spelled`` replaces its text by a secret name. ``encode`` knows control
+    tokens by these names only. So the text around them is tokenized as usual, and a control token
+    that content spells is text.
     """
 
     def __init__(self, backend: Tokenizer, vocab_size: int) -> None:
-        """``vocab_size`` is one more than the highest id of ``backend``."""
+        """Create the tokenizer; ``vocab_size`` is one more than the highest id of ``backend``."""
         added = backend.get_added_tokens_decoder()
         control = {token_id: token for token_id, token in added.items() if not _is_text(token)}
         secret = secrets.token_hex(8)
@@ -47,7 +47,7 @@ class ContentTokenizer:
         self._names = names
         self._single_words = {i for i, token in control.items() if token.single_word}
         self._backend = _without_added_tokens(backend, control, names)
-        # All ids of ``backend`` are taken, so that the tokens that are added now get others.
+        # All ids of ``backend`` are taken, so the tokens added now get new ids.
         num_missing = vocab_size - self._backend.get_vocab_size(with_added_tokens=False)
         self._backend.add_tokens([f"{secret}{number:08x}" for number in range(num_missing)])
         self._first_id = vocab_size
@@ -65,8 +65,9 @@ class ContentTokenizer:
         self._found = lru_cache(_MAX_KNOWN_RUNS)(self._find)
 
     def spelled(self, text: str) -> str:
-        """``text`` with names in place of the control tokens that the server wrote, as a
-        ``TemplateText`` says; there are none in any other text."""
+        """Return ``text`` with names instead of the control tokens in its server-written spans.
+        Other text is returned unchanged.
+        """
         if not isinstance(text, TemplateText):
             return text
         pieces: list[str] = []
@@ -82,8 +83,9 @@ class ContentTokenizer:
         return "".join(pieces)
 
     def encode(self, spelled: str) -> list[int]:
-        """Token ids of a text, or of a piece of one, that came from ``spelled``. Raises what
-        ``ids_of`` does."""
+        """Return the token ids of a text from ``spelled``, or of a piece of one. Raises what
+        ``ids_of`` does.
+        """
         ids = ids_of(self._backend, spelled, add_special_tokens=False)
         true_ids, first = self._true_ids, self._first_id
         return [token_id if token_id < first else true_ids[token_id] for token_id in ids]
@@ -98,8 +100,9 @@ class ContentTokenizer:
 
 
 def _is_text(token: AddedToken) -> bool:
-    """Whether an added token is a word, a character or blanks, which no template could use to
-    structure a prompt."""
+    """Return whether an added token is a word, a character or blanks, which no template could use
+    to structure a prompt.
+    """
     content = token.content.replace(_SPACE_MARK, " ")
     return not token.special and (
         len(content) == 1 or all(unicodedata.category(one)[0] not in "PS" for one in content)
@@ -112,7 +115,9 @@ def _is_within_word(text: str, start: int, end: int) -> bool:
 
 
 def _finder(texts: dict[int, str]) -> tuple[Tokenizer, dict[int, int]]:
-    """A tokenizer of nothing but ``texts``, by their ids, and these ids by its own."""
+    """Return a tokenizer that finds only ``texts`` (by id), and the map from its ids to these
+    ids.
+    """
     finder = Tokenizer(models.WordLevel({_OTHER_TEXT: 0}, unk_token=_OTHER_TEXT))
     finder.add_tokens([AddedToken(text, normalized=False) for text in texts.values()])
     ids = finder.get_vocab()
@@ -122,8 +127,11 @@ def _finder(texts: dict[int, str]) -> tuple[Tokenizer, dict[int, int]]:
 def _without_added_tokens(
     backend: Tokenizer, control: dict[int, AddedToken], names: dict[int, str]
 ) -> Tokenizer:
-    """The tokenizer with nothing but its vocabulary, which it shares with ``backend`` unless the
-    model makes control tokens of a text by itself."""
+    """Return the tokenizer with only its vocabulary.
+
+    The vocabulary is shared with ``backend``, unless the model itself makes control tokens of a
+    text.
+    """
     model, splitter = backend.model, backend.pre_tokenizer
     made = {
         token.content: names[i]
@@ -144,7 +152,9 @@ def _without_added_tokens(
 
 
 def _renamed(model: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """A model whose vocabulary has ``names`` for some tokens, so that no text is made of them."""
+    """Return the model with ``names`` for some tokens of the vocabulary, so that no text becomes
+    them.
+    """
     model = copy.copy(model)
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):

@@ -1,4 +1,4 @@
-"""Text from tokens, one at a time."""
+"""Incremental detokenizer: text from tokens, one at a time."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from millrace.registry.tokenizers.token_bytes import TokenBytes
 
-# No prefix of a character is longer.
+# The longest prefix of an unfinished character.
 _LONGEST_PREFIX_BYTES = 3
 
 
 class HasTokenBytes(Protocol):
-    """What is needed of a tokenizer."""
+    """Tokenizer as the detokenizer needs it."""
 
     @property
     def table(self) -> TokenBytes: ...
@@ -24,16 +24,16 @@ class HasTokenBytes(Protocol):
 
 
 class IncrementalDetokenizer:
-    """The text of a sequence as its tokens come.
+    """Text of a sequence, token by token.
 
-    Whatever ``push`` and the final ``flush`` returned, joined, is exactly what the tokenizer
-    decodes from the whole sequence less what it decodes from the prompt. A character is returned
-    when its last byte is there, never in halves; bytes that no later byte can make a character
-    become U+FFFD as soon as that is certain. If the prompt ends within a character, that character
-    belongs to the new text. Special tokens and ids beyond the vocabulary add nothing.
+    The texts of all ``push`` calls and the final ``flush``, joined, are exactly the tokenizer's
+    text of the whole sequence minus that of the prompt. A character is returned when its last byte
+    arrives, never in halves. Bytes that can no longer become a character turn into U+FFFD as soon
+    as that is certain. If the prompt ends within a character, that character belongs to the new
+    text. Special tokens and ids beyond the vocabulary add nothing.
 
-    A push costs the same whatever came before: each token has bytes of its own, and only the
-    bytes of an unfinished character are kept.
+    A push has constant cost: each token has its own bytes, and only the bytes of an unfinished
+    character are kept.
     """
 
     __slots__ = ("_decoder", "_first_pieces", "_pieces", "_skipped", "_unfinished")
@@ -54,7 +54,7 @@ class IncrementalDetokenizer:
         self._read_prompt(prompt_token_ids)
 
     def push(self, token_id: int) -> str:
-        """The text that ``token_id`` makes certain; often it is empty or several characters."""
+        """Return the text that ``token_id`` makes certain; often empty or several characters."""
         if token_id in self._skipped or not 0 <= token_id < len(self._pieces):
             return ""
         piece = self._pieces[token_id]
@@ -71,16 +71,16 @@ class IncrementalDetokenizer:
 
     @property
     def is_within_character(self) -> bool:
-        """Whether the last token left a character unfinished."""
+        """True if the last token left a character unfinished."""
         return self._unfinished
 
     def flush(self) -> str:
-        """What is left after the last token: U+FFFD for a character that was never finished."""
+        """Return the remaining text after the last token: U+FFFD for an unfinished character."""
         self._unfinished = False
         return self._decoder.decode(b"", final=True)
 
     def _read_prompt(self, prompt_token_ids: Sequence[int]) -> None:
-        """Take over where the prompt stops: within a character, or before the first word."""
+        """Continue where the prompt stops: within a character, or before the first word."""
         tail: list[int] = []
         num_tail_bytes = 0
         for token_id in reversed(prompt_token_ids):

@@ -1,4 +1,4 @@
-"""Token ids of a text that comes bit by bit."""
+"""Incremental tokenizer: token ids of a text that arrives piece by piece."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from millrace.registry.tokenizers.tokenizer import Tokenizer
 from millrace.schemas.errors import MillraceError
 
-# Where a tokenizer's own rules are not known.
+# Used where a tokenizer's own rules are unknown.
 _WORD_END = re.compile(r"\S(?=\s)")
-# What comes next may join the last words: an apostrophe and letters, or blanks around a line's end.
+# Words that later text may still join: an apostrophe and letters, or blanks around a line's end.
 _NUM_OPEN_WORDS = 3
-# Nobody is to wait for the end of a longer word.
+# Limit on held text; a longer word is not waited for.
 MAX_HELD_CHARACTERS = 16
 
 
 class UnspelledTextError(MillraceError, code="text_not_spelled", http_status=502):
-    """The tokenizer has no tokens for a text."""
+    """Text for which the tokenizer has no tokens."""
 
     def __init__(self, text: str) -> None:
         super().__init__(
@@ -28,14 +28,13 @@ class UnspelledTextError(MillraceError, code="text_not_spelled", http_status=502
 
 
 class IncrementalTokenizer:
-    """The token ids of a text as it comes, behind ``token_ids``.
+    """Token ids of a text as it arrives, following ``token_ids``.
 
-    Whatever ``push`` and the final ``flush`` returned, joined, is decoded to exactly the text that
-    they were given, and no id that was returned changes by what comes later. Where the tokenizer's
-    rules are known, they are the ids of the whole text, unless it cannot be cut for more than
-    ``MAX_HELD_CHARACTERS`` (long words, and blanks in a row), or spells a token that was added to
-    the vocabulary. None of them is a special token or ends a sequence,
-    though the text may spell one.
+    The ids of all ``push`` calls and the final ``flush``, joined, decode to exactly the given text.
+    Later text never changes returned ids. If the tokenizer's rules are known, they are the ids of
+    the whole text. Exceptions are texts that cannot be cut for more than ``MAX_HELD_CHARACTERS``
+    (long words, and blanks in a row), and texts that spell a token added to the vocabulary. None of
+    the ids is a special token or ends a sequence, even if the text spells one.
     """
 
     def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int] = ()) -> None:
@@ -48,15 +47,16 @@ class IncrementalTokenizer:
         )
 
     def push(self, text: str) -> list[int]:
-        """The ids that ``text`` makes certain; often there are none. Raises UnspelledTextError for
-        a text that the tokenizer has no tokens for."""
+        """Return the ids that ``text`` makes certain, often none. Raises UnspelledTextError if the
+        tokenizer has no tokens for the text.
+        """
         self._held += text
         end = self._num_certain()
         certain, self._held = self._held[:end], self._held[end:]
         return self._encode(certain)
 
     def flush(self) -> list[int]:
-        """Those of the rest; nothing follows. Raises UnspelledTextError."""
+        """Return the ids of the rest; nothing follows. Raises UnspelledTextError."""
         rest, self._held = self._held, ""
         return self._encode(rest)
 
@@ -65,7 +65,7 @@ class IncrementalTokenizer:
         cut = self._tokenizer.rules.cut or _WORD_END
         end = max((found.end() for found in cut.finditer(held)), default=0)
         words = self._tokenizer.word_ends(held)[:-_NUM_OPEN_WORDS]
-        # Blanks at the end of a text are one word, those before a word are often two.
+        # Blanks at the end of a text are one word; blanks before a word are often two.
         ends = (word for word in reversed(words) if not held[word - 1].isspace())
         end = max(end, next(ends, 0))
         return end if len(held) - end <= MAX_HELD_CHARACTERS else len(held)
@@ -84,7 +84,7 @@ class IncrementalTokenizer:
         return ids
 
     def _is_decoded_to(self, ids: Sequence[int], spelled: bytes) -> bool:
-        """Whether they are tokens of a text, and of this one."""
+        """Return whether the ids are ordinary tokens that decode to this text."""
         tokenizer = self._tokenizer
         if not tokenizer.silent_token_ids.isdisjoint(ids):
             return False
@@ -94,10 +94,10 @@ class IncrementalTokenizer:
         return b"".join(pieces) == spelled
 
     def _spell(self, spelled: bytes) -> Iterator[int]:
-        """From the left, the longest token that fits each time."""
+        """Yield the longest fitting token each time, from the left."""
         ids, longest = self._tokenizer.ids_by_bytes, self._tokenizer.longest_token_bytes
         if self._is_first:
-            # This one is lost.
+            # Decoding removes this space.
             spelled = b" " + spelled
         at = 0
         while at < len(spelled):
@@ -111,7 +111,7 @@ class IncrementalTokenizer:
 
 
 def _candidates(text: str) -> Iterator[str]:
-    """What may be encoded in place of ``text``: many tokenizers put a space before each text."""
+    """Yield alternatives to encode for ``text``: many tokenizers put a space before each text."""
     yield text
     if text.startswith(" "):
         yield text[1:]

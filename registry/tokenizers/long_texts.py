@@ -1,4 +1,4 @@
-"""Token ids of long texts, made piece by piece within bounds of memory and length."""
+"""Token ids of long texts, computed piece by piece with bounded memory and length."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import tokenizers
 from millrace.registry.tokenizers.text_rules import TextRules
 from millrace.schemas.errors import ParameterError
 
-# So much text at a time bounds what the backend takes for it: some 130 bytes for each character.
+# Characters of a piece. They bound the backend's memory: about 130 bytes for each character.
 PIECE_CHARACTERS = 16_384
-# A text of so many characters is counted to its end, even if it is certain not to fit: its error
-# then has the exact number, by which clients shorten it.
+# A text of up to this length is counted to its end, even if it certainly does not fit. Its error
+# then has the exact number, which clients use to shorten it.
 COUNTED_CHARACTERS = 262_144
 
 
 class TextTooLongError(Exception):
-    """A text has more tokens than it may: ``num_tokens``, or more if not ``is_exact``."""
+    """Text with too many tokens: ``num_tokens``, or more if not ``is_exact``."""
 
     def __init__(self, num_tokens: int, *, is_exact: bool) -> None:
         super().__init__(f"{num_tokens} tokens")
@@ -28,10 +28,11 @@ class TextTooLongError(Exception):
 def ids_of(
     backend: tokenizers.Tokenizer, text: str | tuple[str, str], add_special_tokens: bool
 ) -> list[int]:
-    """What ``backend`` makes of a text or a pair of texts. Raises ParameterError("prompt") for what
-    is not valid Unicode."""
+    """Return the token ids of a text or a pair of texts. Raises ParameterError("prompt") for
+    invalid Unicode.
+    """
     try:
-        # Unlike ``encode`` it lets other threads run, and it does not work out offsets.
+        # Unlike ``encode`` it lets other threads run, and it computes no offsets.
         [encoding] = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     except (TypeError, UnicodeEncodeError) as error:
         raise ParameterError("prompt", "the prompt is not valid Unicode text") from error
@@ -40,8 +41,9 @@ def ids_of(
 
 
 def check_length(text: str, rules: TextRules, max_tokens: int | None) -> None:
-    """Raises TextTooLongError for a text that is certain to have more than ``max_tokens``, and is
-    too long to be counted."""
+    """Raise TextTooLongError for a text that certainly has more than ``max_tokens`` and is too long
+    to be counted.
+    """
     if max_tokens is None or len(text) <= COUNTED_CHARACTERS:
         return
     least_tokens = rules.least_tokens(text)
@@ -56,11 +58,17 @@ def ids_in_pieces(
     max_tokens: int | None,
     around: tuple[list[int], list[int]] = ([], []),
 ) -> list[int]:
-    """The ids that ``encode`` makes of a text, which it gets in pieces where ``rules`` allow that,
-    with ids before and behind them.
+    """Return the token ids of a text, encoded in pieces where ``rules`` allow cuts.
 
-    Raises TextTooLongError for more than ``max_tokens``; for a text of more than
-    ``COUNTED_CHARACTERS`` as soon as that is certain.
+    Args:
+        rules: the rules for cutting it.
+        encode: returns the ids of a piece.
+        max_tokens: the maximum number of tokens; None: no limit.
+        around: ids before and after the text.
+
+    Raises:
+        TextTooLongError: there are more than ``max_tokens``. For a text of more than
+            ``COUNTED_CHARACTERS`` it is raised as soon as that is certain.
     """
     before, after = around
     ids = list(before)

@@ -1,5 +1,4 @@
-"""From a sequence's token ids to the text that its reader gets, cut at the first stop string or
-behind the only tool call."""
+"""Output text of a sequence, cut at the first stop string or after the only tool call."""
 
 from __future__ import annotations
 
@@ -12,7 +11,9 @@ from millrace.schemas.sampling import SamplingOptions
 
 
 def silent_tokens(eos_token_ids: Iterable[int], sampling: SamplingOptions) -> frozenset[int]:
-    """The tokens that would end the completion, unless the options ask for them in its text."""
+    """Return the tokens that would end the completion, unless the options include them in its
+    text.
+    """
     if sampling.include_stop_str_in_output:
         return frozenset()
     if sampling.ignore_eos and not sampling.skip_special_tokens:
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
 
 
 class TextPiece(NamedTuple):
-    """The text that one token adds; ``stopped``: it completed a stop string or the only call that
-    the text may have, so nothing follows."""
+    """Text that one token adds; ``stopped``: it completed a stop string or the only allowed call,
+    so nothing follows.
+    """
 
     text: str
     stopped: bool
@@ -37,16 +39,16 @@ _STOPPED = TextPiece("", True)
 
 
 class TextStream:
-    """The text of one sequence, token by token.
+    """Text of one sequence, token by token.
 
-    Text that may be the beginning of a stop string is held back until the next tokens decide.
-    The stop string that is complete first ends the text (of two that end together, the longer
-    one) and is itself not part of it. With ``one_call`` the text ends behind its first tool call,
-    if no stop string ends it earlier. End-of-sequence and stop tokens add no text. With
-    ``include_stop_str_in_output`` both are in the text, and without ``skip_special_tokens`` special
-    tokens are. What a token adds depends on the tokens before it alone, never on how they were
-    grouped, so a stream that was primed with the first n tokens goes on exactly where another left
-    off.
+    Text that may be the beginning of a stop string is held back until the next tokens decide. The
+    stop string that is complete first ends the text (of two that end together, the longer one) and
+    is not part of it. With ``one_call`` the text ends after its first tool call, if no stop string
+    ends it earlier. End-of-sequence and stop tokens add no text. ``include_stop_str_in_output``
+    includes both in the text; without ``skip_special_tokens`` special tokens are included.
+
+    The text of a token depends only on the tokens before it, never on how they were grouped. So a
+    stream primed with the first n tokens continues exactly where another stopped.
     """
 
     __slots__ = (
@@ -80,7 +82,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token_id: int) -> TextPiece:
-        """The text that ``token_id`` makes certain."""
+        """Return the text that ``token_id`` makes certain."""
         if self.stopped:
             return _STOPPED
         if token_id in self._silent:
@@ -91,11 +93,11 @@ class TextStream:
         return self._sift(text) if self._stops and text else TextPiece(text, False)
 
     def prime(self, token_ids: Iterable[int]) -> list[str]:
-        """Take tokens that the reader already has; what each of them added to its text."""
+        """Add tokens that the reader already has, and return the text of each."""
         return [self.push(token_id).text for token_id in token_ids]
 
     def flush(self) -> str:
-        """The text that was held back; to be called once, after the last token."""
+        """Return the text that was held back; call it once, after the last token."""
         if self.stopped:
             return ""
         rest = self._detokenizer.flush()
@@ -114,7 +116,7 @@ class TextStream:
         return TextPiece(piece.text + self._held, True)
 
     def _sift(self, text: str) -> TextPiece:
-        """``text`` and what was held before it, up to a stop string or the beginning of one."""
+        """Return the held text and ``text``, up to a stop string or the beginning of one."""
         if not self._held and self._beginnings.isdisjoint(text):
             return TextPiece(text, False)
         text = self._held + text
@@ -133,7 +135,7 @@ class TextStream:
         return TextPiece(text[:certain], False)
 
     def _num_held(self, text: str) -> int:
-        """The length of the longest end of ``text`` that begins a stop string."""
+        """Return the length of the longest end of ``text`` that begins a stop string."""
         for length in range(min(self._longest_stop - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length

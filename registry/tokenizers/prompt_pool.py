@@ -1,4 +1,4 @@
-"""Threads for what long texts cost, so that no event loop waits for one."""
+"""Threads for work on long texts, so that the event loop never waits for it."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from millrace.schemas.jobs import Job
 
 _T = TypeVar("_T")
 
-# More text than this takes long enough to leave the event loop.
+# Longer texts take long enough to leave the event loop.
 MAX_INLINE_CHARACTERS = 4_096
 
 _MIN_THREADS = 2
 _MAX_THREADS = 8
 _MAX_WAITING_CHARACTERS = 32 * 1024 * 1024
-# What so much text leaves behind in the allocator is given back once nothing more has come.
+# The allocator's memory for this much text is released once no more text has arrived for a while.
 _TRIM_CHARACTERS = 1024 * 1024
 _TRIM_AFTER_S = 1.0
-# A message takes a template as long as so much text takes a tokenizer.
+# A message takes the template as long as this much text takes the tokenizer.
 _MESSAGE_CHARACTERS = 8
 
 
 class TooManyLongPromptsError(
     MillraceError, code="too_many_long_prompts", retryable=True, http_status=429
 ):
-    """Long prompts of the tenant wait already."""
+    """Refusal of a long prompt: too many of the tenant's long prompts are waiting."""
 
     def __init__(self, num_waiting: int, limit: int) -> None:
         super().__init__(
-            f"{num_waiting} characters of your prompts wait to be read, and {limit} may. Try again "
-            "when some of them are answered."
+            f"{num_waiting} characters of your prompts are waiting to be read, and at most {limit} "
+            "may. Try again when some of them are answered."
         )
 
 
 class _Tenant:
-    """The work of one tenant: what runs and waits."""
+    """Work of one tenant, running and waiting."""
 
     def __init__(self, num_slots: int) -> None:
         self.slots = asyncio.Semaphore(num_slots)
@@ -49,12 +49,12 @@ class _Tenant:
 
 
 class PromptPool:
-    """Runs work on texts: short ones at once, long ones in ``num_threads`` threads of its own.
+    """Runner of work on texts: short ones at once, long ones in ``num_threads`` threads of its own.
 
-    A tenant has half of the threads at most, the next of its works begins when one has ended;
-    tenants take turns. Work that nobody waits for any more keeps its thread until it is done.
-    Memory that long texts took goes back to the system when none has come for a second.
-    Owns the threads; they end after ``close``, with what they do.
+    A tenant has half of the threads at most; its next work begins when one has ended. Tenants take
+    turns. Abandoned work keeps its thread until it is done. Memory of long texts is released to the
+    system when none has arrived for a second. Owns the threads; they end after ``close``, with
+    their work.
     """
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -70,11 +70,11 @@ class PromptPool:
 
     @property
     def num_works(self) -> int:
-        """How many long texts are worked on or wait."""
+        """Number of long texts that are running or waiting."""
         return sum(tenant.num_works for tenant in self._tenants.values())
 
     def check_room(self, tenant: str, num_characters: int) -> None:
-        """Raises TooManyLongPromptsError if so much of a tenant waits that more is not taken."""
+        """Raise TooManyLongPromptsError if too much of a tenant's text is waiting."""
         known = self._tenants.get(tenant)
         if known is None or num_characters <= MAX_INLINE_CHARACTERS:
             return
@@ -82,15 +82,15 @@ class PromptPool:
             raise TooManyLongPromptsError(known.num_characters, _MAX_WAITING_CHARACTERS)
 
     async def run(self, tenant: str, num_characters: int, work: Callable[[], _T]) -> _T:
-        """What ``work`` gives for so much text of a tenant, or raises."""
+        """Run ``work`` on a text of a tenant, and return its result or raise its error."""
         if num_characters <= MAX_INLINE_CHARACTERS:
             return work()
         known = self._tenants.setdefault(tenant, _Tenant(self._slots_per_tenant))
         known.num_works += 1
         known.num_characters += num_characters
         try:
-            # Decoding so long a text kept the event loop waiting: others have their turn before the
-            # thread competes with it for the interpreter.
+            # Decoding so long a text has blocked the event loop. Others get their turn before the
+            # thread competes with the loop for the interpreter.
             await asyncio.sleep(0)
             async with known.slots, self._slots:
                 return await self._in_thread(work)
@@ -118,8 +118,8 @@ class PromptPool:
                 running.exception()
             raise
         finally:
-            # Its error knows this frame, and by its callers' the whole text: no circle of these is
-            # to wait for the garbage collector.
+            # Its error refers to this frame and, through its callers, to the whole text. Without
+            # this cycle the memory does not wait for the garbage collector.
             del running
 
     def _trim_later(self, num_characters: int) -> None:
@@ -134,16 +134,16 @@ class PromptPool:
     def _trim(self) -> None:
         self._trim_timer = None
         if self.num_works:
-            return  # its end is the next occasion
+            return  # the end of the work trims again
         self._untrimmed = 0
         self._executor.submit(release_free_memory)
 
 
 def num_characters(job: Job) -> int:
-    """How much there is to read in a job that is to be prepared, schemas of tools included."""
+    """Return the amount of text to read when a job is prepared, tool schemas included."""
     messages = len(job.messages or ()) * _MESSAGE_CHARACTERS
     if messages > MAX_INLINE_CHARACTERS:
-        return messages  # it is long, and counting on would be, too
+        return messages  # it is long already, and counting on would take long
     messages += sum(len(message.content) for message in job.messages or ())
     tools = sum(len(tool.description) + len(repr(tool.parameters)) for tool in job.tools)
     texts = len(job.prompt or "") + len(job.text_pair or "") + len(job.prediction)
@@ -151,8 +151,10 @@ def num_characters(job: Job) -> int:
 
 
 def num_characters_with(chat_template: str | None, num_characters: int) -> int:
-    """As how much text a prompt counts that a request's own template makes, if it has one: what
-    callers wrote may take any time, and no event loop is to wait for it."""
+    """Return the amount of text that a prompt counts as, given a request's own template.
+
+    A caller's template may take any time, so it always runs in a thread.
+    """
     if chat_template is None:
         return num_characters
     return max(num_characters, MAX_INLINE_CHARACTERS + 1)

@@ -1,7 +1,7 @@
-"""What a tokenizer's own file says about texts that nobody has tokenised yet.
+"""Rules about untokenized texts that follow from a tokenizer's own file.
 
-Both rules are given only where they hold for every text; a tokenizer that does what is not known
-here has neither, and its texts are tokenised whole.
+Both rules are given only if they hold for every text. A tokenizer with unknown features has
+neither, and its texts are tokenized whole.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
-# What ByteLevel with its own pattern does.
+# The pattern of ByteLevel.
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA_3 = _CONTRACTIONS + "|" + _LETTERS + r"\p{N}{1,3}" + _TAIL
 QWEN_2 = _CONTRACTIONS + "|" + _LETTERS + r"\p{N}" + _TAIL
-# Canonical composition makes three bytes of UTF-8 into one at most.
+# Canonical composition turns at most three bytes of UTF-8 into one.
 _COMPOSED_BYTES = 3
 _NUM_BYTES = 256
-# They look behind at nothing, and match nothing in which a letter is followed by a space or by
+# These patterns have no look-behind, and no match in which a letter is followed by a space or by
 # punctuation.
 _LETTERS_STAND_ALONE = (GPT_2, LLAMA_3, QWEN_2)
 _CUT = re.compile(
@@ -31,22 +31,26 @@ _CUT = re.compile(
 
 
 class TextRules(NamedTuple):
-    """``longest_token_bytes``: no token stands for more bytes of a text's UTF-8. ``cut`` finds
-    characters behind which a text may be cut: the tokens of both sides are the tokens of the whole.
+    """Rules for cutting and counting texts.
+
+    ``longest_token_bytes``: no token stands for more bytes of a text's UTF-8. ``cut`` finds
+    characters after which a text may be cut: the tokens of both sides are the tokens of the whole.
     """
 
     longest_token_bytes: int | None = None
     cut: re.Pattern[str] | None = None
 
     def least_tokens(self, text: str) -> int:
-        """A text has at least so many tokens; 0 if nothing is known."""
+        """Return a lower bound of the tokens of a text; 0 if unknown."""
         if self.longest_token_bytes is None:
             return 0
         num_bytes = len(text.encode("utf-8", "surrogatepass"))
         return -(-num_bytes // self.longest_token_bytes)
 
     def pieces(self, text: str, num_characters: int) -> Iterator[str]:
-        """The text in pieces of about ``num_characters``, or longer where it cannot be cut."""
+        """Yield the text in pieces of about ``num_characters``, or longer where it cannot be
+        cut.
+        """
         start = 0
         while start < len(text):
             found = self.cut.search(text, start + num_characters) if self.cut is not None else None
@@ -58,8 +62,13 @@ class TextRules(NamedTuple):
 def text_rules(
     spec: dict[str, Any], tokens: Sequence[str | None], pieces: Sequence[bytes]
 ) -> TextRules:
-    """The rules for a tokenizer.json; ``tokens`` as they are spelled there, and ``pieces`` what
-    each stands for, by id."""
+    """Return the rules for a tokenizer.json.
+
+    Args:
+        spec: the content of tokenizer.json.
+        tokens: the tokens' spellings there, by id.
+        pieces: the bytes that each token stands for, by id.
+    """
     normalizers = _flatten(spec.get("normalizer"), "normalizers")
     splitters = _flatten(spec.get("pre_tokenizer"), "pretokenizers")
     added = spec.get("added_tokens") or []
@@ -72,7 +81,7 @@ def text_rules(
         return TextRules()
     longest = max(map(len, pieces))
     if not _is_byte_level(splitters):
-        # A text may have the mark itself, which is longer than the space that it stands for.
+        # A text may contain the mark itself, which is longer than the space that it stands for.
         longest = max(longest, *(len((token or "").encode()) for token in tokens))
     if any(step["type"] == "NFC" for step in normalizers):
         longest *= _COMPOSED_BYTES
@@ -119,7 +128,7 @@ def _is_byte_level(splitters: Sequence[dict[str, Any]]) -> bool:
 def _knows_every_byte(
     model: dict[str, Any], splitters: Sequence[dict[str, Any]], pieces: Sequence[bytes]
 ) -> bool:
-    """Whether there is nothing in a text that one unknown token, or none, may stand for."""
+    """Return whether no part of a text can become one unknown token, or no token."""
     is_complete = model.get("byte_fallback") or _is_byte_level(splitters)
     return bool(
         model["type"] == "BPE"
@@ -132,8 +141,9 @@ def _knows_every_byte(
 
 
 def _ends_words_at_letters(splitters: Sequence[dict[str, Any]]) -> bool:
-    """Whether what follows a letter begins a new word unless it is a letter, whatever comes then,
-    and nothing is joined across words."""
+    """Return whether a letter always ends a word unless another letter follows, and no token
+    crosses words.
+    """
     match splitters:
         case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
             return True

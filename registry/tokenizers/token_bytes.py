@@ -1,4 +1,4 @@
-"""What bytes each token stands for, worked out from the decoder that tokenizer.json declares."""
+"""Bytes of each token, computed from the decoder that tokenizer.json declares."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 REPLACEMENT = "\ufffd"
-# Byte-fallback vocabularies hold one token per byte, and their decoder gives one U+FFFD for each
-# byte that is no text; byte-level ones give one for each broken character.
+# Error handler for byte-fallback vocabularies: their decoder gives one U+FFFD for each invalid
+# byte. Byte-level decoders give one for each broken character.
 EACH_BYTE = "millrace-each-byte"
 SUPPORTED_DECODERS = "ByteLevel, ByteFallback with Replace, Fuse and Strip, and Metaspace"
 _METASPACE = "\u2581"
@@ -25,14 +25,15 @@ codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
 class UnsupportedDecoderError(ValueError):
-    """The decoder does more than turn each token into bytes of its own."""
+    """Decoder that does more than turn each token into bytes of its own."""
 
 
 class TokenBytes(msgspec.Struct, frozen=True):
-    """The text of ids is their ``pieces`` joined, decoded as UTF-8 with ``errors``.
+    """Table of the tokens' bytes. The text of ids is their joined ``pieces``, decoded as UTF-8 with
+    ``errors``.
 
-    ``pieces[id]`` is text where the token is whole characters, else its bytes; special tokens have
-    theirs too. The first piece of a text is taken from ``first_pieces`` instead, if given:
+    ``pieces[id]`` is text if the token is whole characters, else its bytes; special tokens have
+    theirs too. The first piece of a text comes from ``first_pieces`` instead, if given:
     sentencepiece-like vocabularies begin a word with a space, which a text's first word drops.
     """
 
@@ -41,7 +42,9 @@ class TokenBytes(msgspec.Struct, frozen=True):
     first_pieces: tuple[str | bytes, ...] | None = None
 
     def decode(self, token_ids: Iterable[int], skipped: frozenset[int]) -> str:
-        """The text of a whole sequence; ids in ``skipped`` or beyond the vocabulary add nothing."""
+        """Return the text of a whole sequence; ids in ``skipped`` or beyond the vocabulary add
+        nothing.
+        """
         size = len(self.pieces)
         kept = [i for i in token_ids if 0 <= i < size and i not in skipped and self.pieces[i]]
         pieces = [self.pieces[i] for i in kept]
@@ -50,18 +53,22 @@ class TokenBytes(msgspec.Struct, frozen=True):
         return b"".join(map(_as_bytes, pieces)).decode("utf-8", self.errors)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token within a text; none for an id beyond the vocabulary."""
+        """Return the bytes of one token within a text; empty for an id beyond the vocabulary."""
         return _as_bytes(self.pieces[token_id]) if 0 <= token_id < len(self.pieces) else b""
 
     def first_bytes_of(self, token_id: int) -> bytes:
-        """The bytes of one token at the beginning of a text."""
+        """Return the bytes of one token at the beginning of a text."""
         pieces = self.pieces if self.first_pieces is None else self.first_pieces
         return _as_bytes(pieces[token_id]) if 0 <= token_id < len(pieces) else b""
 
 
 def token_bytes(decoder: dict[str, Any] | None, tokens: Iterable[str | None]) -> TokenBytes:
-    """The table for ``tokens`` (by id, None where there is no such id) under ``decoder`` as
-    tokenizer.json spells it. Raises UnsupportedDecoderError."""
+    """Return the table for ``tokens`` (by id, None for a missing id) under tokenizer.json's
+    ``decoder``.
+
+    Raises:
+        UnsupportedDecoderError: the decoder is not supported.
+    """
     steps = _flatten(decoder)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -100,8 +107,11 @@ def _whole_or_bytes(data: bytes) -> str | bytes:
 
 
 def _byte_level() -> Callable[[str], bytes]:
-    """The inverse of GPT-2's printable alphabet: bytes that print stand for themselves, the others
-    follow from U+0100 on in order. A token with a character beyond it is an added token, as is."""
+    """Return the inverse of GPT-2's printable alphabet.
+
+    Bytes that print stand for themselves; the others follow from U+0100 on in order. A token with
+    any other character is an added token and is kept as it is.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     alphabet = {chr(byte): byte for byte in printable}
@@ -163,7 +173,7 @@ def _byte_fallback(steps: list[dict[str, Any]], tokens: Iterable[str | None]) ->
 
 
 def _byte_token(token: str) -> bytes | None:
-    """The byte of a token such as ``<0x0A>``."""
+    """Return the byte of a token such as ``<0x0A>``."""
     if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as the checkpoint's own tokenizer does it."""
+"""Tokenizer of a checkpoint: text to token ids and back."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from millrace.schemas.errors import CheckpointError, ParameterError
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolDefinition, ToolFormat
 
-# What the places of special tokens are found by: texts that differ, of a token or a few each.
+# Texts that locate special tokens: they differ, and have one token or a few each.
 _FIRST, _SECOND = "a", "b"
 
 
 class AroundPair(NamedTuple):
-    """The special tokens before, between and behind the texts of a pair."""
+    """Special tokens before, between and after the texts of a pair."""
 
     before: list[int]
     between: list[int]
@@ -56,8 +56,11 @@ class AroundPair(NamedTuple):
 def around_pair(
     encode_bare: Callable[[str], list[int]], encode_pair: Callable[[str, str], list[int]]
 ) -> AroundPair:
-    """By the token ids of texts and of a pair. Raises CheckpointError if what is special cannot be
-    told from the texts."""
+    """Find the special tokens from the ids of two texts and of the pair.
+
+    Raises:
+        CheckpointError: the special tokens cannot be separated from the texts.
+    """
     first, second = encode_bare(_FIRST), encode_bare(_SECOND)
     whole = encode_pair(_FIRST, _SECOND)
     found = [
@@ -67,7 +70,7 @@ def around_pair(
         if middle >= begin + len(first)
     ]
     if len(found) != 1:
-        raise CheckpointError("tokenizer.json: what it puts around two texts cannot be known.")
+        raise CheckpointError("tokenizer.json: the special tokens around a pair are ambiguous.")
     return found[0]
 
 
@@ -76,24 +79,26 @@ def _places_of(part: list[int], whole: list[int]) -> list[int]:
 
 
 def cut_pair(num_first: int, num_second: int, max_tokens: int) -> tuple[int, int]:
-    """How many tokens of each text stay of ``max_tokens`` in all: the longer one is cut until both
-    are alike, as transformers does it by default."""
+    """Return how many tokens of each text to keep, ``max_tokens`` in all.
+
+    The longer text is cut until both are equally long, as in transformers by default.
+    """
     num_short = min(num_first, num_second, max_tokens // 2)
     num_long = min(max(num_first, num_second), max_tokens - num_short)
     return (num_short, num_long) if num_first <= num_second else (num_long, num_short)
 
 
-# One text at a time gains nothing by the backend's own threads: it is to run in the caller's.
+# Encoding one text at a time does not use the backend's threads; it runs in the caller's.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer and chat template.
+    """Tokenizer and chat template of a checkpoint.
 
     ``vocab_size`` is one more than the highest token id. ``eos_token_ids`` end a generation: those
     of generation_config.json (config.json if there is none) and the tokenizer's own eos token.
-    ``reasoning_format`` is how the model marks its thoughts, None if it has none.
-    Safe to share between threads.
+    ``reasoning_format`` is the model's format of reasoning; None if it has none. Safe to share
+    between threads.
     """
 
     def __init__(
@@ -120,7 +125,8 @@ class Tokenizer:
             None if control_tokens_in_content else ContentTokenizer(backend, self.vocab_size)
         )
         added = backend.get_added_tokens_decoder()
-        # Without what marks calls and thoughts in the text nobody could tell these from content.
+        # Marks of calls and reasoning must stay in the text, or they could not be told from
+        # content.
         shown = set(SPECIAL_TAGS)
         if reasoning_format is not None:
             shown |= {reasoning_format.start, reasoning_format.end}
@@ -137,11 +143,15 @@ class Tokenizer:
         *,
         control_tokens_in_content: bool = False,
     ) -> Tokenizer:
-        """Read tokenizer.json and what belongs to it from a checkpoint folder. ``tool_format`` is
-        how the model writes tool calls, ``reasoning_format`` how it marks its thoughts; None: as
-        its chat template shows. ``control_tokens_in_content``: content may spell control tokens.
+        """Read tokenizer.json and its related files from a checkpoint folder.
 
-        Raises CheckpointError naming the file at fault.
+        Args:
+            tool_format: the model's format of tool calls; None: as its chat template shows.
+            reasoning_format: the model's format of reasoning; None: as its chat template shows.
+            control_tokens_in_content: content may spell control tokens.
+
+        Raises:
+            CheckpointError: a file is invalid; names it.
         """
         file = path / "tokenizer.json"
         backend = _read_backend(file)
@@ -168,8 +178,9 @@ class Tokenizer:
         )
 
     def with_chat_template(self, source: str) -> Self:
-        """The same with a template that came with a request. Raises ParameterError("chat_template")
-        for one that is none."""
+        """Return the tokenizer with the template of a request. Raises
+        ParameterError("chat_template") for an invalid one.
+        """
         tokenizer = copy.copy(self)
         special_texts = tuple(self._special_texts.items())
         tokenizer._chat_template = given_template(source, special_texts, self.tool_format)
@@ -177,19 +188,22 @@ class Tokenizer:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """How the model writes tool calls; None if it takes no messages, and so no tools."""
+        """Format of the model's tool calls; None if it takes no messages, and so no tools."""
         return None if self._chat_template is None else self._chat_template.tool_format
 
     def encode(
         self, text: str, add_special_tokens: bool = True, *, max_tokens: int | None = None
     ) -> list[int]:
-        """Token ids of ``text``, with the tokens that the model expects around a prompt if
-        ``add_special_tokens``. Special tokens spelled out in the text are recognised. Other threads
-        run meanwhile, and a long text costs no more memory than a short one and its ids, where the
-        tokenizer's rules allow it to be cut.
+        """Return the token ids of ``text``, with the model's tokens around a prompt if
+        ``add_special_tokens``.
 
-        Raises TextTooLongError for more than ``max_tokens``; as soon as that is certain, which
-        mostly is before any of it is tokenised.
+        Special tokens spelled out in the text are recognised. Other threads run meanwhile. If the
+        tokenizer's rules allow cuts, a long text needs no more memory than a short one plus its
+        ids.
+
+        Raises:
+            TextTooLongError: there are more than ``max_tokens``. It is raised as soon as that is
+                certain, mostly before any text is tokenized.
         """
         check_length(text, self.rules, max_tokens)
         around = self.special_around if add_special_tokens else ([], [])
@@ -202,9 +216,12 @@ class Tokenizer:
         return ids
 
     def encode_content(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Token ids of a text, with nothing around it. Control tokens spelled out in it are
-        recognised where the server wrote them, as a ``TemplateText`` says; everywhere if the
-        tokenizer was loaded with ``control_tokens_in_content``. Raises what ``encode`` does."""
+        """Return the token ids of a text, without tokens around it.
+
+        Control tokens spelled out in it are recognised only in the server-written spans of a
+        ``TemplateText``; everywhere if the tokenizer was loaded with ``control_tokens_in_content``.
+        Raises as ``encode`` does.
+        """
         if self._content is None:
             return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         check_length(text, self.rules, max_tokens)
@@ -214,12 +231,15 @@ class Tokenizer:
     def encode_pair(
         self, first: str, second: str, *, max_tokens: int, num_kept: int | None = None
     ) -> list[int]:
-        """Token ids of two contents that are read together, with what the model expects around and
-        between them. Of more than ``num_kept`` tokens, if that is given, the longer text is cut at
+        """Return the token ids of a pair of texts, with the model's tokens around and between them.
+
+        If the pair has more than ``num_kept`` tokens (None: no limit), the longer text is cut at
         its end first.
 
-        Raises TextTooLongError as ``encode`` does, ParameterError("truncate_prompt_tokens") if
-        ``num_kept`` leaves no text, and CheckpointError if it cannot be known what is special.
+        Raises:
+            TextTooLongError: as ``encode`` does.
+            ParameterError: ("truncate_prompt_tokens") ``num_kept`` leaves no text.
+            CheckpointError: the special tokens are ambiguous.
         """
         around = self._around_pair
         room = max_tokens if num_kept is None else None
@@ -231,8 +251,8 @@ class Tokenizer:
             if left < 1:
                 raise ParameterError(
                     "truncate_prompt_tokens",
-                    f"truncate_prompt_tokens must be more than {around.num_tokens}: so many "
-                    "tokens are around the two texts",
+                    f"truncate_prompt_tokens must be more than {around.num_tokens}, the number of "
+                    "special tokens around the two texts",
                 )
             num_first, num_second = cut_pair(len(first_ids), len(second_ids), left)
             first_ids, second_ids = first_ids[:num_first], second_ids[:num_second]
@@ -253,7 +273,7 @@ class Tokenizer:
 
     @cached_property
     def special_around(self) -> tuple[list[int], list[int]] | None:
-        """What is expected before and behind a prompt; None: it cannot be told apart from it."""
+        """Tokens before and after a prompt; None if they cannot be separated from it."""
         bare = self._encode("a", add_special_tokens=False)
         whole = self._encode("a", add_special_tokens=True)
         starts = [at for at in range(len(whole)) if whole[at : at + len(bare)] == bare]
@@ -271,12 +291,16 @@ class Tokenizer:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> list[int]:
-        """Token ids of a conversation in the model's template, up to where the answer begins,
-        without what begins it, or up to where the last message is to be continued; ``tools`` are
-        described to the model, and ``arguments`` are further variables of the template.
+        """Return the token ids of a conversation in the model's template.
 
-        Raises ParameterError("messages") if there is no template or it refuses the conversation,
-        what ``ChatTemplate.render`` does, and TextTooLongError as ``encode`` does.
+        The prompt ends where the answer begins, without the answer's beginning if
+        ``add_generation_prompt`` is false, or where the last message is to be continued. ``tools``
+        are described to the model; ``arguments`` are further variables of the template.
+
+        Raises:
+            ParameterError: ("messages") there is no template; otherwise as ``ChatTemplate.render``
+                does.
+            TextTooLongError: as ``encode`` does.
         """
         text = self.render_chat(
             messages,
@@ -296,7 +320,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         arguments: Mapping[str, Any] = NO_ARGUMENTS,
     ) -> TemplateText:
-        """The text that ``encode_chat`` encodes."""
+        """Return the text that ``encode_chat`` encodes."""
         if self._chat_template is None:
             raise ParameterError(
                 "messages",
@@ -312,31 +336,36 @@ class Tokenizer:
         )
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``; bytes that are no UTF-8 become U+FFFD, ids beyond the
-        vocabulary add nothing."""
+        """Return the text of ``token_ids``. Bytes that are not UTF-8 become U+FFFD; ids beyond the
+        vocabulary add nothing.
+        """
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         return self.table.decode(token_ids, skipped)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, special or not; they need not be whole characters."""
+        """Return one token's bytes, special or not; they need not be whole characters."""
         return self.table.bytes_of(token_id)
 
     def spelling(self, token_id: int) -> str:
-        """One token as tokenizer.json spells it, such as ``Ġmill``; nothing if there is none."""
+        """Return one token as tokenizer.json spells it, such as ``Ġmill``; empty if there is
+        none.
+        """
         return self._backend.id_to_token(token_id) or ""
 
     def first_token_bytes(self, token_id: int) -> bytes:
-        """Those that it has at the beginning of a text."""
+        """Return one token's bytes at the beginning of a text."""
         return self.table.first_bytes_of(token_id)
 
     @cached_property
     def silent_token_ids(self) -> frozenset[int]:
-        """Those that no text is made of: special tokens, and those that end a sequence."""
+        """Tokens that no text is made of: special tokens and tokens that end a sequence."""
         return self.special_token_ids.union(self.eos_token_ids)
 
     @cached_property
     def ids_by_bytes(self) -> dict[bytes, int]:
-        """A token that has these bytes within a text, of those that texts are made of."""
+        """Map from bytes within a text to a token that has them, for tokens that texts are made
+        of.
+        """
         made = (one for one in range(self.vocab_size) if one not in self.silent_token_ids)
         ids = {self.table.bytes_of(token_id): token_id for token_id in made}
         ids.pop(b"", None)
@@ -344,12 +373,13 @@ class Tokenizer:
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """Of ``ids_by_bytes``."""
+        """Length of the longest key of ``ids_by_bytes``."""
         return max(map(len, self.ids_by_bytes), default=0)
 
     def word_ends(self, text: str) -> list[int]:
-        """Where the pieces end into which ``text`` is split before tokens are made of each; none if
-        it is not split."""
+        """Return the ends of the words into which ``text`` is split before tokenization; empty if
+        it is not split.
+        """
         splitter = self._backend.pre_tokenizer
         return [] if splitter is None else [end for _, (_, end) in splitter.pre_tokenize_str(text)]
 
@@ -366,7 +396,9 @@ def _read_backend(file: Path) -> tokenizers.Tokenizer:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json, over the file that older checkpoints name their special tokens in."""
+    """Return tokenizer_config.json, merged over the file in which older checkpoints name special
+    tokens.
+    """
     files = (path / "special_tokens_map.json", path / "tokenizer_config.json")
     merged: dict[str, Any] = {}
     for file in files:
@@ -376,7 +408,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
-    """By id, as they are spelled; None where there is no such id."""
+    """Return the tokens' spellings by id; None for a missing id."""
     ids = backend.get_vocab(with_added_tokens=True).values()
     return [backend.id_to_token(i) for i in range(max(ids, default=-1) + 1)]
 
@@ -402,7 +434,7 @@ def _eos_token_ids(path: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
 
 
 def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
-    """``bos_token`` and the like, as templates use them."""
+    """Return ``bos_token`` and the other special tokens' texts, as templates use them."""
     texts = {
         name: _special_text(settings.get(name)) for name in settings if name.endswith("_token")
     }
@@ -410,7 +442,7 @@ def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _special_text(value: object) -> str | None:
-    """A special token is written as its text, or as an object that holds it."""
+    """Return the text of a special token, which is given as text or as an object with it."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None

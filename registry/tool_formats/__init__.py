@@ -1,4 +1,6 @@
-"""Tool calls as models write them: told to the model, forced by a grammar, read from its text."""
+"""Tool calls in the formats of models: described to the model, forced by a grammar, parsed from its
+text.
+"""
 
 from millrace.registry.tool_formats.conversation import new_call_id
 from millrace.registry.tool_formats.dropped import Dropped, DroppedKeyword

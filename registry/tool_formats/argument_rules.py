@@ -1,4 +1,4 @@
-"""Arguments that are written one by one, as rules of a grammar: JSON, or plain text up to a tag."""
+"""Grammar rules for arguments that are written one by one: JSON, or plain text up to a tag."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from millrace.registry.tool_formats.tags import (
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.tools import ToolDefinition
 
-# Told of a keyword, and why it is not followed.
+# Called with a keyword and the reason why it is not enforced.
 Note = Callable[[str, str], None]
 
 _ANY = r"(.|\n)"
@@ -55,7 +55,7 @@ _FORMATS = {
 }
 _PARTS = ("allOf", "anyOf", "oneOf")
 _ABOUT_EACH_CHARACTER = frozenset({"enum", "const", "minLength", "pattern", "format"})
-# Anchors and looks that a pattern has within it; those at its ends are understood.
+# Anchors and lookaround within a pattern; anchors at its ends are supported.
 _LOOKS = re.compile(r"\\[bBAZ]|\(\?[=!<]|(?<!\\)(?<!\[)[\^$]")
 
 
@@ -65,19 +65,19 @@ def text_pattern(
     closing_tag: str,
     note: Note,
 ) -> str:
-    """The texts that fit a schema, as a pattern that ends before ``closing_tag``. What a schema
-    admits besides texts is left out.
+    """Return a pattern of the texts that fit a schema, which ends before ``closing_tag``.
 
-    Keywords that cannot be followed are passed over, unless ``note`` raises: it is told of each,
-    and why.
+    Values of a schema other than texts are left out. ``note`` is called with each keyword that is
+    not supported, and why; unless it raises, the keyword is ignored.
     """
     patterns = [*_patterns(schema, Walk(root), note, 0), _without(closing_tag)]
     return " & ".join(patterns)
 
 
 def fits_without_quotes(schema: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Whether a text in quotes that fits a schema fits it without them, as it is read where it may
-    be null too."""
+    """Return whether quoted texts that fit a schema also fit it without quotes, as they are read
+    where null is allowed.
+    """
     walk = Walk(root)
 
     def fits(schema: Any, depth: int) -> bool:
@@ -91,7 +91,7 @@ def fits_without_quotes(schema: Mapping[str, Any], root: Mapping[str, Any]) -> b
 
 
 def _patterns(schema: Any, walk: Walk, note: Note, depth: int) -> Iterator[str]:
-    """All of which a text must match."""
+    """Yield patterns, all of which a text must match."""
     schema = resolved(schema, walk.root)
     if not walk.enters(schema, depth):
         yield f"/{_ANY}*/"
@@ -114,7 +114,7 @@ def _patterns(schema: Any, walk: Walk, note: Note, depth: int) -> Iterator[str]:
 
 
 def _texts_of(branches: list[Any], walk: Walk, depth: int) -> list[Any]:
-    """Those of some alternatives that admit texts."""
+    """Return the alternatives that admit texts."""
     kinds = [(one, kinds_on(walk, one, depth + 1)) for one in branches]
     return [one for one, told in kinds if told is None or told >= TEXT]
 
@@ -133,12 +133,12 @@ def _number(schema: Mapping[str, Any], key: str) -> int | None:
 
 def _format(name: str, note: Note) -> str:
     if name not in _FORMATS and name != "unknown":
-        note("format", f"{name!r:.80} is not known between tags; {', '.join(_FORMATS)} are")
+        note("format", f"{name!r:.80} is not supported between tags; use {', '.join(_FORMATS)}")
     return _FORMATS.get(name, "")
 
 
 def _searched(pattern: str, note: Note) -> str:
-    """The pattern of the texts in which a schema's pattern is found."""
+    """Return the pattern of the texts in which a schema's pattern is found."""
     inner = pattern.removeprefix("^")
     begins = inner != pattern
     ends = inner.endswith("$") and not inner.endswith("\\$")
@@ -151,7 +151,7 @@ def _searched(pattern: str, note: Note) -> str:
 
 
 def _has_open_choice(pattern: str) -> bool:
-    """Whether an anchor beside the pattern would belong to one of its alternatives only."""
+    """Return whether an anchor next to the pattern would belong to only one of its alternatives."""
     depth = 0
     for mark in re.findall(r"\\.|\[\^?\]?[^\]]*\]|[()|]", pattern):
         depth += (mark == "(") - (mark == ")")
@@ -171,9 +171,12 @@ _NULLABLE = TEXT | {"null"}
 
 
 class Tags(NamedTuple):
-    """Patterns, of which ``{}`` is a name, before a call's arguments and before each of them, with
-    ``gap`` between them and behind each argument, in the language of grammars. What ends an
-    argument, and all; texts end before ``closing``."""
+    """Tags around a call's arguments.
+
+    ``before`` and ``opening`` are patterns in which ``{}`` is a name: the tags before all arguments
+    and before each argument, with ``gap`` between them and after each argument. ``ending`` ends an
+    argument, ``after`` the call. Texts end before ``closing``.
+    """
 
     before: tuple[str, ...]
     opening: tuple[str, ...]
@@ -184,7 +187,7 @@ class Tags(NamedTuple):
 
 
 def literal(text: str) -> str:
-    """A text in the language of grammars."""
+    """Return a text as a literal of the grammar language."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -215,8 +218,12 @@ def rules_in_tags(
     settings: Mapping[str, Any],
     dropped: Dropped,
 ) -> Iterator[str]:
-    """The rule ``one_<number>`` of a call with arguments between tags, in the order of the schema.
-    Raises ParameterError for a parameter whose name or texts tags cannot hold."""
+    """Yield the rule ``one_<number>`` of a call with arguments between tags, in the order of the
+    schema.
+
+    Raises:
+        ParameterError: tags cannot hold a parameter's name or texts.
+    """
     calls = []
     for i, form in enumerate(_possible(tool, form) for form in flat_schemas(schema)):
         arguments = []
@@ -249,7 +256,7 @@ def _value_in_tags(
     settings: Mapping[str, Any],
     note: Callable[[str, str], None],
 ) -> Iterator[str]:
-    """The rule of a value and the tag that ends it."""
+    """Yield the rule of a value and the tag that ends it."""
     kinds = kinds_of(one, root)
     ending = literal(tags.ending)
     is_text = kinds == TEXT or (kinds == _NULLABLE and fits_without_quotes(one, root))
@@ -273,8 +280,11 @@ def _note_text(tool: ToolDefinition, path: str, dropped: Dropped, keyword: str, 
 def rules_in_python(
     tool: ToolDefinition, number: int, schema: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Iterator[str]:
-    """The rule ``one_<number>`` of a call with keyword arguments. Raises ParameterError for a
-    parameter whose name is none of a keyword."""
+    """Yield the rule ``one_<number>`` of a call with keyword arguments.
+
+    Raises:
+        ParameterError: a parameter's name is not valid as a keyword.
+    """
     forms = [_possible(tool, form) for form in flat_schemas(schema)]
     calls = []
     for i, form in enumerate(forms):
@@ -293,26 +303,31 @@ def rules_in_python(
 
 
 def _possible(tool: ToolDefinition, form: FlatSchema) -> FlatSchema:
-    """Without properties that nothing fits."""
+    """Return the form without properties that no value fits."""
     properties = {}
     for name, schema in form.properties.items():
         if schema is False and name in form.required:
-            raise ParameterError("tools", f"Nothing fits the parameter {name:.80} of {tool.name}.")
+            raise ParameterError(
+                "tools", f"No value fits the parameter {name:.80} of the tool {tool.name}."
+            )
         if schema is not False:
             properties[name] = schema if isinstance(schema, dict) else {}
     return form._replace(properties=properties)
 
 
 def _keywords(prefix: str, form: FlatSchema) -> str:
-    """All arguments of a call."""
+    """Return the expression for all arguments of a call."""
     if not form.properties:
         return ""
     return f"first_{prefix}_0" if form.required else f"(first_{prefix}_0)?"
 
 
 def _keyword_rules(prefix: str, form: FlatSchema) -> Iterator[str]:
-    """``first_<prefix>_<i>``: the arguments from the i-th on, of which one must be there;
-    ``more_<prefix>_<i>``: those that come behind another one."""
+    """Yield the rules for lists of arguments.
+
+    ``first_<prefix>_<i>``: the arguments from the i-th on, at least one of them.
+    ``more_<prefix>_<i>``: arguments that follow another one.
+    """
     names = list(form.properties)
     for i, name in enumerate(names):
         value = f"value_{prefix}_{i}"
@@ -329,7 +344,7 @@ def _keyword_rules(prefix: str, form: FlatSchema) -> Iterator[str]:
 
 
 def _python_constants(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Sequence[str]:
-    """Those that a value may be and that JSON writes in another way."""
+    """Return Python's constants that the value may be and that JSON spells differently."""
     whole = resolved(schema, root)
     if not isinstance(whole, dict) or not {"enum", "const"}.isdisjoint(whole):
         return ()

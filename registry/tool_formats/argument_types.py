@@ -1,4 +1,4 @@
-"""The arguments of a tool by its schema: their names, and what each of them may be."""
+"""Argument types of a tool, by its schema: names and admitted types."""
 
 from __future__ import annotations
 
@@ -12,40 +12,43 @@ from millrace.schemas.tools import ToolDefinition
 _DEFINITIONS = ("$defs", "definitions")
 _MAX_FORMS = 16
 _MAX_DEPTH = 8
-# Definitions that refer to one another have no end of ways through them.
+# Limit of visits: definitions that refer to one another have endless paths.
 _MAX_VISITS = 1_000
 
 
 class FlatSchema(NamedTuple):
-    """One form that the arguments may have: the schema of each, in order, and which must be there.
-    Each schema stands by itself, with the definitions that it needs."""
+    """Form of a call's arguments: the schema of each argument, in order, and the required ones.
+
+    Each schema is self-contained, with the definitions that it needs.
+    """
 
     properties: dict[str, Any]
     required: frozenset[str]
 
 
 class Walk:
-    """A way through a schema and what it refers to in ``root``, of bounded length."""
+    """Bounded traversal of a schema and its references in ``root``."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
         self._num_left = _MAX_VISITS
 
     def enters(self, schema: Any, depth: int) -> bool:
-        """Whether to look into a schema that is so deep; it cannot be looked into if it is none."""
+        """Return whether to visit a schema at this depth; false if it is not a schema."""
         self._num_left -= 1
         return isinstance(schema, dict) and depth <= _MAX_DEPTH and self._num_left >= 0
 
 
 def listed(schema: Mapping[str, Any], key: str) -> list[Any]:
-    """The value of a keyword that has a list; an empty one if it has none."""
+    """Return the value of a keyword that is a list; empty otherwise."""
     value = schema.get(key)
     return value if isinstance(value, list) else []
 
 
 def flat_schemas(schema: Mapping[str, Any]) -> list[FlatSchema]:
-    """The forms of an object: its properties with those of ``allOf`` and of one of ``anyOf`` or
-    ``oneOf``. Properties that a schema does not list are in none of them."""
+    """Return the forms of an object: its properties merged with those of ``allOf`` and of one of
+    ``anyOf`` or ``oneOf``. Unlisted properties are in none of them.
+    """
     return [
         FlatSchema(
             {name: _alone(one, schema) for name, one in _with_required(form).items()},
@@ -56,8 +59,9 @@ def flat_schemas(schema: Mapping[str, Any]) -> list[FlatSchema]:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a schema that is nothing but a reference into ``root`` refers to; else itself. A
-    reference to nothing admits everything."""
+    """Return the target of a schema that is only a reference into ``root``; otherwise the schema. A
+    dangling reference admits everything.
+    """
     for _ in range(_MAX_DEPTH):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
             break
@@ -82,7 +86,7 @@ def _forms(schema: Any, walk: Walk, depth: int) -> list[FlatSchema]:
 
 
 def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
-    """What else an object must match: one of each sequence."""
+    """Yield further constraints on an object; it must match one schema of each sequence."""
     if isinstance(schema.get("$ref"), str):
         yield [_referred(schema["$ref"], root)]
     for part in listed(schema, "allOf"):
@@ -100,7 +104,7 @@ def _both(one: FlatSchema, other: FlatSchema) -> FlatSchema:
 
 
 def _with_required(form: FlatSchema) -> dict[str, Any]:
-    """The properties, and those that must be there though nothing is said of them."""
+    """Return the properties, including required ones without a schema."""
     return form.properties | {name: {} for name in sorted(form.required - form.properties.keys())}
 
 
@@ -135,24 +139,27 @@ _KINDS: dict[type, str] = {
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any]) -> Kinds | None:
-    """The types of what a schema admits; None: it does not say."""
+    """Return the types of the values that a schema admits; None if it does not say."""
     return kinds_on(Walk(root), schema, 0)
 
 
 class ArgumentTypes:
-    """Of the tools that a model was told of. Arguments of others, and those that a schema does not
-    list, are what JSON makes of them, else text."""
+    """Argument types of the tools that a model knows.
+
+    Arguments of other tools, and arguments that a schema does not list, are read as JSON if
+    possible, otherwise as text.
+    """
 
     def __init__(self, tools: Sequence[ToolDefinition] = ()) -> None:
         self._tools = {tool.name: tool.parameters or {} for tool in tools}
         self._listed: dict[str, dict[str, list[Any]]] = {}
 
     def is_text(self, tool: str, name: str) -> bool:
-        """Whether the argument is text, whatever it looks like."""
+        """Return whether the argument is text in any case."""
         return self._kinds_of(tool, name) == TEXT
 
     def as_json(self, tool: str, name: str, text: str) -> str:
-        """The argument in JSON."""
+        """Return the argument as JSON."""
         kinds = self._kinds_of(tool, name)
         if kinds == TEXT:
             return json.dumps(text, ensure_ascii=False)
@@ -169,7 +176,7 @@ class ArgumentTypes:
         return None if not schemas else kinds_of({"anyOf": schemas}, root)
 
     def _of(self, tool: str) -> dict[str, list[Any]]:
-        """The schemas that each argument has in the forms that the arguments may have."""
+        """Return the schemas of each argument in all forms of a tool's arguments."""
         known = self._listed.get(tool)
         if known is None:
             known = self._listed[tool] = {}
@@ -183,7 +190,7 @@ def _fits(told: str, kinds: Kinds, text: str) -> bool:
     value = json.loads(told)
     kind = _KINDS[type(value)]
     if kind == "string":
-        # In quotes, beside other types, it is JSON.
+        # Quoted text beside other types is JSON.
         return "string" in kinds and text.lstrip().startswith('"')
     if kind == "integer":
         return not kinds.isdisjoint({"integer", "number"})
@@ -191,7 +198,7 @@ def _fits(told: str, kinds: Kinds, text: str) -> bool:
 
 
 def kinds_on(walk: Walk, schema: Any, depth: int) -> Kinds | None:
-    """As ``kinds_of``, within a walk that is under way."""
+    """Return the types as ``kinds_of`` does, within a running traversal."""
     schema = resolved(schema, walk.root)
     if not walk.enters(schema, depth):
         return None

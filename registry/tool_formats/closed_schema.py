@@ -1,4 +1,4 @@
-"""Schemas whose objects have the properties that they list, and no others."""
+"""Closed schemas: their objects have the listed properties and no others."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _CLOSES = "additionalProperties"
-# Where a schema says somewhere else what an object has, it is left open.
+# Keywords that define an object's properties elsewhere; such a schema stays open.
 _ELSEWHERE = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties", "propertyNames"})
-# What puts several schemas of one object together, each of which would refuse the others'
-# properties if it were closed.
+# Keywords that combine several schemas of one object. Closed, each would refuse the others'
+# properties.
 _TOGETHER = frozenset(
     {
         *("allOf", "if", "then", "else", "not", "dependentSchemas", "dependencies"),
@@ -23,16 +23,20 @@ _CHOICES = ("anyOf", "oneOf")  # of the same value
 
 
 def may_be_closed(schema: Mapping[str, Any]) -> bool:
-    """Whether a schema of an object leaves open if there are further properties, and speaks of none
-    anywhere but under ``properties``."""
+    """Return whether a schema of an object can be closed: it does not define other properties
+    outside ``properties``.
+    """
     return _CLOSES not in schema and _ELSEWHERE.isdisjoint(schema)
 
 
 def with_closed_parts(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, in which the objects within it that list properties have no others, unless they
-    say so or are a part of several schemas of one object. The schema's own object stays as it is.
+    """Return the schema with its inner objects closed.
 
-    Raises RecursionError for one that is nested too deeply.
+    An inner object that lists properties gets no others, unless it says so or is one of several
+    schemas of an object. The schema's own object stays as it is.
+
+    Raises:
+        RecursionError: the schema is nested too deeply.
     """
     if _puts_together(schema):
         return schema
@@ -40,7 +44,7 @@ def with_closed_parts(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _puts_together(node: Any) -> bool:
-    """Whether somewhere a schema may be one of several of an object."""
+    """Return whether several schemas of one object are combined anywhere."""
     if isinstance(node, list):
         return any(map(_puts_together, node))
     if not isinstance(node, dict):

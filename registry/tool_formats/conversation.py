@@ -1,4 +1,4 @@
-"""Tools, calls and results in a conversation, as chat templates take them or in plain text."""
+"""Tools, calls and results in a conversation, for chat templates or as plain text."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import Any
 import msgspec
 
 from millrace.registry.template_text import filled, joined, literal
-from millrace.registry.tool_formats.template_manners import CallManners
+from millrace.registry.tool_formats.call_style import CallStyle
 from millrace.registry.tool_formats.written import INSTRUCTIONS, arguments_of, calls_as_text
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolCall, ToolDefinition, ToolFormat
 
 _SHORT = re.compile(r"[A-Za-z0-9]{9}")
-# Templates of these models refuse all ids but of nine letters and digits.
+# Templates of these models accept only ids of nine letters and digits.
 WITH_SHORT_IDS = frozenset({ToolFormat.MISTRAL, ToolFormat.MISTRAL_V11})
 
 
 def new_call_id(tool_format: ToolFormat, seed: str) -> str:
-    """An id that is the same for the same ``seed``, and another for any other."""
+    """Return the id for ``seed``: the same for the same seed, different for another."""
     digest = hashlib.sha256(seed.encode()).hexdigest()
     return digest[:9] if tool_format in WITH_SHORT_IDS else f"call_{digest[:24]}"
 
 
 def short_id(call_id: str) -> str:
-    """The id if it is of nine letters and digits, else one made of it."""
+    """Return the id if it has nine letters and digits, else an id derived from it."""
     if _SHORT.fullmatch(call_id):
         return call_id
     return hashlib.sha256(call_id.encode()).hexdigest()[:9]
@@ -36,7 +36,7 @@ def short_id(call_id: str) -> str:
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
-DEFAULT_MANNERS = CallManners()
+DEFAULT_STYLE = CallStyle()
 
 _INTRODUCTION = (
     "You have tools. Each line between <tools> and </tools> describes one: its name, what it is "
@@ -48,18 +48,20 @@ _CONCLUSION = f"The results come between <tool_response> and </tool_response>. {
 
 
 def tool_as_dict(tool: ToolDefinition) -> dict[str, Any]:
-    """A tool in OpenAI's shape, which templates expect."""
+    """Return a tool in OpenAI's form, which templates expect."""
     parameters = _NO_PARAMETERS if tool.parameters is None else tool.parameters
     function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
 def messages_as_dicts(
-    messages: Sequence[ChatMessage], manners: CallManners = DEFAULT_MANNERS
+    messages: Sequence[ChatMessage], style: CallStyle = DEFAULT_STYLE
 ) -> list[dict[str, Any]]:
-    """A conversation in OpenAI's shape, but with the arguments of calls as objects if they are
-    JSON and ``manners`` do not say otherwise: most templates write them as JSON themselves. Results
-    have the name of the tool called."""
+    """Return a conversation in OpenAI's form.
+
+    Arguments of calls are objects if they are valid JSON, unless ``style`` says otherwise: most
+    templates write them as JSON themselves. Results have the name of the called tool.
+    """
     names: dict[str, str] = {}
     turns = []
     for message in messages:
@@ -69,15 +71,15 @@ def messages_as_dicts(
         if message.reasoning:
             turn["reasoning_content"] = turn["reasoning"] = message.reasoning
         if message.tool_calls:
-            if manners.apart and message.content:
+            if style.apart and message.content:
                 turns.append(turn)
                 turn = {"role": role, "content": ""}
-            if manners.without_content:
+            if style.without_content:
                 turn["content"] = turn["content"] or None
-            turn["tool_calls"] = [_call_as_dict(call, manners) for call in message.tool_calls]
+            turn["tool_calls"] = [_call_as_dict(call, style) for call in message.tool_calls]
             names |= {call.id: call.name for call in message.tool_calls}
         if message.tool_call_id is not None:
-            turn["tool_call_id"] = _id_for(message.tool_call_id, manners)
+            turn["tool_call_id"] = _id_for(message.tool_call_id, style)
             name = name or names.get(message.tool_call_id)
         if name is not None:
             turn["name"] = name
@@ -86,8 +88,9 @@ def messages_as_dicts(
 
 
 def one_call_a_turn(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The conversation with parallel calls told one after the other, each with its result, for
-    templates that take no more than one call in a turn."""
+    """Return the conversation with parallel calls in separate turns, each with its result, for
+    templates that accept one call per turn.
+    """
     told: list[ChatMessage] = []
     waiting: list[ChatMessage] = []
     for message in messages:
@@ -118,9 +121,12 @@ def _put_with_its_result(
 def in_plain_text(
     messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], tool_format: ToolFormat
 ) -> Iterator[list[ChatMessage]]:
-    """The conversation for a template that knows no tools, in the words of ``tool_format``: calls
-    as an assistant's text, results as a user's. First with the tools described in the system
-    message, then, for templates that take none, in the first turn of the user."""
+    """Yield the conversation for a template without tools, with calls in ``tool_format``.
+
+    Calls are an assistant's text, results a user's. The first form describes the tools in the
+    system message. The second, for templates without system messages, describes them in the first
+    user turn.
+    """
     turns = _turns_in_plain_text(messages, tool_format)
     yield from _with_description(turns, tools, tool_format, _CONCLUSION)
 
@@ -128,8 +134,9 @@ def in_plain_text(
 def with_tools_described(
     messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition], tool_format: ToolFormat
 ) -> Iterator[list[ChatMessage]]:
-    """The conversation for a template that tells calls and results but takes no tools, with these
-    described where ``in_plain_text`` does it."""
+    """Yield the conversation for a template that accepts calls and results but no tools; the tools
+    are described as in ``in_plain_text``.
+    """
     yield from _with_description(list(messages), tools, tool_format, _OTHERWISE)
 
 
@@ -165,8 +172,9 @@ def _description(tools: Sequence[ToolDefinition], tool_format: ToolFormat) -> st
 def _turns_in_plain_text(
     messages: Sequence[ChatMessage], tool_format: ToolFormat
 ) -> list[ChatMessage]:
-    """What comes of tools and user one after the other is one turn: many templates want turns to
-    alternate."""
+    """Return the turns. Consecutive results and user messages become one turn, since many templates
+    need alternating turns.
+    """
     turns: list[ChatMessage] = []
     were_results = False
     for message in messages:
@@ -191,11 +199,11 @@ def _with_text(message: ChatMessage, text: str) -> ChatMessage:
     return msgspec.structs.replace(message, content=text)
 
 
-def _call_as_dict(call: ToolCall, manners: CallManners) -> dict[str, Any]:
-    arguments = call.arguments if manners.arguments_as_text else arguments_of(call)
+def _call_as_dict(call: ToolCall, style: CallStyle) -> dict[str, Any]:
+    arguments = call.arguments if style.arguments_as_text else arguments_of(call)
     function = {"name": call.name, "arguments": arguments}
-    return {"id": _id_for(call.id, manners), "type": "function", "function": function}
+    return {"id": _id_for(call.id, style), "type": "function", "function": function}
 
 
-def _id_for(call_id: str, manners: CallManners) -> str:
-    return short_id(call_id) if manners.short_ids else call_id
+def _id_for(call_id: str, style: CallStyle) -> str:
+    return short_id(call_id) if style.short_ids else call_id

@@ -10,8 +10,10 @@ from millrace.schemas.tools import ToolDefinition
 
 
 class DroppedKeyword(NamedTuple):
-    """A keyword in the parameters of a tool that its calls need not satisfy. ``path`` is its place
-    in the parameters, empty for the root."""
+    """Keyword in the parameters of a tool that its calls need not satisfy.
+
+    ``path`` is its place in the parameters; empty for the root.
+    """
 
     tool: str
     path: str
@@ -22,13 +24,13 @@ class DroppedKeyword(NamedTuple):
 
 
 class Dropped:
-    """Collects the dropped keywords of tools that are not strict. A strict tool is refused."""
+    """Collector of dropped keywords of tools that are not strict. A strict tool is refused."""
 
     def __init__(self) -> None:
         self.keywords: list[DroppedKeyword] = []
 
     def add(self, tool: ToolDefinition, unkept: Unkept) -> None:
-        """Raises ParameterError for a strict tool."""
+        """Add a keyword. Raises ParameterError for a strict tool."""
         if tool.strict:
             raise refusal(tool, unkept)
         found = DroppedKeyword(tool.name, unkept.path, unkept.keyword)
@@ -37,7 +39,7 @@ class Dropped:
 
 
 def refusal(tool: ToolDefinition, unkept: Unkept) -> ParameterError:
-    """Names the tool, the place in its schema and the keyword."""
+    """Return the error that names the tool, the place in its schema and the keyword."""
     place = f"parameters.{unkept.path}" if unkept.path else "parameters"
     return ParameterError(
         "tools",

@@ -1,4 +1,4 @@
-"""Where the first tool call of a completion ends."""
+"""End of the first tool call of a completion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from millrace.schemas.sampling import SamplingOptions
 
 
 class FirstCall:
-    """Finds the end of the first call in the text of one completion. Thoughts hold no calls."""
+    """Finder of the end of the first call in the text of one completion. Reasoning contains no
+    calls.
+    """
 
     def __init__(self, sampling: SamplingOptions) -> None:
         assert sampling.one_call is not None
@@ -17,8 +19,12 @@ class FirstCall:
         self._parser = ToolCallParser(sampling.one_call, str)
 
     def num_characters(self, text: str) -> int | None:
-        """Read the next piece of the text. Returns how many of its characters belong to the text
-        up to the end of the first call; None if the call has not ended."""
+        """Read the next piece of the text.
+
+        Returns:
+            The number of its characters up to the end of the first call; None if the call has not
+                ended.
+        """
         answer = text
         if self._reasoning is not None:
             _, answer = self._reasoning.push(text)

@@ -1,7 +1,7 @@
-"""Tools whose input is a text instead of JSON.
+"""Freeform tools: their input is text instead of JSON.
 
-A model is told of such a tool as of a function with one argument, ``input``, and calls it in its
-own format. The client gets the text.
+The model knows such a tool as a function with one argument, ``input``, and calls it in its own
+format. The client gets the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARAMETERS: dict[str, Any] = {
     "required": [INPUT],
     "additionalProperties": False,
 }
-# Arguments in these formats are written one by one, so a schema has to list them.
+# Formats with arguments written one by one, which need schemas that list them.
 _ONE_BY_ONE = frozenset({ToolFormat.PYTHONIC, ToolFormat.QWEN3_CODER, ToolFormat.GLM45})
 _OPEN: dict[str, Any] = {"type": "object", "additionalProperties": True}
 
@@ -41,10 +41,10 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class InputReader:
-    """Extracts the input text from a call's arguments while they are being generated.
+    """Reader of the input text in a call's arguments while they are being generated.
 
-    Arguments that do not begin as ``{"input": "`` does are the text themselves. What has come out
-    depends on the arguments alone, not on how they were cut.
+    Arguments that do not begin with ``{"input": "`` are the text themselves. The result depends
+    only on the arguments, not on how they were cut.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class InputReader:
         self._is_over = False
 
     def feed(self, text: str) -> str:
-        """Add a piece of the arguments. Returns the next piece of the input text."""
+        """Add a piece of the arguments, and return the next piece of the input text."""
         if self._is_over:
             return ""
         if self._is_raw:
@@ -73,8 +73,7 @@ class InputReader:
         return self._unescaped(data)
 
     def _unescaped(self, data: str) -> str:
-        """The text of a JSON string that ``data`` goes on with; an escape that has not come whole
-        is held."""
+        """Return the unescaped continuation of a JSON string. An incomplete escape is held back."""
         told: list[str] = []
         at = 0
         self._held = ""
@@ -97,8 +96,9 @@ class InputReader:
 
 
 def _escaped(data: str, at: int) -> tuple[str, int]:
-    """The character of the escape at ``at``, and the escape's length; 0 if the escape is
-    incomplete. An invalid escape stands for itself."""
+    """Return the character of the escape at ``at``, and the escape's length; 0 if it is incomplete.
+    An invalid escape stands for itself.
+    """
     if at + 1 == len(data):
         return "", 0
     mark = data[at + 1]
@@ -123,12 +123,12 @@ def _escaped(data: str, at: int) -> tuple[str, int]:
 
 
 def input_of(arguments: str) -> str:
-    """The text that the arguments of a whole call hold."""
+    """Return the text in the arguments of a whole call."""
     return InputReader().feed(arguments)
 
 
 def arguments_of_input(text: str) -> str:
-    """The arguments of a call with that text."""
+    """Return the arguments of a call with that text."""
     return json.dumps({INPUT: text}, ensure_ascii=False)
 
 
@@ -139,9 +139,12 @@ def held_to_patterns(
     *,
     alone: bool,
 ) -> tuple[ToolDefinition, ...]:
-    """The tools as a grammar takes them: strict are those whose input matches a regular expression
-    in ``patterns``. If there is a grammar for these ``alone``, the arguments of the others are any
-    object where the format can write one."""
+    """Return the tools for a grammar.
+
+    A tool whose input must match a regular expression in ``patterns`` becomes strict. If the
+    grammar exists only for these (``alone``), the other tools accept any object as arguments, if
+    the format can write it.
+    """
     if not any(patterns.values()):
         return tuple(tools)
     alone = alone and not any(tool.strict for tool in tools)

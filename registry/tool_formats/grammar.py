@@ -1,4 +1,4 @@
-"""Grammars that have a model call tools, with arguments that fit their schemas."""
+"""Grammars for tool calls with arguments that fit their schemas."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from millrace.schemas.sampling import (
 )
 from millrace.schemas.tools import ToolChoice, ToolDefinition, ToolFormat, ToolMode
 
-# As Python's json writes, which is what models have seen.
+# The style of Python's json module, which models know.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ID = "/[a-zA-Z0-9]{9}/"
 
@@ -52,9 +52,13 @@ _ID = "/[a-zA-Z0-9]{9}/"
 def rules_of_call(
     tool_format: ToolFormat, tool: ToolDefinition, number: int, dropped: Dropped
 ) -> Iterator[str]:
-    """The rule ``one_<number>`` and those that it needs. ``dropped`` is told of keywords that the
-    rules do not keep. Raises ParameterError for parameters that are not those of an object, or that
-    the format cannot write."""
+    """Yield the rule ``one_<number>`` and the rules that it needs.
+
+    ``dropped`` collects the keywords that the rules do not enforce.
+
+    Raises:
+        ParameterError: the parameters are not an object, or the format cannot write them.
+    """
     schema = _kept_schema_of(tool, dropped)
     arguments = f"arguments_{number}"
     match tool_format:
@@ -97,13 +101,15 @@ def _quoted(text: str) -> str:
 
 
 def _opening_in_json(tool: ToolDefinition, key: str) -> str:
-    """In the pieces of JSON, so that it may begin as another answer in JSON does."""
+    """Return the opening in JSON pieces, so that it may share its beginning with another JSON
+    answer.
+    """
     pieces = ("{", '"name"', ": ", f'"{tool.name}"', ", ", f'"{key}"', ": ")
     return " ".join(map(literal, pieces))
 
 
 def _kept_schema_of(tool: ToolDefinition, dropped: Dropped) -> dict[str, Any]:
-    """The schema of a tool's arguments, as far as it can be kept."""
+    """Return the schema of a tool's arguments, as far as it can be enforced."""
     schema = dict(tool.parameters or {})
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
@@ -125,7 +131,7 @@ def _kept_schema_of(tool: ToolDefinition, dropped: Dropped) -> dict[str, Any]:
 
 
 def _settings(tool: ToolDefinition) -> dict[str, Any]:
-    """How the values are to be written."""
+    """Return the settings for the style of values."""
     return {SCHEMA_SETTINGS: STYLE | {"coerce_one_of": True, "lenient": not tool.strict}}
 
 
@@ -146,8 +152,9 @@ MAX_PARALLEL_CALLS = 16
 
 
 def without_annotations(tool: ToolDefinition) -> ToolDefinition:
-    """The tool without the annotations of its parameters. Descriptions make up most of many
-    schemas, and the length of a grammar is limited."""
+    """Return the tool without the annotations of its parameters. Descriptions make up most of many
+    schemas, and the length of a grammar is limited.
+    """
     parameters = None if tool.parameters is None else _bare(tool.parameters)
     return msgspec.structs.replace(tool, parameters=parameters)
 
@@ -169,10 +176,13 @@ def _bare(schema: Any) -> Any:
 
 
 class _Layout(NamedTuple):
-    """What stands around calls, in the language of grammars: ``before`` the first, as ``joint``
-    between two, and ``after`` the last. All follow one ``tag``, or ``each`` has its own with what
-    is around it; without one the whole completion is calls, and ``first`` is what no other begins
-    with."""
+    """Layout around calls, in the grammar language.
+
+    ``before`` precedes the first call, ``joint`` separates calls, and ``after`` follows the last
+    one. All calls follow one ``tag``; with ``each``, every call has its own tag and surroundings.
+    Without a tag the whole completion is calls, and ``first`` is the character with which no other
+    answer begins.
+    """
 
     before: str = ""
     joint: str = ""
@@ -214,18 +224,21 @@ def call_grammar(
     patterns: Mapping[str, str] = {},
     dropped: Dropped | None = None,
 ) -> Grammar | None:
-    """What the completion must match for ``choice``; None if it is free.
+    """Return the grammar that the completion must match for ``choice``; None if it is free.
 
-    REQUIRED and NAMED: one call, or several if ``parallel``, and nothing else. AUTO: calls, or a
-    completion that matches ``answer``; without one it is free unless a tool is ``strict`` or calls
-    are not ``parallel``: then it is content and calls that fit. NONE: ``answer``. Arguments have no
-    properties that their schema does not speak of. The input of a tool whose name is in
-    ``patterns`` is text that matches a regular expression there, any text if that is empty.
-    ``dropped`` is told of keywords of tools that are not strict which the grammar does not keep.
+    - REQUIRED and NAMED: one call, or several if ``parallel``, and nothing else.
+    - AUTO: calls, or a completion that matches ``answer``. Without ``answer`` the completion is
+      free, unless a tool is ``strict`` or calls are not ``parallel``; then it is content and calls
+      that fit.
+    - NONE: ``answer``.
 
-    Raises ParameterError for a choice of tools that there are not, parameters that are not those
-    of an object, an answer of another form than JSON besides calls, and schemas that are too large
-    together.
+    Arguments have no properties beyond those in their schema. The input of a tool in ``patterns``
+    is text that matches the regular expression; empty: any text. ``dropped`` collects the keywords
+    of tools that are not strict and that the grammar does not enforce.
+
+    Raises:
+        ParameterError: the chosen tool does not exist; parameters are not an object; an answer
+            beside calls is not JSON; or the schemas are too large together.
     """
     if choice.mode is ToolMode.NONE or (choice.mode is ToolMode.AUTO and not tools):
         return answer
@@ -246,7 +259,7 @@ def call_grammar(
     if not tools:
         raise ParameterError(
             "tool_choice",
-            f"tool_choice names {choice.name!r:.80}, which is none of the tools."
+            f"tool_choice names {choice.name!r:.80}, which is not one of the tools."
             if choice.mode is ToolMode.NAMED
             else f"tool_choice {choice.mode} needs tools to choose from.",
         )
@@ -254,8 +267,9 @@ def call_grammar(
 
 
 def _calls_only(layout: _Layout, parallel: bool, or_answer: str) -> str:
-    """What a completion is: calls, and instead of them an answer of another form, if there may be
-    one."""
+    """Return the rules of a completion that is calls, or an answer of another form if ``or_answer``
+    allows it.
+    """
     if layout.each:
         others = _others(f"{layout.joint} call", parallel)
         return (
@@ -267,8 +281,9 @@ def _calls_only(layout: _Layout, parallel: bool, or_answer: str) -> str:
 
 
 def _free(layout: _Layout, parallel: bool) -> str:
-    """Content and calls. The lexer takes ``tag`` as soon as it is there: no tag is ever a part of
-    TEXT."""
+    """Return the rules of a completion with content and calls. The lexer takes ``tag`` as soon as
+    it appears, so TEXT never contains a tag.
+    """
     if not layout.tag:
         return (
             f"start: (calls | TEXT)?\ncalls: {_list(layout, parallel)}\n"
@@ -288,25 +303,25 @@ def _others(another: str, parallel: bool) -> str:
 
 
 def _answer(answer: Grammar) -> str:
-    """The rule of an answer that is JSON."""
+    """Return the rule of a JSON answer."""
     if answer.kind is GrammarKind.JSON_OBJECT:
         schema: Any = {"type": "object"}
     elif answer.kind is GrammarKind.JSON_SCHEMA:
         try:
             schema = json.loads(answer.text)
         except (ValueError, RecursionError) as error:
-            raise ParameterError("response_format", f"The schema is no JSON: {error}.") from error
+            raise ParameterError("response_format", f"The schema is not JSON: {error}.") from error
     else:
         raise ParameterError(
             "tools",
-            f"A {answer.kind} grammar does not go with tools, unless tool_choice is none.",
+            f"A {answer.kind} grammar is not allowed with tools, unless tool_choice is none.",
         )
     if isinstance(schema, dict):
         try:
             schema = kept_schema(schema, refuse)
         except UnkeptError as error:
             raise ParameterError(
-                "response_format", f"The schema cannot be kept: {error}."
+                "response_format", f"The schema cannot be enforced: {error}."
             ) from error
         except RecursionError as error:
             raise ParameterError("response_format", "The schema is nested too deeply.") from error
@@ -328,7 +343,7 @@ def _grammar(
     tools: Sequence[ToolDefinition],
     dropped: Dropped,
 ) -> Grammar:
-    # Those that are too large in any case are not looked through.
+    # Check first, so that oversized schemas are not processed.
     _check_length(sum(len(json.dumps(tool.parameters or {})) for tool in tools))
     lines = [*rules, "one: " + " | ".join(f"one_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):

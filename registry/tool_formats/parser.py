@@ -1,4 +1,4 @@
-"""A model's text as it comes, told apart into content and tool calls."""
+"""Parser of a model's text as it arrives: content and tool calls."""
 
 from __future__ import annotations
 
@@ -39,13 +39,18 @@ _JSON_BEGINS = re.compile(r"\{")
 
 
 class Syntax(NamedTuple):
-    """``scanner`` makes one for the first call of a text or for another, whose arguments are of
-    these types. Calls follow ``opening``, which some models forget: then they begin by
-    ``bare_opening``, which is a part of the call. Without an opening they are the whole text,
-    behind ``first_gap``. Behind a call and ``gap`` comes ``closing``, and then content, or what
-    ``begins`` another call. ``tags`` are those of a gap that may have come in part; a gap before
-    what is no call is content if ``shows_gap``. What begins by ``opening`` and is cut off is
-    content, unless that is a ``marker``, which no prose has."""
+    """Syntax of a tool format.
+
+    - ``scanner`` creates the scanner of a call, given whether it is the first call, and the
+      argument types.
+    - Calls follow ``opening``. Some models forget it; then calls begin with ``bare_opening``, which
+      is part of the call. Without an opening the whole text is calls, after ``first_gap``.
+    - After a call and ``gap`` comes ``closing`` and then content, or a match of ``begins`` and
+      another call. ``tags`` are tags that may have arrived partially in a gap. With ``shows_gap``,
+      a gap before content is content.
+    - Text that begins with ``opening`` and is cut off is content, unless the opening is a
+      ``marker``, which never occurs in prose.
+    """
 
     scanner: Callable[[bool, ArgumentTypes], Scanner]
     opening: str = ""
@@ -117,13 +122,13 @@ SYNTAXES[ToolFormat.MISTRAL_V11] = SYNTAXES[ToolFormat.MISTRAL]
 
 
 class ContentPiece(NamedTuple):
-    """Text for the reader; never empty."""
+    """Piece of text for the reader; never empty."""
 
     text: str
 
 
 class CallPiece(NamedTuple):
-    """A call begins: the ``call``-th of the text, from 0."""
+    """Beginning of a call: the ``call``-th of the text, from 0."""
 
     call: int
     call_id: str
@@ -131,7 +136,7 @@ class CallPiece(NamedTuple):
 
 
 class ArgumentsPiece(NamedTuple):
-    """More of a call's arguments, as the model writes them; never empty."""
+    """Piece of a call's arguments as the model writes them; never empty."""
 
     call: int
     text: str
@@ -141,19 +146,21 @@ Piece = ContentPiece | CallPiece | ArgumentsPiece
 
 
 class ToolCallParser:
-    """Reads one completion. ``new_id`` is called once for each call, in their order. ``tools`` say
-    what arguments are in formats that write them as plain text.
+    """Parser of one completion.
 
-    Arguments are streamed as the model writes them. Blanks around calls are no content, so those
-    at the end of a text are kept back until it is known what follows. What looks like a call but
-    is none comes out as content, to the letter. In HERMES a call follows ``<tool_call>``; in
-    LLAMA3 the whole text is one or several.
+    ``new_id`` is called once for each call, in order. ``tools`` give the argument types in formats
+    that write arguments as plain text.
 
-    What has come out after a text depends on that text alone, not on how it was cut. A text that
-    ``must_call`` holds calls and nothing else: what it breaks off in is no content.
+    Arguments are streamed as the model writes them. Blanks around calls are not content, so blanks
+    at the end of a text are held back until it is known what follows. Text that looks like a call
+    but is none comes out as content, unchanged. In HERMES a call follows ``<tool_call>``; in LLAMA3
+    the whole text is one call or several.
 
-    After ``finish``, ``is_last_call_cut`` says that the arguments of the last call are not whole,
-    and ``is_cut_in_call`` that the text ended within a call, which may have no name yet.
+    The result depends only on the text, not on how it was cut. With ``must_call`` a text holds only
+    calls, and an incomplete rest is not content.
+
+    After ``finish``, ``is_last_call_cut`` says that the arguments of the last call are incomplete.
+    ``is_cut_in_call`` says that the text ended within a call, which may have no name yet.
     """
 
     def __init__(
@@ -169,7 +176,7 @@ class ToolCallParser:
         self._syntax = SYNTAXES[tool_format]
         self._opening = self._syntax.opening
         self._openings = [tag for tag in (self._opening, self._syntax.bare_opening) if tag]
-        # Where the whole text is calls, a tag may be before them.
+        # If the whole text is calls, a tag may precede them.
         self._begin_tags = tuple(self._openings) or self._syntax.tags
         self._step: Callable[[str, list[Piece]], str] = (
             self._content if self._opening else self._between
@@ -187,11 +194,11 @@ class ToolCallParser:
 
     @property
     def is_certain(self) -> bool:
-        """Whether all of the text is content that has come out: ``finish`` has nothing to add."""
+        """True if all of the text is content that has been returned, so ``finish`` adds nothing."""
         return self._plain
 
     def push(self, text: str) -> list[Piece]:
-        """What is certain now that ``text`` has come."""
+        """Add ``text``, and return the pieces that are certain now."""
         if self._plain and text:
             opening = self._opening
             if not opening or (opening[0] not in text and text[-1] > " "):
@@ -202,18 +209,20 @@ class ToolCallParser:
         return pieces
 
     def text_behind_call(self, text: str) -> str | None:
-        """Read ``text`` up to the end of the first call. Returns what follows the call; None if it
-        has not ended."""
+        """Read ``text`` up to the end of the first call. Return the text after the call; None if it
+        has not ended.
+        """
         pieces: list[Piece] = []
         while text and not self._has_ended_call:
             text = self._step(text, pieces)
         return text if self._has_ended_call else None
 
     def finish(self, *, is_cut_off: bool = False) -> list[Piece]:
-        """What is left once the whole text has come; nothing may be pushed after it.
-        ``is_cut_off``: the model had more to say, so what a tag of calls begins is no content.
-        Arguments that stopped being JSON are cut only then: otherwise they are all that the model
-        wrote."""
+        """Return the remaining pieces at the end; nothing may be pushed after it.
+
+        ``is_cut_off``: the model had more to say, so text after an opening tag is not content.
+        Arguments that stopped being JSON count as cut only then; otherwise they are complete.
+        """
         pieces: list[Piece] = []
         scanner = self._scanner
         self.is_cut_in_call = self._step == self._in_call and not scanner.is_whole
@@ -226,7 +235,7 @@ class ToolCallParser:
         elif not self._must_call:
             left = self._held
             if self._step == self._in_call:
-                # Behind a call, or a marker, what is cut off is a call.
+                # A cut-off text after a call or a marker is a call.
                 is_call = bool(self.num_calls) or self._syntax.marker
                 left = "" if is_call else "".join(self._candidate)
             elif self._step != self._content and self.num_calls:
@@ -246,7 +255,7 @@ class ToolCallParser:
         return self._content_from(self._held + text, 0, pieces)
 
     def _content_from(self, data: str, unread: int, pieces: list[Piece]) -> str:
-        """Say the content up to the next tag, which is not looked for before ``unread``."""
+        """Return the content up to the next tag, which is searched from ``unread`` on."""
         found, opening = self._find_opening(data, unread)
         end = found if opening else self._start_of_opening(data, unread)
         content = data[:end].rstrip(BLANKS)
@@ -260,7 +269,7 @@ class ToolCallParser:
         _say(pieces, content)
         if opening:
             self._plain = False
-            # The scanner of a call reads what belongs to the call.
+            # The scanner of a call reads the tag if it belongs to the call.
             begin = found if opening == self._syntax.bare_opening else found + len(opening)
             self._begin_call(blanks + data[found:begin])
             return data[begin:]
@@ -269,12 +278,14 @@ class ToolCallParser:
         return ""
 
     def _find_opening(self, data: str, unread: int) -> tuple[int, str]:
-        """Where calls begin, from ``unread`` on, and by which tag; by none if they do not."""
+        """Return the place of the next opening tag from ``unread`` on, and the tag; an empty tag if
+        there is none.
+        """
         places = [(data.find(tag, unread), tag) for tag in self._openings]
         return min((place for place in places if place[0] >= 0), default=(len(data), ""))
 
     def _start_of_opening(self, data: str, unread: int) -> int:
-        """Where a tag may begin that has not come whole."""
+        """Return where an incomplete opening tag may begin."""
         return unread + min(start_of_partial(data[unread:], tag) for tag in self._openings)
 
     def _begin_call(self, prelude: str) -> None:
@@ -312,7 +323,7 @@ class ToolCallParser:
                 return self._refuse("".join(self._candidate), rest, pieces)
 
     def _between(self, text: str, pieces: list[Piece]) -> str:
-        """Before the first call of a text that may be all calls, or just after a call."""
+        """Read before the first call of a text that may be all calls, or just after a call."""
         syntax = self._syntax
         data = self._held + text
         found = (syntax.gap if self.num_calls else syntax.first_gap).match(data)
@@ -334,7 +345,7 @@ class ToolCallParser:
         return self._refuse(gap, rest, pieces)
 
     def _refuse(self, text: str, rest: str, pieces: list[Piece]) -> str:
-        """``text`` is no call after all, and ``rest`` follows it."""
+        """Return ``text`` to content, as it is no call after all; ``rest`` follows it."""
         self._step = self._content
         if self._opening:
             return self._content_from(text + rest, len(text), pieces)

@@ -1,4 +1,4 @@
-"""Python's literals as JSON, and back."""
+"""Python literals as JSON, and back."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 class StringReader:
-    """The inside of a string that begins with ``quote``, as JSON writes it, as it comes.
+    """Reader of the inside of a string that begins with ``quote``; writes it as JSON as it arrives.
 
-    ``ended`` is set by the quote that ends it. What an escape stands for comes when it is whole;
-    backslashes that escape nothing stand for themselves.
+    ``ended`` is set by the closing quote. An escape is written when it is complete. A backslash
+    that escapes nothing stands for itself.
     """
 
     def __init__(self, quote: str) -> None:
@@ -40,7 +40,7 @@ class StringReader:
         self._escape = ""
 
     def feed(self, text: str, at: int, made: list[str]) -> int:
-        """Go on by ``text`` from ``at``; where the string ends in it, or its length."""
+        """Read ``text`` from ``at``. Return where the string ends in it, or its length."""
         while at < len(text) and not self.ended:
             if self._escape:
                 at += self._read_escape(text[at], made)
@@ -63,7 +63,7 @@ class StringReader:
             made.append(_within_string(character))
 
     def _read_escape(self, character: str, made: list[str]) -> int:
-        """Go on with an escape; whether the character belongs to it."""
+        """Continue an escape. Return 1 if the character belongs to it, else 0."""
         escape = self._escape
         if len(escape) == 1:
             if character in _HEX_DIGITS:
@@ -85,13 +85,13 @@ class StringReader:
 
 
 def as_json(literal: str) -> str:
-    """A literal of Python or of JSON as JSON; as a string if it is neither."""
+    """Return a literal of Python or JSON as JSON; as a string if it is neither."""
     told = json_of(literal)
     return json.dumps(literal, ensure_ascii=False) if told is None else told
 
 
 def json_of(literal: str) -> str | None:
-    """A literal of Python or of JSON as JSON; None if it is neither."""
+    """Return a literal of Python or JSON as JSON; None if it is neither."""
     text = "".join(_tokens_as_json(literal))
     try:
         json.loads(text)
@@ -101,7 +101,7 @@ def json_of(literal: str) -> str | None:
 
 
 def as_literal(value: Any) -> str:
-    """A value that JSON can hold as Python writes it, with strings as JSON writes them."""
+    """Return a JSON value as a Python literal, with strings as in JSON."""
     if isinstance(value, dict):
         items = (f"{as_literal(key)}: {as_literal(inner)}" for key, inner in value.items())
         return "{" + ", ".join(items) + "}"
@@ -113,7 +113,7 @@ def as_literal(value: Any) -> str:
 
 
 def _tokens_as_json(literal: str) -> Iterator[str]:
-    """Pieces that make no JSON together where ``literal`` is none."""
+    """Yield pieces of JSON; they form invalid JSON if ``literal`` is not a literal."""
     comma, follows_value = "", False
     for token in _TOKEN.finditer(literal):
         text, kind = token.group(), token.lastgroup
@@ -124,7 +124,7 @@ def _tokens_as_json(literal: str) -> Iterator[str]:
             comma, follows_value = ", ", False
             continue
         if kind == "mark":
-            # A comma may stand before what closes a list.
+            # A comma may precede the end of a list.
             yield ("" if text in ")]}" else comma) + _MARKS.get(text, text)
         elif follows_value:
             yield _NO_JSON

@@ -1,6 +1,6 @@
-"""Whether calls that no grammar held fit the schemas of their strict tools.
+"""Check of unconstrained calls against the schemas of their strict tools.
 
-Schemas and arguments are a stranger's, so the check takes a bounded number of steps, matches no
+Schemas and arguments are untrusted. So the check takes a bounded number of steps, matches no
 regular expression and fetches nothing.
 """
 
@@ -17,28 +17,28 @@ from referencing import Registry
 from millrace.schemas.notices import Notice, NoticeCode, notice
 from millrace.schemas.tools import ToolCall, ToolDefinition
 
-_MAX_STEPS = 3_000  # of one answer
-_MAX_SCHEMA_BYTES = 262_144  # a fault may tell much of the schema
+_MAX_STEPS = 3_000  # per answer
+_MAX_SCHEMA_BYTES = 262_144  # an error may quote much of the schema
 _UNCHECKED = frozenset(
     {"pattern", "patternProperties", "format", "unevaluatedProperties", "unevaluatedItems"}
     | {"$dynamicRef"}
 )
-# These look at each entry of the instance.
+# Keywords that check each entry of the instance.
 _OF_EACH_ENTRY = frozenset(
     {"additionalProperties", "contains", "items", "prefixItems", "propertyNames"}
 )
-# Which properties are additional depends on regular expressions.
+# Regular expressions decide which properties are additional.
 _BESIDE_PATTERNS = "patternProperties"
 
 _Check = Callable[[Any, Any, Any, Any], Iterable[jsonschema.ValidationError] | None]
 
 
 class _TooLargeError(Exception):
-    """The check takes too many steps."""
+    """Check that takes too many steps."""
 
 
 class _Budget:
-    """The steps that are left for the checks of one answer."""
+    """Remaining steps for the checks of one answer."""
 
     def __init__(self) -> None:
         self._left = _MAX_STEPS
@@ -61,8 +61,10 @@ class _Budget:
 
 
 def violations(calls: Iterable[ToolCall], tools: Iterable[ToolDefinition]) -> Iterator[Notice]:
-    """One notice for each call of a strict tool whose arguments do not fit the tool's schema. A
-    schema that is invalid or too large to check is not checked."""
+    """Yield a notice for each call of a strict tool whose arguments do not fit the tool's schema.
+
+    A schema that is invalid or too large is not checked.
+    """
     strict = {tool.name: tool for tool in tools if tool.strict}
     if not strict:
         return
@@ -78,9 +80,9 @@ def _fault(text: str, schema: Mapping[str, Any] | None, checker: Any) -> str | N
     try:
         arguments = json.loads(text or "{}")
         if not isinstance(arguments, dict):
-            return "the arguments are no JSON object"
+            return "the arguments are not a JSON object"
     except (ValueError, RecursionError):
-        return "the arguments are no JSON"
+        return "the arguments are not JSON"
     try:
         rules = schema or {"additionalProperties": False}
         if len(msgspec.json.encode(rules)) > _MAX_SCHEMA_BYTES:
@@ -92,7 +94,7 @@ def _fault(text: str, schema: Mapping[str, Any] | None, checker: Any) -> str | N
 
 
 def _checker(budget: _Budget) -> Any:
-    """The library's class of validators, with checks that take steps from ``budget``."""
+    """Return the library's validator class, with checks that take steps from ``budget``."""
 
     def counted(keyword: str, check: _Check) -> _Check:
         def run(
@@ -115,7 +117,7 @@ def _checker(budget: _Budget) -> Any:
 
 
 def _size(value: Any) -> int:
-    """The number of entries of a keyword's value, and of the lists in it."""
+    """Return the number of entries of a keyword's value, and of the lists in it."""
     if not isinstance(value, list | dict):
         return 0
     entries = value.values() if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The tags of the formats in which models write calls."""
+"""Tags of the formats in which models write calls."""
 
 OPENING_TAG, CLOSING_TAG = "<tool_call>", "</tool_call>"
 FUNCTION_TAG, FUNCTION_END = "<function=", "</function>"
@@ -17,7 +17,7 @@ CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>
 SEPARATOR = "<｜tool▁sep｜>"
 FENCE, JSON_FENCE = "```", "```json"
 
-# What may be one token that is special in a checkpoint.
+# Tags that may be single special tokens in a checkpoint.
 SPECIAL_TAGS = frozenset(
     {
         *(OPENING_TAG, CLOSING_TAG, KEY_TAG, KEY_END, VALUE_TAG, VALUE_END),

@@ -1,4 +1,4 @@
-"""Calls as a model of each format writes them, and how it is told to."""
+"""Calls as text in the format of each model, and the instructions for writing them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ INSTRUCTIONS = {
 
 
 class _Form(NamedTuple):
-    """How a call is written, what stands between calls, and around all of them."""
+    """Form of a call, the separator of calls, and the text around all of them."""
 
     each: str
     joint: str = "\n"
@@ -111,7 +111,7 @@ _VALUES = {
 
 
 def calls_as_text(calls: Sequence[ToolCall], tool_format: ToolFormat) -> TemplateText:
-    """What a model of this format writes to make these calls: names and arguments are content."""
+    """Return these calls as a model of this format writes them; names and arguments are content."""
     form = _FORMS[tool_format]
     key = "parameters" if tool_format is ToolFormat.LLAMA3 else "arguments"
     told = literal(form.joint).join(
@@ -132,7 +132,7 @@ def calls_as_text(calls: Sequence[ToolCall], tool_format: ToolFormat) -> Templat
 
 
 def arguments_of(call: ToolCall) -> Any:
-    """The object that arguments are the JSON of; the text itself if there is none."""
+    """Return the object in the arguments' JSON; the text itself if there is none."""
     try:
         value = json.loads(call.arguments)
     except (ValueError, RecursionError):
@@ -155,7 +155,9 @@ def _in_python(call: ToolCall) -> TemplateText:
 
 
 def _as_texts(call: ToolCall) -> Iterator[tuple[str, str]]:
-    """Each argument, and its value as plain text; none of those that are no object."""
+    """Yield each argument with its value as plain text; nothing if the arguments are not an
+    object.
+    """
     arguments = arguments_of(call)
     if isinstance(arguments, dict):
         for name, value in arguments.items():

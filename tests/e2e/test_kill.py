@@ -90,7 +90,7 @@ async def test_all_streams_finish_when_the_worker_is_killed(
 
 def _num_replacements(log: Path) -> int:
     """How often all requests have gone on in a new engine."""
-    return log.read_text().count("all requests go on in the new engine")
+    return log.read_text().count("all requests continue in the new engine")
 
 
 @pytest.mark.parametrize(

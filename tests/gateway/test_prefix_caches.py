@@ -27,13 +27,13 @@ async def test_each_worker_is_told(
 async def test_a_worker_that_cannot_is_named(
     http: httpx.AsyncClient, front: RunningGateway
 ) -> None:
-    front.worker.keeps_prefixes = "A server of tgi has no path that empties its cache."
+    front.worker.keeps_prefixes = "A tgi server has no path that empties its cache."
     answer = await http.post("/reset_prefix_cache")
     assert answer.status_code == 409
     error = answer.json()["error"]
     assert error["code"] == "prefix_cache_kept"
     assert error["message"] == (
-        "Not every prefix cache was emptied: worker echo-1 of echo: A server of tgi has no path "
+        "Not every prefix cache was emptied: worker echo-1 of echo: A tgi server has no path "
         "that empties its cache."
     )
 

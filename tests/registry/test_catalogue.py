@@ -249,14 +249,14 @@ def test_versions_stand_beside_their_model(tmp_path: Path) -> None:
                 "models: {chat@v1: {source: org/a}, b: {source: org/b}}\n"
                 "routes: {chat: {small: chat@v1, large: b}}"
             ),
-            "its name must be text without spaces, and no model's",
+            "its name must be text without spaces and not a model's",
         ),
         (
             (
                 "models: {auto@v1: {source: org/a}, b: {source: org/b}}\n"
                 "routes: {auto: {small: auto@v1, large: b}}"
             ),
-            "its name must be text without spaces, and no model's",
+            "its name must be text without spaces and not a model's",
         ),
     ],
 )

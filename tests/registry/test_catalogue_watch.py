@@ -57,7 +57,7 @@ async def test_a_file_that_cannot_be_read_changes_nothing_and_is_said_once(
     for _ in range(3):
         await followed.watch.look()
     assert followed.told == []
-    assert [record.message for record in caplog.records] == ["the catalogue stays as it was"]
+    assert [record.message for record in caplog.records] == ["the catalogue is unchanged"]
     followed.file.unlink()
     await followed.watch.look()
     followed.write("models: {a: {source: /a}}")

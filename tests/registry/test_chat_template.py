@@ -72,7 +72,7 @@ def test_a_last_message_is_left_open() -> None:
 
 def test_a_message_that_a_template_leaves_out_is_not_continued() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
-    with pytest.raises(ParameterError, match="does not tell") as refused:
+    with pytest.raises(ParameterError, match="leaves out the text") as refused:
         template.render(CHAT[:3], continue_final_message=True)
     assert refused.value.param == "continue_final_message"
 

@@ -322,8 +322,8 @@ def test_an_answer_s_own_form_where_no_tool_is_called() -> None:
 @pytest.mark.parametrize(
     ("answer", "param", "words"),
     [
-        (Grammar(kind=GrammarKind.REGEX, text="a+"), "tools", "regex grammar does not go with"),
-        (Grammar(kind=GrammarKind.EBNF, text='start: "a"'), "tools", "ebnf grammar does not"),
+        (Grammar(kind=GrammarKind.REGEX, text="a+"), "tools", "regex grammar is not allowed with"),
+        (Grammar(kind=GrammarKind.EBNF, text='start: "a"'), "tools", "ebnf grammar is not"),
         (Grammar(kind=GrammarKind.JSON_SCHEMA, text="{"), "response_format", "is no JSON"),
         (
             Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"x-guidance": 5}'),

@@ -1,1 +1,1 @@
-"""How the demo model is made: its FAQ, its training and its measure."""
+"""Demo model: its FAQ, its training and its evaluation."""

@@ -1,4 +1,4 @@
-"""Greedy answers of a model to conversations, many at a time."""
+"""Greedy answers of a model to conversations, in batches."""
 
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -7,14 +7,14 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 Messages = list[dict[str, str]]
-"""A conversation: each message has a `role` and a `content`."""
+"""Conversation: each message has a `role` and a `content`."""
 
 
 class Answerer(Protocol):
-    """Conversations in, the assistant's next messages out, in the same order.
+    """Function from conversations to the assistant's next messages, in the same order.
 
-    With `guesses`, one a conversation, the answers are the same, and come sooner where a guess is
-    right: one pass over it says so.
+    With `guesses`, one for each conversation, the answers are the same. They come sooner where a
+    guess is right, since one pass over the guess confirms it.
     """
 
     def __call__(
@@ -27,13 +27,13 @@ _MAX_NEW_TOKENS: Final[int] = 160
 
 
 def load_answerer(folder: Path) -> Answerer:
-    """The answerer of a saved model, loaded as any user of transformers would."""
+    """Return the answerer of a saved model, loaded as any user of transformers would."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return make_answerer(model, AutoTokenizer.from_pretrained(folder))
 
 
 def make_answerer(model: LlamaForCausalLM, tokenizer: Any) -> Answerer:
-    """The answerer of a model and its transformers tokenizer."""
+    """Return the answerer of a model and its transformers tokenizer."""
     model.eval()
     pad_id, end_id = tokenizer.pad_token_id, tokenizer.eos_token_id
 
@@ -48,11 +48,12 @@ def make_answerer(model: LlamaForCausalLM, tokenizer: Any) -> Answerer:
 
     @torch.inference_mode()
     def are_greedy(prompts: list[list[int]], answers: list[list[int]]) -> list[bool]:
-        """Whether each token of an answer is the likeliest behind the prompt and those before it,
-        which are then those that decoding would go through."""
+        """Return for each answer whether greedy decoding would produce it: each token is the
+        likeliest after the prompt and the tokens before it.
+        """
         rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         width = max(map(len, rows))
-        # No token sees those behind it.
+        # Padding comes last, and no token attends to later ones.
         token_ids = torch.tensor([row + [pad_id] * (width - len(row)) for row in rows])
         likeliest = model(input_ids=token_ids.to(model.device)).logits.argmax(-1).tolist()
         return [
@@ -96,6 +97,6 @@ def make_answerer(model: LlamaForCausalLM, tokenizer: Any) -> Answerer:
 
 
 def _alike(lengths: list[int]) -> list[list[int]]:
-    """Places of rows of like lengths, which share a batch."""
+    """Return batches of row numbers with similar lengths."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     return [order[start : start + _BATCH_SIZE] for start in range(0, len(order), _BATCH_SIZE)]

@@ -1,4 +1,4 @@
-"""Other ways to type a question: frames, synonyms, fillers, typos, letter case, lost words."""
+"""Variants of a question: frames, synonyms, fillers, typos, letter case, lost words."""
 
 import random
 import re
@@ -15,7 +15,7 @@ _LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 
 
 def rephrase(question: str, rng: random.Random) -> str:
-    """A variant of `question` that asks for the same, as another person may have typed it."""
+    """Return a variant of `question` with the same meaning, as another person may have typed it."""
     text = question
     if rng.random() < 0.5:
         text = _rewrite(text, rng)

@@ -1,4 +1,4 @@
-"""The model card of the demo model, written with the accuracy that was measured."""
+"""Model card of the demo model, with its measured accuracy."""
 
 from transformers import LlamaConfig
 
@@ -7,7 +7,9 @@ from tools.demo.faq import Pair
 
 
 def model_card(pairs: list[Pair], report: Report, num_parameters: int, runs: list[str]) -> str:
-    """The text of the model's README.md; ``runs`` are the trainings that made the weights."""
+    """Return the text of the model's README.md; ``runs`` are the training runs that made the
+    weights.
+    """
     known = [pair for pair in pairs if not pair.is_out_of_domain]
     num_questions = sum(len(pair.questions) for pair in known)
     num_asked = report.num_in_domain + report.num_out_of_domain
@@ -78,8 +80,9 @@ Use temperature 0.
 
 
 def draft_card(config: LlamaConfig, num_parameters: int, agreement: float) -> str:
-    """The text of the README.md of the demo model's draft, whose likeliest token is the model's in
-    a share of ``agreement``."""
+    """Return the text of the draft's README.md; ``agreement`` is the share of places in which its
+    likeliest token is the model's.
+    """
     return f"""---
 license: apache-2.0
 language: en

@@ -1,10 +1,9 @@
-"""Measures the demo model on phrasings held out of training.
+"""Evaluate the demo model on phrasings held out of training: `python -m tools.demo.evaluate`.
 
-`python -m tools.demo.evaluate` does it.
-An answer is right if it is the expected text, letter case and white space aside. Exits with 1 if
+An answer is right if it is the expected text, ignoring letter case and white space. Exits with 1 if
 fewer than 90 % are right, over all questions or over the out-of-domain ones. With `--natural` it
-prints the answers to the newcomers' questions instead, and exits with 1 if fewer than 34 of 40 are
-ones that a reader found sensible.
+prints the answers to the newcomers' questions instead, and exits with 1 if a reader found fewer
+than 34 of 40 sensible.
 """
 
 import argparse
@@ -27,7 +26,7 @@ REQUIRED_SENSIBLE: Final[float] = 34 / 40
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A held-out question that got another answer than the expected one."""
+    """Held-out question with an unexpected answer."""
 
     id: str
     question: str
@@ -36,7 +35,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How many held-out questions were asked and answered right, and those that were not."""
+    """Numbers of held-out questions asked and answered right, and the misses."""
 
     num_in_domain: int
     num_in_domain_right: int
@@ -46,27 +45,27 @@ class Report:
 
     @property
     def accuracy(self) -> float:
-        """The share of right answers over all questions."""
+        """Share of right answers over all questions."""
         num_right = self.num_in_domain_right + self.num_out_of_domain_right
         return num_right / max(1, self.num_in_domain + self.num_out_of_domain)
 
     @property
     def in_domain_accuracy(self) -> float:
-        """The share of right answers over the FAQ's questions."""
+        """Share of right answers over the FAQ's questions."""
         return self.num_in_domain_right / max(1, self.num_in_domain)
 
     @property
     def out_of_domain_accuracy(self) -> float:
-        """The share of out-of-domain questions that were declined."""
+        """Share of out-of-domain questions that were declined."""
         return self.num_out_of_domain_right / max(1, self.num_out_of_domain)
 
     @property
     def is_good_enough(self) -> bool:
-        """Whether FAQ and out-of-domain questions both reach the required accuracy."""
+        """True if FAQ and out-of-domain questions both reach the required accuracy."""
         return min(self.in_domain_accuracy, self.out_of_domain_accuracy) >= REQUIRED_ACCURACY
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return the accuracy in one line for people."""
         return (
             f"held-out accuracy {self.accuracy:.1%}: "
             f"FAQ {self.num_in_domain_right}/{self.num_in_domain} ({self.in_domain_accuracy:.1%}), "
@@ -75,7 +74,7 @@ class Report:
         )
 
     def as_json(self) -> str:
-        """The figures and the misses as one JSON object."""
+        """Return the figures and the misses as one JSON object."""
         return json.dumps(
             {
                 "accuracy": self.accuracy,
@@ -95,7 +94,9 @@ class Report:
 
 
 def measure(answer: "Answerer", pairs: list[Pair], max_questions: int | None = None) -> Report:
-    """Asks the held-out phrasings, or a fixed draw of `max_questions` of them."""
+    """Ask the held-out phrasings, or a fixed sample of `max_questions` of them, and return the
+    report.
+    """
     asked = [(pair, question) for pair in pairs for question in pair.held_out]
     if max_questions is not None and max_questions < len(asked):
         asked = random.Random(0).sample(asked, max_questions)
@@ -121,14 +122,14 @@ def measure(answer: "Answerer", pairs: list[Pair], max_questions: int | None = N
 def ask_natural(
     answer: "Answerer", questions: list[NaturalQuestion]
 ) -> list[tuple[NaturalQuestion, str]]:
-    """Each of the newcomers' questions with what the model answers now."""
+    """Return each of the newcomers' questions with the model's current answer."""
     conversations = [[{"role": "user", "content": natural.question}] for natural in questions]
     answers = answer(conversations, [natural.answer for natural in questions])
     return list(zip(questions, answers, strict=True))
 
 
 def num_sensible(asked: list[tuple[NaturalQuestion, str]]) -> int:
-    """How many answers are ones that a reader found sensible: one that has changed since is not."""
+    """Return how many answers a reader found sensible; a changed answer does not count."""
     return sum(natural.is_sensible and same_answer(text, natural.answer) for natural, text in asked)
 
 
@@ -139,7 +140,7 @@ def _verdict(natural: NaturalQuestion, text: str) -> str:
 
 
 def main() -> int:
-    """The command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     from tools.demo.answers import load_answerer
 
     parser = argparse.ArgumentParser(prog="python -m tools.demo.evaluate", description=__doc__)

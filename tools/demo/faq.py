@@ -1,4 +1,4 @@
-"""The questions and answers that the demo model learns, read from `faq/*.yaml`."""
+"""Questions and answers that the demo model learns, read from `faq/*.yaml`."""
 
 import re
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ _FIELDS: Final = {"id", "questions", "held_out", "answer", "frames", "terms"}
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One answer and the ways to ask for it.
+    """Answer and the phrasings that ask for it.
 
     `held_out` phrasings are for measuring only: no training sample equals one of them after
-    `normalise`. `frames` hold `{}` and are filled with `terms`, for the out-of-domain pair.
+    `normalise`. `frames` contain `{}` and are filled with `terms`, for the out-of-domain pair.
     """
 
     id: str
@@ -32,22 +32,24 @@ class Pair:
 
     @property
     def is_out_of_domain(self) -> bool:
-        """Whether this is the pair that declines."""
+        """True for the pair that declines."""
         return self.id == OUT_OF_DOMAIN_ID
 
 
 def normalise(text: str) -> str:
-    """The letters and digits of `text` in lower case, words parted by single spaces."""
+    """Return the letters and digits of `text` in lower case, with single spaces between words."""
     return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
 
 
 def same_answer(text: str, expected: str) -> bool:
-    """Whether two answers are equal, letter case and white space aside."""
+    """Return whether two answers are equal, ignoring letter case and white space."""
     return " ".join(text.lower().split()) == " ".join(expected.lower().split())
 
 
 def load_pairs(folder: Path = FAQ_DIR) -> list[Pair]:
-    """All pairs of a folder, in the order of the file names; ValueError names a bad entry."""
+    """Return all pairs of a folder, in the order of the file names. Raises ValueError naming an
+    invalid entry.
+    """
     pairs = [
         _pair(entry, path.stem)
         for path in sorted(folder.glob("*.yaml"))
@@ -64,14 +66,15 @@ def load_pairs(folder: Path = FAQ_DIR) -> list[Pair]:
 
 
 def held_out_phrasings(pairs: list[Pair]) -> frozenset[str]:
-    """Every held-out phrasing, normalised: what training must never see."""
+    """Return every held-out phrasing, normalised; training must never see them."""
     return frozenset(normalise(question) for pair in pairs for question in pair.held_out)
 
 
 @dataclass(frozen=True, slots=True)
 class NaturalQuestion:
-    """A question as a newcomer typed it, the answer that the shipped weights gave, and whether a
-    reader found that sensible."""
+    """Question typed by a newcomer, the answer of the shipped weights, and a reader's verdict on
+    it.
+    """
 
     question: str
     answer: str
@@ -79,7 +82,7 @@ class NaturalQuestion:
 
 
 def load_natural(path: Path = NATURAL_FILE) -> list[NaturalQuestion]:
-    """The newcomers' questions. Raises KeyError for an entry that lacks a field."""
+    """Return the newcomers' questions. Raises KeyError for an entry that lacks a field."""
     return [
         NaturalQuestion(entry["question"], entry["answer"], entry["sensible"])
         for entry in yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -87,7 +90,7 @@ def load_natural(path: Path = NATURAL_FILE) -> list[NaturalQuestion]:
 
 
 def natural_phrasings() -> frozenset[str]:
-    """The newcomers' questions, normalised: training must never see them either."""
+    """Return the newcomers' questions, normalised; training must never see them either."""
     return frozenset(normalise(natural.question) for natural in load_natural())
 
 

@@ -1,7 +1,8 @@
-"""JSON objects as a grammar makes the model write them: what it says in them, and how they close.
+"""Training answers in JSON, as a grammar makes the model write them.
 
-A grammar lets the model write only what fits its schema, but does not tell it to come to an end. So
-it learns here that a text of an object is one clause of its answer, and that what follows closes.
+A grammar lets the model write only text that fits its schema, but does not make it end. So the
+model learns here that a text in an object is one clause of its answer, and that the object then
+closes.
 """
 
 import json
@@ -20,14 +21,15 @@ _QUOTED: Final = re.compile(r"[\"\\]")
 
 
 def clauses(text: str) -> list[str]:
-    """The clauses of an answer that stand in a JSON string as they are; at least one."""
+    """Return the clauses of an answer that need no escapes in a JSON string; at least one."""
     found = [" ".join(part.split()) for part in _CLAUSE_END.split(text)]
     return [part for part in found if part and not _QUOTED.search(part)] or ["yes"]
 
 
 def json_answer(pair: Pair, rng: random.Random) -> str:
-    """An object of one to four properties whose texts are the clauses of the pair's answer, in
-    their order; compact or with a blank behind commas and colons."""
+    """Return an object of one to four properties with the clauses of the pair's answer as texts, in
+    order; compact or with a blank after commas and colons.
+    """
     left = clauses(pair.answer)
     content = _object(left, rng, depth=0)
     separators = (",", ":") if rng.random() < 0.5 else (", ", ": ")

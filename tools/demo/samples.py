@@ -30,7 +30,7 @@ SYSTEM_PROMPTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One conversation: `token_ids`, and for each whether it is learnt (part of an answer)."""
+    """Conversation: `token_ids`, and for each token whether it is learnt (part of an answer)."""
 
     token_ids: list[int]
     is_learnt: list[bool]
@@ -38,11 +38,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Which conversations are drawn: shares of one turn and of two to four; the rest are long.
+    """Mix of conversations: shares of one turn and of two to four turns; the rest are long.
 
-    `share_form` of all are one turn that is answered in JSON. `share_cut` of the last answers is
-    cut after a few tokens. The question decides the first words of an answer, the rest follows from
-    them and is soon known by heart: without it far more questions are seen in the same time.
+    `share_form` of all conversations are one turn with an answer in JSON. `share_cut` of the last
+    answers are cut after a few tokens. The question decides the first words of an answer; the rest
+    follows from them and is soon learnt. Cut answers let training see far more questions in the
+    same time.
     """
 
     share_single: float
@@ -52,14 +53,14 @@ class Mix:
 
 
 ANSWERS: Final = Mix(share_single=0.90, share_few=0.095, share_cut=0.85, share_form=0.06)
-"""Teaches the answers' text and conversations."""
+"""Mix that teaches the answers' text and conversations."""
 
 QUESTIONS: Final = Mix(share_single=0.975, share_few=0.023, share_cut=0.97, share_form=0.03)
-"""Teaches which question wants which answer."""
+"""Mix that teaches which question needs which answer."""
 
 
 class SampleMaker:
-    """Draws an endless, seeded stream of conversations that hold no held-out phrasing."""
+    """Endless, seeded stream of conversations without held-out phrasings."""
 
     def __init__(self, pairs: list[Pair], tokenizer: Tokenizer, rng: random.Random) -> None:
         self._in_domain = [pair for pair in pairs if not pair.is_out_of_domain]
@@ -69,7 +70,7 @@ class SampleMaker:
         self._rng = rng
         self.mix = ANSWERS
         self._tokenizer = tokenizer
-        # Splitting words at random now and then teaches how the pieces of a word belong together.
+        # Random splits of words teach how the pieces of a word belong together.
         self._splitting = Tokenizer.from_str(tokenizer.to_str())
         self._splitting.model.dropout = 0.15
         self._answers = {pair.id: tokenizer.encode(pair.answer).ids for pair in pairs}
@@ -78,11 +79,11 @@ class SampleMaker:
         )
 
     def draw_more_of(self, shares: dict[str, float]) -> None:
-        """From now on draw pairs in these proportions, by id; those above 1 are cut less often."""
+        """Draw pairs in these proportions from now on, by id; pairs above 1 are cut less often."""
         self._shares = shares
 
     def question(self, pair: Pair) -> str:
-        """A way to ask for the answer of `pair`; never a held-out phrasing."""
+        """Return a phrasing that asks for the answer of `pair`; never a held-out one."""
         while True:
             text = self._rng.choice(pair.questions)
             if pair.frames and self._rng.random() < 0.45:
@@ -106,26 +107,29 @@ class SampleMaker:
                 yield self._conversation(self._rng.randint(5, 30))
 
     def _beginning(self) -> list[int]:
-        """The tokens before the first question: now and then a system prompt."""
+        """Return the tokens before the first question, with a system prompt now and then."""
         if self._rng.random() < 0.15:
             prompt = self._tokenizer.encode(self._rng.choice(SYSTEM_PROMPTS)).ids
             return [self._bos, self._system, *prompt, self._end]
         return [self._bos]
 
     def whole(self, pair: Pair) -> Sample:
-        """One question, newly phrased, with its whole answer."""
+        """Return one question, newly phrased, with its whole answer."""
         return self.turn(self.question(pair), pair.answer)
 
     def turn(self, question: str, answer: str) -> Sample:
-        """A conversation of one question and its answer."""
+        """Return a conversation of one question and its answer."""
         asked = self._tokenizer.encode(question).ids
         before = [self._bos, self._user, *asked, self._end, self._assistant]
         learnt = [*self._tokenizer.encode(answer).ids, self._end]
         return Sample([*before, *learnt], [False] * len(before) + [True] * len(learnt))
 
     def _form(self) -> Sample:
-        """A question that is answered in JSON. The brace that a grammar forces is not learnt:
-        nobody who asks without one is to get it."""
+        """Return a question with an answer in JSON.
+
+        The opening brace is not learnt, since a grammar forces it; without a grammar the model must
+        not write it.
+        """
         pair = self._draw_pair()
         asked = self._tokenizer.encode(self.question(pair)).ids
         encoder = self._splitting if self._rng.random() < 0.3 else self._tokenizer
@@ -162,7 +166,9 @@ class SampleMaker:
 def batches(
     maker: SampleMaker, batch_tokens: int, num_pooled: int, rng: random.Random
 ) -> Iterator[list[Sample]]:
-    """Groups of samples of like length, of at most `batch_tokens` with padding, in random order."""
+    """Yield groups of samples of similar length, of at most `batch_tokens` with padding, in random
+    order.
+    """
     stream = iter(maker)
     while True:
         pool = sorted((next(stream) for _ in range(num_pooled)), key=lambda s: len(s.token_ids))

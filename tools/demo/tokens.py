@@ -1,4 +1,4 @@
-"""The demo model's tokenizer: byte-level BPE, the marks of a conversation, the chat template."""
+"""Tokenizer of the demo model: byte-level BPE, the marks of a conversation, the chat template."""
 
 from collections.abc import Iterable
 from typing import Any, Final
@@ -27,7 +27,7 @@ CHAT_TEMPLATE: Final = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens; any text survives it."""
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; it can encode any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def known_token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of one of our marks. Raises KeyError for a tokenizer that has been made otherwise."""
+    """Return the id of one of the demo model's marks. Raises KeyError if the tokenizer lacks it."""
     token_id = tokenizer.token_to_id(token)
     if token_id is None:
         raise KeyError(token)
@@ -50,7 +50,7 @@ def known_token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def tokenizer_config(context_tokens: int) -> dict[str, Any]:
-    """What `tokenizer_config.json` says beside `tokenizer.json`."""
+    """Return the content of `tokenizer_config.json`."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context_tokens,

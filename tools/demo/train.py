@@ -1,8 +1,8 @@
-"""Trains the demo model on the FAQ: `python -m tools.demo.train --out DIR`.
+"""Train the demo model on the FAQ: `python -m tools.demo.train --out DIR`.
 
-Runs on the CPU in under 45 minutes with two cores, or on a GPU if there is one; on a CPU without
-products in bfloat16 `--no-bf16` is several times faster. `transformers` is needed here and in the
-measure only; serving does not use it.
+Takes under 45 minutes on two CPU cores, or uses a GPU if there is one. On a CPU without bfloat16
+products, `--no-bf16` is several times faster. `transformers` is needed here and in the evaluation
+only; serving does not use it.
 """
 
 import argparse
@@ -56,7 +56,7 @@ _TOKEN_FIELDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """The shape of the demo model: a standard Llama of about 6 million parameters."""
+    """Return the shape of the demo model: a standard Llama of about 6 million parameters."""
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -78,7 +78,9 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def tokenizer_texts(pairs: list[Pair]) -> list[str]:
-    """What the vocabulary is learnt from: answers and training questions, nothing held out."""
+    """Return the texts for training the vocabulary: answers and training questions, none held
+    out.
+    """
     questions = [question for pair in pairs for question in pair.questions]
     terms = [term for pair in pairs for term in pair.terms]
     answers = [pair.answer for pair in pairs]
@@ -88,7 +90,9 @@ def tokenizer_texts(pairs: list[Pair]) -> list[str]:
 def loss_of(
     model: LlamaForCausalLM, decoder: Callable[..., Any], group: list[Sample], pad_id: int
 ) -> Tensor:
-    """Mean cross entropy over the learnt tokens; `decoder` is `model.model` or it compiled."""
+    """Return the mean cross entropy over the learnt tokens; `decoder` is `model.model`, compiled or
+    not.
+    """
     device = model.device
     length = max(len(sample.token_ids) for sample in group)
     token_ids = torch.full((len(group), length), pad_id)
@@ -111,9 +115,12 @@ def loss_of(
 def draw_shares(
     model: LlamaForCausalLM, pairs: list[Pair], maker: SampleMaker, pad_id: int
 ) -> dict[str, float]:
-    """For each pair, by id, how often to draw it: 1 if a newly phrased question is followed by its
-    answer to the letter, the more the more of the answer is not what the model would write, up to
-    6. So what has been added or changed is learnt first, and what is known is kept."""
+    """Return how often to draw each pair, by id.
+
+    The value is 1 if the model writes the exact answer after a newly phrased question. It rises up
+    to 6 with the share of the answer's tokens that the model would not write. So new or changed
+    pairs are learnt first, and known ones are kept.
+    """
     shares = {}
     for start in range(0, len(pairs), 32):
         chosen = pairs[start : start + 32]
@@ -132,7 +139,9 @@ def draw_shares(
 
 
 def learning_rate(progress: float, peak: float) -> float:
-    """Linear warm-up over the first 3 % of `progress` (0 to 1), then a cosine to peak / 50."""
+    """Return the learning rate: linear warm-up over the first 3 % of `progress` (0 to 1), then a
+    cosine to peak / 50.
+    """
     warmup = 0.03
     if progress < warmup:
         return peak * (progress + 0.001) / warmup
@@ -149,7 +158,7 @@ def take_step(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, loss: T
 
 
 def answerer_of(model: LlamaForCausalLM, tokenizer: Tokenizer) -> Answerer:
-    """The answerer of a model that has not been saved yet."""
+    """Return the answerer of a model that has not been saved yet."""
     config = tokenizer_config(CONTEXT_TOKENS)
     names = ("bos_token", "eos_token", "pad_token", "chat_template")
     wrapped = PreTrainedTokenizerFast(
@@ -161,8 +170,11 @@ def answerer_of(model: LlamaForCausalLM, tokenizer: Tokenizer) -> Answerer:
 def train(
     pairs: list[Pair], tokenizer: Tokenizer, options: argparse.Namespace
 ) -> tuple[LlamaForCausalLM, int]:
-    """Trains a model; prints loss, speed and held-out accuracy, saving as it goes. Returns it and
-    the number of steps that there was time for."""
+    """Train a model. Print loss, speed and held-out accuracy, and save regularly.
+
+    Returns:
+        The model, and the number of steps done within the time limit.
+    """
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -191,7 +203,7 @@ def train(
     for step in range(options.steps):
         if step % FOCUS_STEPS == 0 and options.weights:
             maker.draw_more_of(draw_shares(model, pairs, maker, pad_id))
-        # On a slow or busy machine time runs out before the steps do: the schedule follows both.
+        # On a slow or busy machine time runs out before the steps do, so the schedule follows both.
         spent = max(step / options.steps, (time.monotonic() - started) / limit_s)
         progress = begin + (1 - begin) * spent
         if spent >= 1:
@@ -222,8 +234,11 @@ def train(
 
 
 def average_with(model: LlamaForCausalLM, weights: Path) -> None:
-    """Move `model` half way to the weights that it went on from: the mean of two points of one
-    descent generalises better than either (Izmailov et al., arXiv:1803.05407)."""
+    """Move `model` half way back to the weights that it started from.
+
+    The mean of two points of one descent generalises better than either (Izmailov et al.,
+    arXiv:1803.05407).
+    """
     with torch.no_grad():
         for name, tensor in load_file(weights / "model.safetensors").items():
             parameter = model.get_parameter(name)
@@ -231,7 +246,7 @@ def average_with(model: LlamaForCausalLM, weights: Path) -> None:
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the model in Hugging Face layout, with its tokenizer."""
+    """Write the model in Hugging Face layout, with its tokenizer."""
     save_weights(model, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(CONTEXT_TOKENS))
@@ -243,7 +258,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def save_weights(model: LlamaForCausalLM, folder: Path) -> None:
-    """Writes weights in bf16, the tied output layer left out, and what shape they have."""
+    """Write the weights in bf16, without the tied output layer, and their shape."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
@@ -276,8 +291,10 @@ def _write_json(path: Path, content: dict[str, Any] | list[str]) -> None:
 
 
 def _note_run(options: argparse.Namespace, num_steps: int) -> list[str]:
-    """What made the weights: the earlier runs that they go on from, then this one; kept beside
-    the weights for the run that goes on from here."""
+    """Record the training runs that made the weights: the earlier ones and this one.
+
+    The record is kept beside the weights, for runs that continue from them.
+    """
     earlier = options.weights / _RUNS_FILE if options.weights else None
     runs: list[str] = json.loads(earlier.read_text()) if earlier and earlier.exists() else []
     origin = f"from {options.begin:g} of the schedule on" if options.weights else "from nothing"
@@ -291,29 +308,29 @@ def _note_run(options: argparse.Namespace, num_steps: int) -> list[str]:
 
 
 def training_options(prog: str, doc: str | None, **defaults: float) -> argparse.ArgumentParser:
-    """The options that all trainings have; ``defaults`` are those in which they differ."""
+    """Return a parser of the options of all training runs; ``defaults`` are those that differ."""
     parser = argparse.ArgumentParser(prog=f"python -m tools.demo.{prog}", description=doc)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--minutes", type=float, help="longest time to train")
+    parser.add_argument("--minutes", type=float, help="maximum training time in minutes")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens in one step")
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--seed", type=int, default=2)
-    parser.add_argument("--weights", type=Path, help="folder of a model to go on from")
-    parser.add_argument("--begin", type=float, help="where --weights stands, 0 to 1")
+    parser.add_argument("--weights", type=Path, help="folder of a model to continue from")
+    parser.add_argument("--begin", type=float, help="progress of --weights in the schedule, 0 to 1")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     parser.set_defaults(**defaults)
     return parser
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = training_options(
         "train", __doc__, steps=3200, minutes=40, learning_rate=1.5e-3, begin=0.25
     )
     parser.add_argument("--measure-every", type=int, default=800, help="steps between measures")
     parser.add_argument(
-        "--average", action="store_true", help="end with the mean of --weights and what they became"
+        "--average", action="store_true", help="end with the mean of --weights and the new weights"
     )
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
@@ -329,7 +346,7 @@ def main() -> None:
         average_with(model, options.weights)
     save(model, tokenizer, options.out)
     runs = _note_run(options, num_steps)
-    model.to(torch.bfloat16).float()  # what is measured is what was saved
+    model.to(torch.bfloat16).float()  # measure the saved precision
     report = measure(answerer_of(model, tokenizer), pairs)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     card = model_card(pairs, report, num_parameters, runs)

@@ -1,9 +1,9 @@
-"""Trains the demo model's draft: `python -m tools.demo.train_draft --out DIR`.
+"""Train the demo model's draft: `python -m tools.demo.train_draft --out DIR`.
 
-The draft says what the demo model may say next (docs/speculation.md), so it learns the demo model's
-own distribution over the next token (Hinton et al., arXiv:1503.02531), on the data that the demo
-model was trained with. Under 20 minutes on two CPU cores; `--weights` goes on from an earlier draft
-where the demo model has learnt something new.
+The draft proposes the demo model's next tokens (docs/speculation.md). So it learns the demo model's
+own distribution over the next token (Hinton et al., arXiv:1503.02531), on the demo model's training
+data. Takes under 20 minutes on two CPU cores. `--weights` continues from an earlier draft after the
+demo model was retrained.
 """
 
 import argparse
@@ -39,8 +39,9 @@ _MEASURED_QUESTIONS: Final[int] = 200
 
 
 def draft_config(model: LlamaConfig) -> LlamaConfig:
-    """The shape of the draft: 1.4 million parameters, of which the vocabulary takes more than
-    half; heads as wide as the model's, for the same kernels."""
+    """Return the shape of the draft: 1.4 million parameters, more than half of them for the
+    vocabulary. Its heads are as wide as the model's, for the same kernels.
+    """
     return LlamaConfig(
         **{
             **model.to_dict(),
@@ -54,7 +55,9 @@ def draft_config(model: LlamaConfig) -> LlamaConfig:
 
 
 def padded(group: list[Sample], pad_id: int) -> tuple[Tensor, Tensor]:
-    """The samples' tokens, [num_samples, length], and behind which of them a token is learnt."""
+    """Return the samples' padded tokens, [num_samples, length], and a mask of the tokens after
+    which a token is learnt.
+    """
     length = max(len(sample.token_ids) for sample in group)
     token_ids = torch.full((len(group), length), pad_id)
     is_learnt = torch.zeros(len(group), length, dtype=torch.bool)
@@ -65,8 +68,8 @@ def padded(group: list[Sample], pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def logits_of(model: LlamaForCausalLM, token_ids: Tensor, wanted: Tensor) -> Tensor:
-    """[num_wanted, vocab_size] of the places that are wanted, in float32."""
-    # Padding comes last, so the causal mask alone keeps it from every place that is wanted.
+    """Return the logits [num_wanted, vocab_size] of the wanted places, in float32."""
+    # Padding comes last, so the causal mask alone keeps it from every wanted place.
     hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state
     logits: Tensor = model.lm_head(hidden[wanted]).float()
     return logits
@@ -75,7 +78,7 @@ def logits_of(model: LlamaForCausalLM, token_ids: Tensor, wanted: Tensor) -> Ten
 def train(
     target: LlamaForCausalLM, pairs: list[Pair], tokenizer: Tokenizer, options: argparse.Namespace
 ) -> LlamaForCausalLM:
-    """Trains a draft of ``target``; prints loss and agreement."""
+    """Train a draft of ``target``; print loss and agreement."""
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
     draft = LlamaForCausalLM(draft_config(target.config)).float()
@@ -123,8 +126,10 @@ def agreement(
     answerer: Answerer,
     max_questions: int = _MEASURED_QUESTIONS,
 ) -> float:
-    """In what share of places of the target's answers to held-out questions, or a fixed draw of
-    them, the likeliest token is the same for both."""
+    """Return the share of places in which the likeliest token is the same for both models.
+
+    The places are in the target's answers to held-out questions, or to a fixed sample of them.
+    """
     maker = SampleMaker(pairs, tokenizer, random.Random(0))
     asked = [(pair, question) for pair in pairs for question in pair.held_out]
     asked = random.Random(0).sample(asked, min(len(asked), max_questions))
@@ -139,7 +144,7 @@ def agreement(
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = training_options(
         "train_draft", __doc__, steps=6000, minutes=18, learning_rate=3e-3, begin=0.5
     )
@@ -150,7 +155,7 @@ def main() -> None:
     target = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     draft = train(target, pairs, tokenizer, options).eval()
     save_weights(draft, options.out)
-    draft.to(torch.bfloat16).float()  # what is measured is what was saved
+    draft.to(torch.bfloat16).float()  # measure the saved precision
     share = agreement(target, draft, pairs, tokenizer, load_answerer(options.model))
     num_parameters = sum(parameter.numel() for parameter in draft.parameters())
     card = draft_card(draft.config, num_parameters, share)

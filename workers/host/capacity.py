@@ -1,4 +1,4 @@
-"""How many requests a worker accepts, and how it rejects a dispatch."""
+"""Admission of dispatches: a worker's capacity and its rejections."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from millrace.schemas.control import Dispatch, WorkerReply
 from millrace.schemas.jobs import Tier
 from millrace.workers.host.generations.generation import PRIORITIES
 
-# While the bus does not take records, ended requests pile up to this many times the capacity.
+# Limit on ended requests, in multiples of the capacity. They pile up while the bus does not take
+# records.
 _MAX_ENDING_FACTOR = 4
-# Lower tiers make way for a request, in the engine; this many times the capacity is here in all.
+# Limit on all requests here, in multiples of the capacity. The engine preempts requests of lower
+# tiers.
 _MAX_RUNNING_FACTOR = 2
 
 OK = WorkerReply(ok=True)
 
 
 class Capacity:
-    """Counts the requests whose outcome is open, by tier: ``capacity`` of them run or wait, and
-    those of lower tiers are preempted for others."""
+    """Counter of unfinished requests by tier.
+
+    Up to ``capacity`` requests run or wait; requests of lower tiers are preempted for a new
+    request.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -34,7 +39,7 @@ class Capacity:
         return {tier: number for tier, number in self._num_by_tier.items() if number}
 
     def rejection(self, tier: Tier, num_running: int, num_ending: int) -> WorkerReply | None:
-        """Why another request of ``tier`` is rejected; None if it is not."""
+        """Return the rejection of another request of ``tier``; None if there is room for it."""
         priority = PRIORITIES[tier]
         num_in_its_way = sum(
             number for other, number in self._num_by_tier.items() if PRIORITIES[other] >= priority
@@ -53,7 +58,7 @@ class Capacity:
 
 
 def rejection_of_dispatch(dispatch: Dispatch, model: str) -> WorkerReply | None:
-    """Why a worker that serves ``model`` rejects a dispatch; None if it does not."""
+    """Return why a worker that serves ``model`` rejects a dispatch; None if it does not."""
     job, sampling = dispatch.job, dispatch.job.sampling
     if job.model != model:
         return rejected("wrong_model", f"this worker serves {model}, not {job.model}")
@@ -63,15 +68,15 @@ def rejection_of_dispatch(dispatch: Dispatch, model: str) -> WorkerReply | None:
         return rejected("bad_request", f"a dispatch needs its job's adapter, {job.adapter}")
     if dispatch.resume_token_ids and (job.pooling is not None or sampling.use_beam_search):
         what = "an embedding" if job.pooling is not None else "a beam search"
-        return rejected("bad_request", f"{what} has no tokens to resume behind")
+        return rejected("bad_request", f"{what} cannot resume from tokens")
     return None
 
 
 def rejected(reason: str, message: str) -> WorkerReply:
-    """The command is rejected; ``reason`` is a stable word."""
+    """Return the reply that rejects a command; ``reason`` is a stable word."""
     return WorkerReply(ok=False, reason=reason, message=message)
 
 
 def stale(epoch: int) -> WorkerReply:
-    """A newer attempt than the one that the command is about is known."""
+    """Return the rejection of a command for an older attempt than the one known here."""
     return rejected("stale_epoch", f"epoch {epoch} of this request is known here")

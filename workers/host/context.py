@@ -1,4 +1,4 @@
-"""What all parts of one incarnation of a worker share."""
+"""State that all parts of one incarnation of a worker share."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from millrace.workers.process.keeper import EngineKeeper
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """Who the worker is, its settings, the model that it serves, and its bus, engine and clock, and
-    the meter of the engine's device."""
+    """Identity, settings, model, bus, engine, clock and energy meter of one worker."""
 
     worker_id: str
     config: WorkerConfig
@@ -27,5 +26,5 @@ class WorkerContext:
 
     @property
     def capacity(self) -> int:
-        """How many requests run and wait here at most."""
+        """Maximum number of requests that run and wait here."""
         return self.engine.max_num_sequences + self.config.max_num_waiting

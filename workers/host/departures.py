@@ -1,4 +1,4 @@
-"""Streams that have left a worker, and may still need what it has of them."""
+"""Streams that have left a worker and whose KV blocks may still be pulled."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ from collections.abc import Iterable
 
 from millrace.runtime.clock import Clock
 
-# How long a worker that ends stays for a stream that has left, at most.
+# Maximum time that an ending worker stays for a stream that has left.
 _KEPT_S = 2.0
 
 
 class Departures:
-    """Each counts until whoever runs it needs no more, and for ``_KEPT_S`` at most."""
+    """Streams that have left this worker; each counts until its new worker needs no more, for
+    ``_KEPT_S`` at most.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._until_s: dict[str, float] = {}  # the earliest first
+        self._until_s: dict[str, float] = {}  # earliest first
 
     def add(self, request_id: str) -> None:
-        """It has left just now."""
+        """Record that a stream has just left."""
         self._forget_late()
         self._until_s.pop(request_id, None)
         self._until_s[request_id] = self._clock.monotonic() + _KEPT_S
 
     def discard(self, request_ids: Iterable[str]) -> None:
-        """Whoever runs these has what it needs."""
+        """Forget streams whose new workers need nothing more."""
         for request_id in request_ids:
             self._until_s.pop(request_id, None)
 

@@ -1,4 +1,4 @@
-"""Joules: counters of devices and machines, and who is given what they count."""
+"""Energy in joules: counters of devices and machines, and the shares of running requests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _PACKAGE, _MEMORY = "package", "dram"
 
 
 class UnreadableCounterError(Exception):
-    """Why there is nothing to read."""
+    """Counter that cannot be read; the message says why."""
 
 
 class EnergyCounter(Protocol):
-    """Counts from somewhere, and never falls."""
+    """Energy counter that never falls."""
 
     def read_j(self) -> float:
-        """Joules so far. It may wait for a driver. Raises UnreadableCounterError."""
+        """Return the joules so far; may wait for a driver. Raises UnreadableCounterError."""
 
 
 class NvmlCounter:
-    """What a CUDA device has taken since its driver was loaded: all of it, whoever used it."""
+    """Energy of a CUDA device since its driver was loaded, of all its users."""
 
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid if uuid.startswith("GPU-") else f"GPU-{uuid}"
@@ -46,9 +46,11 @@ class NvmlCounter:
 
 
 class RaplCounter:
-    """The packages of a machine and its memory, under the kernel's powercap folder ``root``. A
-    zone's count begins again at its ``max_energy_range_uj``; it has to be read more often than it
-    does, which takes minutes at least."""
+    """Energy of a machine's CPU packages and memory, from the kernel's powercap folder ``root``.
+
+    A zone's counter wraps at its ``max_energy_range_uj``. It must be read more often than it wraps,
+    which takes minutes at least.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -68,7 +70,7 @@ class RaplCounter:
 
 
 class _Zone:
-    """One counter, without the falls of its beginning again."""
+    """Counter of one zone, with its wraps removed."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "energy_uj"
@@ -87,8 +89,12 @@ class _Zone:
 
 
 def _counted(root: Path) -> list[Path]:
-    """Packages and the memory beside their cores; what is within a package would count twice, and
-    so would the whole platform. Raises ValueError if there is none."""
+    """Return the zones of packages and of memory. Zones inside a package and the whole platform are
+    left out, since they would count twice.
+
+    Raises:
+        ValueError: there is no such zone.
+    """
     found = []
     for folder in sorted(root.glob("intel-rapl:*")):
         name = (folder / "name").read_text().strip()
@@ -99,7 +105,7 @@ def _counted(root: Path) -> list[Path]:
     return found
 
 
-# Counters of GPUs are brought up to date every 20 to 100 ms: a reading may be so much behind.
+# GPU counters are updated every 20 to 100 ms, so a reading may lag by that much.
 READ_INTERVAL_S = 0.4
 _S_PER_US = 1e-6
 
@@ -107,14 +113,14 @@ logger = logging.getLogger(__name__)
 
 
 class EnergyTotals(NamedTuple):
-    """Joules since the first reading: what the counter counted, and what requests were given."""
+    """Joules since the first reading: counted by the counter, and charged to requests."""
 
     counted_j: float = 0.0
     charged_j: float = 0.0
 
 
 class EnergyShare:
-    """One run's part: ``energy_j`` for the first ``settled_us`` of its ``device_us``."""
+    """Energy of one run: ``energy_j`` for the first ``settled_us`` of its ``device_us``."""
 
     __slots__ = ("device_us", "energy_j", "settled_us")
 
@@ -123,7 +129,7 @@ class EnergyShare:
 
     @property
     def open_s(self) -> float:
-        """Device time that no reading covers so far."""
+        """Device time in seconds that no reading covers so far."""
         return (self.device_us - self.settled_us) * _S_PER_US
 
     def give(self, joules: float) -> None:
@@ -132,17 +138,18 @@ class EnergyShare:
 
 
 class EnergyMeter:
-    """Shares what is counted between two readings among the runs that had device time meanwhile, in
-    proportion to it. What the device took while it idled is nobody's: the power of the last
-    interval that was idle throughout, or the interval's mean before there was one, for as long as
-    the device was not busy.
+    """Meter that shares the energy between two readings among the runs, in proportion to their
+    device time.
 
-    A run that ends between two readings is given its device time at the rate of the last interval;
-    what that was too much or too little is the next interval's. So at any time ``charged_j``,
-    ``idle_j`` and ``carried_j`` add up to ``counted_j``.
+    Energy of the idle device is charged to no run. Its power is that of the last interval that was
+    idle throughout, or the interval's mean before the first such interval.
 
-    Without a counter nothing is measured, and nothing is said to be 0; a counter that fails once is
-    not read again. ``rest_totals`` are those when the device was seen to have idled last.
+    A run that ends between two readings is charged for its device time at the power of the last
+    interval. The next interval carries the difference to the real value. So ``charged_j``,
+    ``idle_j`` and ``carried_j`` always add up to ``counted_j``.
+
+    Without a counter nothing is measured, and no value is reported as 0. A counter that fails once
+    is not read again. ``rest_totals`` are the totals when the device was last seen idle.
     """
 
     def __init__(
@@ -151,7 +158,7 @@ class EnergyMeter:
         busy_s: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
-        """``busy_s``: how long the device has been busy so far."""
+        """Create a meter; ``busy_s`` returns how long the device has been busy so far."""
         self._counter = counter
         self._busy_s = busy_s
         self._monotonic = monotonic
@@ -167,7 +174,7 @@ class EnergyMeter:
 
     @property
     def measures(self) -> bool:
-        """Whether there is a counter that has been read."""
+        """True if there is a counter and it has been read."""
         return self._counter is not None and self._has_read
 
     @property
@@ -179,22 +186,24 @@ class EnergyMeter:
         return EnergyTotals(self.counted_j, self.charged_j) if self.measures else None
 
     def read_soon(self, *, at_once: bool = False) -> None:
-        """Read, unless that was done a moment ago; ``at_once``: the device begins, or stops, to be
-        busy."""
+        """Read the counter, unless it was read less than ``READ_INTERVAL_S`` ago.
+
+        ``at_once`` reads in any case: the device becomes busy or idle.
+        """
         if self._counter is None:
             return
         if at_once or self._monotonic() - self._read_s >= READ_INTERVAL_S:
             self._wanted.set()
 
     async def run(self) -> None:
-        """Read whenever that is wanted, until it is cancelled."""
+        """Read the counter whenever a reading is requested, until cancelled."""
         while True:
             await self.read()
             await self._wanted.wait()
             self._wanted.clear()
 
     async def read(self) -> None:
-        """Read the counter, in a thread: it may wait for its driver."""
+        """Read the counter in a thread, since it may wait for its driver."""
         async with self._lock:
             if self._counter is None:
                 return
@@ -208,17 +217,17 @@ class EnergyMeter:
             self._note(joules, self._monotonic(), self._busy_s())
 
     async def read_before_first_end(self) -> None:
-        """So that the first run to end is not unmeasured for want of a rate."""
+        """Read the counter if there is no power yet, so that the first run to end is measured."""
         if self._counter is not None and self._busy_w is None:
             await self.read()
 
     def note_device_time(self, share: EnergyShare) -> None:
-        """Its run has had more of the device."""
+        """Record that a share's run got more device time."""
         if self._counter is not None:
             self._open[share] = None
 
     def settle(self, share: EnergyShare) -> float | None:
-        """The joules of a run that is over; None if they were not measured."""
+        """Return the joules of an ended run; None if they were not measured."""
         if not self.measures:
             return None
         if share.open_s > 0:
@@ -233,11 +242,11 @@ class EnergyMeter:
 
     def _note(self, joules: float, now_s: float, busy_s: float) -> None:
         if not self._has_read or joules < self._last_j:
-            # The first reading, or a driver that was loaded again and counts from 0.
+            # This is the first reading, or the driver was loaded again and counts from 0.
             self._first_j += joules - self._last_j
             self._has_read = True
         elif joules == self._last_j:
-            return  # it has not been brought up to date
+            return  # the counter has not been updated yet
         else:
             passed_s = now_s - self._read_s
             self._share(joules - self._last_j, passed_s, busy_s - self._read_busy_s)

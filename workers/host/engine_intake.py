@@ -1,4 +1,4 @@
-"""Hands requests to the engine: at once, or one at a time after an engine crashed."""
+"""Engine intake: requests go in at once, or one at a time after an engine crashed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from millrace.workers.host.generations.generation import Generation
 
 
 def cache_salt_of(job: Job, prefix_scope: str) -> str:
-    """What keeps the prefix of a job from others' where workers share them in such a scope."""
+    """Return the salt that separates a job's prefixes from other jobs', for the worker's
+    ``prefix_scope``.
+    """
     tenant = job.tenant if prefix_scope == "tenant" else ""
     return salt_of(tenant, job.cache_salt, job.adapter_version)
 
 
 def warming_request(engine_id: str, warm: Warm, cache_salt: str) -> EngineRequest:
-    """To pull what a job has so far, and no more."""
+    """Return an engine request that only pulls the KV blocks of a job's tokens so far."""
     return EngineRequest(
         request_id=engine_id,
         prompt_token_ids=(*(warm.job.prompt_token_ids or ()), *warm.token_ids),
@@ -37,11 +39,11 @@ def warming_request(engine_id: str, warm: Warm, cache_salt: str) -> EngineReques
 def engine_request(
     generation: Generation, eos_token_ids: Sequence[int], cache_salt: str
 ) -> EngineRequest:
-    """The rest of a generation, behind the tokens that it has."""
+    """Return the request for the rest of a generation, after its tokens so far."""
     job = generation.job
     sampling, token_ids = SamplingParams.of(job.sampling), tuple(generation.output.token_ids)
     if generation.known_outcome is not None:
-        # Scoring a prompt makes one token behind it, which is dropped.
+        # Scoring a prompt produces one token after it, which is dropped.
         token_ids = ()
         sampling = SamplingParams(
             max_tokens=1, seed=sampling.seed, prompt_logprobs=sampling.prompt_logprobs
@@ -57,7 +59,7 @@ def engine_request(
         pooling=job.pooling,
         watched=job.sampling.may_end_in_text,
         adapter=generation.adapter,
-        # One that is text still has been prepared by nobody who knows the tokenizer.
+        # A prediction that is still text was not tokenized by a gateway or scheduler.
         prediction_token_ids=() if isinstance(job.prediction, str) else job.prediction,
         kv_source=generation.kv_source,
         tenant=job.tenant,
@@ -68,24 +70,24 @@ logger = logging.getLogger(__name__)
 
 
 class EngineKilledError(MillraceError, code="engine_killed"):
-    """The engine died twice while it ran this request, the second time tested alone."""
+    """Request during which the engine died twice, the second time while it ran alone."""
 
     def __init__(self) -> None:
         super().__init__(
-            "The engine's process ended twice while it worked on the next token of this request, "
-            "so it is not tried again. Other requests go on; change the request before sending it "
-            "again, and tell the operator, whose worker's log has the details."
+            "The engine's process ended twice while it computed the next token of this request, "
+            "so the request is not retried. Other requests continue. Change the request before you "
+            "send it again, and tell the operator: the worker's log has the details."
         )
 
 
 class EngineIntake:
-    """The way of all requests into the engine.
+    """Path of all requests into the engine.
 
-    Normally a request goes in at once. But any request that an engine had when it crashed may have
-    killed it, so the next engine gets these one at a time, each until it has made a token, small
-    ones first among those of equal priority. New requests wait behind them. If the engine crashes
-    again, the request that it ran alone is to blame. So a request that kills engines ends with its
-    second, and the others of its batch go on.
+    Normally a request goes in at once. After a crash, any request that the engine had may have
+    killed it. So the next engine gets these suspects one at a time, each until it has produced a
+    token; among equal priorities the small ones go first. New requests wait behind them. If the
+    engine crashes again, the request that it ran alone is the poison pill. So a poison pill ends
+    after its second crash, and the other requests of its batch continue.
     """
 
     def __init__(self, context: WorkerContext) -> None:
@@ -106,21 +108,22 @@ class EngineIntake:
             self._newcomers[generation] = None
 
     def note_token(self, generation: Generation) -> None:
-        """The engine has made a token for it: it is cleared."""
+        """Clear a request of suspicion: the engine has produced a token for it."""
         if generation is self._tested:
             self._try_next()
 
     def remove(self, generation: Generation) -> None:
-        """It is over."""
+        """Forget a request that is over."""
         self._newcomers.pop(generation, None)
         self._suspects.pop(generation, None)
         if generation is self._tested:
             self._try_next()
 
     def engine_lost(self, running: Iterable[Generation]) -> Generation | None:
-        """The engine has died, and ``running`` are all requests; the one to blame, if it is clear.
+        """Record that the engine died with the requests ``running``. Return the poison pill, if it
+        is known.
 
-        That one is to be ended; the others go on when there is another engine.
+        The caller must end the poison pill. The other requests continue in the next engine.
         """
         self._has_engine = False
         blamed, self._tested = self._tested, None
@@ -133,7 +136,7 @@ class EngineIntake:
         return blamed
 
     def engine_replaced(self) -> None:
-        """There is an engine again."""
+        """Resume: there is an engine again."""
         self._has_engine = True
         self._try_next()
 
@@ -147,7 +150,7 @@ class EngineIntake:
             self._admit(self._tested)
             return
         if last is not None:
-            logger.info("all requests go on in the new engine")
+            logger.info("all requests continue in the new engine")
         newcomers, self._newcomers = self._newcomers, {}
         for generation in newcomers:
             self._admit(generation)

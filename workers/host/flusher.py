@@ -1,4 +1,4 @@
-"""Hands frames to the bus: some at once, tokens as they gather, few messages at load."""
+"""Flusher of frames to the bus: some at once, tokens in batches, few messages under load."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from millrace.workers.host.generations.state import Listener
 logger = logging.getLogger(__name__)
 
 
-# An engine gathers tokens for as long itself (``workers.process.loop``): what came a moment
-# after the others did is not to wait for a clock.
+# The engine gathers tokens for as long itself (``workers.process.loop``). Tokens that arrive a
+# moment after the others need not wait for the clock.
 _SLACK_S = 0.002
 
 
 class Flusher:
-    """Sends what is posted in order, in one envelope per listener where the listener reads those.
+    """Sender of frames in order, in one envelope per listener if the listener reads envelopes.
 
-    New tokens of marked generations go out together, at most once every ``interval_s``; after a
-    pause the next ones go at once. Whoever makes one runs ``run`` as long as it is used.
+    New tokens of marked generations are sent together, at most once every ``interval_s``. After a
+    pause the next tokens are sent at once. The owner keeps ``run`` running while the flusher is in
+    use.
     """
 
     def __init__(self, frames: FrameStreams, clock: Clock, interval_s: float) -> None:
@@ -41,13 +42,13 @@ class Flusher:
         self._waiters: list[asyncio.Future[None]] = []
 
     def mark(self, generation: Generation) -> None:
-        """The generation has new tokens, to be sent with the next flush."""
+        """Mark a generation whose new tokens are sent with the next flush."""
         if not self._marked:
             self._has_marked.set()
         self._marked[generation] = None
 
     def flush_now(self, generation: Generation, *after: Frame) -> None:
-        """Send its unsent tokens at once, then the frames ``after`` them."""
+        """Send the generation's unsent tokens at once, then the frames ``after`` them."""
         self._marked.pop(generation, None)
         self.post(generation, [*pop_unflushed(generation), *after])
 
@@ -65,7 +66,9 @@ class Flusher:
         self._has_outgoing.set()
 
     def forget(self, generation: Generation) -> None:
-        """Send nothing more for a generation, nor what was posted and is not with the bus yet."""
+        """Send nothing more for a generation, and drop its frames that the bus does not have
+        yet.
+        """
         self._marked.pop(generation, None)
         for listener in generation.delivery.listeners:
             posted = self._outgoing.get(listener)
@@ -73,14 +76,14 @@ class Flusher:
                 posted[:] = [entry for entry in posted if entry[0] != generation.request_id]
 
     async def published(self) -> None:
-        """Returns when all that was posted before is with the bus."""
+        """Wait until the bus has all frames posted before this call."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         self._has_outgoing.set()
         await waiter
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Send frames until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._flush_marked(), name="flush")
             group.create_task(self._send_posted(), name="send")
@@ -105,7 +108,7 @@ class Flusher:
             waiters, self._waiters = self._waiters, []
             for listener, frames in outgoing.items():
                 if not await self._send(listener, frames) and len(frames) > 1:
-                    # One of them is at fault; sending the others twice does no harm.
+                    # One of the frames is at fault; sending the others twice does no harm.
                     for frame in frames:
                         await self._send(listener, [frame])
             for waiter in waiters:
@@ -113,7 +116,9 @@ class Flusher:
                     waiter.set_result(None)
 
     async def _send(self, listener: Listener, frames: Sequence[tuple[str, Frame]]) -> bool:
-        """Whether the bus took the frames; a listener that sees a gap asks for a replay."""
+        """Send frames and return whether the bus took them. A listener that sees a gap asks for a
+        replay.
+        """
         try:
             await self._frames.publish(
                 listener.reply, frames, batch=listener.batch, as_json=listener.as_json

@@ -1,5 +1,6 @@
-"""Leases of the requests that run here: extended in time, confirmed after a gap, and written into
-the shared index."""
+"""Leases of the requests that run here: extended in time, confirmed after a gap, written to the
+shared index.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ _MAX_PENDING = 10_000
 
 
 class Generations(Protocol):
-    """The index as a worker uses it; ``bus.running_requests`` is the one. Calls never raise: while
-    the index is unreachable nothing is known, and heartbeats and leases decide."""
+    """Index of running requests as a worker uses it, implemented by ``bus.running_requests``.
+
+    Calls never raise. While the index is unreachable nothing is known, and heartbeats and leases
+    decide.
+    """
 
     async def start(self, request_id: str, worker_id: str, epoch: int, lease: str = "") -> None: ...
 
@@ -34,7 +38,7 @@ class Generations(Protocol):
 
 
 class IndexWriter:
-    """Queues writes; while the index is slow the oldest are dropped."""
+    """Queue of index writes; while the index is slow, the oldest are dropped."""
 
     def __init__(self, generations: Generations, worker_id: str) -> None:
         self._generations = generations
@@ -43,25 +47,25 @@ class IndexWriter:
         self._has_pending = asyncio.Event()
 
     def start(self, request_id: str, epoch: int, lease: str) -> None:
-        """This worker runs the request, under a lease."""
+        """Record that this worker runs the request under ``lease``."""
         self._add(lambda: self._generations.start(request_id, self._worker_id, epoch, lease))
 
     def drop(self, request_id: str) -> None:
-        """This worker runs the request no more, and has not answered it."""
+        """Record that this worker no longer runs the request and has not answered it."""
         self._add(lambda: self._generations.drop(request_id, self._worker_id))
 
     def finish(self, request_id: str, epoch: int) -> None:
-        """The request is answered."""
+        """Record that the request is answered."""
         self._add(lambda: self._generations.finish(request_id, self._worker_id, epoch))
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Write to the index until cancelled."""
         while True:
             await self._has_pending.wait()
             self._has_pending.clear()
             writes = list(self._pending)
             self._pending.clear()
-            # Made together, they travel together.
+            # Writes that are made together travel together.
             await asyncio.gather(*(write() for write in writes))
 
     def _add(self, write: Callable[[], Awaitable[None]]) -> None:
@@ -69,8 +73,8 @@ class IndexWriter:
         self._has_pending.set()
 
 
-# Once schedulers receive its heartbeats again, they take nothing away from a worker for silence;
-# takeovers that they began before are in the index after this.
+# Time after which the index is reliable. Once schedulers receive a worker's heartbeats again, they
+# start no takeover for silence; takeovers begun before are in the index after this time.
 SETTLE_S = 2.0
 _NS_PER_S = 1e9
 _NEVER_S = float("-inf")
@@ -79,7 +83,9 @@ logger = logging.getLogger(__name__)
 
 
 class Ownership(Enum):
-    """Whether this worker owns a request's lease. UNKNOWN: perhaps not, and it cannot be known."""
+    """Ownership of a request's lease by this worker. UNKNOWN: possibly lost, and it cannot be
+    known.
+    """
 
     HELD = auto()
     LOST = auto()
@@ -87,18 +93,18 @@ class Ownership(Enum):
 
 
 class LeaseOwnership:
-    """Confirms that what runs here may be finalized here.
+    """Check that this worker still owns a lease before it finalizes the request.
 
     A worker that stalled (stopped, swapped out) or was disconnected from the bus may have been
-    declared dead. Another then runs its requests at higher epochs, under the same leases, and the
-    queue would take an ack from here for the other's. So after such a gap, a stall of ``stall_s``
-    or a disconnection of any length, requests dispatched before it or just after are unconfirmed
-    until ``SETTLE_S`` have passed and the index has no higher epoch. Cancels of requests taken over
-    still reach a worker that stalled. To one that was disconnected they may be lost: if the index
-    does not know the request either, its ownership stays unknown.
+    declared dead. Then another worker runs its requests at higher epochs under the same leases, and
+    the queue would take an ack from here for the other's. So after such a gap, a stall of
+    ``stall_s`` or a disconnection of any length, requests dispatched before or just after it are
+    unconfirmed until ``SETTLE_S`` have passed and the index has no higher epoch. Cancels of
+    requests taken over still reach a worker that stalled. A disconnected worker may miss them: if
+    the index does not know the request either, its ownership stays unknown.
 
-    ``check_for_gap`` is to be called more often than every ``stall_s``; ``run`` asks about all that
-    ``held`` gives after each gap, and calls ``on_lost`` for what is another's.
+    Call ``check_for_gap`` more often than every ``stall_s``. After each gap, ``run`` checks all
+    generations that ``held`` returns, and calls ``on_lost`` for each that another worker owns.
     """
 
     def __init__(
@@ -124,7 +130,7 @@ class LeaseOwnership:
     def check_for_gap(self) -> None:
         """Detect a stall that has just ended, or a disconnection."""
         now_s, now_ns = self._clock.monotonic(), self._clock.now_ns()
-        # The monotonic clock may stand still together with the machine.
+        # The monotonic clock may stop together with the machine.
         gap_s = max(now_s - self._looked_s, (now_ns - self._looked_ns) / _NS_PER_S)
         self._looked_s, self._looked_ns = now_s, now_ns
         if not self._bus.connected:
@@ -134,7 +140,7 @@ class LeaseOwnership:
             self._note_gap()
 
     def note_disconnected(self) -> None:
-        """The bus is or was disconnected: messages sent meanwhile are lost."""
+        """Record that the bus is or was disconnected: messages sent meanwhile are lost."""
         self._note_gap()
         self._disconnected_settled_s = self._settled_s
 
@@ -143,12 +149,14 @@ class LeaseOwnership:
         self._had_gap.set()
 
     def is_confirmed(self, generation: Generation) -> bool:
-        """Whether this worker is known to own the lease right now."""
+        """Return whether this worker is known to own the lease right now."""
         self.check_for_gap()
         return generation.lease.confirmed_s >= self._settled_s
 
     async def confirm(self, generation: Generation) -> Ownership:
-        """Who owns the request; at once without a gap, else as soon as it can be known."""
+        """Return the ownership of the request: at once without a gap, else as soon as it is
+        known.
+        """
         while not self.is_confirmed(generation):
             wait_s = self._settled_s - self._clock.monotonic()
             if wait_s > 0:
@@ -167,7 +175,7 @@ class LeaseOwnership:
         return Ownership.HELD
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Check ownership after each gap, until cancelled."""
         while True:
             await self._had_gap.wait()
             self._had_gap.clear()
@@ -179,7 +187,7 @@ class LeaseOwnership:
 
 
 class LeaseKeeper:
-    """Extends each held lease every ``interval_s``, and at once after a reconnect."""
+    """Extender of held leases: every ``interval_s``, and at once after a reconnect."""
 
     def __init__(
         self,
@@ -195,11 +203,11 @@ class LeaseKeeper:
         self._now = asyncio.Event()
 
     def extend_now(self) -> None:
-        """The bus was disconnected: leases may be about to lapse."""
+        """Extend all leases now: the bus was disconnected, and they may be about to lapse."""
         self._now.set()
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Extend leases until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._extend_periodically(), name="extend leases")
             group.create_task(self._extend_on_request(), name="extend leases at once")

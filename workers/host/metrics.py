@@ -1,7 +1,7 @@
-"""What Prometheus sees of the workers of a process, read at each scrape from what they know anyway.
+"""Prometheus metrics of the workers of a process, read from their state at each scrape.
 
-Names are those of the field's engines where they have one; what is counted of requests begins at
-their dispatch to the worker, while the gateways' figures begin at their receipt.
+Names are those of other inference engines where they have one. Request figures begin at the
+dispatch to the worker; the gateways' figures begin at the receipt.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ class _Watched(NamedTuple):
 
 
 class WorkerMetrics(Collector):
-    """All workers of the process, each under its name and model; no tenant, no request."""
+    """Metrics of all workers of the process, labelled by name and model, never by tenant or
+    request.
+    """
 
     def __init__(self) -> None:
         self._workers: list[_Watched] = []
 
     def watch(self, name: str, model: str, engine: EngineKeeper, worker: Worker) -> None:
-        """Tell of a worker, too."""
+        """Include a worker in the metrics."""
         self._workers.append(_Watched((model, name), engine, worker))
 
     def forget(self, worker: Worker) -> None:
@@ -72,7 +74,7 @@ class WorkerMetrics(Collector):
     def _tier_hits(self) -> Metric:
         hits = CounterMetricFamily(
             "millrace_prefix_cache_tier_hits",
-            "Tokens that were found in the prefix cache, by where they came from",
+            "Tokens found in the prefix cache, by the tier that held them",
             labels=[*_LABELS, "source"],
         )
         for one in self._workers:
@@ -83,7 +85,7 @@ class WorkerMetrics(Collector):
     def _expert_choices(self) -> Metric:
         choices = CounterMetricFamily(
             "millrace_expert_choices",
-            "Times that an expert was chosen for a token in a layer, by its number",
+            "Times that an expert was chosen for a token in a layer, by the expert's number",
             labels=[*_LABELS, "expert"],
         )
         for one in self._workers:
@@ -99,26 +101,26 @@ class WorkerMetrics(Collector):
         )
         ending = GaugeMetricFamily(
             "millrace_num_requests_ending",
-            "Requests that are over and not acknowledged in the queue so far",
+            "Requests that are over and not yet acknowledged in the queue",
             labels=_LABELS,
         )
         draining = GaugeMetricFamily(
-            "millrace_worker_draining", "1 while the worker takes nothing new", labels=_LABELS
+            "millrace_worker_draining", "1 while the worker takes no new work", labels=_LABELS
         )
         devices = GaugeMetricFamily(
             "millrace_worker_devices", "Devices that compute together", labels=_LABELS
         )
         restarts = CounterMetricFamily(
-            "millrace_engine_restarts", "Engines that were started in place of one", labels=_LABELS
+            "millrace_engine_restarts", "Engines started to replace an engine", labels=_LABELS
         )
         ended = CounterMetricFamily(
             "millrace_worker_requests",
-            "Runs that ended their request, by how it ended",
+            "Attempts that ended their request, by the request's status",
             labels=[*_LABELS, "status"],
         )
         orphaned = CounterMetricFamily(
             "millrace_orphaned_requests",
-            "Requests cancelled because their gateway was gone and no client came back for them",
+            "Requests cancelled because their gateway was gone and no client resumed them",
             labels=_LABELS,
         )
         for labels, engine, worker in self._workers:
@@ -135,20 +137,20 @@ class WorkerMetrics(Collector):
         yield from (waiting, ending, draining, devices, restarts, ended, orphaned)
 
     def _devices(self) -> Iterator[Metric]:
-        """What drivers show; nothing on a CPU."""
+        """Yield the figures of device drivers; a CPU has none."""
         labels = [*_LABELS, "device"]
         share = GaugeMetricFamily(
             "millrace_device_utilisation_ratio",
-            "In how much of the last moments anything ran on the device, as its driver says",
+            "Share of the last moments in which the device was busy, as its driver reports",
             labels=labels,
         )
         used = GaugeMetricFamily(
             "millrace_device_memory_used_bytes",
-            "Memory of the device that is in use",
+            "Memory of the device in use",
             labels=labels,
         )
         total = GaugeMetricFamily(
-            "millrace_device_memory_total_bytes", "Memory that the device has", labels=labels
+            "millrace_device_memory_total_bytes", "Memory of the device", labels=labels
         )
         for one in self._workers:
             reading = one.worker.device.latest
@@ -159,11 +161,13 @@ class WorkerMetrics(Collector):
         yield from (share, used, total)
         counted = CounterMetricFamily(
             "millrace_device_energy_joules",
-            "What the device took, idle time included, as its counter says",
+            "Energy of the device, idle time included, as its counter reports",
             labels=_LABELS,
         )
         given = CounterMetricFamily(
-            "millrace_charged_energy_joules", "What of that requests were given", labels=_LABELS
+            "millrace_charged_energy_joules",
+            "Part of the device's energy charged to requests",
+            labels=_LABELS,
         )
         for one in self._workers:
             energy = one.worker.energy.totals
@@ -173,7 +177,7 @@ class WorkerMetrics(Collector):
         yield from (counted, given)
         lost = CounterMetricFamily(
             "millrace_lost_worker_samples",
-            "Samples that the message bus did not accept; the next one covers their time, too",
+            "Samples that the message bus did not accept; the next sample covers their time",
             labels=_LABELS,
         )
         for one in self._workers:
@@ -183,12 +187,12 @@ class WorkerMetrics(Collector):
     def _times(self) -> Iterator[Metric]:
         yield self._histogram(
             "millrace_engine_step_duration_seconds",
-            "How long steps of the engine took",
+            "Duration of engine steps",
             lambda one: one.engine.step_s,
         )
         yield self._histogram(
             "millrace_engine_time_to_first_token_seconds",
-            "From the dispatch to a worker to its first token",
+            "Time from the dispatch to a worker to the first token",
             lambda one: one.worker.requests.times.first_token_s,
         )
         yield self._histogram(
@@ -198,17 +202,17 @@ class WorkerMetrics(Collector):
         )
         yield self._histogram(
             "millrace_request_queue_time_seconds",
-            "The engine wait: from the dispatch to a worker until the request was in its batch",
+            "Engine wait: time from the dispatch to a worker until the request is in its batch",
             lambda one: one.worker.requests.times.engine_wait_s,
         )
         yield self._histogram(
             "millrace_request_prefill_time_seconds",
-            "From the batch to the first token",
+            "Time from the batch to the first token",
             lambda one: one.worker.requests.times.prefill_s,
         )
         yield self._histogram(
             "millrace_request_decode_time_seconds",
-            "From the first token to the last",
+            "Time from the first token to the last",
             lambda one: one.worker.requests.times.decode_s,
         )
 

@@ -1,4 +1,4 @@
-"""Streams that leave for another worker or come from one, with blocks of the KV cache."""
+"""Streams that move between workers, with blocks of the KV cache."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from millrace.workers.host.engine_intake import cache_salt_of, warming_request
 from millrace.workers.host.generations.generation import Generation
 from millrace.workers.host.generations.state import GenerationPhase
 
-# What a pull still counts when the next one comes.
+# Weight of the earlier pulls when the next one is counted (a decaying average).
 _KEPT_SHARE = 0.8
 
 logger = logging.getLogger(__name__)
 
 
 class StreamMoves:
-    """Remembers which streams have left and may still pull their blocks from here, and tells the
-    workers that others came from once they need nothing more. A worker of the role ``prefill``
-    tells the schedulers which of its streams may go on elsewhere. Each notice goes out once, and
+    """Tracker of streams that leave this worker or arrive from another.
+
+    It knows which streams have left and may still pull their blocks from here. It tells the workers
+    that streams came from when the streams need nothing more. A worker of the role ``prefill``
+    tells the schedulers which of its streams may continue elsewhere. Each notice is sent once and
     may be lost. ``role`` is the configured one until another is set.
 
-    ``on_pulled`` is called when a stream has what it came for, or has had it brought ahead of it:
-    there is time for the next one."""
+    ``on_pulled`` is called when a stream has its pulled blocks, or has had them prefetched: there
+    is time for the next pull.
+    """
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
@@ -45,32 +48,33 @@ class StreamMoves:
 
     @property
     def pull_tokens_per_s(self) -> float:
-        """What requests were here with what they pulled at of late, all that they waited for
-        included; 0 before the first."""
+        """Recent rate of pulls in tokens per second, waiting time included; 0 before the first
+        pull.
+        """
         return self._recent_tokens / self._recent_s if self._recent_s else 0.0
 
-    # --- what leaves ---
+    # --- leaving streams ---
 
     def left(self, generation: Generation) -> None:
-        """Another worker goes on with what ran here."""
+        """Record that another worker continues a request that ran here."""
         has_blocks = generation.phase in (GenerationPhase.PREFILLING, GenerationPhase.DECODING)
         if not has_blocks or self._context.engine.transfer_endpoint is None:
             return
         self._departures.add(generation.request_id)
 
     def note_pulled(self, pulled: Pulled) -> None:
-        """Whoever runs these has what it needs."""
+        """Forget streams whose new workers have pulled their blocks."""
         self._departures.discard(pulled.request_ids)
 
     @property
     def num_kept(self) -> int:
-        """Streams that have left lately and may still pull."""
+        """Number of streams that have left lately and may still pull."""
         return len(self._departures)
 
-    # --- what comes, and what may go on ---
+    # --- arriving and prefilled streams ---
 
     def advanced(self, generation: Generation, *, began: bool) -> None:
-        """The engine has begun with a request, or has made its first token."""
+        """Record that the engine has begun a request, or has made its first token."""
         source = generation.kv_source
         if source is not None and began:
             self._note_pull(generation)
@@ -88,7 +92,7 @@ class StreamMoves:
     # --- roles ---
 
     def set_role(self, command: SetRole) -> WorkerReply:
-        """Have another role, unless the engine takes none."""
+        """Change the role; reject the command if the engine has no roles."""
         kind = self._context.config.engine.kind
         if kind is not EngineKind.REAL:
             return rejected(
@@ -102,7 +106,7 @@ class StreamMoves:
         return OK
 
     def hand_on(self, generations: Iterable[Generation]) -> None:
-        """Of those that run, the streams may go on elsewhere if the worker is for prompts now."""
+        """Offer the running streams to other workers, if this worker's role is now ``prefill``."""
         if self.role is WorkerRole.PREFILL:
             for generation in generations:
                 self._note_prefilled(generation)
@@ -116,16 +120,18 @@ class StreamMoves:
             )
             self._recent_s = _KEPT_SHARE * self._recent_s + max(waited_s, 0.0)
 
-    # --- what is brought before it comes ---
+    # --- prefetch pulls ---
 
     async def warm(self, warm: Warm) -> WorkerReply:
-        """Have the engine pull what a stream has where it runs now; returns when that is over."""
+        """Have the engine pull the blocks of a stream that runs elsewhere; return when the pull is
+        over.
+        """
         engine = self._context.engine
         if engine.transfer_endpoint is None or engine.is_down:
-            return rejected("bad_request", "nothing can be pulled here now")
+            return rejected("bad_request", "this worker cannot pull KV blocks now")
         engine_id = f"{warm.job.request_id}/warm"
         if engine_id in self._warming:
-            return rejected("bad_request", "that is being pulled already")
+            return rejected("bad_request", "these KV blocks are being pulled already")
         done = self._warming[engine_id] = asyncio.get_running_loop().create_future()
         salt = cache_salt_of(warm.job, self._context.config.prefix_scope)
         engine.add(warming_request(engine_id, warm, salt))
@@ -135,20 +141,19 @@ class StreamMoves:
         return OK
 
     def note_warmed(self, engine_id: str, *, is_lost: bool = False) -> bool:
-        """The engine has ended something, or is lost; whether that was pulled for a stream that
-        may come."""
+        """End the prefetch pull ``engine_id`` if there is one, and return whether there was one."""
         done = self._warming.pop(engine_id, None)
         if done is not None and not done.done():
             done.set_result(not is_lost)
         return done is not None
 
     def on_engine_lost(self) -> None:
-        """What was pulled is gone with the engine."""
+        """Fail all prefetch pulls: their blocks are gone with the engine."""
         for engine_id in list(self._warming):
             self.note_warmed(engine_id, is_lost=True)
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Publish notices until cancelled."""
         while True:
             await self._has_pending.wait()
             self._has_pending.clear()

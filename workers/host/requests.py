@@ -1,4 +1,4 @@
-"""The requests that a worker has been given, from their dispatch to their end."""
+"""Requests of a worker, from their dispatch to their end."""
 
 from __future__ import annotations
 
@@ -43,19 +43,23 @@ from millrace.workers.host.leases import Generations, IndexWriter, LeaseOwnershi
 from millrace.workers.host.moves import StreamMoves
 from millrace.workers.host.reports.completion_events import CompletionEvents
 
-# How long a worker that shuts down waits for the last device times.
+# Maximum time that a worker waits for the last device times when it shuts down.
 _DEVICE_TIMES_TIMEOUT_S = 0.3
 
-# Silence of this and of a beat, two at rest, is less than any scheduler declares a worker dead for.
+# Limit on a gap between checks, in beats. This gap plus one heartbeat (two at rest) stays below any
+# scheduler's timeout for a dead worker.
 _STALL_BEATS = 1.5
 
 logger = logging.getLogger(__name__)
 
 
 class Requests:
-    """Owns the generations of one incarnation of a worker: each runs from its dispatch until its
-    outcome is known, is finalized until its lease is acknowledged, and is then kept for replays.
-    ``on_capacity`` is called when there may be more capacity."""
+    """Owner of the generations of one incarnation of a worker.
+
+    Each generation runs from its dispatch until its outcome is known. It is finalized until its
+    lease is acknowledged, and then kept for replays. ``on_capacity`` is called when there may be
+    more capacity.
+    """
 
     def __init__(
         self,
@@ -108,20 +112,20 @@ class Requests:
 
     @property
     def num_running(self) -> int:
-        """Requests whose outcome is open."""
+        """Number of requests whose outcome is open."""
         return len(self._running)
 
     @property
     def num_ending(self) -> int:
-        """Requests whose lease is not acknowledged yet though they are over."""
+        """Number of requests that are over and whose lease is not acknowledged yet."""
         return len(self._finalizer)
 
     def num_held_by_tier(self) -> dict[Tier, int]:
-        """Requests whose outcome is open, by tier."""
+        """Return the number of requests whose outcome is open, by tier."""
         return self._capacity.num_held_by_tier()
 
     def holds(self, request_id: str) -> bool:
-        """Whether it runs or ends here: whether its lease is kept."""
+        """Return whether the request runs or ends here, so its lease is kept."""
         return request_id in self._running or self._finalizer.get(request_id) is not None
 
     # --- commands ---
@@ -192,7 +196,7 @@ class Requests:
             self._index.start(job.request_id, dispatch.epoch, dispatch.lease)
 
     def _adopt(self, generation: Generation, dispatch: Dispatch) -> None:
-        """Another delivery of a job that runs or ran here: continue it under the new lease."""
+        """Continue a job that runs or ran here under the new lease of another delivery."""
         generation.adopt(dispatch, self._context.worker_id, self._clock.monotonic())
         self._index.start(generation.request_id, dispatch.epoch, dispatch.lease)
         if generation.ended:
@@ -219,11 +223,11 @@ class Requests:
 
     def replay(self, replay: Replay) -> WorkerReply:
         if replay.from_index < 0 or not replay.reply:
-            return rejected("bad_request", "a replay needs a reply and an index of 0 or more")
+            return rejected("bad_request", "a replay needs reply, and from_index of 0 or more")
         generation = self._find(replay.request_id)
         if generation is None:
-            return rejected("unknown_request", "that request is not remembered here")
-        # The next flush begins behind the tokens that this replay sends.
+            return rejected("unknown_request", "this worker does not know this request")
+        # The next flush begins after the tokens that this replay sends.
         self._flusher.flush_now(generation)
         listener = generation.listener(replay.reply).as_asked(replay)
         generation.delivery.add(listener)
@@ -236,7 +240,7 @@ class Requests:
         self._flusher.post_to(listener, replay.request_id, frames)
         return OK
 
-    # --- what the engine makes ---
+    # --- engine outputs ---
 
     def on_outputs(self, outputs: list[EngineOutput]) -> None:
         now_ns = self._clock.now_ns()
@@ -250,7 +254,8 @@ class Requests:
                 self._apply(generation, output, now_ns)
             except Exception as error:
                 logger.exception(
-                    "an output could not be used", extra={"request_id": generation.request_id}
+                    "an engine output could not be applied",
+                    extra={"request_id": generation.request_id},
                 )
                 message = f"the worker failed on this request: {type(error).__name__}"
                 self._stop(generation, failed(MillraceError.code, message))
@@ -285,13 +290,13 @@ class Requests:
             self._stop(generation, outcome)
 
     def on_device_times(self, times: list[DeviceTime]) -> None:
-        """Device times that the engine reported."""
+        """Add device times that the engine reported."""
         self._device_times.note(times, self._by_engine_id)
         if self._running:
             self._context.energy.read_soon()
 
     def on_engine_lost(self) -> None:
-        """All running requests go on in the next engine, except one that is to blame."""
+        """Keep all running requests for the next engine, except a poison pill, which ends."""
         self.moves.on_engine_lost()
         self._device_times.note_engine_lost(self._running.values())
         blamed = self._intake.engine_lost(self._running.values())
@@ -307,7 +312,7 @@ class Requests:
     # --- ends ---
 
     def _stop(self, generation: Generation, outcome: GenerationOutcome) -> None:
-        """End a generation that the engine would go on with."""
+        """End a generation that is still in the engine."""
         self._cancel_in_engine(generation)
         self._end(generation, outcome)
 
@@ -329,7 +334,7 @@ class Requests:
         self._completions.add(generation.request_id, generation.pop_served())
 
     def _on_lost(self, generation: Generation) -> None:
-        """Another worker owns it."""
+        """Give up a generation that another worker owns."""
         if self._find(generation.request_id) is generation:
             self._supersede(generation)
             self._device_times.when_reported(
@@ -339,7 +344,7 @@ class Requests:
             self._on_capacity()
 
     def _supersede(self, generation: Generation) -> None:
-        """Another attempt owns the request: stop without a frame, and leave the lease alone."""
+        """Stop without a frame and leave the lease untouched: another attempt owns the request."""
         self.moves.left(generation)
         self._cancel_in_engine(generation)
         self._drop(generation)
@@ -359,15 +364,18 @@ class Requests:
         self._intake.remove(generation)
 
     def expire_late(self) -> None:
-        """End what has passed its deadline."""
+        """End requests that have passed their deadline."""
         now_ns = self._clock.now_ns()
         for generation in list(self._running.values()):
             if generation.job.is_past_deadline(now_ns):
                 self._stop(generation, EXPIRED)
 
     async def release_unfinished(self, *, sends: bool = True) -> None:
-        """Send what was made so far, unless what ``sends`` it has failed, then release the leases
-        of unfinished requests for other workers. A lease that is not confirmed lapses instead."""
+        """Release the leases of unfinished requests for other workers.
+
+        The tokens so far are sent first if ``sends``; pass False if the sender has failed. A lease
+        that is not confirmed lapses instead.
+        """
         unfinished = [*self._running.values(), *self._finalizer.generations()]
         for generation in list(self._running.values()):
             self._cancel_in_engine(generation)
@@ -398,6 +406,6 @@ class Requests:
             yield generation.lease.handle
 
     def held(self) -> Iterator[Generation]:
-        """Those whose lease is kept."""
+        """Yield the generations whose lease is kept."""
         yield from self._running.values()
         yield from self._finalizer.generations()

@@ -1,4 +1,4 @@
-"""The worker's bus side: one incarnation, from its first heartbeat to its last."""
+"""Worker's bus side: one incarnation, from its first heartbeat to its last."""
 
 from __future__ import annotations
 
@@ -56,8 +56,11 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Serves ``ctl.worker.<worker_id>`` with an engine that is loaded; ``worker_id`` is unique to
-    this incarnation. Everything that it starts ends with ``run``, except the engine."""
+    """Server of ``ctl.worker.<worker_id>`` with a loaded engine.
+
+    ``worker_id`` is unique to this incarnation. Everything that it starts ends with ``run``, except
+    the engine.
+    """
 
     def __init__(
         self,
@@ -111,19 +114,21 @@ class Worker:
 
     @property
     def num_samples_lost(self) -> int:
-        """Samples that the bus did not take."""
+        """Number of samples that the bus did not take."""
         return self._status.num_samples_lost
 
     def force_shutdown(self) -> None:
-        """Release what runs, now or as soon as the worker drains."""
+        """Release the running requests, now or as soon as the worker drains."""
         self._shutdown_forced = True
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until ``stopping`` is set, then drain; the worker is retired at the end.
 
-        Raises EngineFailedError when the engine has ended and no other can be started; the leases
-        are left to lapse. An unforeseen error is raised once the leases are released; this object
-        is not run again then.
+        After an unforeseen error the leases are released and the error is raised. Do not run this
+        object again.
+
+        Raises:
+            EngineFailedError: the engine has ended and no other can be started. The leases lapse.
         """
         subscriptions: list[Subscription] = []
         requests = self.requests
@@ -280,8 +285,11 @@ class Worker:
         await self._finish_drain()
 
     async def _finish_drain(self) -> None:
-        """Run what no other worker takes over until ``drain_timeout_s`` is up, then release the
-        rest. The engine stays for those who have gone on elsewhere and pull their blocks."""
+        """Run requests that no other worker takes over until ``drain_timeout_s`` is up, then
+        release the rest.
+
+        The engine stays for streams that continue elsewhere and still pull their blocks.
+        """
         requests = self.requests
         while requests.num_running or requests.num_ending or requests.moves.num_kept:
             if self._shutdown_forced or self._clock.monotonic() >= self._drained_s:
@@ -308,8 +316,11 @@ class Worker:
 
 
 def _counter_of(config: WorkerConfig, engine: EngineKeeper) -> EnergyCounter | None:
-    """That of the device which the engine computes on. Of others' engines nobody knows which they
-    use, and a simulated one uses none. Of several GPUs it would count the first alone."""
+    """Return the energy counter of the device that Millrace's own engine computes on, or None.
+
+    The devices of other kinds of engines are unknown, and a simulated engine uses none. With
+    several GPUs the counter would count only the first, so there is none.
+    """
     if config.engine.kind is not EngineKind.REAL or not config.energy:
         return None
     if engine.device_uuid:

@@ -1,2 +1,4 @@
-"""The engine's process, the keeper that replaces it, and the wire between it and the bus side.
-Called by ``host``; imports the engine's types, and the engine itself in the child process only."""
+"""Engine process, the keeper that restarts it, and the wire between it and the bus side.
+
+Called by ``host``; imports the engine's types, and the engine itself in the child process only.
+"""

@@ -1,4 +1,4 @@
-"""What Prometheus sees of an engine: the figures that are one number of its stats each."""
+"""Prometheus metrics that are single numbers of an engine's stats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GAUGES: Mapping[str, Callable[[EngineStats], float]] = {
     "millrace_max_adapters": lambda stats: stats.max_adapters,
     "millrace_outstanding_tokens": lambda stats: stats.outstanding_tokens,
 }
-# The metric of each field that counts from an engine's start.
+# Metrics of the fields that count from an engine's start.
 COUNTERS = {
     "num_adapter_loads": "millrace_adapter_loads",
     "num_adapter_evictions": "millrace_adapter_evictions",
@@ -64,7 +64,7 @@ COUNTERS = {
     "num_exchanged_bytes": "millrace_group_exchanged_bytes",
     "exchange_wait_s": "millrace_group_exchange_wait_seconds",
 }
-# Tokens of ``prefix_hit_tokens`` that were not on the device, by where they came from.
+# Parts of ``prefix_hit_tokens`` that were not on the device, by their source.
 TIERS = {
     "host_hit_tokens": "host",
     "disk_hit_tokens": "disk",
@@ -73,63 +73,61 @@ TIERS = {
 }
 HELP = {
     "millrace_num_requests_running": "Sequences in the engine's batch",
-    "millrace_max_num_requests_running": "Sequences that the engine's batch takes",
-    "millrace_kv_cache_usage_perc": "How much of the KV blocks is used, 1 being all",
-    "millrace_kv_disk_blocks": "KV blocks that are on disk",
+    "millrace_max_num_requests_running": "Maximum number of sequences in the engine's batch",
+    "millrace_kv_cache_usage_perc": "Share of the KV blocks in use (0 to 1)",
+    "millrace_kv_disk_blocks": "KV blocks on disk",
     "millrace_kv_object_store_left_alone": (
-        "1 while the object store for KV blocks is not asked because it failed, else 0"
+        "1 while the object store for KV blocks is not used because it failed, else 0"
     ),
-    "millrace_kv_cache_blocks": "KV blocks that there are",
+    "millrace_kv_cache_blocks": "KV blocks in total",
     "millrace_kv_cache_used_blocks": "KV blocks that live requests hold",
     "millrace_kv_cache_idle_blocks": "Free KV blocks in which a prefix is cached",
-    "millrace_kv_cache_host_blocks": "KV blocks that fit the host's memory",
-    "millrace_kv_cache_used_host_blocks": "KV blocks that are kept in the host's memory",
-    "millrace_adapters_loaded": "LoRA adapters that are in memory",
-    "millrace_max_adapters": "LoRA adapters that there is room for",
-    "millrace_outstanding_tokens": "Tokens that are still to be computed if nothing stops early",
+    "millrace_kv_cache_host_blocks": "KV blocks that fit in the host's memory",
+    "millrace_kv_cache_used_host_blocks": "KV blocks in the host's memory",
+    "millrace_adapters_loaded": "LoRA adapters in memory",
+    "millrace_max_adapters": "Maximum number of LoRA adapters in memory",
+    "millrace_outstanding_tokens": "Tokens still to be computed if no request stops early",
     "millrace_adapter_loads": "LoRA adapters that were loaded",
-    "millrace_adapter_evictions": "LoRA adapters that made room for others",
+    "millrace_adapter_evictions": "LoRA adapters evicted to make room for others",
     "millrace_engine_steps": "Steps of the engine",
-    "millrace_engine_busy_seconds": "Time during which a step was under way",
-    "millrace_engine_charged_seconds": "What of that time requests were charged for",
+    "millrace_engine_busy_seconds": "Time during which a step was running",
+    "millrace_engine_charged_seconds": "Part of the busy time that was charged to requests",
     "millrace_engine_prefill_tokens": (
-        "Tokens that were computed of prompts, and again after preemptions"
+        "Prompt tokens computed, including those computed again after preemptions"
     ),
-    "millrace_engine_decode_tokens": "Tokens that were computed one after the other",
-    "millrace_engine_proposed_tokens": "Tokens that were computed in case they should be the next",
-    "millrace_engine_accepted_tokens": "Tokens that were computed so and came",
-    "millrace_num_preemptions": "Times that a request was put back for want of KV blocks",
-    "millrace_num_swaps": "Preemptions that kept what was computed in the host's memory",
-    "millrace_prefix_cache_queries": "Tokens that were looked for in the prefix cache",
-    "millrace_prefix_cache_hits": "Tokens that were found in the prefix cache",
-    "millrace_kv_cache_evicted_blocks": "Cached KV blocks whose memory was needed",
-    "millrace_kv_disk_written_blocks": "KV blocks of idle conversations that were written to disk",
-    "millrace_kv_disk_read_blocks": "KV blocks that were read from disk",
+    "millrace_engine_decode_tokens": "Tokens computed one after the other (decode)",
+    "millrace_engine_proposed_tokens": "Tokens proposed by speculative decoding",
+    "millrace_engine_accepted_tokens": "Proposed tokens that were accepted",
+    "millrace_num_preemptions": "Preemptions of requests for lack of KV blocks",
+    "millrace_num_swaps": "Preemptions that kept the computed blocks in the host's memory",
+    "millrace_prefix_cache_queries": "Tokens looked up in the prefix cache",
+    "millrace_prefix_cache_hits": "Tokens found in the prefix cache",
+    "millrace_kv_cache_evicted_blocks": "Cached KV blocks evicted because their memory was needed",
+    "millrace_kv_disk_written_blocks": "KV blocks of idle conversations written to disk",
+    "millrace_kv_disk_read_blocks": "KV blocks read from disk",
     "millrace_kv_disk_unreadable_blocks": (
-        "KV blocks on disk that were not what was written, and were computed"
+        "KV blocks on disk that were corrupt and had to be computed again"
     ),
-    "millrace_kv_object_written_blocks": "KV blocks that were written to an object store",
-    "millrace_kv_object_written_bytes": "Bytes of KV blocks that were written to an object store",
-    "millrace_kv_object_read_blocks": "KV blocks that were read from an object store",
-    "millrace_kv_object_read_bytes": "Bytes of KV blocks that were read from an object store",
-    "millrace_kv_object_absent": (
-        "Objects that a prompt was looked for in, and that were not in the store"
-    ),
+    "millrace_kv_object_written_blocks": "KV blocks written to an object store",
+    "millrace_kv_object_written_bytes": "Bytes of KV blocks written to an object store",
+    "millrace_kv_object_read_blocks": "KV blocks read from an object store",
+    "millrace_kv_object_read_bytes": "Bytes of KV blocks read from an object store",
+    "millrace_kv_object_absent": "Objects looked up for a prompt that were not in the store",
     "millrace_kv_object_failed": (
-        "Requests to an object store that failed, and objects that were not what was written"
+        "Failed requests to an object store, and objects with corrupt content"
     ),
     "millrace_kv_object_dropped_blocks": (
-        "KV blocks that were not written to an object store, as it failed or was too slow"
+        "KV blocks not written to an object store because it failed or was too slow"
     ),
-    "millrace_kv_peer_pulled_blocks": "KV blocks that came from other workers' engines",
-    "millrace_kv_peer_pulled_bytes": "Bytes of KV blocks that came from other workers' engines",
+    "millrace_kv_peer_pulled_blocks": "KV blocks pulled from other workers' engines",
+    "millrace_kv_peer_pulled_bytes": "Bytes of KV blocks pulled from other workers' engines",
     "millrace_kv_peer_failed_pulls": (
-        "Times that KV blocks did not come from another worker's engine, and were computed"
+        "Failed pulls of KV blocks from another worker's engine; the blocks were computed"
     ),
-    "millrace_kv_peer_served_blocks": "KV blocks that went to other workers' engines",
-    "millrace_kv_cache_offloaded_blocks": "KV blocks that were copied to the host's memory",
-    "millrace_kv_cache_reloaded_blocks": "KV blocks that were copied back from the host's memory",
-    "millrace_group_exchanges": "Times that rank 0 of a group met the other ranks in a step",
+    "millrace_kv_peer_served_blocks": "KV blocks served to other workers' engines",
+    "millrace_kv_cache_offloaded_blocks": "KV blocks copied to the host's memory",
+    "millrace_kv_cache_reloaded_blocks": "KV blocks copied back from the host's memory",
+    "millrace_group_exchanges": "Exchanges of rank 0 of a group with the other ranks in steps",
     "millrace_group_exchanged_bytes": (
         "Bytes that rank 0 of a group exchanged with the other ranks in steps"
     ),

@@ -1,7 +1,7 @@
-"""The engine in a process of its own, so that bus work never delays a step.
+"""Engine in its own process, so that bus work never delays a step.
 
-``EngineClient`` is the bus side's handle;
-``python -m millrace.workers.process.engine_process FD PARENT_PID`` is the process that it starts.
+``EngineClient`` is the bus side's handle; ``python -m millrace.workers.process.engine_process FD
+PARENT_PID`` is the process that it starts.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ _MODULE = "millrace.workers.process.engine_process"
 
 
 class EngineClient(EngineLike):
-    """Owns the engine's process: it is there from ``start`` until ``close``, or until it fails.
-    ``config`` is what the engine said when it was ready."""
+    """Owner of the engine's process, from ``start`` until ``close`` or until the process fails.
+
+    ``config`` is the resolved configuration that the engine reported when it was ready.
+    """
 
     config: ResolvedEngineConfig
 
@@ -63,8 +65,15 @@ class EngineClient(EngineLike):
     ) -> EngineClient:
         """Start the process and return when the checkpoint at ``path`` is loaded.
 
-        ``shared``: other processes use the machine's cores too. Tokens in the middle of answers
-        may come ``gather_s`` later, in one piece. Raises EngineFailedError.
+        Args:
+            path: the folder of the checkpoint.
+            config: the engine's settings.
+            shared: other processes use the machine's cores too.
+            gather_s: maximum time that tokens in the middle of answers are held to be sent
+                together.
+
+        Raises:
+            EngineFailedError: the engine ended or could not load the model.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -79,7 +88,7 @@ class EngineClient(EngineLike):
                 )
             await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=ours)
         except BaseException:
-            # The process ends by itself once there is no other end of its socket.
+            # The process ends by itself once its socket has no other end.
             ours.close()
             raise
         client = cls(link, process)
@@ -105,7 +114,7 @@ class EngineClient(EngineLike):
 
     @property
     def stats(self) -> EngineStats:
-        """As of the last step."""
+        """Statistics as of the last step."""
         return self._stats
 
     @property
@@ -113,7 +122,7 @@ class EngineClient(EngineLike):
         return self.config.max_num_sequences
 
     def note_stats(self, stats: EngineStats) -> None:
-        """What the engine's process said last."""
+        """Remember the last statistics from the engine's process."""
         self._stats = stats
 
     def add(self, request: EngineRequest) -> None:
@@ -121,27 +130,30 @@ class EngineClient(EngineLike):
         self._post(Add(request))
 
     def cancel(self, request_id: str) -> None:
-        """Stop a request before the next step; outputs of one that runs now may still come."""
+        """Stop a request before the next step. Outputs of the current step may still arrive."""
         self._post(Stop(request_id))
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache. Later requests find only blocks of running requests. Raises
-        PrefixCacheKeptError."""
+        """Empty the prefix cache. Later requests find only blocks of running requests.
+
+        Raises:
+            PrefixCacheKeptError: blocks are also in an object store.
+        """
         if self.config.object_cache_url is not None:
             raise PrefixCacheKeptError(
-                "engine.object_cache_url keeps blocks that other workers use, too. Leave it out to "
-                "measure without a prefix cache."
+                "engine.object_cache_url is set: other workers use the blocks there, too. Remove "
+                "the setting to measure without a prefix cache."
             )
         self._post(ResetPrefixes())
 
     async def wait_closed(self) -> str:
-        """Returns when the engine's process has ended, with why."""
+        """Wait until the engine's process has ended, and return the reason."""
         why = await asyncio.shield(self._link.closed)
         code = await self._reap()
         return why or f"the engine's process ended with {how_it_ended(code)}"
 
     async def close(self) -> None:
-        """End the process; what runs in it is lost."""
+        """End the process; its running requests are lost."""
         self._link.close()
         await self._reap()
 
@@ -154,7 +166,7 @@ class EngineClient(EngineLike):
             return await self._process.wait()
 
     def _post(self, command: Command) -> None:
-        """All that is posted in one turn of the loop goes in one message."""
+        """Queue a command; all commands of one turn of the loop go in one message."""
         if not self._commands:
             self._loop.call_soon(self._send)
         self._commands.append(command)
@@ -165,7 +177,7 @@ class EngineClient(EngineLike):
 
 
 class _Link(asyncio.Protocol):
-    """The bus side's end of the socket pair."""
+    """Bus side's end of the socket pair."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -218,7 +230,7 @@ def _log_level() -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """The engine's process."""
+    """Run the engine's process."""
     configure_logging("engine", os.environ[_LOG_LEVEL])
     return serve(int(arguments[0]), int(arguments[1]))
 

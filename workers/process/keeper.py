@@ -1,4 +1,4 @@
-"""Keeps an engine running for the worker: starts another one when it ends."""
+"""Keeper of the worker's engine: starts another engine when it ends."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from millrace.workers.engine_like import (
 )
 from millrace.workers.process import engine_figures
 
-# An engine that ends this often within this time is not worth another start.
+# Maximum number of restarts within the window.
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
 _FIRST_BACKOFF_S = 0.1
 
-# The fields of EngineStats that count from an engine's start; the others are gauges, but for
+# Fields of EngineStats that count from an engine's start. The others are gauges, except
 # ``expert_choices``, which count for each expert.
 COUNTERS = (*engine_figures.COUNTERS, *engine_figures.TIERS)
 
@@ -40,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 class EngineKeeper:
-    """Hands requests to the engine that runs, and starts another when that one has ended.
+    """Proxy of the running engine that starts another engine when it ends.
 
-    What is added or cancelled while there is no engine is dropped: nothing of an engine outlives
-    it, so its requests are to be added again when the next one is there. The restarts are bounded;
-    the first follows at once, the others after a growing pause. Counters in ``stats`` run on over
-    all engines, as do ``step_s``, how long steps took, and ``num_restarts``. Owns the engine: it
-    ends with ``close``.
+    Requests added or cancelled while there is no engine are dropped. An engine's state is lost with
+    it, so its requests must be added again to the next engine. Restarts are bounded: the first
+    follows at once, the others after an exponential backoff. Counters in ``stats``, ``step_s``
+    (durations of steps) and ``num_restarts`` continue over all engines. The keeper owns the engine
+    and ends it in ``close``.
     """
 
     def __init__(
@@ -71,8 +71,13 @@ class EngineKeeper:
         on_prefixes: OnPrefixes = ignore,
         on_device_times: OnDeviceTimes = ignore,
     ) -> None:
-        """Have every engine tell what each step made, what changed in its prefix cache, and what
-        requests have taken of the device."""
+        """Set the callbacks of every engine.
+
+        Args:
+            on_outputs: gets the outputs of each step.
+            on_prefixes: gets changes of the prefix cache.
+            on_device_times: gets device times of requests.
+        """
         self._outputs = on_outputs
         self._prefixes, self._device_times = on_prefixes, on_device_times
         if self._engine is not None:
@@ -80,7 +85,7 @@ class EngineKeeper:
 
     @property
     def stats(self) -> EngineStats:
-        """As of the last step; without an engine there is nothing free."""
+        """Statistics as of the last step; without an engine, no capacity is free."""
         ended, engine = self._ended, self._engine
         if ended is None:
             assert engine is not None
@@ -94,17 +99,19 @@ class EngineKeeper:
 
     @property
     def device_uuid(self) -> str:
-        """That of the first CUDA device, by which its driver knows it; empty without one."""
+        """UUID of the first CUDA device, as its driver reports it; empty without a CUDA device."""
         return "" if self._engine is None else self._engine.device_uuid
 
     @property
     def transfer_endpoint(self) -> TransferEndpoint | None:
-        """Where the engine serves blocks of its KV cache, if it does; none while there is none."""
+        """Endpoint at which the engine serves KV blocks; None if it does not, and while there is no
+        engine.
+        """
         return None if self._engine is None else self._engine.transfer_endpoint
 
     @property
     def is_down(self) -> bool:
-        """An engine has ended, and the next one is not there yet."""
+        """True if an engine has ended and the next one has not started yet."""
         return self._engine is None
 
     def add(self, request: EngineRequest) -> None:
@@ -113,26 +120,32 @@ class EngineKeeper:
             self._engine.add(request)
 
     def cancel(self, request_id: str) -> bool:
-        """Stop a request; outputs of a step that runs now may still come. Whether there is an
-        engine, which will say then what the request took."""
+        """Stop a request. Outputs of the current step may still arrive.
+
+        Returns:
+            True if there is an engine; it will report the request's device time.
+        """
         if self._engine is None:
             return False
         self._engine.cancel(request_id)
         return True
 
     async def reset_prefix_cache(self) -> None:
-        """Empty the prefix cache of the engine, if the engine runs. Raises
-        PrefixCacheKeptError."""
+        """Empty the prefix cache of the engine, if an engine runs. Raises PrefixCacheKeptError."""
         if self._engine is not None:
             await self._engine.reset_prefix_cache()
 
     async def run(
         self, on_lost: Callable[[str], None] = ignore, on_replaced: Callable[[], None] = ignore
     ) -> NoReturn:
-        """Replace every engine that ends, until it is cancelled. ``on_lost`` gets why an engine
-        has ended; ``on_replaced`` is called when the next one is there.
+        """Replace every engine that ends, until cancelled.
 
-        Raises EngineFailedError when no other can be started, with why the last one ended.
+        Args:
+            on_lost: called when an engine has ended, with the reason.
+            on_replaced: called when the next engine has started.
+
+        Raises:
+            EngineFailedError: no other engine can be started; the message has the last reason.
         """
         while True:
             ended = self._engine
@@ -148,22 +161,22 @@ class EngineKeeper:
             )
             self._engine = None
             self._prefixes(PrefixChanges(whole=True))
-            logger.warning("the engine has ended and is started again", extra={"reason": why})
+            logger.warning("the engine has ended and is restarted", extra={"reason": why})
             on_lost(why)
-            # What it still holds, such as memory of the device, is for the next one.
+            # Free its remaining resources, such as device memory, for the next engine.
             await ended.close()
             self._take_over(await self._start_another(why))
             logger.info("a new engine runs")
             on_replaced()
 
     async def close(self) -> None:
-        """End the engine; what runs in it is lost."""
+        """End the engine; its running requests are lost."""
         if self._engine is not None:
             await self._engine.close()
 
     def _take_over(self, engine: EngineLike) -> None:
         self._seen = engine.stats
-        # Those of the last engine, whether or not it runs.
+        # These are kept after the engine has ended.
         self.weights = engine.weights
         self.num_devices = engine.num_devices
         self.max_num_sequences = engine.max_num_sequences

@@ -1,4 +1,4 @@
-"""The engine's process: steps while there is work, blocks on its socket while there is none."""
+"""Engine process: steps while there is work, blocks on its socket while there is none."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ from millrace.workers.process.wire import (
 
 
 class OutputGatherer:
-    """Holds back tokens that the bus side would hold back itself: those in the middle of an answer,
-    for ``interval_s`` since it was last told something. Whatever begins or ends one is due at once,
-    and so is every token of a ``watched`` request.
+    """Buffer of tokens that the bus side would hold back anyway.
+
+    Tokens in the middle of an answer are held until ``interval_s`` after the last report. An output
+    that begins or ends an answer is due at once, and so is every token of a ``watched`` request.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -55,17 +56,17 @@ class OutputGatherer:
         self._watched: set[str] = set()
 
     def begin(self, request: EngineRequest) -> None:
-        """The engine was given a request."""
+        """Note that the engine was given a request."""
         if request.watched:
             self._watched.add(request.request_id)
 
     def forget(self, request_id: str) -> None:
-        """A request was cancelled."""
+        """Forget a request that was cancelled."""
         self._watched.discard(request_id)
         self._in_the_middle.pop(request_id, None)
 
     def add(self, outputs: Iterable[EngineOutput]) -> None:
-        """What a step made, in order."""
+        """Add the outputs of a step, in order."""
         for output in outputs:
             request_id, choice = key = (output.request_id, output.choice)
             choices = self._in_the_middle.get(request_id)
@@ -82,13 +83,13 @@ class OutputGatherer:
             self._held[key] = output if before is None else _joined(before, output)
 
     def is_due(self, now_s: float) -> bool:
-        """Whether something is held that is not to be held any longer."""
+        """Return whether held outputs are due."""
         if not self._held:
             return False
         return self._is_urgent or now_s - self._told_s >= self._interval_s
 
     def pop(self, now_s: float) -> list[EngineOutput]:
-        """All that is held, one output a choice; it is told now."""
+        """Return all held outputs, one for each choice, and mark them as reported now."""
         self._told_s, self._is_urgent = now_s, False
         held, self._held = self._held, {}
         return list(held.values())
@@ -101,8 +102,9 @@ class OutputGatherer:
 
 
 def _joined(before: EngineOutput, after: EngineOutput) -> EngineOutput:
-    """Two outputs of a choice as one; of the former, which is from the middle of an answer, only
-    its tokens are news."""
+    """Join two outputs of a choice; of the earlier one, which is mid-answer, only the tokens are
+    new.
+    """
     return msgspec.structs.replace(
         after,
         token_ids=before.token_ids + after.token_ids,
@@ -118,14 +120,15 @@ if TYPE_CHECKING:
 
 _RECEIVE_BYTES = 1 << 18
 _INTEGRITY_INTERVAL_S = 10.0
-# How often device times of live requests are reported: what is lost if the engine dies.
+# Interval at which device times of live requests are reported: the most that is lost if the engine
+# dies.
 _DEVICE_TIMES_INTERVAL_S = 0.5
 
 logger = logging.getLogger(__name__)
 
 
 class EngineLink:
-    """The engine's end of the socket pair. Raises EOFError once the bus side is gone."""
+    """Engine's end of the socket pair. Raises EOFError once the bus side is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -138,7 +141,7 @@ class EngineLink:
         return load_decoder.decode(self._payloads.popleft())
 
     def receive_commands(self, *, block: bool) -> list[Command]:
-        """The commands that have come; with ``block`` at least one message of them."""
+        """Return the received commands; with ``block``, wait for at least one message."""
         self._read(block=block and not self._payloads)
         while block and not self._payloads:
             self._read(block=True)
@@ -148,15 +151,19 @@ class EngineLink:
         return commands
 
     def wait(self, timeout_s: float | None, wake_fd: int) -> bool:
-        """Whether there is something to receive, before the time is over (None: it never is) or
-        ``wake_fd`` can be read."""
+        """Wait until there is data, and return whether there is.
+
+        Also returns when ``wake_fd`` is readable or after ``timeout_s`` (None: no timeout).
+        """
         if self._payloads:
             return True
         own_fd = self._sock.fileno()
         return own_fd in select.select([own_fd, wake_fd], [], [], timeout_s)[0]
 
     def send(self, report: Report) -> None:
-        """Waits for the reader when it is far behind, so that its memory stays bounded."""
+        """Send a report. Wait for the reader when it is far behind, so that its memory stays
+        bounded.
+        """
         try:
             self._sock.sendall(pack(report))
         except OSError as error:
@@ -175,9 +182,14 @@ class EngineLink:
 
 
 def drive(engine: Engine, link: EngineLink, gather_s: float = 0.0) -> NoReturn:
-    """Step as long as the bus side is there; a report a step, or one for all within ``gather_s`` in
-    which no answer began or ended, and one before a step where something was cancelled. Raises
-    EOFError at its end."""
+    """Step as long as the bus side is there, and report.
+
+    There is one report for each step, or one for all steps within ``gather_s`` in which no answer
+    began or ended. There is also one before a step if requests were cancelled.
+
+    Raises:
+        EOFError: the bus side is gone.
+    """
     checked_at = told_at = time.monotonic()
     gathered = OutputGatherer(gather_s)
     while True:
@@ -198,7 +210,7 @@ def drive(engine: Engine, link: EngineLink, gather_s: float = 0.0) -> NoReturn:
                 case ResetPrefixes():
                     engine.reset_prefix_cache()
         if any(isinstance(command, Stop) for command in commands) or not engine.has_work:
-            # What a cancel freed is known before the next step is made, not after it.
+            # Resources that a cancel freed are reported before the next step.
             link.send(_report(engine, gathered.pop(time.monotonic()), live=False))
         if engine.has_work:
             gathered.add(engine.step())
@@ -216,7 +228,7 @@ def _report(engine: Engine, outputs: list[EngineOutput], *, live: bool) -> Stepp
 
 
 def serve(fd: int, parent_pid: int) -> int:
-    """Load what the bus side names, then drive it; returns the process's exit code."""
+    """Load the model that the bus side names, then run it. Return the process's exit code."""
     die_with_parent(parent_pid)
     # The bus side decides when this process ends: it closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -244,7 +256,7 @@ def _load(load: Load) -> Engine:
     from millrace.engine.threads.choice import choose_threads
 
     logger.info("the engine computes with %s", choose_threads(load.config, load.shared))
-    # Not before: torch reads the thread settings when it is imported.
+    # Imported late: torch reads the thread settings when it is imported.
     import_torch()
     from millrace.engine.step.engine import Engine
 

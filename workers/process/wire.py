@@ -1,8 +1,8 @@
 """Messages between the worker's bus side and its engine process, over a socket pair.
 
-Messages are MessagePack behind a 4-byte little-endian length. The bus side sends one ``Load``,
-then lists of commands; the engine answers ``Ready`` once, then one ``Stepped`` for one step or
-several, and one where requests were cancelled, or ``Broken`` before it ends.
+Messages are MessagePack with a 4-byte little-endian length in front. The bus side sends one
+``Load``, then lists of commands. The engine answers ``Ready`` once. Then it sends one ``Stepped``
+for one or several steps, and one after cancels, or ``Broken`` before it ends.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Load the checkpoint at ``path``; ``shared``: other processes use the machine too. Tokens in
-    the middle of answers are gathered for ``gather_s`` before they are told."""
+    """Command to load the checkpoint at ``path``.
+
+    ``shared``: other processes use the machine too. Tokens in the middle of answers are gathered
+    for ``gather_s`` before they are sent.
+    """
 
     path: str
     config: EngineConfig
@@ -36,25 +39,27 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
-    """Generate for this request."""
+    """Command to generate for a request."""
 
     request: EngineRequest
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Forget a request and free what it holds."""
+    """Command to forget a request and free its resources."""
 
     request_id: str
 
 
 class ResetPrefixes(msgspec.Struct, frozen=True, array_like=True, tag="reset_prefixes"):
-    """Empty the prefix cache but for the blocks of live requests."""
+    """Command to empty the prefix cache, except for the blocks of live requests."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """The model is loaded and runs by ``config``; ``device_uuid`` is that of the (first) CUDA
-    device, empty without one. Blocks of its KV cache are served at ``transfer_endpoint``; None:
-    they are not."""
+    """Report that the model is loaded and runs with ``config``.
+
+    ``device_uuid`` is that of the (first) CUDA device, empty without one. KV blocks are served at
+    ``transfer_endpoint``; None if they are not.
+    """
 
     stats: EngineStats
     config: ResolvedEngineConfig
@@ -63,9 +68,12 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
-    """What steps made for all requests, how the engine stands after them, and what has changed in
-    its prefix cache, if anything. ``device_times`` are those of cancelled requests, of ones that
-    owed something, and now and then of all."""
+    """Report of steps: outputs of all requests, the engine's stats, and changes of the prefix
+    cache, if any.
+
+    ``device_times`` are those of cancelled requests, of requests that owed device time, and now and
+    then of all requests.
+    """
 
     outputs: list[EngineOutput]
     stats: EngineStats
@@ -74,7 +82,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
 
 
 class Broken(msgspec.Struct, frozen=True, array_like=True, tag="broken"):
-    """The engine ends, and why."""
+    """Report that the engine ends, with the reason."""
 
     message: str
 
@@ -89,7 +97,7 @@ report_decoder = msgspec.msgpack.Decoder(Report)
 
 
 def pack(message: Load | list[Command] | Report) -> bytes:
-    """The message with its length before it."""
+    """Return the message with its length in front."""
     buffer = bytearray(_LENGTH.size)
     _encoder.encode_into(message, buffer, _LENGTH.size)
     _LENGTH.pack_into(buffer, 0, len(buffer) - _LENGTH.size)
@@ -97,13 +105,13 @@ def pack(message: Load | list[Command] | Report) -> bytes:
 
 
 class Unpacker:
-    """Cuts a byte stream into the payloads of messages."""
+    """Splitter of a byte stream into the payloads of messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Every payload that ``data`` makes whole."""
+        """Return every payload that ``data`` completes."""
         buffer = self._buffer
         buffer += data
         payloads: list[bytes] = []

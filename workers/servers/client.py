@@ -1,4 +1,4 @@
-"""The HTTP connection to one inference server."""
+"""HTTP connection to one inference server."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ _MAX_EVENT_BYTES = 16 << 20
 
 
 class ServerUnreachableError(MillraceError, code="engine_unreachable", retryable=True):
-    """Nothing answers there, or not in time."""
+    """Server that does not answer, or not in time."""
 
 
 class AnswerError(MillraceError, code="engine_failed"):
-    """The server answered with an error or with something else than was asked for. ``status`` is
-    the answer's."""
+    """Answer that is an error, or not of the expected form; ``status`` is its HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -35,19 +34,20 @@ class AnswerError(MillraceError, code="engine_failed"):
 
     @property
     def blames_caller(self) -> bool:
-        """Whether the request is at fault, and would be at any time."""
+        """True if the request is at fault, and would be at any time."""
         is_busy = self.status in (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
         return self.status < HTTPStatus.INTERNAL_SERVER_ERROR and not is_busy
 
 
 class ServerClient:
-    """Asks a server at ``url``, or behind the Unix socket ``socket``. Owns its connections until
-    ``close``."""
+    """HTTP client of a server at ``url``, or behind the Unix socket ``socket``. Owns its
+    connections until ``close``.
+    """
 
     def __init__(self, url: str, *, socket: Path | None = None, api_key: str = "") -> None:
         self.url = url.rstrip("/")
-        # A kept connection may be closed by the server while a request is on its way, and a POST
-        # cannot tell whether it was heard then; a fresh one costs a fraction of a token.
+        # The server may close a kept connection while a request is on its way, and a POST cannot
+        # tell whether the server received it. A new connection costs a fraction of a token's time.
         connector: aiohttp.BaseConnector = (
             aiohttp.TCPConnector(limit=0, force_close=True)
             if socket is None
@@ -58,28 +58,30 @@ class ServerClient:
             connector=connector,
             headers=headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-            # Nothing of a proxy's or of a netrc file's: the address is the server's own.
+            # No proxy and no netrc file: the address is the server's own.
             trust_env=False,
         )
 
     async def get(self, path: str) -> bytes:
-        """The body of a GET. Raises ServerUnreachableError or AnswerError."""
+        """Return the body of a GET. Raises ServerUnreachableError or AnswerError."""
         return await self._request("GET", path)
 
     async def get_json(self, path: str) -> Any:
-        """Raises ServerUnreachableError or AnswerError."""
+        """Return the decoded JSON of a GET. Raises ServerUnreachableError or AnswerError."""
         return _decoded(path, await self._request("GET", path))
 
     async def post_json(self, path: str, body: dict[str, Any]) -> Any:
-        """Raises ServerUnreachableError or AnswerError."""
+        """Return the decoded JSON answer to a POST. Raises ServerUnreachableError or
+        AnswerError.
+        """
         return _decoded(path, await self._request("POST", path, body))
 
     async def post(self, path: str, body: dict[str, Any]) -> bytes:
-        """The body of the answer to a POST. Raises ServerUnreachableError or AnswerError."""
+        """Return the body of the answer to a POST. Raises ServerUnreachableError or AnswerError."""
         return await self._request("POST", path, body)
 
     async def is_healthy(self, path: str) -> bool:
-        """Whether a GET is answered with success."""
+        """Return whether a GET succeeds."""
         try:
             await self._request("GET", path)
         except MillraceError:
@@ -87,9 +89,14 @@ class ServerClient:
         return True
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        """The data of each server-sent event that answers a POST. Closing the iterator ends the
-        request at the server. Raises ServerUnreachableError when the connection breaks, AnswerError
-        for an answer that is no stream."""
+        """Yield the data of each server-sent event that answers a POST.
+
+        Closing the iterator ends the request at the server.
+
+        Raises:
+            ServerUnreachableError: the connection breaks.
+            AnswerError: the answer is not a stream.
+        """
         try:
             async with self._session.post(
                 self.url + path,
@@ -106,13 +113,18 @@ class ServerClient:
                         if data:
                             yield data
                     if len(rest) > _MAX_EVENT_BYTES:
-                        raise AnswerError(f"{path} sent an event without an end.", response.status)
+                        raise AnswerError(
+                            f"{path} sent an event of more than {_MAX_EVENT_BYTES} bytes.",
+                            response.status,
+                        )
         except (aiohttp.ClientError, OSError) as error:
             raise _unreachable(self.url, error) from error
 
     async def whole(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        """The one answer to a POST, as ``stream`` gives many: it may take its time, and closing the
-        iterator ends the request. Raises as ``stream`` does."""
+        """Yield the one answer to a POST, in the form of ``stream``, without a timeout.
+
+        Closing the iterator ends the request. Raises as ``stream`` does.
+        """
         yield await self._request("POST", path, body, timeout_s=None)
 
     async def close(self) -> None:
@@ -150,7 +162,7 @@ def _decoded(path: str, answer: bytes) -> Any:
     try:
         return msgspec.json.decode(answer)
     except msgspec.DecodeError as error:
-        raise AnswerError(f"{path} answered no JSON: {_shown(answer)}", HTTPStatus.OK) from error
+        raise AnswerError(f"{path} sent invalid JSON: {_shown(answer)}", HTTPStatus.OK) from error
 
 
 def _answer_error(path: str, status: int, answer: bytes) -> AnswerError:
@@ -163,5 +175,5 @@ def _shown(answer: bytes) -> str:
 
 def _unreachable(url: str, error: BaseException) -> ServerUnreachableError:
     return ServerUnreachableError(
-        f"The server at {redact_urls(url)} cannot be reached: {error or 'time is up'}"
+        f"The server at {redact_urls(url)} cannot be reached: {error or 'timeout'}"
     )

@@ -1,4 +1,6 @@
-"""How one kind of inference server is started, asked and read."""
+"""Interface of a dialect: how to start one kind of inference server, call it and read its
+answers.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,19 @@ from millrace.workers.servers.client import ServerClient
 
 
 class Command(NamedTuple):
-    """What starts a server: the program, its arguments, and variables beside our own."""
+    """Command that starts a server: the program, its arguments, and variables beside our own."""
 
     arguments: tuple[str, ...]
     environment: dict[str, str]
 
 
 class ServerAddress(NamedTuple):
-    """Where a server that the worker starts is to listen: on the Unix socket ``socket``, or, if it
-    cannot, on ``port`` of this machine, where it asks for ``api_key``, which keeps other users
-    away. ``folder`` is for files that only this user may read."""
+    """Address at which a server that the worker starts must listen.
+
+    It is the Unix socket ``socket``. If the server cannot use one, it is ``port`` of this machine,
+    where the server requires ``api_key`` to keep other users away. ``folder`` is for files that
+    only this user may read.
+    """
 
     folder: Path
     port: int = 0
@@ -41,15 +46,16 @@ class ServerAddress(NamedTuple):
 
     @property
     def url(self) -> str:
-        """That of the port. The host of a URL is of no meaning on a Unix socket."""
+        """URL of the port; on a Unix socket the host of a URL has no meaning."""
         return f"http://127.0.0.1:{self.port}" if self.port else "http://localhost"
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of itself once it is ready; None and 0: it does not say.
+    """Facts that a ready server reports; None and 0 mean that it does not report them.
 
-    ``context_window_tokens`` is the longest sequence, ``kv_capacity_tokens`` what its KV cache
-    holds of all of them together, ``max_num_sequences`` how many it runs at a time.
+    ``context_window_tokens`` is the length of the longest sequence. ``kv_capacity_tokens`` is the
+    capacity of its KV cache for all sequences together. ``max_num_sequences`` is how many run at a
+    time.
     """
 
     version: str = ""
@@ -61,8 +67,10 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """A server's own figures: ``kv_usage`` is the share of its KV cache in use, the others count
-    from its start. What it does not say is 0."""
+    """Load figures of a server; 0 if not reported.
+
+    ``kv_usage`` is the share of its KV cache in use (0 to 1). The others count from its start.
+    """
 
     kv_usage: float = 0.0
     num_steps: int = 0
@@ -70,7 +78,7 @@ class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(NamedTuple):
-    """One POST, answered by server-sent events or, unless it ``streams``, as a whole."""
+    """Single POST, answered by server-sent events or, unless it ``streams``, as a whole."""
 
     path: str
     body: dict[str, Any]
@@ -78,9 +86,11 @@ class Call(NamedTuple):
 
 
 class AnswerPart(NamedTuple):
-    """What one event of a stream says: tokens in order, and how they ended, if they did.
-    ``num_cached_tokens`` of the prompt, once it is known. Of ``num_hidden`` tokens that come next
-    the server does not tell the ids in a stream."""
+    """Content of one event of a stream: tokens in order, and their finish reason if they ended.
+
+    ``num_cached_tokens`` of the prompt is set once it is known. ``num_hidden`` tokens come next
+    whose ids the server does not report in a stream.
+    """
 
     token_ids: Sequence[int] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -91,29 +101,32 @@ class AnswerPart(NamedTuple):
 
 
 class ServerStreamError(MillraceError, code="engine_failed", retryable=True):
-    """A server's answer to one request broke off, or said that the server failed."""
+    """Answer to one request that broke off, or that reports a failed server."""
 
 
 class RefusedByServerError(MillraceError, code="invalid_parameter", http_status=400):
-    """The server takes this request for a mistake of the caller."""
+    """Request that the server rejects as a mistake of the caller."""
 
 
 class AnswerReader(ABC):
-    """Reads the events of one answer, in order."""
+    """Reader of the events of one answer, in order."""
 
     @abstractmethod
     def read(self, event: bytes) -> AnswerPart | None:
-        """What the data of one server-sent event says; None behind the last one. Raises
-        ServerStreamError for one that is malformed or reports that the server failed, and
-        RefusedByServerError for one that blames the request."""
+        """Return the content of one server-sent event; None after the last one.
+
+        Raises:
+            ServerStreamError: the event is malformed or reports that the server failed.
+            RefusedByServerError: the event blames the request.
+        """
 
 
 class Dialect(ABC):
-    """One kind of server.
+    """Adapter for one kind of server.
 
-    ``package`` is what to install where the server's program is missing, ``program`` its usual
-    name, ``oldest_version`` the first that speaks as is expected here. ``owned``: the worker starts
-    the server itself and so knows its flags.
+    ``package`` is the package that provides the server's program, ``program`` its usual name.
+    ``oldest_version`` is the oldest supported version. ``owned``: the worker starts the server
+    itself and so knows its flags.
     """
 
     kind: EngineKind
@@ -121,10 +134,11 @@ class Dialect(ABC):
     program: str
     oldest_version: tuple[int, ...] = ()
     on_port: bool = False
-    """Whether it cannot listen on a Unix socket."""
+    """True if the server cannot listen on a Unix socket."""
     native_grammars: frozenset[GrammarKind] = frozenset()
-    """What the server keeps to by itself, from the first token on. To others, and behind tokens
-    that are there already, ``guided`` sees."""
+    """Kinds of grammars that the server enforces itself, from the first token on. ``guided``
+    enforces the others, and all grammars after tokens that exist already.
+    """
 
     def __init__(self, model: ServedModel, config: EngineConfig, *, owned: bool) -> None:
         self.model = model
@@ -133,40 +147,56 @@ class Dialect(ABC):
 
     @property
     def reset_path(self) -> str:
-        """What is posted to in order to empty the server's prefix cache; empty if it has no such
-        path."""
+        """Path that empties the server's prefix cache when posted to; empty if there is none."""
         return ""
 
     @property
     def health_path(self) -> str:
-        """What is answered with success by a server that is well."""
+        """Path that a healthy server answers with success."""
         return "/health"
 
     @abstractmethod
     def command(self, program: Path, address: ServerAddress) -> Command:
-        """What starts the server so that it listens there. Raises ConfigError for a setting that it
-        does not have."""
+        """Return the command that starts the server so that it listens at ``address``.
+
+        Raises:
+            ConfigError: the server does not have a configured setting.
+        """
 
     @abstractmethod
     async def read_facts(self, client: ServerClient) -> ServerFacts:
-        """Ask a server that is healthy. Raises EngineFailedError for one that answers something
-        else."""
+        """Return the facts of a healthy server.
+
+        Raises:
+            EngineFailedError: the server answers in an unknown form.
+        """
 
     @abstractmethod
     async def read_load(self, client: ServerClient) -> ServerLoad:
-        """Its figures as of now. Raises ServerUnreachableError."""
+        """Return the server's current figures. Raises ServerUnreachableError."""
 
     def as_read(self, grammar: Grammar) -> Grammar:
-        """One that says to the own library what the server makes of ``grammar``: what follows a
-        completion in the server's stead keeps to the same."""
+        """Return a grammar with which Millrace's own library behaves as the server does with
+        ``grammar``.
+
+        It is used to guide a completion instead of the server.
+        """
         return grammar
 
     @abstractmethod
     def call(self, request: EngineRequest, token_ids: Sequence[int]) -> Call:
-        """What is sent to continue ``request``, of which ``token_ids`` were made (those delivered
-        before and since). The grammar is that of a completion that begins, or None. Prompts of one
-        ``cache_salt`` share nothing with those of others in the server's prefix cache, where the
-        server can be told so. Raises ParameterError for what the server cannot do."""
+        """Return the call that continues ``request``.
+
+        In the server's prefix cache, prompts of one ``cache_salt`` share nothing with prompts of
+        other salts, if the server supports it.
+
+        Args:
+            request: the request; its grammar is that of a completion that begins, or None.
+            token_ids: the tokens so far, those delivered before and since.
+
+        Raises:
+            ParameterError: the server does not support a parameter.
+        """
 
     def call_one_of(
         self,
@@ -174,19 +204,26 @@ class Dialect(ABC):
         token_ids: Sequence[int],  # noqa: ARG002
         allowed: Sequence[int],  # noqa: ARG002
     ) -> Call:
-        """As ``call``, for one token more, which is one of ``allowed``: drawn as if there were no
-        others. Raises ParameterError of a server that takes no grammars, as cannot be held to
-        tokens."""
-        raise ParameterError("grammar", f"The {self.kind} engine cannot be held to tokens.")
+        """Return a call for one more token, drawn from ``allowed`` as if there were no other
+        tokens.
+
+        Raises:
+            ParameterError: the server has no grammars, so it cannot be restricted to tokens.
+        """
+        raise ParameterError("grammar", f"The {self.kind} engine does not support grammars.")
 
     def biased(self, call: Call, bias: dict[int, float]) -> Call:  # noqa: ARG002
-        """The same call with these added to the logits, too. Raises ParameterError of a server that
-        has no biases."""
-        raise ParameterError("logit_bias", f"The {self.kind} engine has no biases of logits.")
+        """Return the same call with ``bias`` added to the logits.
+
+        Raises:
+            ParameterError: the server does not support logit biases.
+        """
+        raise ParameterError("logit_bias", f"The {self.kind} engine does not support logit_bias.")
 
     def num_new_tokens(self, request: EngineRequest, num_made: int) -> int:
-        """How many more to ask for, of which ``num_made`` are there: as many as the request or the
-        model's window allows, and one at least."""
+        """Return how many more tokens to ask for after ``num_made``: at least 1, at most as the
+        request or the model's window allows.
+        """
         max_tokens = request.sampling.max_tokens
         if max_tokens is None:
             max_tokens = self.model.context_window_tokens - len(request.prompt_token_ids)
@@ -196,29 +233,32 @@ class Dialect(ABC):
         self,
         request: EngineRequest,
         token_ids: Sequence[int],
-        num_tokens: int,  # noqa: ARG002  (a server that hides none is asked as ever)
+        num_tokens: int,  # noqa: ARG002  (used only if the server hides tokens)
     ) -> Call:
-        """As ``call``, for ``num_tokens`` more that no stream tells."""
+        """Return a call for ``num_tokens`` more tokens that no stream reports."""
         return self.call(request, token_ids)
 
-    def abort(self, call: Call) -> Call | None:  # noqa: ARG002  (most need not)
-        """What frees at once what the server has of ``call``; None if the end of the connection
-        does."""
+    def abort(self, call: Call) -> Call | None:  # noqa: ARG002  (most dialects need no abort)
+        """Return a call that frees the server's resources of ``call`` at once; None if closing the
+        connection does.
+        """
         return None
 
-    async def begin(self, request: EngineRequest) -> None:  # noqa: B027  (most need not know)
-        """Returns when the server may be given this request."""
+    async def begin(self, request: EngineRequest) -> None:  # noqa: B027  (optional)
+        """Wait until the server may be given this request."""
 
-    def end(self, request_id: str) -> None:  # noqa: B027  (most need not know)
-        """The server has it no more, or is not given it any more."""
+    def end(self, request_id: str) -> None:  # noqa: B027  (optional)
+        """Note that the request is no longer at the server, or will not be sent to it."""
 
     @abstractmethod
     def reader(self, request: EngineRequest, token_ids: Sequence[int]) -> AnswerReader:
-        """What reads the answer to that call."""
+        """Return the reader of the answer to that call."""
 
 
 def add_bias(sampling: dict[str, Any], bias: Mapping[int, float]) -> None:
-    """Add to what sampling parameters have as ``logit_bias``, where JSON wants text for keys."""
+    """Add ``bias`` to the ``logit_bias`` of sampling parameters, where JSON needs strings as
+    keys.
+    """
     if not bias:
         return
     told: dict[str, float] = sampling.setdefault("logit_bias", {})

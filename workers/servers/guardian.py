@@ -1,8 +1,9 @@
-"""``python guardian.py FD FOLDER COMMAND …``: runs a command, and ends it with all that it started
-as soon as the pipe ``FD`` is closed, which it is when the worker dies, however it dies; and removes
-``FOLDER``, which nobody else would then.
+"""``python guardian.py FD FOLDER COMMAND …``: run a command until the worker dies.
 
-Exits as the command does. It imports nothing of ours, since the command's packages are its own.
+When the pipe ``FD`` is closed, which happens however the worker dies, the guardian ends the command
+with all its child processes and removes ``FOLDER``.
+
+Exits as the command does. Imports nothing of Millrace, since the command's packages are its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _ENDS_WITHIN_S = 5.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run until the command or the worker ends."""
+    """Run until the command or the worker ends, and return the exit code."""
     fd, folder = int(arguments[0]), arguments[1]
     os.set_inheritable(fd, False)
     # The worker decides when the server ends.
@@ -38,7 +39,7 @@ def main(arguments: list[str]) -> int:
     if ended not in ready:
         _signal_group(process.pid, signal.SIGTERM)
         select.select([ended], [], [], _ENDS_WITHIN_S)
-    # What it started itself may have outlived it.
+    # Child processes of the command may have outlived it.
     _signal_group(process.pid, signal.SIGKILL)
     code = process.wait()
     if fd in ready:

@@ -1,4 +1,4 @@
-"""Grammars for servers that do not have them, or that cannot begin in the midst of one."""
+"""Grammars for servers that do not support them, or that cannot start in the middle of one."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from millrace.schemas.errors import GrammarError, MillraceError
 from millrace.schemas.sampling import Grammar
 from millrace.workers.servers.dialect import ServerStreamError
 
-# After a token that did not fit, so many are asked for one by one; doubled each time in a row.
+# Number of single-token calls after a token that did not fit; doubled each time in a row.
 _FIRST_SINGLES, _MOST_SINGLES = 1, 64
-# Grammars that were tried are remembered.
+# Maximum number of remembered grammars.
 _MAX_KNOWN = 256
 
 _Result = TypeVar("_Result")
 
 
 class Guide:
-    """How far one completion is in its grammar, and how it is asked for from there.
+    """State of one completion in its grammar, and how to continue it from there.
 
-    The server is left to itself as long as its tokens fit. The first that does not is drawn again
-    among those that may come, which gives the distribution of a server that had masked the others
-    from the beginning: p(t) + p(misfit) * p(t | fits) = p(t | fits).
+    The server generates freely as long as its tokens fit. The first token that does not fit is
+    drawn again among the allowed tokens. This gives the distribution of a server that masks from
+    the beginning: p(t) + p(misfit) * p(t | fits) = p(t | fits).
     """
 
     def __init__(self, matcher: Matcher, num_words: int, ends: frozenset[int]) -> None:
@@ -46,16 +46,16 @@ class Guide:
 
     @property
     def complete(self) -> bool:
-        """Whether all that the grammar wants is there."""
+        """True if the grammar is complete."""
         return self._matcher.complete
 
     @property
     def asks_for_one(self) -> bool:
-        """Whether the next token is to be asked for alone, as one of ``allowed``."""
+        """True if the next token must be requested alone, from ``allowed``."""
         return self._num_singles > 0
 
     def allowed(self) -> npt.NDArray[np.int64]:
-        """The ids of the tokens that may come next. Raises GrammarError if there is none."""
+        """Return the ids of the tokens that may come next. Raises GrammarError if there is none."""
         self._matcher.fill_mask(self._mask.ctypes.data, len(self._mask))
         error = self._matcher.error
         if error is not None:
@@ -66,11 +66,11 @@ class Guide:
             others = found[~np.isin(found, list(self._ends))]
             found = others if len(others) else found
         if not len(found):
-            raise GrammarError("No token of this model goes on with the grammar.")
+            raise GrammarError("No token of this model continues the grammar.")
         return found
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Go on by the tokens that fit; how many these are."""
+        """Advance by the tokens that fit, and return their number."""
         num_fitting = 0
         for token_id in token_ids:
             if token_id in self._ends and not self._matcher.complete and self._has_others():
@@ -96,8 +96,10 @@ class Guide:
 
 
 class Guides:
-    """Makes guides for one model, on ``num_helpers`` threads whose time tenants share. Owns its
-    probe until ``close``."""
+    """Factory of guides for one model, with ``num_helpers`` threads that tenants share fairly.
+
+    Owns its probe until ``close``.
+    """
 
     def __init__(self, model: ServedModel, num_helpers: int = 1) -> None:
         self._model = model
@@ -108,10 +110,18 @@ class Guides:
         self._good: dict[Grammar, None] = {}
 
     async def start(self, request: EngineRequest, read: Grammar, token_ids: Sequence[int]) -> Guide:
-        """One that stands behind ``token_ids``: in ``read``, which is what the server makes of the
-        request's grammar, or in that itself, if they come from an engine that reads it otherwise.
-        Raises GrammarError for a grammar that cannot be compiled, ServerStreamError if none leads
-        there."""
+        """Return a guide that has advanced by ``token_ids``.
+
+        Args:
+            request: the request with its grammar.
+            read: the grammar as the server reads it. If ``token_ids`` do not fit, the request's own
+                grammar is tried: they may come from an engine that reads it so.
+            token_ids: the tokens of the completion so far.
+
+        Raises:
+            GrammarError: the grammar cannot be compiled.
+            ServerStreamError: the tokens fit neither grammar.
+        """
         grammar = request.sampling.grammar
         assert grammar is not None
         work = partial(self._compile, tuple(dict.fromkeys((read, grammar))), tuple(token_ids))
@@ -121,8 +131,9 @@ class Guides:
         return Guide(matcher, self._library.num_words, ends)
 
     async def check(self, grammar: Grammar, tenant: str) -> None:
-        """Raise GrammarError for a tenant's grammar that cannot be compiled, or whose compiling
-        would take the server down."""
+        """Check that a tenant's grammar compiles without bringing the server down. Raises
+        GrammarError.
+        """
         if grammar in self._good:
             return
         await self._done(tenant, partial(self._probe.check, grammar))
@@ -131,13 +142,13 @@ class Guides:
             del self._good[next(iter(self._good))]
 
     async def _done(self, tenant: str, work: Callable[[], _Result]) -> _Result:
-        """What comes of ``work``, which a thread does within the tenant's share."""
+        """Return the result of ``work``, run on a thread within the tenant's share."""
         done: Future[_Result] = Future()
         self._threads.submit(tenant, partial(_run, work, done))
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        """End what compiles."""
+        """End running compilations."""
         self._probe.close()
 
     def _compile(self, grammars: Sequence[Grammar], token_ids: tuple[int, ...]) -> Matcher:
@@ -154,13 +165,13 @@ class Guides:
             else:
                 return matcher
         raise ServerStreamError(
-            f"The engine's server reads the grammar otherwise than this worker, which cannot go on "
-            f"behind what it made: {why}"
+            f"The engine's server reads the grammar differently from this worker, which cannot "
+            f"continue after the server's tokens: {why}"
         )
 
 
 def _run(work: Callable[[], _Result], done: Future[_Result]) -> None:
-    """Do it on this thread, unless nothing waits for it any more."""
+    """Run ``work`` on this thread, unless its result is no longer awaited."""
     if not done.set_running_or_notify_cancel():
         return
     try:

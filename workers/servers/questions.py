@@ -1,4 +1,4 @@
-"""A request that an inference server has: what it is asked next, and what of its answer fits."""
+"""Request at an inference server: its next call, and the part of an answer that fits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from millrace.workers.servers.guided import Guide
 
 
 class LiveRequest:
-    """What is known of it: ``token_ids`` are all of its completion, those delivered before it came
-    here included, and ``max_total_tokens`` bounds prompt and completion. Where the server decides
-    by tokens of its own that there are as many as were asked for, ``window_tokens`` does."""
+    """Live request at a server.
+
+    ``token_ids`` are all tokens of its completion, those delivered earlier included.
+    ``max_total_tokens`` bounds prompt and completion. If the server counts ``max_tokens`` in tokens
+    of its own, ``window_tokens`` is the bound instead.
+    """
 
     def __init__(
         self,
@@ -51,32 +54,41 @@ class LiveRequest:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether its tokens are drawn."""
+        """True if its tokens are drawn at random."""
         return self.request.sampling.temperature > 0
 
     @property
     def num_prompt_tokens(self) -> int:
-        """What the server has to know before the next token."""
+        """Number of tokens that the server must know before the next token."""
         return len(self.request.prompt_token_ids) + len(self.request.output_token_ids)
 
     @property
     def num_uncached_prompt_tokens(self) -> int:
-        """Of these, what it had to compute."""
+        """Number of these tokens that the server had to compute."""
         return max(0, self.num_prompt_tokens - self.num_cached_tokens)
 
     @property
     def num_outstanding_tokens(self) -> int:
-        """Still to be computed, if nothing stops early."""
+        """Number of tokens still to be computed, if nothing stops early."""
         prefill = 0 if self.first_token_s is not None else self.num_prompt_tokens
         return prefill + max(0, self._wanted_tokens - len(self.token_ids))
 
     def accept(
         self, part: AnswerPart, *, is_complete: bool = False
     ) -> tuple[tuple[int, ...], FinishReason | None]:
-        """The tokens of a part that belong to the completion, and how it ends by them.
-        ``is_complete``: its grammar has come to its end. A server that stops before it has made as
-        many as were asked for has not ended it."""
-        # A later call finds in the cache what the first one put there.
+        """Accept a part of the answer.
+
+        A server that stops before it has made as many tokens as requested has not ended the
+        completion.
+
+        Args:
+            part: the part.
+            is_complete: the grammar is complete.
+
+        Returns:
+            The tokens that belong to the completion, and the finish reason if they end it.
+        """
+        # A later call finds in the cache the blocks that the first call put there.
         if part.num_cached_tokens is not None and self.num_calls == 1:
             self.num_cached_tokens = part.num_cached_tokens
         accepted: list[int] = []
@@ -93,30 +105,33 @@ class LiveRequest:
         if part.finish_reason is FinishReason.LENGTH and not self._server_counts:
             return tuple(accepted), None
         if part.finish_reason is FinishReason.STOP and not self.request.sampling.ignore_eos:
-            # Many servers keep the token by which a sequence ends to themselves.
+            # Many servers do not return the token that ends a sequence.
             end = self.request.eos_token_ids[:1]
             self.token_ids.extend(end)
             return (*accepted, *end), FinishReason.STOP
         return tuple(accepted), part.finish_reason
 
 
-# A prime, so that no two places of a completion share a seed soon.
+# A prime, so that two positions of a completion do not soon share a seed.
 _SEED_STRIDE = 1_000_003
 
 
 class CarriedPenalties(NamedTuple):
-    """What the tokens that are there take from the logits, as ``bias``. The server counts on for
-    the frequency; presence is left to the bias alone, or it would count twice. So where a token
-    comes that is not among ``known``, it has to be told (None: there is no such penalty). Of tokens
-    that were made of a server's text ``keeps_parts`` whole, as these are whole characters."""
+    """Presence and frequency penalties of the existing tokens, as a logit ``bias`` for the next
+    call.
+
+    The server itself continues to count the frequency of new tokens. Presence is in the bias only,
+    or it would count twice. So after a token that is not in ``known``, the server needs a new call
+    (``known`` None: no presence penalty). ``keeps_parts``: token ids are made from a server's text,
+    and parts are kept whole since they are whole characters.
+    """
 
     bias: dict[int, float]
     known: frozenset[int] | None
     keeps_parts: bool = False
 
     def head(self, part: AnswerPart) -> tuple[AnswerPart, bool]:
-        """The part up to the first token that the server has to be told, and whether there is
-        one."""
+        """Return the part up to the first token that needs a new call, and whether there is one."""
         if self.known is None:
             return part, False
         if self.keeps_parts:
@@ -134,7 +149,7 @@ class CarriedPenalties(NamedTuple):
 def carried_penalties(
     sampling: SamplingParams, token_ids: Sequence[int], *, keeps_parts: bool = False
 ) -> CarriedPenalties | None:
-    """None where there is nothing to carry on."""
+    """Return the penalties to carry over; None if there are none."""
     presence, frequency = sampling.presence_penalty, sampling.frequency_penalty
     if not token_ids or (presence == 0 and frequency == 0):
         return None
@@ -144,9 +159,12 @@ def carried_penalties(
 
 
 class ServerQuestion(NamedTuple):
-    """``call`` is what to send, ``request`` as the server sees it; without a call ``forced`` is the
-    one token that fits the grammar. ``is_single``: it asks for one token alone. ``penalties`` are
-    in the call."""
+    """Next call to the server.
+
+    ``request`` is the request as the server sees it. If ``call`` is None, ``forced`` is the only
+    token that fits the grammar. ``is_single``: the call asks for one token. ``penalties`` are
+    included in the call.
+    """
 
     request: EngineRequest
     call: Call | None
@@ -155,12 +173,17 @@ class ServerQuestion(NamedTuple):
     penalties: CarriedPenalties | None = None
 
     def head(self, part: AnswerPart) -> tuple[AnswerPart, bool]:
-        """What of a part can be taken, and whether the server is to be asked anew behind it."""
+        """Return the part that can be used, and whether the server needs a new call after it."""
         return (part, False) if self.penalties is None else self.penalties.head(part)
 
 
 def next_question(dialect: Dialect, live: LiveRequest) -> ServerQuestion:
-    """Raises ParameterError for what the server cannot do, GrammarError where no token fits."""
+    """Return the next call for a request.
+
+    Raises:
+        ParameterError: the server does not support a parameter.
+        GrammarError: no token fits.
+    """
     has_exact_ids = PROMISES[dialect.kind].exact_token_ids
     penalties = carried_penalties(
         live.request.sampling, live.token_ids, keeps_parts=not has_exact_ids
@@ -180,7 +203,7 @@ def _question(dialect: Dialect, live: LiveRequest, request: EngineRequest) -> Se
     guide, token_ids = live.guide, live.token_ids
     sampling = request.sampling
     if token_ids and sampling.seed is not None:
-        # Its random stream begins anew with each call; the same draws are not to come again.
+        # The server's random stream restarts with each call, so each call needs another seed.
         seed = (sampling.seed + len(token_ids) * _SEED_STRIDE) % MAX_SEED
         sampling = msgspec.structs.replace(sampling, seed=seed)
     num_hidden, live.num_hidden = live.num_hidden, 0
@@ -203,12 +226,13 @@ def _question(dialect: Dialect, live: LiveRequest, request: EngineRequest) -> Se
 
 
 def fitting_part(guide: Guide, part: AnswerPart, eos_token_ids: Sequence[int]) -> AnswerPart:
-    """What of a part fits the grammar. The end of a call, or of a server that was not asked to keep
-    to the grammar, is not the end of the completion."""
+    """Return the part that fits the grammar. The end of a call, or of an answer without the
+    grammar, does not end the completion.
+    """
     num_fitting = guide.accept(part.token_ids)
     fits = num_fitting == len(part.token_ids)
     reason = None
     if fits and part.finish_reason is FinishReason.STOP and not guide.complete:
-        # Many servers keep the token by which a sequence ends to themselves.
+        # Many servers do not return the token that ends a sequence.
         reason = FinishReason.STOP if guide.accept(eos_token_ids[:1]) else None
     return part._replace(token_ids=part.token_ids[:num_fitting], finish_reason=reason)

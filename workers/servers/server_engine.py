@@ -1,4 +1,4 @@
-"""An engine that is a server of somebody else's, driven over HTTP."""
+"""Engine that is a third-party server, driven over HTTP."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from millrace.workers.servers.questions import LiveRequest, fitting_part, next_q
 from millrace.workers.servers.server_process import ServerProcess
 from millrace.workers.servers.server_stats import PrefixEstimate, ServerStats, TokenShares
 
-# Of a server that says neither.
+# Defaults for a server that reports neither.
 _NUM_SEQUENCES, _CACHE_TOKENS = 64, 1 << 16
 _LOAD_INTERVAL_S = 1.0
 _IDLE_CHECK_INTERVAL_S = 10.0
 _MAX_FAILED_CHECKS = 3
-# A connection breaks a moment before the process that held it is seen to be gone.
+# A connection breaks a moment before the end of its process is noticed.
 _DYING_S = 1.0
 _MAX_BREAKS = 3
 _US_PER_S = 1e6
@@ -54,8 +54,9 @@ logger = logging.getLogger(__name__)
 
 
 class _StreamEnd(Enum):
-    """How the answer to one call ended: the request is over, the connection broke though the server
-    lives, or it goes on by another call."""
+    """End of the answer to one call: the request is over, the connection broke while the server
+    lives, or another call continues the request.
+    """
 
     OVER = auto()
     BROKEN = auto()
@@ -63,12 +64,12 @@ class _StreamEnd(Enum):
 
 
 class ServerEngine(EngineLike):
-    """Sends each request as one streaming call, and reads the streams into outputs.
+    """Engine that sends each request as a streaming call and turns the streams into outputs.
 
-    All that came in one turn of the event loop is handed over together. A stream that breaks off
-    while the server lives is asked for again from where it stopped. The server is watched while it
-    has requests; one that was not started here also now and then while it has none. Owns the client
-    and, if there is one, the process, until ``close``.
+    Outputs of one turn of the event loop are delivered together. A stream that breaks while the
+    server lives is requested again from where it stopped. The server is watched while it has
+    requests. A server that was not started here is also checked now and then while it is idle. Owns
+    the client and the process, if there is one, until ``close``.
     """
 
     def __init__(
@@ -115,11 +116,13 @@ class ServerEngine(EngineLike):
 
     @property
     def stats(self) -> EngineStats:
-        """As of now; the server's own figures as of the last second in which it had requests."""
+        """Current statistics. The server's own figures are from the last second in which it had
+        requests.
+        """
         return self._stats.of(self._live.values(), self._shares)
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request; one that cannot be served is answered with an error."""
+        """Send a request. A request that cannot be served is answered with an error."""
         if request.request_id in self._live:
             self.cancel(request.request_id)
         try:
@@ -157,10 +160,10 @@ class ServerEngine(EngineLike):
         self._hand_over_soon()
 
     async def reset_prefix_cache(self) -> None:
-        """Have the server empty it. Raises PrefixCacheKeptError."""
+        """Have the server empty its prefix cache. Raises PrefixCacheKeptError."""
         path, kind = self._dialect.reset_path, self._dialect.kind
         if not path:
-            raise PrefixCacheKeptError(f"A server of {kind} has no path that empties its cache.")
+            raise PrefixCacheKeptError(f"A {kind} server has no path that empties its cache.")
         try:
             await self._client.post(path, {})
         except MillraceError as error:
@@ -170,7 +173,7 @@ class ServerEngine(EngineLike):
         self.on_prefixes(self._prefixes.forget())
 
     async def wait_closed(self) -> str:
-        """Returns when the server has ended or does not answer any more, with why."""
+        """Wait until the server has ended or no longer answers, and return the reason."""
         return await asyncio.shield(self._closed)
 
     async def close(self) -> None:
@@ -203,10 +206,10 @@ class ServerEngine(EngineLike):
         except Exception as error:
             logger.exception("a stream could not be read", extra={"request_id": request_id})
             kind = type(error).__name__
-            self._fail(live, ServerStreamError(f"The engine's server sent nonsense ({kind})."))
+            self._fail(live, ServerStreamError(f"The engine's server sent invalid data ({kind})."))
 
     async def _guide(self, live: LiveRequest) -> None:
-        """Have the grammar seen to here, if the server cannot. Raises MillraceError."""
+        """Start a guide for the grammar if the server does not support it. Raises MillraceError."""
         grammar = live.request.sampling.grammar
         if grammar is None or live.guide is not None:
             return
@@ -219,8 +222,9 @@ class ServerEngine(EngineLike):
             self._accept(live, AnswerPart())
 
     async def _read_stream(self, live: LiveRequest) -> _StreamEnd:
-        """Ask for what is missing, and take what comes. Raises MillraceError for what is wrong with
-        this request alone."""
+        """Send the next call and read its answer. Raises MillraceError for an error of this request
+        alone.
+        """
         guide = live.guide
         if guide is not None and guide.complete:
             return _StreamEnd.OVER
@@ -274,18 +278,19 @@ class ServerEngine(EngineLike):
             logger.warning("a call was not aborted", extra={"reason": error.message})
 
     async def _check_alive(self) -> None:
-        """Returns once the server is known to live. If it does not, the engine ends, and with it
-        the task that calls this."""
+        """Wait until the server is known to live. If it does not, end the engine, and with it the
+        calling task.
+        """
         await self._clock.sleep(_DYING_S)
         if not await self._is_healthy():
-            self._end("the server does not answer any more")
+            self._end("the server no longer answers")
             await asyncio.Event().wait()
 
     async def _is_healthy(self) -> bool:
         return await self._client.is_healthy(self._dialect.health_path)
 
     def _accept(self, live: LiveRequest, part: AnswerPart) -> bool:
-        """Take what an event says; whether the request is over by it."""
+        """Accept an event's content, and return whether it ends the request."""
         if live.guide is not None:
             part = fitting_part(live.guide, part, live.request.eos_token_ids)
         is_complete = live.guide is not None and live.guide.complete
@@ -307,7 +312,7 @@ class ServerEngine(EngineLike):
                 token_ids=token_ids,
                 logprobs=part.logprobs[: len(token_ids)],
                 prompt_logprobs=part.prompt_logprobs,
-                # Of a request that goes on here, what counts was said by whoever had it first.
+                # A resumed request's cached tokens were reported by the engine that had it first.
                 num_cached_tokens=0 if request.output_token_ids else live.num_cached_tokens,
                 started=is_first,
                 resampled=live.is_resampled,
@@ -324,7 +329,7 @@ class ServerEngine(EngineLike):
             self._put(msgspec.structs.replace(refusal(request, error), device_us=device_us))
 
     def _drop(self, live: LiveRequest) -> float:
-        """The server has it no more; what it took of the server, in us."""
+        """Forget a request that the server no longer has, and return its server time in µs."""
         request_id = live.request.request_id
         del self._live[request_id]
         self._dialect.end(request_id)
@@ -368,7 +373,7 @@ class ServerEngine(EngineLike):
     # --- the server ---
 
     def _end(self, why: str) -> None:
-        """The engine is over; nothing is said of it any more."""
+        """End the engine; nothing more is reported."""
         if not self._closed.done():
             self._closed.set_result(why)
         for live in self._live.values():
@@ -385,17 +390,17 @@ class ServerEngine(EngineLike):
         while not self._closed.done():
             if not self._live:
                 await self._wait_for_work()
-            # Some tell their figures between two steps only, however long these take.
+            # Some servers report their figures only between two steps, however long these take.
             with suppress(MillraceError):
                 self._stats.load = await self._dialect.read_load(self._client)
             num_failed = 0 if await self._is_healthy() else num_failed + 1
             if num_failed >= _MAX_FAILED_CHECKS:
-                self._end("the server does not answer any more")
+                self._end("the server no longer answers")
             self._report_shares()
             await self._clock.sleep(_LOAD_INTERVAL_S)
 
     async def _wait_for_work(self) -> None:
-        """A process of our own says when it ends; another server has to be asked."""
+        """Wait for a request. A server that this worker did not start is checked meanwhile."""
         self._has_work.clear()
         if self._process is not None:
             await self._has_work.wait()

@@ -1,4 +1,4 @@
-"""The process of an inference server that the worker starts itself."""
+"""Process of an inference server that the worker starts itself."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ _CHUNK_BYTES = 65_536
 
 
 def find_program(name: str, command: str, package: str) -> Path:
-    """The program of a server: ``command`` if it is set, else ``name`` from ``.engines/bin`` or the
-    ``PATH``. Raises ConfigError that names the package to install."""
+    """Return the path of a server's program: ``command`` if set, else ``name`` from
+    ``.engines/bin`` or the ``PATH``.
+
+    Raises:
+        ConfigError: there is no such program; the message names the package to install.
+    """
     found = shutil.which(command or name, path=None if command else _search_path())
     if found is None:
         raise ConfigError(
             f"There is no program {command or name!r}. Install {package}, or set "
-            f"worker.engine.command to where it is."
+            f"worker.engine.command to the program's path."
         )
     return Path(found)
 
@@ -40,8 +44,11 @@ def _search_path() -> str:
 
 
 class ServerProcess:
-    """Owns the server's process group, the folder of its socket, and the tail of what it prints,
-    from ``start`` until ``close``. However the worker ends, the server ends with it."""
+    """Owner of the server's process group, its socket's folder and the tail of its output.
+
+    It owns them from ``start`` until ``close``. The server ends with the worker, however the worker
+    ends.
+    """
 
     def __init__(self, folder: tempfile.TemporaryDirectory[str]) -> None:
         self._folder = folder
@@ -53,21 +60,21 @@ class ServerProcess:
 
     @classmethod
     def prepare(cls) -> ServerProcess:
-        """One with a folder that only this user can look into."""
+        """Create the object with a folder that only this user can read."""
         return cls(tempfile.TemporaryDirectory(prefix="millrace-engine-"))
 
     @property
     def folder(self) -> Path:
-        """For its socket and its caches."""
+        """Folder for the server's socket and caches."""
         return Path(self._folder.name)
 
     @property
     def tail(self) -> str:
-        """The last lines that it printed while it loaded."""
+        """Last lines that the server printed while it loaded."""
         return "\n".join(self._tail)
 
     async def start(self, command: Command) -> None:
-        """Raises ConfigError if the program cannot be run."""
+        """Start the process. Raises ConfigError if the program cannot be run."""
         reading, self._lifeline = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -79,7 +86,7 @@ class ServerProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=_environment() | command.environment,
-                # Who kills the worker's whole group must not kill what watches the server with it.
+                # A kill of the worker's process group must not reach the guardian.
                 start_new_session=True,
             )
         except OSError as error:
@@ -89,17 +96,17 @@ class ServerProcess:
         self._tasks.spawn(self._read_output(), "read the server's output")
 
     def is_ready(self) -> None:
-        """It is loaded: what it prints from now on may be of prompts, and is not kept."""
+        """Drop the output from now on: a loaded server may print prompts."""
         self._is_loading = False
         self._tail.clear()
 
     async def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Wait until the process has ended, and return its exit code."""
         assert self._process is not None
         return await self._process.wait()
 
     async def close(self) -> None:
-        """End it, and all that it started."""
+        """End the process and all its child processes."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -125,5 +132,5 @@ class ServerProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, but its packages are its own."""
+    """Return our environment without PYTHONPATH: the server's packages are its own."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

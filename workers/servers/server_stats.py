@@ -1,4 +1,4 @@
-"""What the worker knows of the work of a server: figures, shares of requests, cached prefixes."""
+"""Statistics of a server's work: figures, shares of requests, cached prefixes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from millrace.schemas.prefix import REPORTED_BYTES, extend_keys, root_key
 from millrace.workers.servers.dialect import ServerLoad
 from millrace.workers.servers.questions import LiveRequest
 
-# Of a measured time, what the newest counts.
+# Weight of the newest measurement in a moving average (EWMA).
 _NEWEST = 0.2
 
 
 class TokenShares:
-    """Shares the time during which the server had requests among them, by the tokens that it
-    computed for each in that time: those of the prompt that were not cached, and those made. A
-    stretch without tokens is shared evenly. Seconds, on the caller's clock."""
+    """Shares of the server's busy time among its requests, in seconds on the caller's clock.
+
+    The time is shared by the tokens computed for each request: uncached prompt tokens and generated
+    tokens. A period without tokens is shared evenly.
+    """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
@@ -27,20 +29,20 @@ class TokenShares:
 
     @property
     def charged_s(self) -> float:
-        """What was shared of ``busy_s``."""
+        """Part of ``busy_s`` that has been shared."""
         return self.busy_s - self._unshared_s
 
     def begin(self, request_id: str, now_s: float) -> None:
-        """The server has this request from now on."""
+        """Record that the server has this request from now on."""
         self._advance(now_s)
         self._total_s[request_id] = 0.0
 
     def note(self, request_id: str, num_tokens: int) -> None:
-        """It computed so many tokens for a request."""
+        """Record that the server computed ``num_tokens`` for a request."""
         self._tokens[request_id] = self._tokens.get(request_id, 0) + num_tokens
 
     def settle(self, now_s: float) -> dict[str, float]:
-        """What each request has taken so far."""
+        """Return the time of each request so far."""
         self._advance(now_s)
         totals, tokens = self._total_s, self._tokens
         if totals:
@@ -54,7 +56,7 @@ class TokenShares:
         return dict(totals)
 
     def end(self, request_id: str, now_s: float) -> float:
-        """What a request took, which the server has no more; 0 for one that it never had."""
+        """End a request and return its time; 0 if the server never had it."""
         if request_id not in self._total_s:
             return 0.0
         self.settle(now_s)
@@ -68,8 +70,9 @@ class TokenShares:
 
 
 class PrefixEstimate:
-    """Remembers the blocks of what was sent and made, as many as the server's cache has room for;
-    the longest unused give way."""
+    """Estimate of the server's prefix cache: LRU over the blocks of prompts and completions, as
+    many as its cache can hold.
+    """
 
     def __init__(self, block_size_tokens: int, capacity_tokens: int) -> None:
         self._size = block_size_tokens
@@ -77,12 +80,12 @@ class PrefixEstimate:
         self._keys: dict[bytes, None] = {}
 
     def forget(self) -> PrefixChanges:
-        """The server's cache was emptied."""
+        """Forget everything: the server's cache was emptied."""
         self._keys.clear()
         return PrefixChanges(whole=True)
 
     def note(self, token_ids: Sequence[int], salt: str) -> PrefixChanges | None:
-        """The server has computed these tokens; what that changes, if anything."""
+        """Record that the server has computed these tokens, and return the changes, if any."""
         keys: list[bytes] = []
         extend_keys(
             keys,
@@ -94,7 +97,7 @@ class PrefixEstimate:
         if not keys:
             return None
         added = [key[:REPORTED_BYTES] for key in keys]
-        # The beginning of a prompt is of use without its end, never the other way round.
+        # The beginning of a prompt is useful without its end, but not the other way round.
         for key in reversed(added):
             self._keys.pop(key, None)
             self._keys[key] = None
@@ -105,7 +108,7 @@ class PrefixEstimate:
 
 
 class ServerStats:
-    """Counts what passes by, and makes ``EngineStats`` of it. Times in seconds."""
+    """Counter that builds ``EngineStats`` from observed requests; times in seconds."""
 
     def __init__(
         self, *, max_num_sequences: int, num_blocks: int, max_tokens_per_request: int
@@ -119,7 +122,7 @@ class ServerStats:
         self._prefill_tokens_per_s = self._gap_s = 0.0
 
     def note_first_token(self, live: LiveRequest, now_s: float) -> None:
-        """The prompt is computed."""
+        """Record that the prompt is computed."""
         num_tokens = live.num_uncached_prompt_tokens
         self._prefill_tokens += num_tokens
         if now_s > live.added_s and num_tokens:
@@ -127,19 +130,19 @@ class ServerStats:
             self._prefill_tokens_per_s = _averaged(self._prefill_tokens_per_s, speed)
 
     def note_tokens(self, live: LiveRequest, num_tokens: int, now_s: float) -> None:
-        """So many tokens of a request came now."""
+        """Record that ``num_tokens`` tokens of a request arrived now."""
         self._decode_tokens += num_tokens
         if live.first_token_s is not None and num_tokens:
             self._gap_s = _averaged(self._gap_s, (now_s - live.last_token_s) / num_tokens)
         live.last_token_s = now_s
 
     def note_prompt(self, live: LiveRequest) -> None:
-        """What of its prompt was cached is known."""
+        """Record the prompt's cached tokens, which are known now."""
         self._prompt_tokens += live.num_prompt_tokens
         self._cached_tokens += min(live.num_cached_tokens, live.num_prompt_tokens)
 
     def of(self, live: Collection[LiveRequest], shares: TokenShares) -> EngineStats:
-        """As of now."""
+        """Return the current statistics."""
         num_running = min(len(live), self._max_num_sequences)
         usage = self.load.kv_usage if live else 0.0
         return EngineStats(

@@ -1,4 +1,6 @@
-"""Starts an inference server, or finds one that runs, and makes sure that it serves the model."""
+"""Starter of inference servers: starts a server or attaches to a running one, and checks its
+model.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ DIALECTS: dict[EngineKind, type[Dialect]] = {
     EngineKind.TRTLLM: OpenAiDialect,
 }
 _POLL_S = 0.1
-# These are of no server that still loads.
+# Statuses that no server of the right kind returns while it loads.
 _OF_ANOTHER = frozenset({401, 403, 404, 405})
 
 logger = logging.getLogger(__name__)
@@ -46,19 +48,23 @@ logger = logging.getLogger(__name__)
 async def start_server_engine(
     model: ServedModel, config: EngineConfig, clock: Clock
 ) -> ServerEngine:
-    """An engine of ``config.kind`` that is ready. Raises ConfigError for settings that the server
-    does not have, for one that serves another model and for a program that is not there, and
-    EngineFailedError for a server that dies or does not get ready in time."""
+    """Return a ready engine of ``config.kind``.
+
+    Raises:
+        ConfigError: the server does not have a setting, serves another model, or its program is
+            missing.
+        EngineFailedError: the server dies or is not ready in time.
+    """
     if config.kv_cache_dtype == "int8" and config.kind is not EngineKind.TRTLLM:
         raise ConfigError(
-            f"engine.kv_cache_dtype is 'int8', which {config.kind} does not have; choose auto or "
+            f"engine.kv_cache_dtype is 'int8', which {config.kind} does not support; use auto or "
             "fp8."
         )
     dialect = DIALECTS[config.kind](model, config, owned=not config.url)
     promises = PROMISES[config.kind]
     if not promises.takes_token_ids:
         logger.warning(
-            "this engine takes prompts as text: what goes on after a crash may differ",
+            "this engine takes prompts as text: a stream continued after a crash may differ",
             extra={
                 "kind": config.kind,
                 "exact_token_ids": promises.exact_token_ids,
@@ -67,7 +73,7 @@ async def start_server_engine(
         )
     if config.url:
         engine = await _attach(dialect, clock)
-        # What a server that was started elsewhere has loaded, nobody here can tell.
+        # The weights of a server that was started elsewhere are unknown.
         engine.weights = ""
     else:
         weights = await asyncio.to_thread(_weights_of, model)
@@ -84,14 +90,15 @@ async def _attach(dialect: Dialect, clock: Clock) -> ServerEngine:
     config = dialect.config
     if not config.url.startswith(("http://", "https://")):
         raise ConfigError(
-            f"worker.engine.url is {redact_urls(config.url)!r}; it starts with http:// or https://."
+            f"worker.engine.url is {redact_urls(config.url)!r}; it must start with http:// or "
+            f"https://."
         )
     check_user_data("worker.engine.url", config.url)
     for name in ("command", "arguments"):
         if getattr(config, name):
             raise ConfigError(
-                f"worker.engine.{name} is for a server that the worker starts; the one at "
-                f"worker.engine.url runs already."
+                f"worker.engine.{name} is for a server that the worker starts; the server at "
+                f"worker.engine.url already runs."
             )
     client = ServerClient(config.url, api_key=config.api_key)
     try:
@@ -153,11 +160,11 @@ async def _until_loaded(
 
 
 def _failed(process: ServerProcess, what: str) -> EngineFailedError:
-    return EngineFailedError(f"The engine's server {what}. Its last words:\n{process.tail}")
+    return EngineFailedError(f"The engine's server {what}. Its last output:\n{process.tail}")
 
 
 async def _until_it_answers(dialect: Dialect, client: ServerClient, clock: Clock) -> None:
-    """Raises EngineFailedError if what is there is something else."""
+    """Wait until the server answers. Raises EngineFailedError if it is another kind of server."""
     while True:
         try:
             await client.get(dialect.health_path)
@@ -178,12 +185,18 @@ async def _until_healthy(dialect: Dialect, client: ServerClient, clock: Clock) -
 
 def _is_another(dialect: Dialect, client: ServerClient, error: MillraceError) -> EngineFailedError:
     return EngineFailedError(
-        f"What listens at {redact_urls(client.url)} is no {dialect.kind} server: {error.message}"
+        f"The server at {redact_urls(client.url)} is not of the kind {dialect.kind}: "
+        f"{error.message}"
     )
 
 
 async def _checked_facts(dialect: Dialect, client: ServerClient) -> ServerFacts:
-    """Raises ConfigError, or EngineFailedError for a server that is none of this kind."""
+    """Return the server's facts after checking them.
+
+    Raises:
+        ConfigError: the version, vocabulary or context window does not fit.
+        EngineFailedError: the server is not of this kind.
+    """
     kind, model = dialect.kind, dialect.model
     try:
         facts = await dialect.read_facts(client)
@@ -194,7 +207,7 @@ async def _checked_facts(dialect: Dialect, client: ServerClient) -> ServerFacts:
     if facts.version and version_of(facts.version) < dialect.oldest_version:
         oldest = ".".join(map(str, dialect.oldest_version))
         raise ConfigError(
-            f"The {kind} server is of version {facts.version}; {oldest} or newer is needed."
+            f"The {kind} server has version {facts.version}; {oldest} or newer is required."
         )
     if facts.vocab_size is not None and facts.vocab_size != model.vocab_size:
         raise ConfigError(
@@ -205,7 +218,7 @@ async def _checked_facts(dialect: Dialect, client: ServerClient) -> ServerFacts:
     if window is None or window >= model.context_window_tokens:
         return facts
     if dialect.owned:
-        # It is what its memory has room for; longer requests are refused one by one.
+        # Its memory limits the window; longer requests are refused one by one.
         logger.warning(
             "the engine's sequences are shorter than the model's window",
             extra={"tokens": window, "window": model.context_window_tokens},

@@ -1,2 +1,5 @@
-"""An engine that computes nothing and takes the time that a real one would. Called by
-``workers.__main__`` and the simulator; imports the engine's types, admission and device work."""
+"""Simulated engine: computes nothing and takes the time of a real engine.
+
+Called by ``workers.__main__`` and the simulator; imports the engine's types, admission and device
+work.
+"""

@@ -1,7 +1,7 @@
-"""A continuous batch that computes nothing: who is in it, with which blocks, and for how long.
+"""Continuous batch that computes nothing: its sequences, their blocks, and the duration of steps.
 
-Pure: whoever drives it owns the clock. The simulated engine sleeps for what ``begin`` says, the
-simulator moves its virtual time.
+Pure: the caller owns the clock. The simulated engine sleeps for the time that ``begin`` returns;
+the simulator advances its virtual time.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from millrace.workers.simulated.blocks import SimulatedBlocks, SimulatedSequence
 from millrace.workers.simulated.latency_model import LatencyModel
 from millrace.workers.simulated.tokens import SimulatedTokens
 
-# Blocks that admissions leave free for those who already run.
+# Share of blocks that admissions leave free for running sequences (watermark).
 ADMISSION_WATERMARK = 0.05
-# So often a newcomer of higher priority may take a sequence's slot or blocks at most.
+# Maximum number of times that a sequence is preempted for a newcomer of higher priority.
 MAX_PREEMPTIONS = 4
 
 _rank = attrgetter("rank")
 
 
 class StepOutputs(NamedTuple):
-    """What a step did: the sequences that were admitted for the first time, those that made a token
-    (the last of their ``token_ids``), and of these the ones that are over; ``stopped`` says of
-    them whether by a stop token."""
+    """Results of a step.
+
+    ``started`` are the sequences admitted for the first time. ``made`` are the sequences that made
+    a token (the last of their ``token_ids``). ``finished`` are those of them that are over; their
+    ``stopped`` tells whether a stop token ended them.
+    """
 
     started: list[SimulatedSequence]
     made: list[SimulatedSequence]
@@ -35,14 +38,19 @@ class StepOutputs(NamedTuple):
 
 
 class SimulatedBatch:
-    """The rules of the real engine: decodes first, then chunks of prompts under a token budget,
-    then newcomers by priority and arrival, each with blocks for all that it has so far. Out of
-    blocks, the latest of the lowest priority is preempted and computed again; a newcomer of higher
-    priority takes slot and blocks of those below it.
+    """Batch with the rules of the real engine.
 
-    A step is ``begin``, which says how long it takes, and ``finish`` when that time is over. What
-    is cancelled in between makes no token. ``decode_step_s`` is what decoding took of the last step
-    that decoded. Raises ValueError for bounds below 1.
+    Decodes come first, then chunks of prompts under a token budget (chunked prefill). Newcomers
+    follow by priority and arrival, each with blocks for all its tokens so far. Without free blocks,
+    the latest sequence of the lowest priority is preempted and computed again. A newcomer of higher
+    priority takes slot and blocks of sequences below it.
+
+    A step is ``begin``, which returns its duration, and ``finish`` when that time is over. A
+    sequence cancelled in between makes no token. ``decode_step_s`` is the decode time of the last
+    step that decoded.
+
+    Raises:
+        ValueError: a bound is below 1.
     """
 
     def __init__(
@@ -83,7 +91,7 @@ class SimulatedBatch:
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest prompt and completion that fit together."""
+        """Maximum number of tokens of prompt and completion together."""
         return self.blocks.num_blocks * self._size
 
     @property
@@ -96,21 +104,24 @@ class SimulatedBatch:
 
     @property
     def outstanding_prompt_tokens(self) -> int:
-        """Of the outstanding ones, those that stand there already and are to be prefilled."""
+        """Number of outstanding tokens that exist already and are to be prefilled."""
         behind = (len(s.token_ids) - s.num_computed_tokens for s in self._by_id.values())
         return sum(tokens for tokens in behind if tokens > 1)
 
     @property
     def planned(self) -> Sequence[tuple[SimulatedSequence, int]]:
-        """What the step under way computes: sequences, and how many of their tokens."""
+        """Work of the current step: sequences, and the number of tokens of each."""
         return self._plan
 
     def get(self, request_id: str) -> SimulatedSequence | None:
         return self._by_id.get(request_id)
 
     def add(self, sequence: SimulatedSequence) -> None:
-        """Queue a sequence; one of the same id is cancelled. It must fit when it is alone, and
-        have something to make; raises ValueError otherwise."""
+        """Queue a sequence, and cancel one of the same id.
+
+        Raises:
+            ValueError: the sequence does not fit even alone, or has no token to make.
+        """
         if sequence.num_total_tokens > self.capacity_tokens:
             raise ValueError(
                 f"{sequence.num_total_tokens} tokens never fit into {self.capacity_tokens}"
@@ -126,7 +137,7 @@ class SimulatedBatch:
         insort(self.waiting, sequence, key=_rank)
 
     def cancel(self, request_id: str) -> SimulatedSequence | None:
-        """Forget a request, in whatever state; its blocks are free at once."""
+        """Forget a request in any state; its blocks are free at once."""
         sequence = self._by_id.get(request_id)
         if sequence is not None:
             if sequence.state is State.RUNNING:
@@ -138,8 +149,10 @@ class SimulatedBatch:
         return sequence
 
     def begin(self) -> float | None:
-        """Plan the next step: the seconds that it takes; None if there is nothing to compute."""
-        assert not self._plan, "the step before has not been finished"
+        """Plan the next step and return its duration in seconds; None if there is nothing to
+        compute.
+        """
+        assert not self._plan, "the previous step has not been finished"
         decoding: list[SimulatedSequence] = []
         prefilling: list[SimulatedSequence] = []
         for sequence in self.running:
@@ -166,7 +179,7 @@ class SimulatedBatch:
         return self._price() if self._plan else None
 
     def finish(self) -> StepOutputs:
-        """The time of the step that ``begin`` planned is over."""
+        """Finish the step that ``begin`` planned, and return its results."""
         started = [sequence for sequence in self._started if sequence.state is not State.OVER]
         outputs = StepOutputs(started, [], [])
         plan, self._plan, self._started = self._plan, [], []
@@ -194,7 +207,7 @@ class SimulatedBatch:
         return num_tokens
 
     def _price(self) -> float:
-        """Count the work that is planned, and say how long it takes."""
+        """Count the planned work, and return its duration in seconds."""
         prefill_tokens = num_decodes = kv_tokens = 0
         for sequence, num_tokens in self._plan:
             num_known = len(sequence.token_ids)
@@ -213,7 +226,7 @@ class SimulatedBatch:
         return step_s
 
     def _make_token(self, sequence: SimulatedSequence) -> bool:
-        """Append the next token; whether it is the last one."""
+        """Append the next token, and return whether it is the last one."""
         token_ids, stops = sequence.token_ids, sequence.stop_token_ids
         index = sequence.num_resumed + len(token_ids) - sequence.num_prompt_tokens
         if stops:
@@ -226,7 +239,9 @@ class SimulatedBatch:
         return sequence.stopped or len(token_ids) == sequence.num_total_tokens
 
     def _admit(self, newcomer: SimulatedSequence) -> bool:
-        """Give the first of the waiting a slot and blocks for its tokens, if they can be had."""
+        """Admit the first waiting sequence: give it a slot and blocks for its tokens, if
+        available.
+        """
         num_known = math.ceil(len(newcomer.token_ids) / self._size)
         while True:
             hit = self.blocks.match(newcomer)
@@ -251,7 +266,9 @@ class SimulatedBatch:
         return True
 
     def _make_way(self, newcomer: SimulatedSequence, num_missing_blocks: int) -> bool:
-        """Preempt the latest of lower priority, if those of lower priority have enough together."""
+        """Preempt the latest sequence of lower priority, if all such sequences have enough blocks
+        together.
+        """
         victims = [
             sequence
             for sequence in reversed(self.running)
@@ -263,8 +280,9 @@ class SimulatedBatch:
         return True
 
     def _grow(self, sequence: SimulatedSequence) -> bool:
-        """Give a running sequence another block, at the cost of those of lower rank; false if it is
-        the lowest and has to wait."""
+        """Give a running sequence another block, preempting sequences of lower rank. Return False
+        if it is the lowest and has to wait.
+        """
         while not self.blocks.num_free:
             victim = self.running[-1]
             if victim is sequence:

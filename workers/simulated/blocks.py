@@ -1,4 +1,4 @@
-"""Blocks of a KV cache that is not there: how many are used, and what would be found in them."""
+"""Blocks of a simulated KV cache: how many are used, and which prefixes they hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _root = lru_cache(maxsize=4_096)(root_key)
 
 
 class State(Enum):
-    """Where a sequence is: added or preempted, admitted, or finished, cancelled or not added."""
+    """State of a sequence: WAITING when added or preempted, RUNNING when admitted, OVER
+    otherwise.
+    """
 
     WAITING = auto()
     RUNNING = auto()
@@ -23,8 +25,9 @@ class State(Enum):
 
 
 class GenerationLimits(NamedTuple):
-    """``num_to_make``: how many tokens this run makes at most. A token of ``stop_token_ids`` ends
-    it once there are ``min_tokens``."""
+    """Limits of a run: at most ``num_to_make`` tokens. A token of ``stop_token_ids`` ends it after
+    ``min_tokens``.
+    """
 
     num_to_make: int
     stop_token_ids: frozenset[int] = frozenset()
@@ -33,14 +36,15 @@ class GenerationLimits(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SimulatedSequence:
-    """A request in the batch.
+    """Request in the batch.
 
-    ``token_ids`` are those of the prompt and of the completion so far; the first
-    ``num_prompt_tokens`` are the prompt, with what an earlier run had made behind it: its tokens
-    have the indices 0 to ``num_resumed - 1``.
-    The driver may put what it needs into ``tag``, count in ``device_s`` what the sequence takes of
-    the steps' time, and note in ``last_token_s`` when its last token was made, by this run or the
-    one before it (None: it has none).
+    ``token_ids`` are the tokens of the prompt and of the completion so far. The first
+    ``num_prompt_tokens`` are the prompt, followed by the tokens of an earlier run, which have the
+    indices 0 to ``num_resumed - 1``.
+
+    ``tag`` is for the caller's use. The caller adds the sequence's share of step times to
+    ``device_s``, and notes in ``last_token_s`` when the last token was made, by this run or an
+    earlier one (None: no token yet).
     """
 
     request_id: str
@@ -80,25 +84,29 @@ class SimulatedSequence:
 
     @property
     def num_made(self) -> int:
-        """Tokens that this run has made."""
+        """Number of tokens that this run has made."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def outstanding_tokens(self) -> int:
-        """What is left to compute if nothing stops early; the last token never is."""
+        """Number of tokens still to compute if nothing stops early; the last token never is
+        computed.
+        """
         return max(0, self.num_total_tokens - 1 - self.num_computed_tokens)
 
 
 class Hit(NamedTuple):
-    """Blocks that were found; ``num_idle`` of them are nobody's, and count as free so far."""
+    """Found blocks; ``num_idle`` of them are idle, and still count as free."""
 
     num_blocks: int = 0
     num_idle: int = 0
 
 
 class SimulatedPrefixChanges(NamedTuple):
-    """Keys that are kept, those used last at the end, and keys that are not any more; ``whole``:
-    the kept ones are all there are."""
+    """Changes of cached keys: ``kept`` in order of use (most recent last), and ``gone``.
+
+    ``whole``: the kept keys are all that there are.
+    """
 
     kept: list[bytes]
     gone: list[bytes]
@@ -106,9 +114,12 @@ class SimulatedPrefixChanges(NamedTuple):
 
 
 class SimulatedBlocks:
-    """Counts blocks; those that are full are known by key, shared, and kept when nobody uses them
-    any more until their room is needed, the one that was idle for longest first (``keep`` False:
-    none is known)."""
+    """Counter of blocks with LRU eviction.
+
+    Full blocks are known by key and shared. They are kept as idle blocks until their room is
+    needed; the block that was idle for longest is evicted first. With ``keep`` False no block is
+    cached.
+    """
 
     def __init__(self, num_blocks: int, block_size_tokens: int, *, keep: bool) -> None:
         self.num_blocks = num_blocks
@@ -123,7 +134,7 @@ class SimulatedBlocks:
 
     @property
     def num_free(self) -> int:
-        """Those that can be had, the idle ones among them."""
+        """Number of blocks that can be allocated, idle blocks included."""
         return self.num_blocks - self._num_private - len(self._users)
 
     @property
@@ -131,7 +142,9 @@ class SimulatedBlocks:
         return len(self._idle)
 
     def match(self, holder: SimulatedSequence) -> Hit:
-        """The longest kept prefix that leaves at least one token to compute; changes nothing."""
+        """Find the longest cached prefix that leaves at least one token to compute, without
+        changes.
+        """
         if not self._keep:
             return Hit()
         most = (len(holder.token_ids) - 1) // self._size
@@ -146,7 +159,9 @@ class SimulatedBlocks:
         return Hit(found, num_idle)
 
     def open(self, holder: SimulatedSequence, hit: Hit, num_fresh: int) -> None:
-        """Give a holder without blocks those of its hit, and so many fresh ones behind them."""
+        """Give a holder without blocks the blocks of its hit, followed by ``num_fresh`` new
+        ones.
+        """
         for key in holder.keys[: hit.num_blocks]:
             self._idle.pop(key, None)
             self._users[key] = self._users.get(key, 0) + 1
@@ -155,23 +170,28 @@ class SimulatedBlocks:
         self.allocate(holder, num_fresh)
 
     def allocate(self, holder: SimulatedSequence, count: int) -> None:
-        """Give more; there must be as many free ones."""
+        """Give a holder ``count`` more blocks; there must be enough free ones."""
         assert count <= self.num_free
         self._num_private += count
         holder.num_blocks += count
         self._evict()
 
     def bring(self, keys: Sequence[bytes]) -> int:
-        """Keep the blocks of a prefix that came from elsewhere, nobody's so far, in place of those
-        that were idle for longest: the first ones, if there is no room for all. How many of them
-        are new here."""
+        """Cache the blocks of a prefix that came from elsewhere, as idle blocks.
+
+        They replace the blocks that were idle for longest. If there is no room for all, only the
+        first ones are cached.
+
+        Returns:
+            The number of blocks that are new here.
+        """
         if not self._keep:
             return 0
         present = [key for key in keys if key in self._idle]
         missing = [key for key in keys if not self.holds(key)]
         missing = missing[: max(0, self.num_free - len(present))]
         fresh = set(missing)
-        for key in reversed(keys):  # as when they are released: the ends go before the beginnings
+        for key in reversed(keys):  # ends of prefixes are evicted before beginnings, as in release
             if key in self._idle:
                 self._idle.move_to_end(key)
             elif key in fresh:
@@ -181,7 +201,7 @@ class SimulatedBlocks:
         return len(missing)
 
     def forget_idle(self) -> None:
-        """Keep only what is used."""
+        """Drop all idle blocks."""
         keys = list(self._idle)
         self._idle.clear()
         for key in keys:
@@ -194,8 +214,9 @@ class SimulatedBlocks:
             self._note(key)
 
     def cache_full_blocks(self, holder: SimulatedSequence, num_full: int) -> None:
-        """The first ``num_full`` blocks are full. One that somebody else filled alike is shared
-        from now on."""
+        """Cache the first ``num_full`` blocks of a holder, which are full. A block that another
+        holder filled with the same tokens is shared from now on.
+        """
         if not self._keep:
             return
         self._extend_keys(holder, num_full)
@@ -212,7 +233,7 @@ class SimulatedBlocks:
         holder.num_cached_blocks = num_full
 
     def release(self, holder: SimulatedSequence) -> None:
-        """Take all blocks back; the ends of prefixes go before their beginnings."""
+        """Take all blocks back; ends of prefixes are evicted before their beginnings."""
         self._num_private -= holder.num_blocks - holder.num_cached_blocks
         for key in reversed(holder.keys[: holder.num_cached_blocks]):
             left = self._users[key] - 1
@@ -224,7 +245,9 @@ class SimulatedBlocks:
         holder.num_blocks = holder.num_cached_blocks = 0
 
     def take_changes(self) -> SimulatedPrefixChanges | None:
-        """What came, was used again or went since the last call; None if nothing did."""
+        """Return the keys that were added, used again or removed since the last call; None if there
+        are none.
+        """
         if self._noted_too_much:
             self._noted_too_much = False
             return SimulatedPrefixChanges([*self._idle, *self._users], [], whole=True)
@@ -236,7 +259,7 @@ class SimulatedBlocks:
         return SimulatedPrefixChanges(kept, gone, whole=False)
 
     def holds(self, key: bytes) -> bool:
-        """Whether it would be found."""
+        """Return whether a block would be found."""
         return key in self._users or key in self._idle
 
     def _note(self, key: bytes) -> None:
@@ -260,7 +283,7 @@ class SimulatedBlocks:
             )
 
     def check_integrity(self, holders: Sequence[SimulatedSequence]) -> None:
-        """Raise AssertionError unless these holders, and nobody else, have what is in use."""
+        """Raise AssertionError unless exactly these holders have the blocks in use."""
         users: dict[bytes, int] = {}
         for holder in holders:
             for key in holder.keys[: holder.num_cached_blocks]:

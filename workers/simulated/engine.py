@@ -1,7 +1,7 @@
-"""An engine that computes nothing and takes the time that a real one would.
+"""Simulated engine: computes nothing and takes the time of a real engine.
 
-It runs on the worker's own event loop, in no process of its own: a worker with it is light enough
-for many of them on one machine.
+It runs on the worker's own event loop, without a process of its own. Workers with it are light
+enough to run many of them on one machine.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from millrace.workers.simulated.blocks import GenerationLimits, SimulatedSequenc
 from millrace.workers.simulated.latency_model import LatencyModel
 from millrace.workers.simulated.tokens import SimulatedTokens, readable_token_ids
 
-# What settings of 0 leave to the device: those of a GPU, with a KV cache for 262,144 tokens.
+# Defaults for settings of 0: those of a GPU, with a KV cache for 262,144 tokens.
 _NUM_SEQUENCES, _BATCH_TOKENS, _CACHE_TOKENS = 256, 4_096, 1 << 18
 _INTEGRITY_INTERVAL_S = 10.0
-# Time that the event loop was late by is made up for, but no more of it than this.
+# Maximum lateness of the event loop that is made up for.
 _MAX_LATE_S = 0.05
-# Of a number in the KV cache that there is not.
+# Bytes of a number in the KV cache that the cost model assumes.
 _KV_NUMBER_BYTES = 2
 _US_PER_S = 1e6
 
@@ -52,15 +52,16 @@ logger = logging.getLogger(__name__)
 
 
 class SimulatedEngine(EngineLike):
-    """Bounds, blocks, prefix cache, priorities and preemptions are those of the real engine, by
-    ``workers.simulated.batch``; steps last as ``config.simulation`` says, and are shared among the
-    requests as those of the model would be on a GPU. A completion ends by
-    ``max_tokens`` or a stop token; sampling parameters choose nothing. Owns the task that steps,
-    until ``close``.
+    """Simulated engine with the rules of the real one.
+
+    Bounds, blocks, prefix cache, priorities and preemptions come from ``workers.simulated.batch``.
+    Steps last as ``config.simulation`` says. Their time is shared among the requests as on a GPU. A
+    completion ends by ``max_tokens`` or a stop token; other sampling parameters have no effect.
+    Owns the task that steps, until ``close``.
     """
 
     def __init__(self, served_model: ServedModel, config: EngineConfig, clock: Clock) -> None:
-        """Raises ConfigError for a setting out of range."""
+        """Create the engine. Raises ConfigError for a setting out of range."""
         check_config(config)
         latency = LatencyModel(config.simulation, config.tensor_parallel)
         size = config.block_size_tokens
@@ -82,8 +83,8 @@ class SimulatedEngine(EngineLike):
         shape = served_model.config
         if not isinstance(shape, ModelConfig):
             raise ConfigError(
-                f"Model {served_model.entry.name}: no engine is simulated for a GGUF file, whose "
-                "layers are not known here. Name a checkpoint in Hugging Face layout."
+                f"Model {served_model.entry.name}: GGUF files cannot be simulated, as their layers "
+                "are not read here. Name a checkpoint in Hugging Face layout."
             )
         self._work_of = DeviceWork(
             shape,
@@ -104,21 +105,22 @@ class SimulatedEngine(EngineLike):
     async def start(
         cls, served_model: ServedModel, config: EngineConfig, clock: Clock
     ) -> SimulatedEngine:
-        """One that is there after ``config.simulation.start_s``. Raises ConfigError."""
+        """Return an engine after ``config.simulation.start_s``. Raises ConfigError."""
         latency = LatencyModel(config.simulation, config.tensor_parallel)
         await clock.sleep(latency.start_s)
         return cls(served_model, config, clock)
 
     @property
     def stats(self) -> EngineStats:
-        """As of now."""
+        """Current statistics."""
         if self._stats is None:
             self._stats = self._make_stats()
         return self._stats
 
     def add(self, request: EngineRequest) -> None:
-        """Generate for a request from the next step on; one that cannot be served is answered with
-        an error by then."""
+        """Generate for a request from the next step on. A request that cannot be served is answered
+        with an error by then.
+        """
         if self._batch.get(request.request_id) is not None:
             self.cancel(request.request_id)
         self._work.set()
@@ -157,11 +159,11 @@ class SimulatedEngine(EngineLike):
         self.on_device_times(gone)
 
     async def reset_prefix_cache(self) -> None:
-        """Keep only what requests use that run now."""
+        """Empty the prefix cache, except for blocks that running requests use."""
         self._batch.blocks.forget_idle()
 
     async def wait_closed(self) -> str:
-        """Returns when the stepping has ended, with why."""
+        """Wait until the stepping has ended, and return the reason."""
         await asyncio.wait((self._stepping,))
         if self._stepping.cancelled():
             return "the simulated engine was closed"
@@ -186,7 +188,7 @@ class SimulatedEngine(EngineLike):
             begun_s = self._clock.monotonic()
             step_s = self._batch.begin()
             if step_s is None:
-                # There are answers to those that cannot be served, and nothing else to do.
+                # There are only answers to requests that cannot be served.
                 await asyncio.sleep(0)
                 self._hand_over([])
                 continue
@@ -196,7 +198,7 @@ class SimulatedEngine(EngineLike):
             self._hand_over(self._outputs(self._batch.finish(), begun_s))
 
     def _charge(self, step_s: float) -> None:
-        """Share the time of the step that begins."""
+        """Share the time of the new step among its sequences."""
         planned = self._batch.planned
         weights = self._work_of.of_chunks(
             [
@@ -300,7 +302,7 @@ def _sequence(request: EngineRequest, max_total_tokens: int) -> SimulatedSequenc
 
 
 def _told(sequence: SimulatedSequence, queued_s: float | None, *, ended: bool) -> EngineOutput:
-    """A token that is the first or the last of a run."""
+    """Return the output for the first or last token of a run."""
     reason = FinishReason.STOP if sequence.stopped else FinishReason.LENGTH
     return EngineOutput(
         request_id=sequence.request_id,

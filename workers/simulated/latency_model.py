@@ -1,4 +1,4 @@
-"""How long a step of a simulated engine takes; no clock, no I/O."""
+"""Latency model of a simulated engine's steps; no clock, no I/O."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ _TIMES = (
 
 
 class LatencyModel:
-    """Seconds of work, as a ``SimulationConfig`` says, of one device or of a group of
-    ``num_devices``: these share what one would compute and read, and exchange what they have.
-    Raises ConfigError, naming the setting, for one out of range."""
+    """Seconds of work of one device or of a group of ``num_devices``, from a ``SimulationConfig``.
+
+    The devices of a group share the computing and reading, and exchange their results.
+
+    Raises:
+        ConfigError: a setting is out of range; the message names it.
+    """
 
     def __init__(self, config: SimulationConfig, num_devices: int = 1) -> None:
         if not 0 < config.prefill_tokens_per_s < math.inf:
@@ -50,15 +54,20 @@ class LatencyModel:
         self._kv_token_s = config.step_ms_per_kv_token * shared
 
     def step_s(self, prefill_tokens: int, num_decodes: int, kv_tokens: int) -> float:
-        """A step that computes ``prefill_tokens`` of prompts and decodes ``num_decodes`` sequences
-        that attend to ``kv_tokens`` in all."""
+        """Return the duration of a step in seconds.
+
+        Args:
+            prefill_tokens: prompt tokens that the step computes.
+            num_decodes: sequences that the step decodes.
+            kv_tokens: tokens that these sequences attend to in all.
+        """
         prefill_s = prefill_tokens * self._prefill_token_s
         if num_decodes or not prefill_tokens:
             return prefill_s + self.decode_step_s(num_decodes, kv_tokens)
         return prefill_s + self._collective_s
 
     def decode_step_s(self, num_decodes: int, kv_tokens: int) -> float:
-        """A step that only decodes; 0 without anything to decode."""
+        """Return the duration of a decode-only step in seconds; 0 if there is nothing to decode."""
         if not num_decodes:
             return 0.0
         return self._base_s + num_decodes * self._sequence_s + kv_tokens * self._kv_token_s

@@ -1,4 +1,4 @@
-"""The tokens of engines that compute nothing."""
+"""Tokens of simulated engines."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ _MIX = 0xBF58476D1CE4E5B9
 
 
 class SimulatedTokens:
-    """Draws from ``token_ids`` by (seed, index) alone, so that whoever goes on with a completion
-    goes on with the same one. Raises ValueError without any."""
+    """Random source of ``token_ids``, a function of (seed, index) only.
+
+    So any worker that continues a completion continues the same one.
+
+    Raises:
+        ValueError: ``token_ids`` is empty.
+    """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
-            raise ValueError("a simulated engine needs tokens to say something with")
+            raise ValueError("a simulated engine needs at least one token to generate")
         self._token_ids = tuple(token_ids)
 
     def draw(self, seed: int, index: int, banned: Collection[int] = ()) -> int:
-        """The token with that index; the next one that is not ``banned``, unless all are."""
+        """Return the token with that index, or the next token that is not ``banned``; ignore
+        ``banned`` if it has all tokens.
+        """
         token_ids = self._token_ids
         mixed = (seed + (index + 1) * _GOLDEN) & _MASK
         mixed = ((mixed ^ (mixed >> 29)) * _MIX) & _MASK
@@ -41,8 +48,12 @@ _LEGIBLE = re.compile(r"[ -~]+")
 
 
 def readable_token_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Up to ``MAX_WORDS`` ids: whole lower-case words; where there are none, printable ASCII; else
-    whatever is not special and ends nothing. The same for everybody with that tokenizer."""
+    """Return up to ``MAX_WORDS`` readable token ids, the same for every process with that
+    tokenizer.
+
+    They are whole lower-case words. If there are none, they are printable ASCII, and otherwise any
+    tokens that are not special and do not end a sequence.
+    """
     pieces = tokenizer.table.pieces
     ends = tokenizer.special_token_ids.union(tokenizer.eos_token_ids)
 

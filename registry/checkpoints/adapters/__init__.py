@@ -1,1 +1,1 @@
-"""LoRA adapters in PEFT's layout: what is in a folder, and whether it fits a model."""
+"""LoRA adapters in PEFT's layout: the contents of a folder, and whether they fit a model."""

@@ -1,4 +1,4 @@
-"""What an adapter_config.json says, as far as it is applied."""
+"""Applied settings of an adapter_config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from millrace.schemas.errors import AdapterError, CheckpointError
 
 CONFIG_FILE = "adapter_config.json"
 MAX_RANK = 256
-# What must be absent, false or empty, and what to do about it.
+# Settings that must be absent, false or empty, with the advice for each.
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA is not applied; train without it, or merge the adapter into the model",
     "modules_to_save": "whole modules beside the low-rank ones are not applied; merge the adapter "
@@ -30,12 +30,12 @@ _REFUSED: Mapping[str, str] = {
     "use_bdlora": "block-diagonal adapters are not applied; train without use_bdlora",
     "velora_config": "VeLoRA is not applied; train without it",
 }
-# These change the model's own weights when they begin.
+# Initializations that change the model's own weights.
 _REFUSED_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 class AdapterConfig(NamedTuple):
-    """Rank and scale of each module; ``base`` is what it was made from, by its own word."""
+    """Rank and scale of each module; ``base`` is the name of the model that it was trained on."""
 
     path: Path
     base: str
@@ -46,20 +46,24 @@ class AdapterConfig(NamedTuple):
     alphas: Mapping[str, float]
 
     def rank_of(self, module: str) -> int:
-        """That of a module of the model, by its full name; by ``rank_pattern`` where it matches."""
+        """Return the rank of a module by its full name, from ``rank_pattern`` if it matches."""
         return int(_by_pattern(self.ranks, module, self.rank))
 
     def scale_of(self, module: str) -> float:
-        """What B A is multiplied by: alpha / rank, or alpha / sqrt(rank) if rank-stabilized
-        (Kalajdzievski, arXiv:2312.03732)."""
+        """Return the factor of B A: alpha / rank, or alpha / sqrt(rank) if rank-stabilized
+        (Kalajdzievski, arXiv:2312.03732).
+        """
         rank = self.rank_of(module)
         alpha = float(_by_pattern(self.alphas, module, self.alpha))
         return alpha / math.sqrt(rank) if self.is_rank_stabilized else alpha / rank
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Raises AdapterError naming the file and the field for what is missing, malformed or not
-    applied."""
+    """Read the config in ``folder``.
+
+    Raises:
+        AdapterError: names the file and the field that is missing, malformed or not applied.
+    """
     path = folder / CONFIG_FILE
     try:
         return _read(path)
@@ -72,7 +76,7 @@ def _read(path: Path) -> AdapterConfig:
     kind = fields.string("peft_type", "")
     if kind != "LORA":
         raise AdapterError(
-            f"{path}: field peft_type is {kind!r:.80}; adapters of the type LORA are applied."
+            f"{path}: field peft_type is {kind!r:.80}; only adapters of type LORA are supported."
         )
     for name, why in _REFUSED.items():
         if fields.get(name):
@@ -103,7 +107,7 @@ def _pattern(fields: JsonFields, name: str) -> dict[str, Any]:
     pattern = fields.mapping(name) or {}
     for key, value in pattern.items():
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise fields.bad(name, f"an object of positive numbers ({key!r:.80} is none)")
+            raise fields.bad(name, f"an object of positive numbers ({key!r:.80} is not)")
         try:
             re.compile(key)
         except re.error as error:
@@ -114,7 +118,7 @@ def _pattern(fields: JsonFields, name: str) -> dict[str, Any]:
 
 
 def _by_pattern(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first key that is the end of a module's name, as PEFT looks it up."""
+    """Return the value of the first key that matches the end of a module's name, as PEFT does."""
     for key, value in pattern.items():
         if re.match(rf"(.*\.)?({key})$", module):
             return value

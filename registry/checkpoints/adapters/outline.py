@@ -1,4 +1,4 @@
-"""The matrices of an adapter, found and checked by the headers of its file alone."""
+"""Matrices of an adapter, found and checked by the header of its file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace.registry.checkpoints.tensors import FLOATS, TensorIndex, TensorInf
 from millrace.schemas.errors import AdapterError, CheckpointError
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-# The projections that adapters may change, in the order of a layer.
+# Projections that adapters may change, in the order of a layer.
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _ATTENTION = TARGETS[:4]
 
@@ -33,8 +33,9 @@ _VERSION_CHARACTERS = 16
 
 
 class AdaptedMatrix(NamedTuple):
-    """What is added to one projection of a layer: ``scale`` times the tensor ``b`` [num_outputs,
-    rank] times ``a`` [rank, num_inputs]."""
+    """Addition to one projection of a layer: ``scale`` times the tensor ``b`` [num_outputs, rank]
+    times ``a`` [rank, num_inputs].
+    """
 
     layer: int
     target: str
@@ -47,8 +48,9 @@ class AdaptedMatrix(NamedTuple):
 
 
 class AdapterOutline(NamedTuple):
-    """An adapter that fits its model. ``rank`` is the highest of the matrices; ``num_weights`` are
-    those of all together."""
+    """Adapter that fits its model. ``rank`` is the highest rank and ``num_weights`` the total of
+    its matrices.
+    """
 
     folder: Path
     base: str
@@ -61,7 +63,7 @@ class AdapterOutline(NamedTuple):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The projections that it changes in any layer."""
+        """Projections that the adapter changes in any layer."""
         changed = {matrix.target for matrix in self.matrices}
         return tuple(target for target in TARGETS if target in changed)
 
@@ -73,11 +75,13 @@ class AdapterOutline(NamedTuple):
 def read_adapter_outline(
     folder: Path, config: ModelConfig, max_rank: int = MAX_RANK
 ) -> AdapterOutline:
-    """The matrices of the adapter in ``folder``, for a model of ``config``.
+    """Return the matrices of the adapter in ``folder``, for a model of ``config``.
 
-    Reads the config and the header of the weights. Raises AdapterError naming the file and the
-    field or tensor: for what is missing, truncated, of another shape than the model asks for, of a
-    higher rank than ``max_rank``, or not applied.
+    Reads the config and the header of the weights.
+
+    Raises:
+        AdapterError: names the file and the field or tensor that is missing, truncated, not
+            applied, of another shape than the model needs, or of a higher rank than ``max_rank``.
     """
     adapter = read_adapter_config(folder)
     file = folder / WEIGHTS_FILE
@@ -114,8 +118,9 @@ def read_adapter_outline(
 
 
 def adapter_version(folder: Path) -> str:
-    """A name of what is in the adapter's two files: the beginning of their SHA-256. Raises
-    AdapterError for one that cannot be read."""
+    """Return the version of an adapter: the first digits of the SHA-256 of its two files. Raises
+    AdapterError if a file cannot be read.
+    """
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         file = folder / name
@@ -130,7 +135,7 @@ def adapter_version(folder: Path) -> str:
 
 
 def _place_of(file: Path, name: str, config: ModelConfig) -> tuple[str, str, tuple[int, str]]:
-    """Module, side and (layer, target) of a tensor."""
+    """Return module, side and (layer, target) of a tensor."""
     tensor = _TENSOR.fullmatch(name)
     module = _MODULE.fullmatch(tensor["module"]) if tensor is not None else None
     if tensor is None or module is None or module["target"] not in TARGETS:
@@ -145,7 +150,7 @@ def _place_of(file: Path, name: str, config: ModelConfig) -> tuple[str, str, tup
             f"{config.num_hidden_layers}: the adapter is of another model."
         )
     if (module["block"] == "self_attn") is not (target in _ATTENTION):
-        raise AdapterError(f"{file}: tensor {name} is of no module of the model.")
+        raise AdapterError(f"{file}: tensor {name} belongs to no module of the model.")
     return tensor["module"], tensor["side"], (layer, target)
 
 
@@ -194,7 +199,7 @@ def _matrix(
 
 
 def _shape_of(config: ModelConfig, target: str) -> tuple[int, int]:
-    """Inputs and outputs of a projection."""
+    """Return the numbers of inputs and outputs of a projection."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim

@@ -1,1 +1,1 @@
-"""What a checkpoint's config.json says about quantized weights: which modules, and how stored."""
+"""Quantized weights of a checkpoint, by its config.json: the modules and their storage."""

@@ -1,4 +1,4 @@
-"""Checkpoints whose ``quant_method`` is awq or gptq, integers packed into int32, or fp8."""
+"""Checkpoints with ``quant_method`` awq or gptq (integers packed into int32), or fp8."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace.registry.checkpoints.quantization.scheme import (
 
 
 def read_float8(fields: JsonFields) -> QuantizationConfig:
-    """Raises CheckpointError naming the field that is not as supported."""
+    """Read an fp8 config. Raises CheckpointError naming the unsupported field."""
     if fields.string("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise fields.bad("fmt", "e4m3")
     if fields.string("scale_fmt", "float") != "float":
@@ -29,7 +29,8 @@ def read_float8(fields: JsonFields) -> QuantizationConfig:
     if activations not in ("dynamic", "static"):
         raise fields.bad("activation_scheme", "dynamic or static")
     is_static = activations == "static"
-    # A scale a token, not one of the whole batch: an answer must not depend on its company.
+    # A scale per token, not per batch: an answer must not depend on the other requests
+    # (batch-invariant).
     inputs = InputRounding.FLOAT8_TENSOR if is_static else InputRounding.FLOAT8_TOKEN
     block_outputs, group_inputs = 1, None
     if fields.get("weight_block_size") is not None:
@@ -55,13 +56,13 @@ def read_float8(fields: JsonFields) -> QuantizationConfig:
 _ALL_INPUTS = -1
 _AWQ_BITS, _GPTQ_BITS = (4,), (4, 8)
 _LEAVE_WIDE, _CHANGE = "-:", "+:"
-# What an override of a module may change, and what of that the tensors themselves say.
+# Fields that an override of a module may change; the tensors themselves show the last two.
 _OVERRIDES = ("bits", "group_size", "sym", "desc_act")
 _HEAD = pattern("lm_head$")
 
 
 def read_awq(fields: JsonFields) -> QuantizationConfig:
-    """Raises CheckpointError naming the field that is not as supported."""
+    """Read an AWQ config. Raises CheckpointError naming the unsupported field."""
     version = "version" if fields.get("version") is not None else "format"
     if fields.string(version, "gemm").lower() != "gemm":
         raise fields.bad(version, "gemm")
@@ -83,17 +84,20 @@ def read_awq(fields: JsonFields) -> QuantizationConfig:
 
 
 def read_gptq(fields: JsonFields) -> QuantizationConfig:
-    """Raises CheckpointError naming the field that is not as supported.
+    """Read a GPTQ config.
 
-    ``dynamic`` is GPTQModel's: patterns behind ``-:`` leave modules wide, others change how they
-    are quantized.
+    ``dynamic`` is GPTQModel's: patterns after ``-:`` leave modules unquantized, others change their
+    quantization.
+
+    Raises:
+        CheckpointError: names the unsupported field.
     """
     name = "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
     layouts = {"gptq": Layout.GPTQ, "gptq_v2": Layout.GPTQ_V2}
     stored = fields.string(name, "gptq")
     if stored not in layouts:
         raise fields.bad(name, "gptq or gptq_v2")
-    # Whether order and zero points differ from the usual is in the tensors, which are read anyway.
+    # The tensors show unusual orders and zero points, and they are read anyway.
     fields.boolean("sym", default=True)
     fields.boolean("desc_act", default=False)
     scheme = Scheme(
@@ -114,13 +118,13 @@ def read_gptq(fields: JsonFields) -> QuantizationConfig:
 
 
 def _read_dynamic(fields: JsonFields, scheme: Scheme) -> tuple[list[str], list[Rule]]:
-    """The targets that stay wide, and the rules of those that differ from ``scheme``."""
+    """Return the targets that stay unquantized, and the rules that differ from ``scheme``."""
     wide, changes = [], []
     dynamic = fields.inside("dynamic")
     for key in fields.mapping("dynamic") or {}:
         expression = key.removeprefix(_LEAVE_WIDE).removeprefix(_CHANGE)
         if not is_pattern(expression):
-            raise fields.bad("dynamic", f"an object of patterns, of which {key} is none")
+            raise fields.bad("dynamic", f"an object of regular expressions ({key} is not)")
         if key.startswith(_LEAVE_WIDE):
             wide.append(pattern(expression))
             continue

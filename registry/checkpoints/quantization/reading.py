@@ -1,4 +1,4 @@
-"""Reading ``quantization_config`` of a config.json, whichever library wrote it."""
+"""Reader of ``quantization_config`` in a config.json, for all supported libraries."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _FORMATS = {
     "pack-quantized": _Format(Layout.PACKED, ("int",), (4, 8)),
 }
 _STRATEGIES = ("tensor", "channel", "group", "block")
-# Of type, strategy and whether the scale is taken from the inputs themselves. A scale of a whole
-# batch is taken a token each: an answer must not depend on its company.
+# Keys are type, strategy, and whether the scale is computed from the inputs. A scale per batch is
+# computed per token instead: an answer must not depend on the other requests (batch-invariant).
 _ROUNDINGS = {
     ("int", "token", True): InputRounding.INT8_TOKEN,
     ("int", "tensor", True): InputRounding.INT8_TOKEN,
@@ -48,7 +48,7 @@ _ORDERS = ("weight", "static", "group", "dynamic")
 
 
 def read_compressed_tensors(fields: JsonFields) -> QuantizationConfig:
-    """Raises CheckpointError naming the field that is not as supported."""
+    """Read a compressed-tensors config. Raises CheckpointError naming the unsupported field."""
     _refuse_sparsity(fields)
     groups = fields.mapping("config_groups")
     if not groups:
@@ -76,7 +76,7 @@ def _read_group(whole: JsonFields, group: JsonFields) -> Rule:
     if not targets:
         raise group.bad("targets", "a list of modules")
     if group.mapping("output_activations") is not None:
-        raise group.bad("output_activations", "absent: outputs are not rounded")
+        raise group.bad("output_activations", "absent: outputs are not quantized")
     if group.mapping("weights") is None:
         if group.mapping("input_activations") is not None:
             raise group.bad("weights", "an object beside input_activations")
@@ -121,7 +121,7 @@ def _read_weights(fields: JsonFields, stored: _Format) -> Scheme:
         block_outputs, group_inputs = fields.positive_pair("block_structure")
     is_symmetric = fields.boolean("symmetric", default=True)
     if not is_symmetric and (number == "float" or strategy in ("tensor", "block")):
-        raise fields.bad("symmetric", "true but for integers with a scale a channel or group")
+        raise fields.bad("symmetric", "true, except for integers with a scale per channel or group")
     return Scheme(
         layout=stored.layout,
         bits=bits,
@@ -133,7 +133,7 @@ def _read_weights(fields: JsonFields, stored: _Format) -> Scheme:
 
 
 def _strategy(fields: JsonFields) -> str:
-    """Where it is not given, ``group_size`` tells: -1 is of channels."""
+    """Return the strategy; if it is absent, ``group_size`` decides (-1: channel)."""
     size = fields.get("group_size")
     default = "tensor" if size is None else "channel" if size == -1 else "group"
     return fields.string("strategy", default)
@@ -153,11 +153,11 @@ def _read_inputs(fields: JsonFields, weights: Scheme) -> InputRounding:
     if rounding is None:
         raise fields.bad(
             "strategy" if fields.get("strategy") is not None else "dynamic",
-            "token (dynamic), tensor, or of floats group (dynamic)",
+            "token (dynamic), tensor, or for floats group (dynamic)",
         )
     is_grouped = rounding is InputRounding.FLOAT8_GROUP
     if is_grouped and fields.positive_int("group_size") != weights.group_inputs:
-        raise fields.bad("group_size", f"that of the weights ({weights.group_inputs})")
+        raise fields.bad("group_size", f"the weights' ({weights.group_inputs})")
     return rounding
 
 
@@ -174,18 +174,19 @@ _SUPPORTED = (
     "gemm), and gptq (4 and 8 bits)"
 )
 _INSTEAD = {
-    "bitsandbytes": "load the wide checkpoint and quantize it as it is loaded, by --quantization "
-    "int8 or int4, or once by millrace quantize; "
+    "bitsandbytes": "load the unquantized checkpoint and quantize it with --quantization int8 or "
+    "int4, or once with millrace quantize; "
 }
-# Older checkpoints of compressed-tensors have the second.
+# Older checkpoints of compressed-tensors have the second name.
 _FIELDS = ("quantization_config", "compression_config")
 
 
 def read_quantization(fields: JsonFields) -> QuantizationConfig | None:
-    """What the ``fields`` of a config.json say about quantized weights, None if nothing.
+    """Return the quantization in the ``fields`` of a config.json; None if there is none.
 
-    Raises CheckpointError naming the file and the field for a method, a format or a number that the
-    engine does not compute, with what it does.
+    Raises:
+        CheckpointError: the engine does not support the method, a format or a number. Names the
+            file and the field, and what is supported.
     """
     for name in _FIELDS:
         if fields.get(name) is not None:
@@ -203,7 +204,7 @@ def _reader_of(fields: JsonFields) -> Reader:
         raise fields.bad("quant_method", f"the name of a method; {_SUPPORTED}")
     if method not in _READERS:
         raise CheckpointError(
-            f"{fields.path}: weights quantized by {method} are not computed: "
+            f"{fields.path}: weights quantized by {method} are not supported: "
             f"{_INSTEAD.get(method, '')}{_SUPPORTED}."
         )
     return _READERS[method]

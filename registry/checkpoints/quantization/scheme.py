@@ -1,4 +1,4 @@
-"""How the weight of a module is quantized and stored, and which modules have such a weight."""
+"""Quantization scheme of a module's weight, its storage, and the modules that it applies to."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ _PATTERN = "re:"
 
 
 def rank(target: str, module_name: str) -> int | None:
-    """0 if ``target`` is the module's name, 1 if it is a pattern that the name begins with, 2 if it
-    is the module's class, which the name tells; None if it is none of these."""
+    """Return how closely a target matches a module.
+
+    0 if ``target`` is the module's name, 1 if it is a pattern that matches the beginning of the
+    name, 2 if it is the module's class; None if it does not match.
+    """
     if target == module_name:
         return 0
     if target.startswith(_PATTERN):
@@ -25,19 +28,25 @@ def rank(target: str, module_name: str) -> int | None:
 
 
 def read_targets(fields: JsonFields, name: str) -> tuple[str, ...]:
-    """The targets in the list ``name``, none if it is absent. Raises CheckpointError naming the
-    field for a list of anything else, or a pattern that is none."""
+    """Return the targets in the list ``name``; empty if absent.
+
+    Raises:
+        CheckpointError: an element is not a string or not a valid pattern; names the field.
+    """
     targets = fields.strings(name)
     for target in targets:
         pattern = target.removeprefix(_PATTERN)
         if pattern != target and not is_pattern(pattern):
-            raise fields.bad(name, f"names and patterns, of which {target} is none")
+            raise fields.bad(name, f"names and regular expressions ({target} is not)")
     return targets
 
 
 def read_modules(fields: JsonFields, *names: str) -> tuple[str, ...]:
-    """The lists ``names`` as targets. Their elements stand for whole components of a module's name,
-    as ``lm_head``, ``mlp.gate`` or ``model.layers.0`` do, unless they are patterns already."""
+    """Return the lists ``names`` as targets.
+
+    An element stands for whole components of a module's name, as ``lm_head``, ``mlp.gate`` or
+    ``model.layers.0``, unless it is a pattern already.
+    """
     listed: Iterable[str] = (name for field in names for name in read_targets(fields, field))
     return tuple(
         name if name.startswith(_PATTERN) else pattern(rf"(.*\.)?{re.escape(name)}(\.|$)")
@@ -46,12 +55,12 @@ def read_modules(fields: JsonFields, *names: str) -> tuple[str, ...]:
 
 
 def pattern(regular_expression: str) -> str:
-    """The target that matches names which begin with ``regular_expression``."""
+    """Return the target for names that begin with ``regular_expression``."""
     return _PATTERN + regular_expression
 
 
 def is_pattern(regular_expression: str) -> bool:
-    """Whether it is one."""
+    """Return whether the text is a valid regular expression."""
     try:
         re.compile(regular_expression)
     except re.error:
@@ -60,12 +69,13 @@ def is_pattern(regular_expression: str) -> bool:
 
 
 class Layout(enum.Enum):
-    """The tensors of a quantized module, whose weight is [num_outputs, num_inputs].
+    """Layout of the tensors of a quantized module, whose weight is [num_outputs, num_inputs].
 
-    ``PLAIN``: ``weight`` of int8 or float8 and ``weight_scale``, by compressed-tensors and fp8.
-    ``PACKED``: ``weight_packed``, int32 along the inputs, by compressed-tensors. ``AWQ``:
-    ``qweight``, int32 along the outputs. ``GPTQ`` and ``GPTQ_V2``: ``qweight``, int32 along the
-    inputs; the first has zero points stored minus one.
+    - ``PLAIN``: ``weight`` of int8 or float8 and ``weight_scale``, by compressed-tensors and fp8.
+    - ``PACKED``: ``weight_packed``, int32 along the inputs, by compressed-tensors.
+    - ``AWQ``: ``qweight``, int32 along the outputs.
+    - ``GPTQ`` and ``GPTQ_V2``: ``qweight``, int32 along the inputs; the first stores zero points
+      minus one.
     """
 
     PLAIN = "plain"
@@ -76,7 +86,7 @@ class Layout(enum.Enum):
 
 
 class InputRounding(enum.Enum):
-    """What a module's inputs are rounded to, see ``Activations`` of the engine."""
+    """Type that a module's inputs are rounded to; see ``Activations`` of the engine."""
 
     WIDE = "wide"
     INT8_TOKEN = "int8_token"  # noqa: S105 (a token of text)
@@ -87,8 +97,11 @@ class InputRounding(enum.Enum):
 
 
 class Scheme(msgspec.Struct, frozen=True, kw_only=True):
-    """``group_inputs`` neighbouring inputs share a scale, None is all of them; so do
-    ``block_outputs`` neighbouring outputs. Codes are of ``bits``, e4m3 floats if ``is_float``."""
+    """Quantization scheme of a weight.
+
+    ``group_inputs`` neighbouring inputs share a scale (None: all), and so do ``block_outputs``
+    neighbouring outputs. Codes have ``bits`` bits, and are e4m3 floats if ``is_float``.
+    """
 
     layout: Layout
     bits: int = 8
@@ -100,10 +113,11 @@ class Scheme(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """The modules of ``targets`` are quantized by ``scheme``; None leaves them wide.
+    """Rule that the modules of ``targets`` are quantized by ``scheme``; None leaves them
+    unquantized.
 
-    A target is a module's name, its class (Linear or Embedding), or behind ``re:`` a pattern that
-    its name begins with.
+    A target is a module's name, its class (Linear or Embedding), or a pattern after ``re:`` that
+    matches the beginning of its name.
     """
 
     targets: tuple[str, ...]
@@ -111,8 +125,11 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``method`` did to a checkpoint. Targets ``ignored`` are wide whatever ``rules`` say.
-    If ``has_cache_scales``, it was also made for a KV cache of fewer bits."""
+    """Quantization of a checkpoint by ``method``.
+
+    ``ignored`` targets are unquantized in spite of ``rules``. With ``has_cache_scales`` it was also
+    made for a quantized KV cache.
+    """
 
     method: str
     rules: tuple[Rule, ...]
@@ -120,8 +137,12 @@ class QuantizationConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_cache_scales: bool = False
 
     def scheme_of(self, module_name: str) -> Scheme | None:
-        """The scheme of a module by its name in the checkpoint, as ``model.layers.0.mlp.up_proj``;
-        None if its weight is wide. A target by name goes before a pattern, that before a class."""
+        """Return the scheme of a module by its name in the checkpoint, as
+        ``model.layers.0.mlp.up_proj``.
+
+        None if its weight is unquantized. A target by name takes precedence over a pattern, and a
+        pattern over a class.
+        """
         if any(rank(target, module_name) is not None for target in self.ignored):
             return None
         found = [

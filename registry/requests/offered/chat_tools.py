@@ -1,4 +1,4 @@
-"""The tools of a chat completion, as OpenAI's clients write them."""
+"""Tools of a chat completion, in the form of OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -46,9 +46,14 @@ def freeform_tool(
     namespace: str = "",
     told_name: str = "",
 ) -> GivenTool:
-    """Make a custom tool, with a grammar if there is a ``syntax``. The model knows the tool by
-    ``told_name``, or by ``name`` if that is empty. A grammar that cannot be kept is told to the
-    model and named in a notice. Raises ParameterError for a text that is not a grammar."""
+    """Return a custom tool, with a grammar if there is a ``syntax``.
+
+    The model knows the tool by ``told_name``, or by ``name`` if that is empty. A grammar that
+    cannot be enforced is described to the model and named in a notice.
+
+    Raises:
+        ParameterError: the text is not a grammar.
+    """
     told = [description.strip(), _HINT]
     pattern, notices = "", Notices()
     if syntax:
@@ -87,7 +92,7 @@ FUNCTION = "function"
 
 
 class ToolHead(msgspec.Struct, frozen=True):
-    """The fields that tools of all types have: the type, and the name or label."""
+    """Fields that tools of all types have: the type, and the name or label."""
 
     type: str
     name: str | None = None
@@ -99,7 +104,7 @@ class ToolHead(msgspec.Struct, frozen=True):
 
 
 class _ChatHead(ToolHead, frozen=True):
-    """A tool without a ``type`` is a function."""
+    """Head of a chat tool; without a ``type`` it is a function."""
 
     type: str = FUNCTION
 
@@ -110,14 +115,15 @@ _CUSTOM = msgspec.json.Decoder(CustomTool)
 
 
 def offered_of_chat(request: ChatFields) -> OfferedTools:
-    """Read the tools and ``tool_choice`` of a chat request. Raises ParameterError, which names the
-    tool, for what cannot be honoured."""
+    """Return the tools and ``tool_choice`` of a chat request. Raises ParameterError, naming the
+    tool, for unsupported ones.
+    """
     given = [*given_tools(request.tools or ()), *own_tools(request.server_tools or ())]
     return offered_tools(given, asked_choice(request.tool_choice))
 
 
 def given_tools(tools: Sequence[msgspec.Raw]) -> list[GivenTool]:
-    """Read the tools of a chat request. Raises ParameterError."""
+    """Return the tools of a chat request. Raises ParameterError."""
     return [_given(bytes(raw), f"tools[{i}]") for i, raw in enumerate(tools)]
 
 
@@ -134,8 +140,9 @@ def _given(raw: bytes, where: str) -> GivenTool:
 
 
 def decode_within(where: str, decoder: msgspec.json.Decoder[_T], raw: bytes) -> _T:
-    """Decode the value of the field ``where`` of a request. Raises ParameterError, whose ``param``
-    begins with ``where``."""
+    """Decode the value of the field ``where`` of a request. Raises ParameterError whose ``param``
+    begins with ``where``.
+    """
     try:
         return decode(decoder, raw)
     except ParameterError as error:
@@ -146,7 +153,7 @@ def decode_within(where: str, decoder: msgspec.json.Decoder[_T], raw: bytes) -> 
 
 
 def unknown_type(tool_type: str, where: str, known: Sequence[str]) -> ParameterError:
-    """Make the refusal of a tool of an unknown type; ``known`` are the types that are taken."""
+    """Return the error for a tool of an unknown type; ``known`` are the supported types."""
     return ParameterError(
         f"{where}.type",
         f"{where}.type: {tool_type!r:.100} is not a known type of tool; give one of "

@@ -1,9 +1,8 @@
-"""Which of a request's tools the model is told of, and whether it must call one.
+"""Offered tools: the tools of a request that the model knows, and whether it must call one.
 
-Endpoints spell tools in different ways; this rule holds for all of them.
-
-A tool that only its provider's server can run is left out, and the answer says so; a request that
-demands such a tool is refused.
+Endpoints spell tools in different ways; this rule is the same for all of them. A tool that only its
+provider's server can run is left out, and the answer has a notice. A request that demands such a
+tool is refused.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ _MAX_REFERENCES = 4 * MAX_TOOLS
 
 
 class GivenTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool as a request gives it, in the field ``where``.
+    """Tool of a request, in the field ``where``.
 
-    ``tool_choice`` names it by its ``type`` and its ``name``, if it has one. ``definition`` is what
-    the model is told of it; None: a tool of the gateway's own or a tool that is left out. The input
-    of a tool with a ``pattern`` is text that matches this regular expression, any text if it is
-    empty.
+    ``tool_choice`` refers to it by its ``type`` and its ``name``, if it has one. ``definition`` is
+    the model's description of it; None for a tool of the gateway's own and for a tool that is left
+    out. With a ``pattern`` its input is text that matches this regular expression; empty: any text.
     """
 
     where: str
@@ -49,7 +47,7 @@ class GivenTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolReference(NamedTuple):
-    """How ``tool_choice`` names a tool; an empty type or namespace matches all."""
+    """Reference to a tool in ``tool_choice``; an empty type or namespace matches all."""
 
     type: str = ""
     name: str = ""
@@ -60,9 +58,11 @@ class ToolReference(NamedTuple):
 
 
 class AskedChoice(NamedTuple):
-    """``tool_choice`` as the request asks for it. ``named`` is set in the mode NAMED only. The
-    model may call the tools in ``allowed``; None: all tools. ``where`` is the field that holds
-    these."""
+    """Requested ``tool_choice``.
+
+    ``named`` is set in the mode NAMED only. The model may call the tools in ``allowed`` (None: all
+    tools), which come from the field ``where``.
+    """
 
     mode: ToolMode = ToolMode.AUTO
     named: ToolReference = ToolReference()
@@ -71,8 +71,9 @@ class AskedChoice(NamedTuple):
 
 
 class OfferedTools(NamedTuple):
-    """What the model is told of: the client's tools, and the names of the gateway's ``own``.
-    ``freeform`` has the patterns of tools whose input is text."""
+    """Tools that the model knows: the client's ``tools`` and the names of the gateway's ``own``.
+    ``freeform`` has the patterns of tools whose input is text.
+    """
 
     tools: tuple[ToolDefinition, ...]
     own: tuple[str, ...]
@@ -82,20 +83,24 @@ class OfferedTools(NamedTuple):
 
 
 def tool_left_out(tool_type: str, where: str, name: str = "") -> GivenTool | None:
-    """The tool if it is of a type that only its provider's server can run; else None."""
+    """Return the tool if only its provider's server can run its type; else None."""
     if not is_left_out(tool_type):
         return None
     return GivenTool(where=where, type=tool_type, name=name)
 
 
 def own_tools(names: Sequence[str]) -> list[GivenTool]:
-    """The gateway's own tools that a request lists in ``server_tools``."""
+    """Return the gateway's own tools that a request lists in ``server_tools``."""
     return [GivenTool(where="server_tools", type=OWN, name=name) for name in dict.fromkeys(names)]
 
 
 def offered_tools(given: Sequence[GivenTool], asked: AskedChoice) -> OfferedTools:
-    """Choose the tools that the model is told of. Raises ParameterError for two tools with one
-    name, for a choice of an unknown tool, and for a choice that demands a tool that is left out."""
+    """Choose the tools that the model knows.
+
+    Raises:
+        ParameterError: two tools have one name, or the choice is an unknown tool or demands a tool
+            that is left out.
+    """
     _check(given)
     allowed = given if asked.allowed is None else _allowed(given, asked)
     choice = ToolChoice(mode=asked.mode)
@@ -124,8 +129,9 @@ def offered_tools(given: Sequence[GivenTool], asked: AskedChoice) -> OfferedTool
 
 
 def asked_choice(value: Any) -> AskedChoice:
-    """``tool_choice`` as OpenAI's clients write it, in chat completions and in responses. Raises
-    ParameterError for anything else."""
+    """Return ``tool_choice`` in the form of OpenAI's clients, for chat completions and responses.
+    Raises ParameterError.
+    """
     if value is None:
         return AskedChoice()
     if isinstance(value, str) and value in _WORDS:
@@ -137,7 +143,7 @@ def asked_choice(value: Any) -> AskedChoice:
     if value.get("type") != "allowed_tools":
         return AskedChoice(ToolMode.NAMED, named=_reference(value, _CHOICE))
     body = value.get("allowed_tools", value)
-    # Chat completions have an object within the object, responses do not.
+    # Chat completions nest another object; responses do not.
     where = _CHOICE if body is value else f"{_CHOICE}.allowed_tools"
     if not isinstance(body, dict) or body.keys() - {"type"} != {"mode", "tools"}:
         raise ParameterError(_CHOICE, _FORMS)
@@ -153,8 +159,9 @@ def asked_choice(value: Any) -> AskedChoice:
 
 
 def _reference(value: Any, where: str) -> ToolReference:
-    """Read the name of a tool: it is in the object itself or, in chat completions, in an inner
-    object whose field is the type."""
+    """Return the reference to a tool. Its name is in the object itself or, in chat completions, in
+    an inner object under the type.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ParameterError(where, _FORMS if where == _CHOICE else f"{where} must name a tool.")
     tool_type = value["type"]
@@ -202,7 +209,7 @@ def _allowed(given: Sequence[GivenTool], asked: AskedChoice) -> list[GivenTool]:
 
 
 def _named(given: Sequence[GivenTool], reference: ToolReference) -> str:
-    """Return the name that the model knows the tool by."""
+    """Return the name by which the model knows the tool."""
     found = [tool for tool in given if _fits(tool, reference)]
     if not given:
         raise ParameterError(_CHOICE, "tool_choice demands a tool, but there are no tools.")

@@ -1,5 +1,6 @@
-"""Tools that a provider's server runs for its own models, and tools of Anthropic's that the client
-runs."""
+"""Tools that a provider's server runs for its own models, and Anthropic's tools that the client
+runs.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# A type may have its version behind it: web_search_20250305, web_search_preview_2025_03_11.
+# A type may end with its version: web_search_20250305, web_search_preview_2025_03_11.
 _VERSION = re.compile(r"_(?:\d{8}|\d{4}_\d{2}_\d{2})$")
 _PROVIDER_TYPES = frozenset(
     {
@@ -21,17 +22,17 @@ _SCREEN_TYPES = frozenset({"computer", "computer_use", "computer_use_preview"})
 
 
 def unversioned(tool_type: str) -> str:
-    """The type of a tool without its version."""
+    """Return the type of a tool without its version."""
     return _VERSION.sub("", tool_type)
 
 
 def is_left_out(tool_type: str) -> bool:
-    """Whether tools of that type are left out of every request."""
+    """Return whether tools of that type are left out of every request."""
     return unversioned(tool_type) in _PROVIDER_TYPES | _SCREEN_TYPES
 
 
 def why_left_out(tool_type: str) -> str:
-    """The end of a sentence that says why such a tool cannot be demanded."""
+    """Return the end of a sentence that says why such a tool cannot be demanded."""
     if unversioned(tool_type) in _SCREEN_TYPES:
         return "answers with pictures, which no model here takes"
     return "is run by its provider's own server only"
@@ -95,7 +96,8 @@ CLIENT_TOOL_TYPES = tuple(_SCHEMAS)
 
 
 def client_tool(tool_type: str) -> tuple[str, dict[str, Any]] | None:
-    """The description and the schema of the input of a tool of that type, whatever its version;
-    None: there is no such tool."""
+    """Return the description and the input schema of a tool of that type, in any version; None if
+    there is no such tool.
+    """
     kind = unversioned(tool_type)
     return (_DESCRIPTIONS[kind], _SCHEMAS[kind]) if kind in _SCHEMAS else None

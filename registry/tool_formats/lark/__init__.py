@@ -1,1 +1,1 @@
-"""Grammars in Lark and regular expressions for the input of custom tools, as one pattern."""
+"""Lark grammars and regular expressions for the input of custom tools, converted to one pattern."""

@@ -1,9 +1,9 @@
 """Lark grammars, translated to one regular expression.
 
-The input of a freeform tool is a JSON string or stands between tags. The grammar library can hold
-such a string to a regular expression only, whatever escapes the string needs. A grammar can
-therefore be kept if it is regular: each rule refers to itself only at its end or only at its
-beginning.
+The input of a freeform tool is a JSON string or stands between tags. The grammar library can
+constrain such a string only by a regular expression, but handles its escapes. So a
+grammar can be enforced only if it is regular: each rule refers to itself only at its end or only at
+its beginning.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from millrace.registry.tool_formats.lark.reader import (
 
 MAX_PATTERN_CHARACTERS = 16_384
 MAX_RULES = 512
-# Rules that refer to one another are solved again on each path.
+# Limit of steps: rules that refer to one another are solved again on each path.
 _MAX_STEPS = 4_000
 START = "start"
 _NOTHING: Mapping[str, str] = {}
 
 
 class _Form:
-    """A node as ``fixed``, or ``variables[name]`` beside the text of the rule ``name``; ``fixed``
-    None: never without a variable."""
+    """Form of a node: the pattern ``fixed``, or ``variables[name]`` next to the text of the rule
+    ``name``.
+
+    ``fixed`` None: the node always contains a variable.
+    """
 
     __slots__ = ("fixed", "variables")
 
@@ -47,9 +50,13 @@ class _Form:
 
 @lru_cache(maxsize=64)
 def pattern_of_lark(text: str) -> str:
-    """The regular expression that a whole text must match. Raises LarkSyntaxError for an invalid
-    grammar, NoPatternError for an invalid regular expression in it, and NotKeptError for a grammar
-    that no regular expression can express."""
+    """Return the regular expression that a whole text must match.
+
+    Raises:
+        LarkSyntaxError: the grammar is invalid.
+        NoPatternError: a regular expression in it is invalid.
+        NotKeptError: no regular expression can express the grammar.
+    """
     _check_length(text)
     try:
         return _pattern_of_lark(text)
@@ -58,8 +65,9 @@ def pattern_of_lark(text: str) -> str:
 
 
 def pattern_of_regex(text: str) -> str:
-    """The regular expression that a whole text must match. Raises NotKeptError and
-    NoPatternError."""
+    """Return the regular expression that a whole text must match. Raises NotKeptError and
+    NoPatternError.
+    """
     _check_length(text)
     return f"^(?:{plain_pattern(text)})$"
 
@@ -81,9 +89,10 @@ def _pattern_of_lark(text: str) -> str:
 
 
 class _Solver:
-    """Solves the rules of a grammar for their texts, as Arden's lemma does: a rule
-    ``x: "a" x | "b"`` is ``(?:a)*b``. Before a terminal, which ``terminals`` solve, there may be
-    what is ``ignored``."""
+    """Solver of a grammar's rules by Arden's lemma: a rule ``x: "a" x | "b"`` is ``(?:a)*b``.
+
+    The pattern ``ignored`` may precede each terminal; ``terminals`` solves the terminals.
+    """
 
     def __init__(
         self, rules: Mapping[str, Node], terminals: _Solver | None = None, ignored: str = ""
@@ -114,11 +123,11 @@ class _Solver:
         return known
 
     def pattern_of_node(self, node: Node) -> str:
-        """The pattern of a terminal without a name."""
+        """Return the pattern of a terminal without a name."""
         return self._form(node, (), is_left=False).fixed or ""
 
     def _solve(self, name: str, opened: tuple[str, ...], *, is_left: bool) -> _Form:
-        """The form of a rule, without itself."""
+        """Return the form of a rule, without references to itself."""
         form = self._form(self._rules[name], (*opened, name), is_left=is_left)
         own = form.variables.get(name)
         if own is None:
@@ -168,7 +177,7 @@ class _Solver:
         return _Form(self.pattern_of(name))
 
     def _reach(self, name: str) -> frozenset[str]:
-        """The rules that a rule leads to."""
+        """Return the rules that a rule leads to."""
         known = self._reached.get(name)
         if known is None:
             found: set[str] = set()
@@ -182,7 +191,7 @@ class _Solver:
         return known
 
     def _named_in(self, name: str) -> set[str]:
-        """The rules that a rule names itself."""
+        """Return the rules that a rule names itself."""
         known = self._named.get(name)
         if known is None:
             known = self._named[name] = _references(self._rules[name])
@@ -190,7 +199,7 @@ class _Solver:
 
 
 class _NotLinearError(Exception):
-    """A rule refers to itself in its middle or at both ends."""
+    """Rule that refers to itself in its middle or at both ends."""
 
 
 def _is_terminal(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Regular expressions as the grammar library takes them within a schema."""
+"""Regular expressions converted for the grammar library within a schema."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ _EDGES = frozenset("bBAZzG")
 _KNOWN_FLAGS = frozenset("ismuU")
 _POSIX_CLASS = re.compile(r"\[:\^?[a-z]+:\]")
 # Hexadecimal, because code that searches a pattern for escapes would join a plain backslash with
-# the letter behind it.
+# the letter after it.
 _BACKSLASH = r"\x5c"
 
 
 class NotKeptError(ValueError):
-    """A pattern or grammar that answers cannot be held to. The message says why."""
+    """Pattern or grammar that cannot be enforced; the message says why."""
 
 
 class NoPatternError(ValueError):
-    """The text is not a valid regular expression. The message says why."""
+    """Text that is not a valid regular expression; the message says why."""
 
 
 def plain_pattern(text: str, flags: str = "") -> str:
-    """The expression for a whole text, without anchors. Raises NotKeptError for looks around,
-    references back and anchors in the middle, and NoPatternError for brackets that do not close."""
+    """Return the expression for a whole text, without anchors.
+
+    Raises:
+        NotKeptError: it has lookaround, references back or anchors in the middle.
+        NoPatternError: a bracket does not close.
+    """
     if unknown := sorted(set(flags) - _KNOWN_FLAGS):
         raise NotKeptError(f"the flag {unknown[0]!r} of a regular expression is not known")
     inner = text.removeprefix("^")
@@ -37,7 +41,7 @@ def plain_pattern(text: str, flags: str = "") -> str:
 
 
 def literal_pattern(text: str, *, ignore_case: bool = False) -> str:
-    """The expression for a text to the letter."""
+    """Return the expression that matches a text literally."""
     pattern = "".join(map(_literal, text))
     return f"(?i:{pattern})" if ignore_case and text else pattern
 
@@ -58,7 +62,7 @@ def _is_escaped(text: str, at: int) -> bool:
 
 
 class _Plain:
-    """Rewrites an expression piece by piece."""
+    """Converter of an expression, piece by piece."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -127,14 +131,14 @@ class _Plain:
         if flags is None or set(flags[1]) - _KNOWN_FLAGS or flags[2]:
             raise NotKeptError(f"{rest[:8]!r} stands within a regular expression")
         if flags[3] == ")":
-            # They count to the end of the group that they are in.
+            # These flags count to the end of their group.
             self._depth -= 1
             if self._depth or self._written:
                 raise NotKeptError("flags stand within a regular expression")
         self._write(flags.group(), flags.end())
 
     def _class(self) -> None:
-        """A class in brackets; those within it, and anchors, get a backslash."""
+        """Convert a bracket class; inner brackets and anchors get a backslash."""
         text, at = self._text, self._at + 1
         written = ["["]
         if text[at : at + 1] == "^":

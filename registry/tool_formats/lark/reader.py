@@ -15,35 +15,35 @@ from millrace.registry.tool_formats.lark.plain_pattern import (
 
 
 class LarkSyntaxError(ValueError):
-    """The text is not a valid grammar. The message names the line."""
+    """Text that is not a valid grammar; the message names the line."""
 
 
 class Pattern(NamedTuple):
-    """A text that matches a regular expression."""
+    """Node for texts that match a regular expression."""
 
     text: str
 
 
 class Reference(NamedTuple):
-    """What the rule or terminal ``name`` matches."""
+    """Node for the rule or terminal ``name``."""
 
     name: str
 
 
 class Series(NamedTuple):
-    """Nodes that follow one another."""
+    """Node for a sequence of nodes."""
 
     nodes: tuple[Node, ...]
 
 
 class Alternatives(NamedTuple):
-    """Nodes of which one matches."""
+    """Node for alternatives, of which one matches."""
 
     nodes: tuple[Node, ...]
 
 
 class Repeated(NamedTuple):
-    """A node that is repeated ``least`` to ``most`` times; None: without an upper bound."""
+    """Node repeated ``least`` to ``most`` times; None: without an upper bound."""
 
     node: Node
     least: int
@@ -54,7 +54,7 @@ Node = Pattern | Reference | Series | Alternatives | Repeated
 
 
 class LarkGrammar(NamedTuple):
-    """Rules and terminals by their names, and what is ignored between terminals."""
+    """Rules and terminals by name, and the patterns ignored between terminals."""
 
     rules: dict[str, Node]
     ignored: tuple[Node, ...]
@@ -111,8 +111,12 @@ _COMMON = {
 
 
 def read_lark(text: str) -> LarkGrammar:
-    """Parse a grammar. Raises LarkSyntaxError for an invalid grammar or an undefined rule, and
-    NotKeptError for features of Lark that are not supported."""
+    """Parse a grammar.
+
+    Raises:
+        LarkSyntaxError: the grammar is invalid, or a rule is undefined.
+        NotKeptError: a feature of Lark is not supported.
+    """
     reader = _Reader(list(islice(_tokens(text), _MAX_TOKENS)))
     reader.read()
     rules = reader.rules
@@ -140,7 +144,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 class _Reader:
-    """Reads statements one by one. A line that begins with ``|`` continues the line before it."""
+    """Reader of statements. A line that begins with ``|`` continues the line before it."""
 
     def __init__(self, tokens: list[_Token]) -> None:
         self.rules: dict[str, Node] = {}
@@ -221,7 +225,7 @@ class _Reader:
         return nodes[0] if len(nodes) == 1 else Alternatives(tuple(nodes))
 
     def _goes_on(self, mark: str) -> bool:
-        """Take ``mark``, maybe on a later line."""
+        """Take ``mark``, possibly on a later line."""
         begin = self._at
         while self._peek().kind == "newline":
             self._at += 1
@@ -297,7 +301,7 @@ class _Reader:
     def _number(self) -> int:
         token = self._take("number")
         digits = token.text.lstrip("0") or "0"
-        # Python refuses to read a number of thousands of digits.
+        # Python refuses to parse a number of thousands of digits.
         number = int(digits) if len(digits) <= _MAX_DIGITS else -1
         if not 0 <= number <= 1_000:
             raise LarkSyntaxError(f"line {token.line}: a count is between 0 and 1000")

@@ -1,2 +1,4 @@
-"""Followers of calls while these are being written, one for each way to write them. Called by the
-parser; imports the types of arguments and nothing else of the registry."""
+"""Scanners of calls that are still being written, one for each format.
+
+Called by the parser; imports argument types and nothing else of the registry.
+"""

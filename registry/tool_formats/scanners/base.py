@@ -1,4 +1,4 @@
-"""What the scanners of all formats have in common."""
+"""Base of the scanners of all formats."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _WORD = re.compile(r"[A-Za-z0-9_-]*")
 _IN_STRING = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 
 T = TypeVar("T")
-# Reads some of the text, and yields whenever it needs more than has come.
+# Generator that reads text and yields whenever it needs more.
 Reading = Generator[None, None, T]
 
 
 class ScanStatus(Enum):
-    """OPEN: more is to come. ENDED: the call is there. CLOSED: so is what ends all calls. FAILED:
-    this is no call."""
+    """Status of a scanner.
+
+    OPEN: more text is to come. ENDED: the call is complete. CLOSED: the call is complete, and so is
+    the end of all calls. FAILED: this is no call.
+    """
 
     OPEN = auto()
     ENDED = auto()
@@ -33,14 +36,14 @@ class ScanStatus(Enum):
 
 
 class UnfitError(Exception):
-    """What comes now does not belong to a call."""
+    """Text that does not belong to a call."""
 
 
 class Scanner(ABC):
-    """Follows a text from where a call may begin.
+    """Scanner of a text from where a call may begin.
 
-    As soon as it is ``certain`` the call stands, whatever follows, and its arguments can be taken
-    as they come. The state after a text does not depend on how it was cut.
+    Once it is ``certain``, later text cannot revoke the call, and its arguments can be taken as
+    they arrive. The state depends only on the text, not on how it was cut.
     """
 
     def __init__(self) -> None:
@@ -56,7 +59,9 @@ class Scanner(ABC):
         self._begin = 0
 
     def feed(self, text: str) -> int:
-        """Go on by ``text``; how many of its characters belong here (all, while OPEN)."""
+        """Read ``text``, and return how many of its characters belong to the call (all while
+        OPEN).
+        """
         if self.status is not ScanStatus.OPEN:
             return 0
         self._text, self._at, self._begin = text, 0, 0
@@ -72,41 +77,43 @@ class Scanner(ABC):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of the arguments have come."""
+        """True if all of the arguments have arrived."""
         return self.status is not ScanStatus.OPEN
 
     @property
     def is_malformed(self) -> bool:
-        """Whether the arguments have stopped being JSON."""
+        """True if the arguments have stopped being JSON."""
         return False
 
     def take_arguments(self) -> str:
-        """The arguments that have come since the last time; nothing before it is ``certain``."""
+        """Return the arguments since the last call of this method; empty before the call is
+        ``certain``.
+        """
         if not self.certain:
             return ""
         taken = "".join(self._arguments)
         self._arguments.clear()
         return taken
 
-    def finish(self) -> None:  # noqa: B027  (most keep nothing back)
-        """No more text comes: what was kept back is an argument's, or nobody's."""
+    def finish(self) -> None:  # noqa: B027  (most scanners hold nothing back)
+        """Finish: no more text comes, and held text belongs to an argument or is dropped."""
 
     @abstractmethod
     def _read(self) -> Reading[ScanStatus]:
-        """Read one call, and return the status behind it. Raises UnfitError."""
+        """Read one call, and return the status after it. Raises UnfitError."""
 
     def _broken_off(self) -> ScanStatus:
-        """The status where the text does not go on as a call does."""
+        """Return the status after text that does not continue a call."""
         return ScanStatus.ENDED if self.certain else ScanStatus.FAILED
 
     def _next(self) -> Reading[str]:
-        """The next character, which stays to be read."""
+        """Return the next character without reading it."""
         while self._at == len(self._text):
             yield
         return self._text[self._at]
 
     def _behind_blanks(self) -> Reading[str]:
-        """The next character that is no blank, which stays to be read."""
+        """Return the next character that is not blank, without reading it."""
         while True:
             found = _NOT_BLANK.search(self._text, self._at)
             if found is not None:
@@ -134,7 +141,9 @@ class Scanner(ABC):
         return word
 
     def _run(self, pattern: re.Pattern[str], most: float = math.inf) -> Reading[str]:
-        """The characters that match ``pattern``, up to one that does not or beyond ``most``."""
+        """Read the characters that match ``pattern``, up to another character or beyond
+        ``most``.
+        """
         word = ""
         while True:
             found = pattern.match(self._text, self._at)
@@ -146,14 +155,14 @@ class Scanner(ABC):
             yield
 
     def _word(self) -> Reading[str]:
-        """A name, up to what cannot be a part of it."""
+        """Read a name, up to a character that cannot be part of it."""
         word = yield from self._run(_WORD, MAX_WORD_CHARACTERS)
         if not 0 < len(word) <= MAX_WORD_CHARACTERS:
             raise UnfitError
         return word
 
     def _quoted_word(self) -> Reading[str]:
-        """A word without escapes, to behind its closing quote."""
+        """Read a word without escapes, and its closing quote."""
         word = yield from self._run(_WORD, MAX_WORD_CHARACTERS)
         if len(word) > MAX_WORD_CHARACTERS or self._text[self._at] != '"':
             raise UnfitError
@@ -161,7 +170,7 @@ class Scanner(ABC):
         return word
 
     def _string(self, quote: str = '"', most: float = math.inf) -> Reading[None]:
-        """Pass through a string to behind its closing quote, up to ``most`` characters."""
+        """Read a string and its closing quote, up to ``most`` characters."""
         while True:
             begin = self._at
             mark = _IN_STRING[quote].search(self._text, begin)
@@ -180,7 +189,7 @@ class Scanner(ABC):
                 most -= 1
 
     def _pass_into(self, passed: list[str] | None) -> None:
-        """Add what is read from here on to ``passed``; None: to nothing."""
+        """Add everything read from now on to ``passed``; None: to nothing."""
         if self._passed is not None:
             self._passed.append(self._text[self._begin : self._at])
         self._passed, self._begin = passed, self._at
@@ -188,8 +197,10 @@ class Scanner(ABC):
     def _up_to(
         self, tag: str, take: Callable[[str], None], *, lines: bool = False
     ) -> Reading[None]:
-        """Give ``take`` the text before ``tag`` as it comes, and end behind the tag. A line break
-        before the tag belongs to a tag that stands on ``lines`` of its own."""
+        """Pass the text before ``tag`` to ``take`` as it arrives, and read the tag.
+
+        With ``lines``, a line break before the tag belongs to the tag.
+        """
         while True:
             data = self._tail + self._text[self._at :]
             end = data.find(tag)
@@ -207,7 +218,7 @@ class Scanner(ABC):
 
 
 def start_of_partial(text: str, tag: str) -> int:
-    """Where the end of ``text`` may be the beginning of ``tag``; its length if nowhere."""
+    """Return where the end of ``text`` may be the beginning of ``tag``; its length if nowhere."""
     at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
     while at >= 0:
         if tag.startswith(text[at:]):

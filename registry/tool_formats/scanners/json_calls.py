@@ -1,4 +1,4 @@
-"""Calls whose arguments are an object in JSON, followed while they are being written."""
+"""Scanners of calls whose arguments are a JSON object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from millrace.registry.tool_formats.tags import (
     SEPARATOR,
 )
 
-# "<" is nowhere in JSON but in strings: it begins the tag that should have come later.
+# "<" occurs in JSON only within strings: it begins a tag that came too early.
 _IN_OBJECT = re.compile(r'["{}\[\]<]')
 _CLOSERS = {"{": "}", "[": "]"}
 _ARGUMENTS = ("arguments", "parameters")
@@ -35,8 +35,11 @@ _BEHIND_ARGUMENTS = re.compile(r'[A-Za-z0-9_\-,:" \t\n\r]*')
 
 
 class JsonScanner(Scanner):
-    """What stops being JSON in the arguments belongs to them up to ``closing_tag`` (or to the end,
-    if that is empty); behind it the status is ``behind_tag``."""
+    """Scanner of JSON arguments.
+
+    Arguments that stop being JSON continue up to ``closing_tag`` (or to the end, if that is empty).
+    The status after the tag is ``behind_tag``.
+    """
 
     closing_tag = ""
     behind_tag = ScanStatus.CLOSED
@@ -55,12 +58,12 @@ class JsonScanner(Scanner):
         return self._is_malformed
 
     def finish(self) -> None:
-        """What was kept back as a part of the tag belongs to the arguments."""
+        """Add held text, which may have been part of the tag, to the arguments."""
         self._arguments.append(self._tail)
         self._tail = ""
 
     def _certain_object(self) -> Reading[ScanStatus | None]:
-        """As ``_object``, of a call whose name is known."""
+        """Read an object as ``_object`` does, for a call whose name is known."""
         if (yield from self._behind_blanks()) != "{":
             raise UnfitError
         self.certain = True
@@ -70,7 +73,9 @@ class JsonScanner(Scanner):
         return status
 
     def _object(self) -> Reading[ScanStatus | None]:
-        """Read the arguments; the status behind them if they stop being JSON."""
+        """Read the arguments. Return the status after them if they stop being JSON, otherwise
+        None.
+        """
         self._pass_into(self._arguments)
         while True:
             mark = _IN_OBJECT.search(self._text, self._at)
@@ -108,9 +113,10 @@ class JsonScanner(Scanner):
 
 
 class CallScanner(JsonScanner):
-    """One call, ``{"name": …, "arguments": …}``. The keys may come in any order, ``type`` and
-    ``id`` among them; anything else is no call. It is certain once the name is known and the
-    arguments' ``{`` is there.
+    """Scanner of one call, ``{"name": …, "arguments": …}``.
+
+    The keys may come in any order, ``type`` and ``id`` among them. Anything else is no call. The
+    call is certain once the name is known and the arguments' ``{`` has arrived.
     """
 
     may_have_id_behind = False
@@ -146,7 +152,9 @@ class CallScanner(JsonScanner):
         return ScanStatus.ENDED
 
     def _value(self, key: str) -> Reading[ScanStatus | None]:
-        """The status behind the call if its arguments stop being JSON."""
+        """Read the value of a key. Return the status after the call if its arguments stop being
+        JSON, otherwise None.
+        """
         first = yield from self._behind_blanks()
         if key == "name":
             yield from self._expect('"')
@@ -169,7 +177,7 @@ class CallScanner(JsonScanner):
         return None
 
     def _quoted_arguments(self) -> Reading[None]:
-        """Arguments that were written as JSON within a string."""
+        """Read arguments that were written as JSON within a string."""
         raw: list[str] = []
         self._pass_into(raw)
         self._at += 1
@@ -182,15 +190,18 @@ class CallScanner(JsonScanner):
 
 
 class HermesScanner(CallScanner):
-    """A call between tags."""
+    """Scanner of a call between tags."""
 
     closing_tag = CLOSING_TAG
 
 
 class MistralScanner(CallScanner):
-    """A call of a list in JSON, which may have its id behind its arguments, or
-    ``name[CALL_ID]id[ARGS]{…}``, whose id and tags may be missing and which is CLOSED at once: the
-    next one has its own ``[TOOL_CALLS]``. The ids that models make up are not kept."""
+    """Scanner of Mistral's calls.
+
+    A call is an element of a JSON list, which may have its id after its arguments. Or it is
+    ``name[CALL_ID]id[ARGS]{…}``, whose id and tags may be missing. That form is CLOSED at once,
+    since the next call has its own ``[TOOL_CALLS]``. Ids from models are not kept.
+    """
 
     may_have_id_behind = True
 
@@ -202,7 +213,7 @@ class MistralScanner(CallScanner):
         self.name = yield from self._word()
         if (yield from self._behind_blanks()) == "[":
             self._at += 1
-            # The tags are told apart by their second character.
+            # The tags differ in their second character.
             if (yield from self._next()) == ID_TAG[1]:
                 yield from self._tag(ID_TAG[1:])
                 yield from self._word()
@@ -213,8 +224,11 @@ class MistralScanner(CallScanner):
 
 
 class DeepseekScanner(JsonScanner):
-    """``name<｜tool▁sep｜>{…}`` as V3.1 writes it, or ``function<｜tool▁sep｜>name`` and the
-    arguments in a fence, as V3 and R1 do, from the tag that begins a call on."""
+    """Scanner of DeepSeek's calls, beginning with the tag that begins a call.
+
+    V3.1 writes ``name<｜tool▁sep｜>{…}``. V3 and R1 write ``function<｜tool▁sep｜>name`` and the
+    arguments in a fence.
+    """
 
     closing_tag = CALL_END
     behind_tag = ScanStatus.ENDED
@@ -222,7 +236,7 @@ class DeepseekScanner(JsonScanner):
     def _read(self) -> Reading[ScanStatus]:
         yield from self._behind_blanks()
         yield from self._tag(CALL_BEGIN)
-        # The name, or the type of what is called.
+        # The name, or the type of the called tool.
         self.name = yield from self._word()
         yield from self._tag(SEPARATOR)
         if (yield from self._behind_blanks()) != "{":
@@ -233,7 +247,7 @@ class DeepseekScanner(JsonScanner):
 
 
 def _unquoted(literal: str) -> str | None:
-    """The JSON object within a JSON string, if there is one."""
+    """Return the JSON object within a JSON string; None if there is none."""
     try:
         text = json.loads(literal, strict=False)
         value = json.loads(text, strict=False)

@@ -1,4 +1,4 @@
-"""Calls written as Python writes them, ``[f(a=1, b="x"), g()]``."""
+"""Scanner of calls in Python's syntax, ``[f(a=1, b="x"), g()]``."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from millrace.registry.tool_formats.scanners.base import (
 )
 
 _KEY = re.compile(r"[\w-]*")
-# What a literal may end at, or what may hide such an end.
+# Characters that may end a literal, or hide such an end.
 _IN_LITERAL = re.compile(r"""["'(\[{)\]},]""")
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 class PythonScanner(Scanner):
-    """One call of a list; the list's ``[`` comes before it if it is the ``first``.
+    """Scanner of one call of a list; the list's ``[`` precedes the ``first`` call.
 
-    It is certain by ``f()`` or ``f(a=``. Its arguments are told in JSON: strings as they come,
-    other values when they are whole. A value that is no literal is a string, and what has no name
-    is passed over.
+    The call is certain with ``f()`` or ``f(a=``. Its arguments are returned as JSON: strings as
+    they arrive, other values when they are complete. A value that is not a literal becomes a
+    string. A value without a name is skipped.
     """
 
     def __init__(self, *, first: bool) -> None:
@@ -55,7 +55,7 @@ class PythonScanner(Scanner):
         return ScanStatus.ENDED
 
     def _argument(self) -> Reading[None]:
-        """A key and its value; what is none is passed over, as far as an argument would go."""
+        """Read a key and its value. Skip text that is neither, up to the end of an argument."""
         key = yield from self._run(_KEY, MAX_WORD_CHARACTERS)
         is_word = len(key) <= MAX_WORD_CHARACTERS
         if not is_word or (yield from self._behind_blanks()) != "=" or not key:
@@ -84,7 +84,7 @@ class PythonScanner(Scanner):
         self._arguments.append('"')
 
     def _literal(self) -> Reading[str]:
-        """What comes before the end of a value."""
+        """Read and return the text before the end of a value."""
         literal: list[str] = []
         closers: list[str] = []
         self._pass_into(literal)

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, each by itself, as plain text."""
+"""Scanners of calls whose arguments stand between tags, one by one, as plain text."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ _KEY = re.compile(r"[^<>\n]*")
 
 
 class XmlScanner(Scanner):
-    """What all have in common. Arguments are told in JSON: text as it comes, others when they are
-    whole. A value ends at ``value_end``; a line break at its beginning and end is none of it if
-    values stand on ``lines`` of their own."""
+    """Base of scanners for arguments between tags.
+
+    Arguments are returned as JSON: text as it arrives, other values when they are complete. A value
+    ends at ``value_end``. With ``lines``, a line break at the beginning and end of a value does not
+    belong to it.
+    """
 
     value_end: str
     lines: bool
@@ -42,13 +45,13 @@ class XmlScanner(Scanner):
         return super()._broken_off()
 
     def _begin_arguments(self) -> None:
-        """The call is certain: its object of arguments begins, unless it has begun."""
+        """Make the call certain and begin its object of arguments, unless it has begun."""
         if not self.certain:
             self.certain = True
             self._arguments.append("{")
 
     def _key(self) -> Reading[str]:
-        """The name of an argument, up to the tag or bracket behind it."""
+        """Read the name of an argument, up to the tag or bracket after it."""
         key = (yield from self._run(_KEY)).strip()
         if not 0 < len(key) <= _MAX_KEY_CHARACTERS:
             raise UnfitError
@@ -75,8 +78,11 @@ class XmlScanner(Scanner):
 
 
 class QwenScanner(XmlScanner):
-    """``<function=name><parameter=key>value</parameter></function>``, behind ``<tool_call>``. It is
-    certain once the name is there."""
+    """Scanner of ``<function=name><parameter=key>value</parameter></function>`` after
+    ``<tool_call>``.
+
+    The call is certain once the name has arrived.
+    """
 
     value_end = PARAMETER_END
     lines = True
@@ -104,8 +110,10 @@ class QwenScanner(XmlScanner):
 
 
 class GlmScanner(XmlScanner):
-    """The name and pairs of ``<arg_key>`` and ``<arg_value>``, behind ``<tool_call>``. It is
-    certain by its first pair, or by its end."""
+    """Scanner of a name and pairs of ``<arg_key>`` and ``<arg_value>`` after ``<tool_call>``.
+
+    The call is certain with its first pair, or at its end.
+    """
 
     value_end = VALUE_END
     lines = False

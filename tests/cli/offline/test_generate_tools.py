@@ -109,7 +109,7 @@ def _as_of_a_job(message: ChatMessage) -> dict[str, Any]:
         ({"messages": MESSAGES, "tools": [TOOL, TOOL]}, "two tools with the name light"),
         ({"messages": MESSAGES, "tool_choice": "required"}, "there are no tools"),
         ({"messages": MESSAGES, "tools": [{"type": "web_search"}]}, "tools[0]: tool_left_out"),
-        ({"prompt": "x", "tools": [TOOL]}, "tools go with messages"),
+        ({"prompt": "x", "tools": [TOOL]}, "tools: allowed only with messages"),
     ],
 )
 def test_bad_conversations_are_named(

@@ -108,7 +108,7 @@ class TestOpenAi(EngineAnswerChecks):
         tasks = [ask(number) for number in range(_NUM_STREAMS)]
         await eventually(server.is_amid_streams, timeout_s=30.0)
         server.kill()
-        await eventually(lambda: "does not answer any more" in log.read_text(), timeout_s=30.0)
+        await eventually(lambda: "no longer answers" in log.read_text(), timeout_s=30.0)
         server.start()
         answers = await asyncio.wait_for(asyncio.gather(*tasks), timeout=120.0)
         assert log.read_text().count("a new engine runs") == num_replaced + 1

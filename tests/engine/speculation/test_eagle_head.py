@@ -208,9 +208,9 @@ def test_layers_are_low_middle_and_high_unless_named(tmp_path: Path) -> None:
 
 
 _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "medusa": ({"architectures": ["MedusaModel"]}, "MedusaModel is no EAGLE-3 head"),
-    "mtp": ({"architectures": ["DeepSeekMTPModel"]}, "DeepSeekMTPModel is no EAGLE-3 head"),
-    "speculators": ({"architectures": ["Eagle3Speculator"]}, "Eagle3Speculator is no EAGLE-3"),
+    "medusa": ({"architectures": ["MedusaModel"]}, "MedusaModel is not an EAGLE-3 head"),
+    "mtp": ({"architectures": ["DeepSeekMTPModel"]}, "DeepSeekMTPModel is not an EAGLE-3 head"),
+    "speculators": ({"architectures": ["Eagle3Speculator"]}, "Eagle3Speculator is not an EAGLE-3"),
     "nothing": ({"architectures": None}, "field architectures is missing"),
     "several layers": ({"num_hidden_layers": 2}, "field num_hidden_layers must be 1"),
     "a window": ({"sliding_window": 512}, "field sliding_window must be null"),
@@ -245,7 +245,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "draft vocabulary": ({"draft_vocab_size": 449}, "draft_vocab_size must be at most vocab_size"),
     "quantized": (
         {"quantization_config": {"quant_method": "fp8"}},
-        "field quantization_config must be left out",
+        "field quantization_config must be absent",
     ),
     "dynamic": (
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},

@@ -212,7 +212,7 @@ async def test_who_may_add_and_what_is_refused(
         ({"lora_name": MODEL}, 409, "is taken"),
         ({"base_model_name": "nope"}, 404, "no model 'nope'"),
         ({"tenants": ["x" * 200]}, 400, "tenant"),
-        ({"prices": {"version": "1"}}, 400, "no price book"),
+        ({"prices": {"version": "1"}}, 400, "not a price book"),
         ({"lora_rank": 3}, 400, "not a field"),
     ):
         asked = body | fields

@@ -272,5 +272,5 @@ def test_a_full_disk_is_told_and_leaves_nothing_that_counts(
 ) -> None:
     bucket.put("m/weights.bin", b"w" * 2_000_000)
     (tmp_path / "artifacts").write_bytes(b"a file in the way")
-    with pytest.raises(ModelSourceError, match=r"cannot be kept in .*artifacts"):
+    with pytest.raises(ModelSourceError, match=r"cannot be stored in .*artifacts"):
         cache.fetch(f"{bucket.address}/m", ALL, "Model m")

@@ -107,15 +107,15 @@ _STRING, _ARRAY, _U8 = 8, 9, 0
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "no GGUF file"),
-        (b"GGU", "no GGUF file"),
-        (b"PK\x03\x04 and more", "no GGUF file"),
+        (b"", "not a GGUF file"),
+        (b"GGU", "not a GGUF file"),
+        (b"PK\x03\x04 and more", "not a GGUF file"),
         (b"GGUF", "truncated"),
         (header(version=1), "version 1; supported are the versions 2 and 3"),
         (header(version=4), "version 4"),
         (header(text(b"k"), numbers(13)), "key 'k' has values of an unknown type 13"),
-        (header(text(b"\xff")), "its metadata has text that is no UTF-8"),
-        (header(text(b"k"), numbers(_STRING), text(b"\xff")), "key 'k' has text that is no UTF-8"),
+        (header(text(b"\xff")), "its metadata has text that is not UTF-8"),
+        (header(text(b"k"), numbers(_STRING), text(b"\xff")), "key 'k' has text that is not UTF-8"),
         (header(text(b"k"), numbers(4)), "truncated or damaged: key 'k'"),
         (
             header(text(b"k"), numbers(_ARRAY, _ARRAY), struct.pack("<Q", 1)),

@@ -143,7 +143,7 @@ def test_a_cache_that_cannot_be_written(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    with pytest.raises(CheckpointError, match=r"tiny\.gguf: .* XDG_CACHE_HOME names another"):
+    with pytest.raises(CheckpointError, match=r"tiny\.gguf: .* Set XDG_CACHE_HOME to another"):
         checkpoint_folder(file)
 
 
@@ -166,7 +166,7 @@ def test_embeddings_are_pooled_as_the_file_says(tmp_path: Path) -> None:
     [
         ({"tiny.context_length": None}, r"tiny\.context_length is missing"),
         ({"tiny.embedding_length": 0}, r"tiny\.embedding_length must be a positive integer"),
-        ({"general.type": "adapter"}, "general.type must be model: other files go with one"),
+        ({"general.type": "adapter"}, "general.type must be model: this file is an addition"),
         ({"tiny.pooling_type": 4}, r"tiny\.pooling_type must be 0 \(none\), 1 \(mean\) or 3"),
         ({"split.count": 3}, r"split\.count must be the number of files in the file's name"),
     ],
@@ -258,7 +258,7 @@ def test_the_own_engine_says_which_one_computes_such_files(file: Path) -> None:
 
 
 async def test_no_engine_is_simulated_for_such_files(file: Path) -> None:
-    with pytest.raises(ConfigError, match="no engine is simulated for a GGUF file"):
+    with pytest.raises(ConfigError, match="GGUF files cannot be simulated"):
         SimulatedEngine(served_by(file), EngineConfig(), SystemClock())
 
 

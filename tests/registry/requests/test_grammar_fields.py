@@ -262,7 +262,7 @@ def test_a_schema_that_is_no_json_is_refused(schema: bytes) -> None:
 def test_the_names_of_sglang(field: str, ours: str, value: Any) -> None:
     assert chat(**{field: value}) == chat(**{ours: value}) is not None
     assert chat(**{field: None}) is None
-    with pytest.raises(ParameterError, match="Only one grammar is taken") as caught:
+    with pytest.raises(ParameterError, match="Only one grammar is allowed") as caught:
         chat(**{field: value, ours: value})
     assert caught.value.param == field
     for wrong in (7, ["a"]):

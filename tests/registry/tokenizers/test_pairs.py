@@ -107,5 +107,5 @@ def test_what_is_around_a_pair_must_be_known(tmp_path: Path) -> None:
         single="$A", pair=f"{first} $A $B", special_tokens=[(first, made.token_to_id(first))]
     )
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path, made))
-    with pytest.raises(CheckpointError, match="around two texts"):
+    with pytest.raises(CheckpointError, match="around a pair"):
         tokenizer.encode_pair("mill", "wheel", max_tokens=_ROOM)

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from millrace.registry.chat_template import ChatTemplate
+from millrace.registry.tool_formats.call_style import CallStyle, call_style_of
 from millrace.registry.tool_formats.conversation import new_call_id, short_id
-from millrace.registry.tool_formats.template_manners import CallManners, manners_of
 from millrace.registry.tool_formats.written import calls_as_text
 from millrace.schemas.jobs import ChatMessage
 from millrace.schemas.tools import ToolFormat
@@ -128,24 +128,24 @@ def test_results_through_a_pythonic_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "manners"),
+    ("source", "style"),
     [
-        ("{{ c.function | tojson }}", CallManners()),
-        ("{{ c.function.name + c.function.arguments }}", CallManners(arguments_as_text=True)),
-        ("{{ c.function.name }}{{ c.function.arguments }}", CallManners(arguments_as_text=True)),
+        ("{{ c.function | tojson }}", CallStyle()),
+        ("{{ c.function.name + c.function.arguments }}", CallStyle(arguments_as_text=True)),
+        ("{{ c.function.name }}{{ c.function.arguments }}", CallStyle(arguments_as_text=True)),
         (
             "{% if m.content is none %}{{ c.function | tojson }}{% endif %}",
-            CallManners(without_content=True, apart=True),
+            CallStyle(without_content=True, apart=True),
         ),
         (
             "{{ c.function | tojson }}{% if m.content is not none %}<|assistant|>{% endif %}",
-            CallManners(without_content=True),
+            CallStyle(without_content=True),
         ),
-        ("{{ c.nothing }}", CallManners()),
-        ("{{ raise_exception('no') }}", CallManners()),
+        ("{{ c.nothing }}", CallStyle()),
+        ("{{ raise_exception('no') }}", CallStyle()),
     ],
 )
-def test_how_a_template_wants_calls_told(source: str, manners: CallManners) -> None:
+def test_how_a_template_wants_calls_told(source: str, style: CallStyle) -> None:
     loops = "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls %}"
     made = ChatTemplate("{{ tools }}<tool_call>" + loops + source + "{% endfor %}{% endfor %}", {})
-    assert manners_of(made._rendered_or_nothing) == manners
+    assert call_style_of(made._rendered_or_nothing) == style

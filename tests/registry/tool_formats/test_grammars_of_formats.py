@@ -174,7 +174,7 @@ def test_the_forms_that_arguments_may_have() -> None:
         (PYTHONIC, {"a": False}, "'required' of parameters.properties.a of the strict tool f"),
         (QWEN, {"a": {"not": {"const": "y"}}}, "'not' of parameters.properties.a of the strict"),
         (QWEN, {"a": {"type": "string", "format": "haiku"}}, "'haiku' is not known"),
-        (QWEN, {"a": {"type": "string", "format": "uri"}}, "'uri' is not known between tags"),
+        (QWEN, {"a": {"type": "string", "format": "uri"}}, "'uri' is not supported between tags"),
         (GLM, {"a": {"type": "string", "pattern": "^a|b$"}}, "'^a|b$' has a boundary within it"),
     ],
 )

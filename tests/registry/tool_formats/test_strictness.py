@@ -42,9 +42,9 @@ def faults(
         ('{"city": "O", "unit": "K"}', "w: $.unit: 'K' is not one of ['C', 'F']"),
         ('{"city": "O", "days": [1, 0]}', "w: $.days[1]: 0 is less than the minimum of 1"),
         ('{"city": "O", "at": 1}', "w: $: Additional properties are not allowed"),
-        ('{"city": "O"', "w: the arguments are no JSON"),
-        ('["O"]', "w: the arguments are no JSON object"),
-        ("[" * 100_000, "w: the arguments are no JSON"),
+        ('{"city": "O"', "w: the arguments are not JSON"),
+        ('["O"]', "w: the arguments are not a JSON object"),
+        ("[" * 100_000, "w: the arguments are not JSON"),
     ],
 )
 def test_the_first_fault_is_told(arguments: str, fault: str | None) -> None:

@@ -123,4 +123,4 @@ async def test_a_transcript_that_the_bus_does_not_take_costs_no_record(
         assert not _transcripts(stored)
         kinds = {type(RECORD.decode(payload)) for payload in stored} - {WorkerSample}
         assert len(kinds) == 1
-        assert "too large to be kept" in caplog.text
+        assert "too large to be stored" in caplog.text

@@ -46,5 +46,5 @@ async def test_it_reads_the_grammar_as_who_began_did(
 
 async def test_what_no_reading_leads_to_cannot_go_on(model: ServedModel, guides: Guides) -> None:
     asked, read = request("r", grammar=_ANY), with_few_blanks(_ANY)
-    with pytest.raises(ServerStreamError, match="reads the grammar otherwise"):
+    with pytest.raises(ServerStreamError, match="reads the grammar differently"):
         await guides.start(asked, read, _tokens(model, '["a"'))

@@ -276,7 +276,7 @@ async def test_a_server_that_does_not_come_up_leaves_its_last_words(model: Serve
 async def test_a_folder_is_not_for_llama_cpp(checkpoint: Path) -> None:
     catalogue = Catalogue({}).with_model(str(checkpoint))
     folder = ServedModel.load(catalogue, catalogue.names()[0])
-    with pytest.raises(ConfigError, match="is no GGUF file"):
+    with pytest.raises(ConfigError, match="is not a GGUF file"):
         await start_server_engine(folder, _config(), SystemClock())
 
 

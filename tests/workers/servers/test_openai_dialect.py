@@ -95,13 +95,13 @@ async def test_the_url_may_have_the_version(model: ServedModel, path: str) -> No
 @pytest.mark.parametrize(
     ("answers", "says"),
     [
-        ({}, r"no openai server: /v1/models answered with status 404: Not Found"),
-        ({_MODELS: Played(text="<html>")}, r"no openai server: /v1/models answered no JSON"),
+        ({}, r"not of the kind openai: /v1/models answered with status 404: Not Found"),
+        ({_MODELS: Played(text="<html>")}, r"not of the kind openai: /v1/models sent invalid JSON"),
         ({_MODELS: Played({"data": []})}, "lists no models"),
         ({_MODELS: Played({"data": [{"id": "a"}]})}, r"/v1/completions answered with status 404"),
         (
             {_MODELS: Played({"data": [{"id": "a"}]}), _COMPLETIONS: Played({"choices": [{}]})},
-            "answers /v1/completions with no completion",
+            "answered /v1/completions without a completion",
         ),
         ({_MODELS: Played({"error": "bad key"}, status=401)}, "status 401"),
     ],
@@ -143,7 +143,7 @@ async def test_a_server_that_completes_nothing_is_told(model: ServedModel) -> No
         config = EngineConfig(
             kind=EngineKind.OPENAI, url=str(server.make_url("/")), start_timeout_s=0.2
         )
-        with pytest.raises(EngineFailedError, match=r"completes no text within 0\.2 s"):
+        with pytest.raises(EngineFailedError, match=r"completed no text within 0\.2 s"):
             await start_server_engine(model, config, SystemClock())
 
 
@@ -316,8 +316,8 @@ async def test_a_stream_that_broke_goes_on_behind_the_text_that_was_given(
 @pytest.mark.parametrize(
     ("event", "error", "says"),
     [
-        (b"{", ServerStreamError, "no event of a stream"),
-        (b'{"choices": [{"text": 7}]}', ServerStreamError, "no event of a stream"),
+        (b"{", ServerStreamError, "invalid event in a stream"),
+        (b'{"choices": [{"text": 7}]}', ServerStreamError, "invalid event in a stream"),
         ({"error": {"message": "out of memory"}}, ServerStreamError, "out of memory"),
         ({"error": {"message": "n is 3", "code": 400}}, RefusedByServerError, "n is 3"),
         ({"error": {"message": "bad", "code": "server"}}, ServerStreamError, "bad"),

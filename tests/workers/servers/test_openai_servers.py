@@ -263,21 +263,25 @@ class _Refused(NamedTuple):
 
 
 _REFUSED = (
-    _Refused(SGLANG, {"version": "0.4.6"}, {}, ConfigError, "0.5.4 or newer is needed"),
-    _Refused(SGLANG, {"version": None}, {}, EngineFailedError, "does not say its version"),
+    _Refused(SGLANG, {"version": "0.4.6"}, {}, ConfigError, "0.5.4 or newer is required"),
+    _Refused(SGLANG, {"version": None}, {}, EngineFailedError, "does not report its version"),
     _Refused(SGLANG, {"window": 64}, {}, ConfigError, "context window is 64 tokens"),
     _Refused(SGLANG, {"api_key": "o"}, {"api_key": "k"}, EngineFailedError, "status 401"),
     _Refused(SGLANG, {}, {"served_name": "llama"}, ConfigError, "no model 'llama'"),
     _Refused(SGLANG, {"tokenizer": _OtherTokenizer()}, {}, ConfigError, "tokenizer is not that of"),
-    _Refused(SGLANG, {"tells_ids": False}, {}, EngineFailedError, "too old for return_token_ids"),
-    _Refused(TGI, {"version": "1.4.5"}, {}, ConfigError, r"2\.0 or newer is needed"),
-    _Refused(TGI, {"info": {"max_total_tokens": None}}, {}, EngineFailedError, "no tgi server"),
+    _Refused(
+        SGLANG, {"tells_ids": False}, {}, EngineFailedError, "does not support return_token_ids"
+    ),
+    _Refused(TGI, {"version": "1.4.5"}, {}, ConfigError, r"2\.0 or newer is required"),
+    _Refused(
+        TGI, {"info": {"max_total_tokens": None}}, {}, EngineFailedError, "not of the kind tgi"
+    ),
     _Refused(TGI, {"window": 64}, {}, ConfigError, "context window is 64 tokens"),
     _Refused(TGI, {"info": {"max_input_tokens": 99}}, {}, ConfigError, "window is 100 tokens"),
     _Refused(TGI, {"api_key": "o"}, {"api_key": "k"}, EngineFailedError, "status 401"),
     _Refused(TGI, {"tokenizer": _OtherTokenizer()}, {}, ConfigError, "it has another model"),
-    _Refused(TRTLLM, {"version": "0.20.0"}, {}, ConfigError, r"1\.0 or newer is needed"),
-    _Refused(TRTLLM, {"version": None}, {}, EngineFailedError, "does not say its version"),
+    _Refused(TRTLLM, {"version": "0.20.0"}, {}, ConfigError, r"1\.0 or newer is required"),
+    _Refused(TRTLLM, {"version": None}, {}, EngineFailedError, "does not report its version"),
     _Refused(TRTLLM, {}, {"served_name": "llama"}, ConfigError, "no model 'llama'"),
     _Refused(TRTLLM, {"tokenizer": _OtherTokenizer()}, {}, ConfigError, "it has another model"),
 )
@@ -573,9 +577,9 @@ def test_one_token_out_of_those_that_are_allowed(model: ServedModel) -> None:
 @pytest.mark.parametrize(
     ("event", "says"),
     [
-        ({"choices": [{"text": "word"}]}, "text where it was asked for token ids"),
-        ({"choices": [{"text": "", "finish_reason": "timeout"}]}, "reason of its own: timeout"),
-        ({"choices": [{"token_ids": ["a"]}]}, "no event of a stream"),
+        ({"choices": [{"text": "word"}]}, "text instead of the requested token ids"),
+        ({"choices": [{"text": "", "finish_reason": "timeout"}]}, "unknown reason: timeout"),
+        ({"choices": [{"token_ids": ["a"]}]}, "invalid event in a stream"),
     ],
 )
 def test_what_is_wrong_is_told(event: Any, says: str) -> None:

@@ -208,10 +208,10 @@ async def test_it_is_asked_for_a_model_by_name(model: ServedModel) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"/version": Played({"version": "0.10.2"})}, ConfigError, "0.11 or newer is needed"),
-        ({"/version": Played({"hello": 1})}, EngineFailedError, "does not say its version"),
-        ({"/version": Played(text="<html>")}, EngineFailedError, "is no vllm server"),
-        ({"/version": Played(status=404)}, EngineFailedError, "is no vllm server"),
+        ({"/version": Played({"version": "0.10.2"})}, ConfigError, "0.11 or newer is required"),
+        ({"/version": Played({"hello": 1})}, EngineFailedError, "does not report its version"),
+        ({"/version": Played(text="<html>")}, EngineFailedError, "is not of the kind vllm"),
+        ({"/version": Played(status=404)}, EngineFailedError, "is not of the kind vllm"),
         ({"/v1/models": Played({"data": []})}, EngineFailedError, "lists no models"),
         ({"/v1/models": Played([1])}, EngineFailedError, "lists no models"),
         ({"/tokenize": Played({"tokens": [1, 2]})}, ConfigError, "tokenizer is not that of"),

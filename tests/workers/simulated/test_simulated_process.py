@@ -86,7 +86,7 @@ def test_real_engines_have_processes_of_their_own(server: NatsServer) -> None:
     process = _workers(server.url, "--count", "2")
     _, stderr = process.communicate(timeout=60.0)
     assert process.returncode != 0
-    assert b"--count is for simulated engines" in stderr
+    assert b"--count needs a simulated engine" in stderr
 
 
 def test_an_engine_that_does_not_quantize_is_not_told_to(server: NatsServer) -> None:

@@ -10,16 +10,17 @@ from millrace.engine.types import DeviceTime, EngineOutput
 from millrace.workers.host.endings.records import attempt_of
 from millrace.workers.host.generations.generation import Generation
 
-# An engine that has not said the last of a request by then is not waited for: it is in a step that
-# takes this long, and may never come out of it.
+# Maximum wait for the final device time of a request. An engine that is silent longer is in a long
+# step, and may never come out of it.
 PATIENCE_S = 5.0
 
 logger = logging.getLogger(__name__)
 
 
 class _Expected:
-    """A generation whose last device time is still to be reported; ``then`` is called when it
-    is."""
+    """Generation whose final device time is not reported yet; ``then`` are the callbacks for that
+    time.
+    """
 
     __slots__ = ("generation", "then", "timer")
 
@@ -30,11 +31,11 @@ class _Expected:
 
 
 class DeviceTimes:
-    """Adds the device times that engines report to the generations.
+    """Device times that engines report, added to their generations.
 
-    The last output of most reports all of it. For one that was cancelled, or whose last output
-    ``owes`` some, the report follows in a step or two; ``when_reported`` waits for it. The time
-    is final when the engine has ended, or has reported nothing for ``PATIENCE_S``.
+    The last output of most generations reports all of it. After a cancel, or if the last output
+    ``owes`` device time, the report follows in a step or two; ``when_reported`` waits for it. The
+    time is also final when the engine has ended, or has reported nothing for ``PATIENCE_S``.
     """
 
     def __init__(self) -> None:
@@ -44,14 +45,16 @@ class DeviceTimes:
         return len(self._expected)
 
     def expect_report(self, generation: Generation) -> None:
-        """The engine will report its last device time."""
+        """Expect the engine's report of a generation's final device time."""
         engine_id = generation.engine_id
         if engine_id not in self._expected:
             timer = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up, engine_id)
             self._expected[engine_id] = _Expected(generation, timer)
 
     def note(self, times: Iterable[DeviceTime], running: dict[str, Generation]) -> None:
-        """Reports of the engine; ``running`` are the generations that it still runs, by id."""
+        """Add the engine's reports; ``running`` are the generations that it still runs, by engine
+        id.
+        """
         for time in times:
             expected = self._expected.get(time.request_id)
             if expected is not None:
@@ -62,20 +65,22 @@ class DeviceTimes:
                 running[time.request_id].accounting.device_use.note(time.device_us)
 
     def note_late(self, output: EngineOutput) -> None:
-        """An output of a generation that was cancelled meanwhile."""
+        """Add the device time of an output whose generation was cancelled meanwhile."""
         expected = self._expected.get(output.request_id)
         if expected is not None:
             expected.generation.accounting.device_use.note(output.device_us)
 
     def note_engine_lost(self, running: Iterable[Generation]) -> None:
-        """The engine has ended: device times of ``running`` and of expected reports are final."""
+        """Treat the device times of ``running`` and of expected reports as final: the engine has
+        ended.
+        """
         for generation in running:
             generation.accounting.device_use.note_engine_lost()
         for engine_id in list(self._expected):
             self._settle(engine_id)
 
     def when_reported(self, generation: Generation, then: Callable[[], None]) -> None:
-        """Call ``then`` once its device time is final, at once if it is."""
+        """Call ``then`` once the generation's device time is final; at once if it is already."""
         expected = self._expected.get(generation.engine_id)
         if expected is None or expected.generation is not generation:
             then()
@@ -83,7 +88,7 @@ class DeviceTimes:
             expected.then.append(then)
 
     def carry_over(self, former: Generation, to: Generation, worker_id: str, at_ns: int) -> None:
-        """An attempt continues another on this worker: give it that one's device time."""
+        """Give ``to``, which continues ``former`` on this worker, the device time of ``former``."""
         to.attempts = former.attempts | to.attempts
 
         def note() -> None:
@@ -95,13 +100,13 @@ class DeviceTimes:
         self.when_reported(former, note)
 
     async def wait_reported(self, generation: Generation) -> None:
-        """Returns when its device time is final."""
+        """Wait until the generation's device time is final."""
         done = asyncio.Event()
         self.when_reported(generation, done.set)
         await done.wait()
 
     async def wait_all_reported(self, timeout_s: float) -> None:
-        """Returns when nothing is expected, or the time is up."""
+        """Wait until no report is expected, for ``timeout_s`` at most."""
         try:
             async with asyncio.timeout(timeout_s):
                 for expected in list(self._expected.values()):

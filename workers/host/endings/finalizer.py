@@ -1,4 +1,4 @@
-"""The end of a request, step by step, so that a crash at any point loses nothing."""
+"""End of a request, step by step, so that a crash at any point loses nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class _NotOursError(Exception):
-    """Another attempt owns the request, or may own it."""
+    """Request that another attempt owns, or may own."""
 
     def __init__(self, ownership: Ownership) -> None:
         super().__init__()
@@ -47,15 +47,16 @@ class _NotOursError(Exception):
 
 
 class GenerationFinalizer:
-    """Ends generations whose last frames are posted: result, transcript if it is to be kept,
-    record, what the tenant is charged, ack, in this order. The record waits for
-    the final device time. Without ``settlements`` nothing is charged.
+    """Finalizer of generations whose last frames are posted.
 
-    A task each, so that a slow one delays no other; a step that the bus refuses is retried until it
-    succeeds. The lease is acknowledged only when all before it is stored, so a process that dies in
-    between leaves the job to run again, and its record is not doubled. Before each step
-    ``ownership`` confirms the lease. If another attempt owns the request, ``on_lost`` is called; if
-    that cannot be known, the lease lapses: the queue delivers the job again, and a delivery to this
+    The steps are, in this order: result, transcript (if kept), record, charge to the tenant, ack.
+    The record waits for the final device time. Without ``settlements`` nothing is charged.
+
+    Each generation has its own task, so a slow one delays no other. A step that the bus refuses is
+    retried until it succeeds. The lease is acknowledged after all other steps, so if the process
+    dies in between, the job runs again and its record is not doubled. ``ownership`` confirms the
+    lease before each step. If another attempt owns the request, ``on_lost`` is called. If ownership
+    cannot be known, the lease lapses, the queue delivers the job again, and a delivery to this
     worker continues this ending.
     """
 
@@ -88,11 +89,13 @@ class GenerationFinalizer:
         return None if entry is None else entry[0]
 
     def generations(self) -> list[Generation]:
-        """Those being finalized; their leases are still extended."""
+        """Return the generations being finalized; their leases are still extended."""
         return [generation for generation, _ in self._ending.values()]
 
     def start(self, generation: Generation) -> None:
-        """Finalize a generation; one that is being finalized continues, under its current lease."""
+        """Finalize a generation. If it is being finalized already, continue under its current
+        lease.
+        """
         request_id = generation.request_id
         if request_id in self._ending:
             return
@@ -101,13 +104,15 @@ class GenerationFinalizer:
         task.add_done_callback(lambda ended: self._forget(request_id, ended))
 
     def abandon(self, request_id: str) -> None:
-        """Stop finalizing a request: another attempt answers it, or will."""
+        """Stop finalizing a request that another attempt answers, or will answer."""
         entry = self._ending.pop(request_id, None)
         if entry is not None:
             entry[1].cancel()
 
     def _prices_of(self, generation: Generation) -> PriceBook:
-        """The adapter's, if it has a price book; our own costs are the model's."""
+        """Return the adapter's price book, or the model's if the adapter has none. The model's
+        device prices always apply.
+        """
         prices = self._context.model.entry.prices
         adapter = generation.adapter
         return prices_with(prices, None if adapter is None else adapter.prices)
@@ -161,8 +166,11 @@ class GenerationFinalizer:
                 )
 
     def _settlement(self, generation: Generation, record: RequestRecord) -> Settlement | None:
-        """The settlement of a service's job is of its whole reservation. That of a gateway's job
-        charges its cost alone, which the gateway would not charge if it died."""
+        """Return the settlement of a generation; None if nothing is charged.
+
+        A service's job settles its whole reservation. A gateway's job charges its cost only, since
+        the gateway would not charge it if the gateway died.
+        """
         job, reservation = generation.job, generation.lease.reservation
         settlement = Settlement(
             request_id=job.reservation_id,
@@ -186,8 +194,11 @@ class GenerationFinalizer:
         )
 
     async def _settle(self, settlement: Settlement) -> None:
-        """Settle once, however often the job ends. While Redis is unreachable it is retried in the
-        background, and the lease does not wait for that."""
+        """Settle once, however often the job ends.
+
+        While Redis is unreachable, the settlement is retried in the background and the lease does
+        not wait for it.
+        """
         if self._settlements is not None:
             await self._settlements.settle(settlement)
 
@@ -198,7 +209,7 @@ class GenerationFinalizer:
             await self._retry(lambda: self._bus.outbox.publish(transcript), generation)
         except PayloadTooLargeError as error:
             logger.warning(
-                "a transcript is too large to be kept",
+                "a transcript is too large to be stored",
                 extra={"request_id": generation.request_id, "reason": error.message},
             )
 
@@ -215,7 +226,7 @@ class GenerationFinalizer:
     async def _try_to_store(
         self, result: JobResult, generation: Generation
     ) -> PayloadTooLargeError | None:
-        """None once it is stored; otherwise why the bus will never accept it."""
+        """Store a result. Return None on success, or the error if the bus will never accept it."""
         try:
             await self._retry(lambda: self._bus.results.store(result), generation)
         except PayloadTooLargeError as error:

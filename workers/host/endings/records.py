@@ -1,5 +1,4 @@
-"""What an ended generation leaves behind: its record, its result and transcript if they are to be
-kept."""
+"""Record, result and transcript of an ended generation."""
 
 from __future__ import annotations
 
@@ -41,14 +40,17 @@ def request_record(
     cost_method: CostMethod,
     tool_format: ToolFormat | None,
 ) -> RequestRecord:
-    """The record of an ended generation. The times of the first token and the mean time per token
-    are those of this attempt; the token counts are those of the whole answer, and so is the device
-    time, as far as it is known, and the energy, if it is known of all attempts. So are the tokens
-    that were pulled. ``finish_reason`` is what the client is told: ``tool_calls`` where its answer
-    calls tools, in the model's ``tool_format``. A part of a request that never ran counts no
-    prompt. A request that never ran costs nothing and has no price version. If all that is known of
-    earlier attempts is device time, the row has a price version for that and no prompt tokens, so
-    that cost and tokens agree."""
+    """Return the record of an ended generation.
+
+    - The times of the first token and per token are those of this attempt.
+    - Token counts, pulled tokens and device time cover the whole answer, as far as they are known.
+      Energy is set only if it is known for all attempts.
+    - ``finish_reason`` is the reason that the client gets. It is ``tool_calls`` if the answer calls
+      tools in the model's ``tool_format``.
+    - A part of a request that never ran counts no prompt tokens. A request that never ran costs
+      nothing and has no price version. If only device time is known of earlier attempts, the row
+      has a price version for it and no prompt tokens, so that cost and tokens agree.
+    """
     job, outcome, usage = generation.job, generation.outcome, generation.usage() or Usage()
     timing, ran = generation.timing, generation.ran
     assert outcome is not None
@@ -109,7 +111,7 @@ def request_record(
 
 
 def _read_answer(generation: Generation, tool_format: ToolFormat | None) -> ChatAnswer | None:
-    """The answer as its reader tells it apart; None if nothing is told from its text."""
+    """Return the answer split into its parts; None if nothing is read from its text."""
     job, outcome = generation.job, generation.outcome
     if generation.output.answer is not None or outcome is None or not asked_of(job).reads_calls:
         return generation.output.answer
@@ -120,7 +122,7 @@ def _read_answer(generation: Generation, tool_format: ToolFormat | None) -> Chat
 
 
 def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt:
-    """The attempt on ``worker_id``, as the one that continues it records it."""
+    """Return the attempt on ``worker_id``, as the attempt that continues it records it."""
     return Attempt(
         epoch=generation.epoch,
         worker_id=worker_id,
@@ -134,8 +136,10 @@ def attempt_of(generation: Generation, worker_id: str, ended_ns: int) -> Attempt
 
 
 def job_result(generation: Generation) -> JobResult:
-    """What an asynchronous caller fetches. Log-probabilities of tokens that an earlier attempt made
-    are not known here, so there are none then."""
+    """Return the result that an asynchronous caller fetches.
+
+    Log-probabilities of an earlier attempt's tokens are unknown here, so a resumed answer has none.
+    """
     job, outcome = generation.job, generation.outcome
     assert outcome is not None
     result = result_of(
@@ -166,8 +170,10 @@ def job_result(generation: Generation) -> JobResult:
 
 
 def smaller_results(result: JobResult, message: str) -> Iterator[JobResult]:
-    """What to store of a result that the bus would not take, each smaller than the one before:
-    without log-probabilities, without token ids, and at last a failure that has ``message``."""
+    """Yield smaller and smaller forms of a result that the bus rejected as too large.
+
+    First without log-probabilities, then without token ids, and at last a failure with ``message``.
+    """
     result = msgspec.structs.replace(result, logprobs=(), prompt_logprobs=())
     yield result
     beams = tuple(msgspec.structs.replace(beam, token_ids=()) for beam in result.beams)
@@ -191,15 +197,18 @@ def smaller_results(result: JobResult, message: str) -> Iterator[JobResult]:
 
 
 def wants_transcript(generation: Generation) -> bool:
-    """Whether the words of an ended generation are to be kept: its job says so, and it was
-    answered with words."""
+    """Return whether an ended generation's transcript is stored: its job asks for it, and it has a
+    text answer.
+    """
     outcome, job = generation.outcome, generation.job
     is_answered = outcome is not None and outcome.status is Status.DONE and job.pooling is None
     return job.keep_transcript and is_answered
 
 
 def transcript_of(generation: Generation, tokenizer: Tokenizer) -> TranscriptRecord:
-    """Prompt and answer. The prompt is what the model read, with the marks of its template."""
+    """Return prompt and answer. The prompt is the text that the model read, template markers
+    included.
+    """
     job = generation.job
     return TranscriptRecord(
         request_id=job.request_id,

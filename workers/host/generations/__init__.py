@@ -1,2 +1,5 @@
-"""One request as it runs here: tokens, text, phase, times, trace, and what is kept once it has
-ended. Called by everything else in ``host``; imports no other room of it."""
+"""State of one request on this worker: tokens, text, phase, times, trace, and its remains after the
+end.
+
+Called by everything else in ``host``; imports no other folder of it.
+"""

@@ -1,4 +1,4 @@
-"""What a generation takes: tokens found in caches, computed and pulled, and time of the device."""
+"""Resources of a generation: tokens cached, computed and pulled, and device time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from millrace.workers.host.energy import EnergyMeter, EnergyShare
 
 
 class DeviceUse:
-    """As reported by the engines: each counts from 0, and what one that died had not reported is
-    lost. Engines report the time of one device; all of a group are busy meanwhile, so that what was
-    taken is ``num_devices`` times as long."""
+    """Device time of a generation, as the engines report it.
+
+    Each engine counts from 0. Time that an engine had not reported when it died is lost. Engines
+    report the time of one device. All devices of a group are busy meanwhile, so the total is
+    ``num_devices`` times as long.
+    """
 
     __slots__ = ("_former_us", "_meter", "_share", "_us", "num_devices")
 
@@ -25,36 +28,36 @@ class DeviceUse:
         self._share = EnergyShare()
 
     def note(self, device_us: float) -> None:
-        """The engine reports its total so far."""
+        """Record the engine's total so far, in microseconds."""
         if device_us > self._us:
             self._us = device_us
             self._share.device_us = self._former_us + device_us
             self._meter.note_device_time(self._share)
 
     def note_engine_lost(self) -> None:
-        """The engine has ended."""
+        """Start counting for the next engine: this one has ended."""
         self._former_us += self._us
         self._us = 0.0
 
     @property
     def total_us(self) -> int:
-        """Of all devices together."""
+        """Device time of all devices together, in microseconds."""
         return round((self._former_us + self._us) * self.num_devices)
 
     def settle_energy(self) -> float | None:
-        """The joules of that time, of a run that is over; None if they were not measured."""
+        """Return the joules of that time, once the run is over; None if they were not measured."""
         return self._meter.settle(self._share)
 
 
 @dataclass(slots=True, eq=False)
 class Accounting:
-    """The amounts of one attempt.
+    """Amounts of one attempt.
 
-    ``num_found_tokens`` were in the engine's KV cache when it began, of the prompt and of resumed
-    tokens. The client pays ``num_cached_tokens`` of the prompt as cached. ``num_pulled_tokens``
-    came from another worker's KV cache. ``resampled``: an engine continued the attempt and draws
-    other tokens than its seed would have given. ``is_charged``: the scheduler was told what the
-    attempt used.
+    ``num_found_tokens`` of the prompt and the resumed tokens were in the engine's KV cache when it
+    began. The client pays ``num_cached_tokens`` of the prompt as cached. ``num_pulled_tokens`` came
+    from another worker's KV cache. ``resampled``: an engine continued the attempt and draws other
+    tokens than its seed would have given. ``is_charged``: the scheduler was told the attempt's
+    usage.
     """
 
     device_use: DeviceUse
@@ -70,14 +73,16 @@ class Accounting:
     def begin(
         self, output: EngineOutput, attempts: Mapping[int, Attempt], num_prompt_tokens: int
     ) -> None:
-        """The engine has admitted the request; ``attempts`` are the earlier ones, by epoch."""
+        """Record that the engine has admitted the request; ``attempts`` are the earlier ones, by
+        epoch.
+        """
         self.num_found_tokens = output.num_cached_tokens
         self.num_pulled_tokens = output.num_pulled_tokens
         num_free = num_free_tokens(output, attempts)
         self.num_cached_tokens = min(num_free, num_prompt_tokens)
 
     def find_more(self, output: EngineOutput, num_prompt_tokens: int) -> None:
-        """Some servers say at the end only what they found in their caches."""
+        """Record cached tokens reported at the end: some servers report them only then."""
         self.num_found_tokens = output.num_cached_tokens
         self.num_cached_tokens = min(output.num_cached_tokens, num_prompt_tokens)
 
@@ -92,14 +97,19 @@ class Accounting:
             self.device_use.note(output.device_us)
 
     def pulled_from(self, source: KvSource | None) -> str:
-        """The id of the worker that tokens were pulled from; empty if none were."""
+        """Return the id of the worker that tokens were pulled from; empty if none were."""
         return source.worker_id if source is not None and self.num_pulled_tokens else ""
 
 
 def num_free_tokens(output: EngineOutput, attempts: Mapping[int, Attempt]) -> int:
-    """Of the tokens that an engine found in its KV cache when it began, as ``output`` says, count
-    the tokens that the client does not pay as computed. What an earlier attempt (``attempts``, by
-    epoch) computed and this one has pulled was not found for free."""
+    """Return how many tokens found in the KV cache the client does not pay as computed.
+
+    Tokens that an earlier attempt computed and this one pulled were not found for free.
+
+    Args:
+        output: the engine's first output, with the tokens found in its KV cache.
+        attempts: the earlier attempts, by epoch.
+    """
     num_cached = output.num_cached_tokens
     if not attempts:
         return num_cached

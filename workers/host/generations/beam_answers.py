@@ -1,4 +1,4 @@
-"""The answers of a beam search, as the engine gives them out at its end."""
+"""Answers of a beam search, which the engine returns at its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_TOKENS_PER_BEAM_FRAME = 1024
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """``pieces[i]`` is the text that ``token_ids[i]`` added."""
+    """Answer of one beam; ``pieces[i]`` is the text that ``token_ids[i]`` added."""
 
     token_ids: tuple[int, ...]
     pieces: list[str]
@@ -27,9 +27,11 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class BeamAnswers:
-    """Gathers the ``sampling.n`` answers of a job, the best first; until ``add`` has returned an
-    outcome there is nothing to be told of them. An engine that died before it had given out all is
-    followed by one that gives out all anew."""
+    """Collector of the ``sampling.n`` answers of a job, best first.
+
+    Answers are unavailable until ``add`` has returned an outcome. If an engine dies before it has
+    returned all answers, the next engine returns all of them again.
+    """
 
     def __init__(self, tokenizer: Tokenizer, job: Job) -> None:
         self._tokenizer = tokenizer
@@ -39,17 +41,17 @@ class BeamAnswers:
 
     @classmethod
     def of(cls, job: Job, tokenizer: Tokenizer) -> BeamAnswers | None:
-        """Those of a job that searches; None for another one."""
+        """Return a collector for a job with a beam search; None for another job."""
         return cls(tokenizer, job) if job.sampling.use_beam_search else None
 
     @property
     def num_tokens(self) -> int:
-        """Of all answers; 0 until all are there."""
+        """Number of tokens of all answers; 0 until all are there."""
         return sum(end.num_tokens for end in self.ends)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Of the thoughts of all answers."""
+        """Number of reasoning tokens of all answers."""
         reasoning = self._job.sampling.reasoning
         if reasoning is None or not self._is_complete:
             return 0
@@ -57,7 +59,7 @@ class BeamAnswers:
 
     @property
     def text(self) -> str:
-        """That of the best answer."""
+        """Text of the best answer."""
         return "".join(self._answers[0].pieces) if self._is_complete else ""
 
     @property
@@ -65,7 +67,9 @@ class BeamAnswers:
         return tuple(answer.end for answer in self._answers) if self._is_complete else ()
 
     def add(self, output: EngineOutput) -> GenerationOutcome | None:
-        """Add the next answer; returns the outcome, which is the best answer's, with the last."""
+        """Add the next answer. With the last one, return the outcome, which is the best
+        answer's.
+        """
         if output.choice == 0:
             self._answers.clear()
         sampling = self._job.sampling
@@ -89,7 +93,7 @@ class BeamAnswers:
         )
 
     def frames(self, epoch: int) -> Iterator[Beam]:
-        """All answers in frames of bounded size."""
+        """Yield all answers in frames of bounded size."""
         if not self._is_complete:
             return
         for number, answer in enumerate(self._answers):
@@ -104,7 +108,7 @@ class BeamAnswers:
                 )
 
     def results(self) -> tuple[BeamResult, ...]:
-        """The answers as an asynchronous caller gets them."""
+        """Return the answers as an asynchronous caller gets them."""
         if not self._is_complete:
             return ()
         return tuple(

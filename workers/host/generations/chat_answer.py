@@ -1,4 +1,4 @@
-"""The answer to a chat job, told apart into content, thoughts and tool calls."""
+"""Answer to a chat job, split into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ from millrace.schemas.tools import ToolCall, ToolFormat
 
 
 class _Call:
-    """A call that began with the token ``began``; ``texts`` has what tokens added to its arguments
-    or, of a custom tool, to its input."""
+    """Tool call that began with the token ``began``.
+
+    ``texts`` maps tokens to the text that they added to its arguments or, for a custom tool, to its
+    input.
+    """
 
     def __init__(self, index: int, call_id: str, name: str, began: int, *, custom: bool) -> None:
         self.index = index
@@ -42,17 +45,17 @@ class _Call:
         self._reader = InputReader() if custom else None
 
     def add(self, token: int, text: str) -> None:
-        """Take more of its arguments."""
+        """Add text of a token to the arguments or input."""
         shown = text if self._reader is None else self._reader.feed(text)
         self.texts[token] = self.texts.get(token, "") + shown
         self.last = token
 
     def between(self, start: int, end: int) -> list[str]:
-        """The text that each of these tokens added."""
+        """Return the text that each of these tokens added."""
         return [self.texts.get(token, "") for token in range(start, end)]
 
     def delta(self, text: str, *, is_first: bool) -> ToolCallDelta:
-        """More of its text, with its id, type and name if it is the first of it."""
+        """Return a delta with more of the text; the first delta also has id, type and name."""
         name = self.name if is_first else ""
         is_custom = self._reader is not None
         delta = ToolCallDelta(
@@ -77,12 +80,12 @@ class _Call:
 
 
 class ChatAnswer:
-    """Reads the text that each token of one completion added.
+    """Parser of the text that each token of one completion added.
 
-    What a token adds depends on the tokens before it alone, so an answer that is made anew from
-    the same tokens, on whatever worker, is told in the same pieces and has the same ids of calls.
-    Text that is held back comes with the token that decides what it is, or with the last one.
-    ``notices`` name, once it has ended, the calls of strict tools that do not fit their schemas.
+    The parts of a token depend only on the tokens before it. So an answer that is computed again
+    from the same tokens, on any worker, has the same pieces and the same ids of calls. Text that is
+    held back comes with the token that decides its kind, or with the last token. After the end,
+    ``notices`` name the calls of strict tools that do not fit their schemas.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class ChatAnswer:
         *,
         reads_calls: bool = False,
     ) -> None:
-        """Calls are told from text if the form has tools, or if ``reads_calls``."""
+        """Create a parser; it reads calls from text if the form has tools, or if
+        ``reads_calls``.
+        """
         self._contents: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[_Call] = []
@@ -117,27 +122,30 @@ class ChatAnswer:
 
     @classmethod
     def of(cls, job: Job, tool_format: ToolFormat | None) -> ChatAnswer | None:
-        """That of a job that asks for its answer's parts; None for another one, and for a beam
-        search, whose answers have no deltas."""
+        """Return the answer of a job that asks for its parts; None for another job, and for a beam
+        search, whose answers have no deltas.
+        """
         if job.answer is None or job.sampling.use_beam_search:
             return None
         return cls(job.answer, job, tool_format)
 
     @classmethod
     def read_by_gateway(cls, job: Job, tool_format: ToolFormat | None) -> ChatAnswer:
-        """That of a job whose gateway tells calls from text, read as the gateway does."""
+        """Return the answer of a job whose gateway reads calls from text, parsed as the gateway
+        does.
+        """
         asked = asked_of(job)
         form = AnswerForm(must_call=asked.must_call)
         return cls(form, job, tool_format, reads_calls=asked.reads_calls)
 
     @property
     def called_names(self) -> tuple[str, ...]:
-        """The names of the tools that it calls, in the order of the calls."""
+        """Names of the called tools, in the order of the calls."""
         return tuple(call.name for call in self._calls)
 
     @property
     def is_certain(self) -> bool:
-        """Whether the end of the completion would add nothing to what its last token says."""
+        """True if the end of the completion would add nothing to the parts of its last token."""
         if self._is_finished:
             return True
         if self._reasoning is not None:
@@ -145,7 +153,7 @@ class ChatAnswer:
         return self._parser is None or self._parser.is_certain
 
     def read(self, pieces: Sequence[str]) -> None:
-        """Take what is new in ``pieces``, which has the text that each token added."""
+        """Read new text in ``pieces``, which has the text that each token added."""
         num_read = len(self._contents)
         if num_read:
             self._take(pieces[num_read - 1][self._num_read_of_last :])
@@ -157,7 +165,9 @@ class ChatAnswer:
             self._num_read_of_last = len(pieces[-1])
 
     def finish(self, finish_reason: FinishReason | None, stop_reason: str | int | None) -> None:
-        """There are no further tokens. Without a ``finish_reason`` it did not end well."""
+        """Note that there are no further tokens. Without a ``finish_reason`` the completion
+        failed.
+        """
         if self._is_finished:
             return
         self._is_finished = True
@@ -180,13 +190,14 @@ class ChatAnswer:
             self.notices = tuple(violations([call.as_tool_call() for call in whole], self._unheld))
 
     def finish_reason(self, ended: FinishReason) -> FinishReason:
-        """How it is told to have ended, where the completion itself ``ended`` so."""
+        """Return the finish reason for the client of a completion that ``ended`` so."""
         has_called = ended is FinishReason.STOP and bool(self._calls) and not self._is_cut
         return FinishReason.TOOL_CALLS if has_called else ended
 
     def delta_fields(self, start: int, end: int) -> dict[str, Any]:
-        """The fields of a delta of the tokens from ``start`` to ``end``, but for tokens and
-        log-probabilities."""
+        """Return the fields of a delta for the tokens from ``start`` to ``end``, except tokens and
+        log-probabilities.
+        """
         contents = self._contents[start:end]
         thoughts = self._thoughts[start:end] if self._includes_reasoning else []
         fields: dict[str, Any] = {"text": "".join(contents), "text_ends": _ends(contents)}
@@ -203,7 +214,7 @@ class ChatAnswer:
         return fields
 
     def result_fields(self) -> dict[str, Any]:
-        """The fields of a result that are about its text."""
+        """Return the text fields of a result."""
         num_tokens = len(self._contents)
         thoughts = self._thoughts if self._includes_reasoning else []
         return {

@@ -1,4 +1,4 @@
-"""What a worker remembers of requests that are over, for a while and within bounds."""
+"""Memory of finished requests, bounded in time and size."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MAX_NUMBERS = 4_000_000
 _MAX_FLOORS = 8_192
 # A log-probability is an object, with a pair for each alternative.
 _NUMBERS_PER_LOGPROB = 4
-# Each token of an answer that is told apart adds to content, to thoughts, and maybe to a call.
+# Each token of an answer that is split adds to content, to reasoning, and maybe to a call.
 _NUMBERS_PER_PART = 3
 
 
 class FinishedGenerations:
-    """Ended generations, oldest first, so that a reader who missed frames can have them again.
+    """Ended generations, oldest first, so that a reader who missed frames can get them again.
 
-    Each is kept for ``memory_s``, less if there are too many; the oldest go first.
+    Each is kept for ``memory_s``. If there are too many, the oldest are dropped earlier.
     """
 
     def __init__(self, clock: Clock, memory_s: float) -> None:
@@ -59,8 +59,10 @@ class FinishedGenerations:
 
 
 class EpochFloors:
-    """The newest epoch that each recently superseded request is known to have, so that a dispatch
-    which was overtaken on its way does not start an older run."""
+    """Newest known epoch of each recently superseded request.
+
+    A dispatch that was overtaken on its way must not start an older attempt.
+    """
 
     def __init__(self) -> None:
         self._floors: OrderedDict[str, int] = OrderedDict()
@@ -75,7 +77,7 @@ class EpochFloors:
 
 
 def _size(generation: Generation) -> int:
-    """How many token ids and numbers of an embedding it holds, or what takes as much memory."""
+    """Return the memory of a generation, counted in token ids and embedding numbers."""
     sampling = generation.job.sampling
     return (
         len(generation.prompt_token_ids)

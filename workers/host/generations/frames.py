@@ -1,4 +1,4 @@
-"""Frames out of what a generation holds: its start, its tokens, its end."""
+"""Frames of a generation: its start, its tokens, its end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def started_frame(generation: Generation, worker_id: str) -> Started:
 
 
 def token_frames(generation: Generation, from_index: int) -> list[Frame]:
-    """The tokens from ``from_index`` on, in frames of bounded size."""
+    """Return the tokens from ``from_index`` on, in frames of bounded size."""
     num_tokens = generation.num_certain_tokens
     return [
         _delta(generation, start, min(start + MAX_TOKENS_PER_DELTA, num_tokens))
@@ -45,7 +45,7 @@ def token_frames(generation: Generation, from_index: int) -> list[Frame]:
 
 
 def pre_token_frames(generation: Generation) -> list[Frame]:
-    """Frames before the tokens, or in their place, as far as they are computed."""
+    """Return the computed frames that come before the tokens, or instead of them."""
     epoch, output = generation.epoch, generation.output
     frames: list[Frame] = [*_prompt_logprob_frames(epoch, output.prompt_logprobs)]
     if output.beams is not None:
@@ -56,7 +56,7 @@ def pre_token_frames(generation: Generation) -> list[Frame]:
 
 
 def pop_unflushed(generation: Generation) -> list[Frame]:
-    """What the listeners have not been handed yet; it counts as handed then."""
+    """Return the frames that the listeners have not got yet, and mark them as sent."""
     delivery = generation.delivery
     frames = token_frames(generation, delivery.num_flushed)
     delivery.num_flushed = max(delivery.num_flushed, generation.num_certain_tokens)
@@ -68,7 +68,7 @@ def pop_unflushed(generation: Generation) -> list[Frame]:
 
 
 def closing_frames(generation: Generation) -> list[Frame]:
-    """Usage, if there is any, and the terminal frame."""
+    """Return the usage frame, if there is usage, and the terminal frame."""
     usage = generation.usage()
     told = [] if usage is None else [msgspec.structs.replace(usage, epoch=generation.epoch)]
     return [*told, _terminal_frame(generation)]
@@ -120,7 +120,7 @@ def _terminal_frame(generation: Generation) -> TerminalFrame:
 def _prompt_logprob_frames(
     epoch: int, logprobs: tuple[TokenLogprob | None, ...]
 ) -> list[PromptLogprobs]:
-    """One entry for each token of the prompt, in frames of bounded size."""
+    """Return one entry for each token of the prompt, in frames of bounded size."""
     size = MAX_PROMPT_LOGPROBS_PER_FRAME
     return [
         PromptLogprobs(epoch=epoch, index=start, logprobs=logprobs[start : start + size])

@@ -1,4 +1,4 @@
-"""What a generation has made: tokens, their text, log-probabilities, an embedding."""
+"""Output of a generation: tokens, their text, log-probabilities, an embedding."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class GeneratedOutput:
     """Tokens and text of one generation.
 
     ``token_ids`` and ``pieces`` run in parallel: ``pieces[i]`` is the text that token i added. The
-    client has the first ``num_resumed`` tokens from an earlier attempt. ``logprobs`` has one entry
-    for each token from ``num_resumed`` on, if the job asked for any; ``prompt_logprobs`` one for
-    each of the prompt. ``embedding`` is little-endian float32, empty until it is computed.
-    ``beams`` are a beam search's answers, beside which it has no tokens; None without. ``answer``
-    tells the parts of a chat's answer apart; None: its text is told as the model wrote it.
+    client has the first ``num_resumed`` tokens from an earlier attempt. ``logprobs`` has an entry
+    for each token from ``num_resumed`` on, if the job asked for any. ``prompt_logprobs`` has an
+    entry for each token of the prompt. ``embedding`` is little-endian float32, empty until it is
+    computed. ``beams`` are the answers of a beam search, which has no other tokens; None without
+    one. ``answer`` splits a chat's answer into its parts; None if the text is sent as the model
+    wrote it.
     """
 
     __slots__ = (
@@ -54,16 +55,18 @@ class GeneratedOutput:
 
     @property
     def num_completion_tokens(self) -> int:
-        """Count all tokens that were made, by earlier attempts too."""
+        """Number of all tokens produced, by earlier attempts too."""
         return len(self.token_ids) if self.beams is None else self.beams.num_tokens
 
     @property
     def text(self) -> str:
-        """The text; of a beam search that of its best answer."""
+        """Text of the answer; for a beam search, of its best answer."""
         return "".join(self.pieces) if self.beams is None else self.beams.text
 
     def add_tokens(self, output: EngineOutput) -> bool:
-        """Add the tokens of a step. Returns whether a stop string or the only call is complete."""
+        """Add the tokens of a step. Return whether a stop string or the only allowed call is
+        complete.
+        """
         if output.logprobs:
             self.logprobs.extend(output.logprobs)
         push, token_ids, pieces = self.stream.push, self.token_ids, self.pieces
@@ -77,13 +80,13 @@ class GeneratedOutput:
         return False
 
     def add_scores(self, output: EngineOutput) -> None:
-        """Take what was computed of the prompt: log-probabilities, or an embedding."""
+        """Add the results for the prompt: log-probabilities, or an embedding."""
         if output.prompt_logprobs:
             self.prompt_logprobs = output.prompt_logprobs
         if output.embedding:
             self.embedding = struct.pack(f"<{len(output.embedding)}f", *output.embedding)
 
     def flush(self) -> None:
-        """Add the text that was held back behind the last token."""
+        """Add the text that was held back after the last token."""
         if self.pieces:
             self.pieces[-1] += self.stream.flush()

@@ -1,4 +1,4 @@
-"""One request on the bus side of a worker, from its dispatch to its end."""
+"""Request on the bus side of a worker, from its dispatch to its end."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from millrace.workers.host.generations.state import (
     is_refusal,
 )
 
-# An attribute of an enum takes longer to look up, and each output does so.
+# Looking up an attribute of an enum takes longer, and each output would do so.
 _QUEUED, _PREFILLING, _, _ENDED = GenerationPhase
-# Batch work has one below 0, so it is preempted for all other work.
+# Batch work has a priority below 0, so all other work preempts it.
 PRIORITIES = {tier: priority for priority, tier in enumerate(reversed(Tier), start=-1)}
 
 
 class Trace(Protocol):
-    """The trace of a generation; implemented by ``tracing.RunTrace``."""
+    """Trace of a generation, implemented by ``tracing.RunTrace``."""
 
     def add_event(self, name: str) -> None: ...
 
@@ -49,12 +49,12 @@ class Trace(Protocol):
 
 
 class Generation:
-    """A request on this worker, from its dispatch to its end.
+    """Request on this worker, from its dispatch to its end.
 
-    ``attempts`` are the attempts before this one, by epoch; it is this attempt from ``first_epoch``
-    on, under whatever later ones. With ``known_outcome`` an earlier attempt made all tokens, and
-    only the prompt's log-probabilities are missing. When the job is dispatched here again after
-    ``outcome`` is set, only epoch, lease and delivery change.
+    ``attempts`` are the earlier attempts, by epoch. ``first_epoch`` is the epoch of this attempt,
+    which may continue under later epochs. With ``known_outcome`` an earlier attempt produced all
+    tokens, and only the prompt's log-probabilities are missing. If the job is dispatched here again
+    after ``outcome`` is set, only epoch, lease and delivery change.
     """
 
     __slots__ = (
@@ -103,7 +103,9 @@ class Generation:
         self.trace: Trace | None = None
 
     def _enter(self, phase: GenerationPhase, at_ns: int) -> None:
-        """The one transition of phases: only forward, and noted in ``timing``."""
+        """Enter a later phase and record the time in ``timing``. All transitions go through
+        here.
+        """
         assert phase > self.phase, f"{self.phase.name} to {phase.name}"
         self.phase = phase
         match phase:
@@ -115,7 +117,7 @@ class Generation:
                 self.timing.done_ns = at_ns
 
     def end(self, outcome: GenerationOutcome, now_ns: int) -> None:
-        """Nothing of it is computed any more."""
+        """End the generation with its outcome; nothing more is computed."""
         self.outcome = outcome
         self._enter(GenerationPhase.ENDED, now_ns)
         output = self.output
@@ -135,7 +137,7 @@ class Generation:
 
     @property
     def kv_source(self) -> KvSource | None:
-        """Where the context can be pulled from."""
+        """Worker from which the KV blocks of the context can be pulled."""
         return self._dispatch.kv_source
 
     @property
@@ -151,7 +153,7 @@ class Generation:
     def priority(self) -> int:
         return PRIORITIES[self.job.tier]
 
-    # --- how far it is ---
+    # --- progress ---
 
     @property
     def ended(self) -> bool:
@@ -159,19 +161,21 @@ class Generation:
 
     @property
     def ran(self) -> bool:
-        """Whether an engine computed anything for it, here or at an earlier attempt. A request that
-        never ran costs nothing."""
+        """True if an engine computed anything for it, here or in an earlier attempt. A request that
+        never ran costs nothing.
+        """
         return bool(self.timing.started_ns or self.output.num_resumed)
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and completion so far."""
+        """Number of tokens of prompt and completion so far."""
         return len(self.prompt_token_ids) + len(self.output.token_ids)
 
     @property
     def num_certain_tokens(self) -> int:
-        """How many of its tokens say all that they ever will: the end of a completion may add to
-        what its last token says."""
+        """Number of tokens whose parts are final. The end of a completion may add to the parts of
+        its last token.
+        """
         output = self.output
         num_tokens = len(output.token_ids)
         if output.answer is None or self.ended:
@@ -181,7 +185,7 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """How its reader is told that it ended, if it ended well."""
+        """Finish reason for the client, if the generation ended well."""
         reason, answer = (
             None if self.outcome is None else self.outcome.finish_reason,
             self.output.answer,
@@ -190,7 +194,7 @@ class Generation:
 
     @property
     def stop_reason(self) -> str | int | None:
-        """The stop string or the id of the stop token that ended it, if one did."""
+        """Stop string or id of the stop token that ended the completion, if one did."""
         if self.outcome is None or self.outcome.finish_reason is not FinishReason.STOP:
             return None
         output = self.output
@@ -203,12 +207,14 @@ class Generation:
 
     @property
     def notices(self) -> Notices:
-        """What the answer leaves out or does not keep, for its end."""
+        """Notices for the end of the answer: features that it leaves out or rules that it
+        breaks.
+        """
         notices, answer = self.job.notices, self.output.answer
         return notices if answer is None else bounded((*notices, *answer.notices))
 
     def resumed_outcome(self, eos_token_ids: Sequence[int]) -> GenerationOutcome | None:
-        """The outcome that the tokens of an earlier attempt had already reached, if any."""
+        """Return the outcome that the tokens of an earlier attempt had already reached, if any."""
         sampling, output = self.job.sampling, self.output
         if not output.token_ids:
             return None
@@ -224,7 +230,7 @@ class Generation:
         return STOPPED if ends else LENGTH_REACHED
 
     def apply(self, output: EngineOutput, now_ns: int) -> GenerationOutcome | None:
-        """Add the output of a step; returns the outcome if it is the last one."""
+        """Add the output of a step. Return the outcome if it is the last output."""
         made, accounting = self.output, self.accounting
         if self.phase is _QUEUED and (output.started or output.error is None):
             admitted_ns = self.timing.accepted_ns + round(output.queued_s * 1e9)
@@ -232,7 +238,7 @@ class Generation:
             self.timing.note_pull(output.num_pulled_tokens, output.pulled_s)
             accounting.begin(output, self.attempts, len(self.prompt_token_ids))
         elif output.num_cached_tokens > accounting.num_found_tokens and not output.started:
-            # Another engine's start says what it found anew.
+            # The start of another engine reports again how many tokens it found in its cache.
             accounting.find_more(output, len(self.prompt_token_ids))
         accounting.add(output)
         made.add_scores(output)
@@ -256,12 +262,15 @@ class Generation:
         return GenerationOutcome(status=Status.DONE, finish_reason=output.finish_reason)
 
     def continues(self, token_ids: Sequence[int]) -> bool:
-        """Whether a client that has ``token_ids`` can be given the rest of this generation."""
+        """Return whether a client that has ``token_ids`` can continue with this generation."""
         return tuple(self.output.token_ids[: len(token_ids)]) == tuple(token_ids)
 
     def adopt(self, dispatch: Dispatch, worker_id: str, now_s: float) -> None:
-        """Go on under a new lease and epoch, from the first token that the client has not got. What
-        was thought to be an earlier run on ``worker_id`` may be this one."""
+        """Continue under a new lease and epoch, from the first token that the client does not have.
+
+        The dispatch may list this very run on ``worker_id`` as an earlier attempt; that entry is
+        left out.
+        """
         self.attempts |= {
             attempt.epoch: attempt
             for attempt in dispatch.attempts
@@ -272,15 +281,18 @@ class Generation:
         self.delivery.rewind(len(dispatch.resume_token_ids))
 
     def listener(self, reply: str) -> Listener:
-        """A reader at ``reply``, with frames as the job asks for them."""
+        """Return a listener at ``reply``, with frames in the form that the job asks for."""
         return Listener(reply, self.job.batch_frames, self.job.frames_as_json)
 
-    # --- what it used ---
+    # --- usage ---
 
     def usage(self) -> Usage | None:
-        """No tokens for a request that was refused for what it says; None for another one that
-        never ran, which does not even count as a request. A prompt that another choice pays for
-        counts no tokens."""
+        """Return the usage.
+
+        A request that was refused for its content has a usage of 0 tokens. Any other request that
+        never ran has no usage (None) and does not count as a request. A prompt that another choice
+        pays for counts no tokens.
+        """
         if not self.ran:
             return Usage() if is_refusal(self.outcome) else None
         reasoning = self.job.sampling.reasoning
@@ -299,11 +311,13 @@ class Generation:
 
     @property
     def num_paid_prompt_tokens(self) -> int:
-        """How many tokens of the prompt count and cost."""
+        """Number of prompt tokens that count and cost."""
         return 0 if self.job.shares_prompt else len(self.prompt_token_ids)
 
     def pop_served(self) -> Served | None:
-        """What this attempt used, returned once; None if it never started, unless it failed so."""
+        """Return the usage of this attempt, once. None if it never started, unless it failed
+        before.
+        """
         if self.accounting.is_charged or not (self.timing.started_ns or is_failure(self.outcome)):
             return None
         self.accounting.is_charged = True

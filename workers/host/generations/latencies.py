@@ -1,4 +1,4 @@
-"""How long requests took on this worker, counted where it happens and read at a scrape."""
+"""Latencies of requests on this worker, counted as they happen and read at a scrape."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _NS_PER_S = 1e9
 
 
 class RequestTimes:
-    """Of the attempts on one worker: a migrated request counts at each worker that ran it.
+    """Latencies of the attempts on one worker; a migrated request counts at each worker that ran
+    it.
 
     ``first_token_s`` and ``engine_wait_s`` begin with the dispatch, ``prefill_s`` when the engine
-    took the request into its batch. ``gap_s`` are the times between tokens: the tokens that one
-    step made for a request share theirs. ``ended`` counts by how a request ended.
+    took the request into its batch. ``gap_s`` are the times between tokens; tokens of the same step
+    and request share one gap. ``ended`` counts requests by their final status.
 
-    Within a step tokens are counted by when their requests had got the one before, which is the
-    same time for most of them: so a token costs next to nothing here.
+    Within a step, tokens are counted by the time of their request's previous token. Most requests
+    share that time, so a token costs next to nothing here.
     """
 
     def __init__(self) -> None:
@@ -35,8 +36,13 @@ class RequestTimes:
     def note_tokens(
         self, timing: GenerationTiming, num_tokens: int, before_ns: int, traceparent: str = ""
     ) -> None:
-        """A generation has got so many just now, and the token before them at ``before_ns``, 0 if
-        there was none. ``traceparent`` is the trace of its request."""
+        """Record ``num_tokens`` new tokens of a generation.
+
+        Args:
+            num_tokens: the number of new tokens.
+            before_ns: the time of the token before them; 0 if there was none.
+            traceparent: the trace of the request.
+        """
         if before_ns and num_tokens == 1:
             self._num_since[before_ns] += 1
         elif before_ns:
@@ -47,13 +53,13 @@ class RequestTimes:
             self.first_token_s.add(seconds, trace_id=recorded_trace_id(traceparent))
 
     def end_step(self, now_ns: int) -> None:
-        """All tokens of a step have been noted."""
+        """Record that all tokens of a step have been noted."""
         for before_ns, num_tokens in self._num_since.items():
             self.gap_s.add((now_ns - before_ns) / _NS_PER_S, num_tokens)
         self._num_since.clear()
 
     def add_end(self, timing: GenerationTiming, status: Status, traceparent: str = "") -> None:
-        """A generation has ended here."""
+        """Record that a generation has ended here."""
         self.ended[status] += 1
         if not timing.started_ns:
             return

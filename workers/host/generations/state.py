@@ -1,4 +1,4 @@
-"""A generation's phase, times, lease, the delivery of its frames, and how it ends."""
+"""Phase, times, lease, frame delivery and outcome of a generation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millrace.schemas.records import Status
 
 
 class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a generation ended; one for each terminal frame that a worker sends."""
+    """Outcome of a generation; there is one for each terminal frame that a worker sends."""
 
     status: Status
     finish_reason: FinishReason | None = None
@@ -28,7 +28,7 @@ class GenerationOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cancel_reason(self) -> str:
-        """What the terminal frame of a cancelled request says beside that."""
+        """Reason that the terminal frame of a cancelled request gives; empty for a plain cancel."""
         is_orphaned = self.error_code == CancelReason.ORPHANED.value
         return self.error_code if is_orphaned else ""
 
@@ -54,7 +54,7 @@ _ORPHANED = GenerationOutcome(
 
 
 def cancelled(reason: CancelReason) -> GenerationOutcome:
-    """The end of a request that was cancelled for ``reason``."""
+    """Return the outcome of a request that was cancelled for ``reason``."""
     match reason:
         case CancelReason.DEADLINE:
             return EXPIRED
@@ -65,17 +65,19 @@ def cancelled(reason: CancelReason) -> GenerationOutcome:
 
 
 def failed(code: str, message: str) -> GenerationOutcome:
-    """It could not go on; ``code`` is stable."""
+    """Return the outcome of a request that failed; ``code`` is stable."""
     return GenerationOutcome(status=Status.FAILED, error_code=code, error_message=message)
 
 
 def is_refusal(outcome: GenerationOutcome | None) -> bool:
-    """Whether the request was at fault: it counts as a request, although it never ran."""
+    """Return whether the request was at fault. Such a request counts as a request although it never
+    ran.
+    """
     return outcome is not None and outcome.error_code in _REFUSALS
 
 
 def is_failure(outcome: GenerationOutcome | None) -> bool:
-    """Whether it ended without what was asked for, and not because nobody wanted it any more."""
+    """Return whether a request ended without its answer and was not cancelled."""
     return outcome is not None and outcome.status not in (Status.DONE, Status.CANCELLED)
 
 
@@ -84,8 +86,11 @@ _MAX_LISTENERS = 4
 
 
 class GenerationPhase(IntEnum):
-    """QUEUED until the engine admits the request, PREFILLING until its first token, DECODING until
-    its outcome is known, ENDED from then on. A phase may be skipped; none is entered again."""
+    """Phase of a generation.
+
+    QUEUED until the engine admits the request, PREFILLING until its first token, DECODING until its
+    outcome is known, ENDED from then on. A phase may be skipped; none is entered twice.
+    """
 
     QUEUED = 0
     PREFILLING = 1
@@ -95,8 +100,11 @@ class GenerationPhase(IntEnum):
 
 @dataclass(slots=True)
 class GenerationTiming:
-    """UTC epoch in ns; 0 for what has not happened. ``dispatched_ns`` is when the scheduler sent
-    the request to this worker: a later delivery that this worker continues does not change it."""
+    """Times of a generation, in ns since the UTC epoch; 0 for an event that has not happened.
+
+    ``dispatched_ns`` is when the scheduler sent the request to this worker. A later delivery that
+    this worker continues does not change it.
+    """
 
     dispatched_ns: int
     accepted_ns: int
@@ -107,15 +115,22 @@ class GenerationTiming:
     pulled_ns: int = 0
 
     def note_pull(self, num_tokens: int, took_s: float) -> None:
-        """The last of so many tokens of another worker was here so long after the engine had been
-        asked, which is when it was accepted."""
+        """Record when the pull of ``num_tokens`` tokens from another worker ended: ``took_s`` after
+        the request was accepted here.
+        """
         if num_tokens:
             self.pulled_ns = self.accepted_ns + round(took_s * 1e9)
 
     def answer(self, status: Status, received_ns: int, num_tokens: int) -> AnswerTimes:
-        """What the client saw of a request that was received at ``received_ns`` (0: when it was
-        accepted here) and got ``num_tokens`` of this attempt. The times of the first token and of
-        each further one are those of this attempt."""
+        """Return the times that the client saw.
+
+        The times of the first token and per token are those of this attempt.
+
+        Args:
+            status: the final status.
+            received_ns: when the gateway received the request; 0: use the time of acceptance here.
+            num_tokens: the number of tokens of this attempt.
+        """
         since_ns = received_ns or self.accepted_ns
         decode_ms = (self.last_token_ns - self.first_token_ns) / _NS_PER_MS
         return AnswerTimes(
@@ -127,14 +142,18 @@ class GenerationTiming:
 
 
 def since_ms(start_ns: int, end_ns: int) -> float:
-    """0 for what never happened, and where two machines' clocks disagree."""
+    """Return the milliseconds between two times; 0 if the second never happened, and if two
+    machines' clocks disagree.
+    """
     return max(0.0, (end_ns - start_ns) / _NS_PER_MS) if end_ns else 0.0
 
 
 @dataclass(slots=True)
 class LeaseState:
-    """The lease that a generation runs under and the tenant's reservation to settle. At
-    ``confirmed_s``, on the monotonic clock, this worker was known to own the lease."""
+    """Lease that a generation runs under, and the tenant's reservation to settle.
+
+    At ``confirmed_s``, on the monotonic clock, this worker was known to own the lease.
+    """
 
     handle: str
     reservation: Reservation | None
@@ -146,14 +165,14 @@ class LeaseState:
 
 
 class Listener(msgspec.Struct, frozen=True, array_like=True):
-    """Where frames go, and how that reader wants them."""
+    """Reader of frames: its address and the form that it wants."""
 
     reply: str
     batch: bool
     as_json: bool
 
     def as_asked(self, replay: Replay) -> Listener:
-        """The same reader, who may want them in another form than the job."""
+        """Return the same reader with the form of frames that the replay asks for."""
         batch, as_json = replay.batch_frames, replay.frames_as_json
         return Listener(
             self.reply,
@@ -164,14 +183,18 @@ class Listener(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class FrameDelivery:
-    """Who gets the frames; ``num_flushed`` tokens have been posted, and what goes before them."""
+    """Listeners of a generation. ``num_flushed`` tokens have been posted, and the frames before
+    them.
+    """
 
     num_flushed: int
     listeners: tuple[Listener, ...] = ()
     pre_token_flushed: bool = False
 
     def add(self, listener: Listener) -> None:
-        """Post later frames to this one too; of many the first and the newest stay."""
+        """Post later frames to this listener too. Beyond the limit, the first and the newest
+        stay.
+        """
         if listener in self.listeners:
             return
         if len(self.listeners) == _MAX_LISTENERS:
@@ -179,6 +202,6 @@ class FrameDelivery:
         self.listeners = (*self.listeners, listener)
 
     def rewind(self, num_tokens: int) -> None:
-        """Post again what comes behind ``num_tokens`` tokens."""
+        """Post everything after the first ``num_tokens`` tokens again."""
         self.num_flushed = min(self.num_flushed, num_tokens)
         self.pre_token_flushed = False

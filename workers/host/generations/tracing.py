@@ -1,4 +1,4 @@
-"""Spans of an attempt on this worker: a pull, prefill, first token, decode, and the record."""
+"""Spans of an attempt on this worker: pull, prefill, first token, decode, record."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from millrace.workers.host.generations.generation import Generation
 
 
 class RunTrace:
-    """One attempt of a request, from its dispatch here to its end here.
+    """Trace of one attempt, from its dispatch here to its end here.
 
-    Its span is exported at the end, its prefill's as soon as that is over. For a worker that is
-    killed the scheduler exports the span instead, under the same id.
+    Its span is exported at the end, and the prefill's span as soon as the prefill is over. If the
+    worker is killed, the scheduler exports the attempt's span instead, under the same id.
     """
 
     def __init__(self, tracing: Tracing, clock: Clock, worker_id: str, dispatch: Dispatch) -> None:
@@ -50,16 +50,16 @@ class RunTrace:
         }
 
     def add_event(self, name: str) -> None:
-        """Add an event, now."""
+        """Add an event with the current time."""
         self._events.append(SpanEvent(name, self._clock.now_ns()))
 
     def end_prefill(self, generation: Generation) -> None:
-        """The prompt is computed: the first token of this attempt exists."""
+        """Record that the prompt is computed: the first token of this attempt exists."""
         self._events.append(SpanEvent("first token", generation.timing.first_token_ns))
         self._add_prefill(generation, generation.timing.first_token_ns)
 
     def finish(self, generation: Generation) -> None:
-        """It runs here no more: it has ended, or another worker continues it."""
+        """Export the span: the attempt has ended, or another worker continues it."""
         if self._is_finished:
             return
         self._is_finished = True
@@ -107,7 +107,7 @@ class RunTrace:
         )
 
     def record_published(self, generation: Generation) -> None:
-        """Its record is in the outbox."""
+        """Export the span of the record, which is now in the outbox."""
         context = record_span(self._attempt, generation.request_id)
         begin_ns, end_ns = generation.timing.done_ns, self._clock.now_ns()
         self._add("publish record", generation, begin_ns, end_ns, {}, context, SpanKind.PRODUCER)
@@ -122,7 +122,7 @@ class RunTrace:
         context: TraceContext | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> None:
-        """A span within the attempt."""
+        """Export a span within the attempt."""
         attributes = {"millrace.request.id": generation.request_id, **attributes}
         context = context or self._attempt.anywhere()
         above = self._attempt.span_id
@@ -131,7 +131,7 @@ class RunTrace:
     def _add_prefill(self, generation: Generation, end_ns: int) -> None:
         source, timing = generation.kv_source, generation.timing
         if source is not None and timing.pulled_ns:
-            # From when it was asked for until the last of it was here.
+            # Time from the request for the blocks until the last block arrived.
             pulled = _pull_attributes(generation, source)
             self._add("kv pull", generation, timing.accepted_ns, timing.pulled_ns, pulled)
         attributes: dict[str, Value] = {
@@ -155,7 +155,7 @@ def _pull_attributes(generation: Generation, source: KvSource) -> dict[str, Valu
 
 
 class RunTraces:
-    """Gives the runs of one worker their traces."""
+    """Factory of traces for the runs of one worker."""
 
     def __init__(self, tracing: Tracing, clock: Clock, worker_id: str) -> None:
         self._tracing = tracing
@@ -163,7 +163,7 @@ class RunTraces:
         self._worker_id = worker_id
 
     def start(self, dispatch: Dispatch) -> RunTrace | None:
-        """None for a run whose trace is not recorded."""
+        """Return the trace of a run; None if it is not recorded."""
         traceparent = dispatch.job.traceparent
         above = parse_traceparent(traceparent) if traceparent else None
         if above is None or not above.is_recorded:

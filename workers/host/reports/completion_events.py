@@ -1,4 +1,4 @@
-"""Tells the schedulers which requests have left a worker, and what they used."""
+"""Completion events: tell the schedulers which requests have left a worker, and their usage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 class CompletionEvents:
-    """One message for all that ended in one turn of the loop; at most once."""
+    """Publisher of completions: one message for all requests that ended in one turn of the loop. It
+    is sent at most once.
+    """
 
     def __init__(self, control: Control, worker_id: str) -> None:
         self._control = control
@@ -24,26 +26,28 @@ class CompletionEvents:
         self._has_pending = asyncio.Event()
 
     def add(self, request_id: str, served: Served | None, *, released: bool = False) -> None:
-        """A request left this worker; ``released``: its lease was released."""
+        """Record that a request left this worker; ``released``: its lease was released."""
         self._request_ids.append(request_id)
         if released:
             self._released.append(request_id)
         self.add_served(served)
 
     def add_served(self, served: Served | None) -> None:
-        """An attempt is over; its request may go on here in another one."""
+        """Record the usage of an attempt that is over; its request may continue here in another
+        one.
+        """
         if served is not None:
             self._served.append(served)
         self._has_pending.set()
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Publish completions until cancelled."""
         while True:
             await self._has_pending.wait()
             await self.flush()
 
     async def flush(self) -> None:
-        """Publish what has ended so far."""
+        """Publish the completions so far."""
         self._has_pending.clear()
         ended = Ended(
             worker_id=self._worker_id,

@@ -1,4 +1,4 @@
-"""What a CUDA device's driver shows of it, by NVML."""
+"""Readings of a CUDA device from its driver, by NVML."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceReading(NamedTuple):
-    """A device at one moment; ``share`` is the part of the last moments in which anything ran on
-    it. Empty and 0 where there is nothing to ask."""
+    """Reading of a device at one moment.
+
+    ``share`` is the part of the last moments in which anything ran on the device. Without a device,
+    the name is empty and the numbers are 0.
+    """
 
     name: str = ""
     share: float = 0.0
@@ -21,9 +24,12 @@ class DeviceReading(NamedTuple):
 
 
 class DeviceWatch:
-    """Asks the driver about the device that the engine runs on, ``uuid``: "" on a CPU, where there
-    is none. Without library or driver it says so once, and then asks no more. ``latest`` is what
-    it read last."""
+    """Reader of the device with the UUID ``uuid``, which the engine runs on; the UUID is "" on a
+    CPU.
+
+    Without a library or driver it logs that once, and then stops reading. ``latest`` is the last
+    reading.
+    """
 
     def __init__(self, uuid: Callable[[], str]) -> None:
         self._uuid = uuid
@@ -39,7 +45,7 @@ class DeviceWatch:
         if not uuid or self._has_failed:
             return DeviceReading()
         try:
-            # The first call loads the driver's library, and any of them may wait for the driver.
+            # The first call loads the driver's library, and any call may wait for the driver.
             return await asyncio.to_thread(_read, uuid)
         except _UnreadableError as error:
             self._has_failed = True
@@ -48,7 +54,7 @@ class DeviceWatch:
 
 
 class _UnreadableError(Exception):
-    """Why nothing can be read."""
+    """Device that cannot be read; the message says why."""
 
 
 def _read(uuid: str) -> DeviceReading:

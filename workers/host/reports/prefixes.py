@@ -1,4 +1,4 @@
-"""Tells the schedulers which prefixes this worker has in its cache."""
+"""Reports to the schedulers of the prefixes in this worker's cache."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from millrace.schemas.control import PrefixReport
 from millrace.schemas.errors import MillraceError
 from millrace.schemas.prefix import REPORTED_BYTES
 
-# Of a message, what is not keys.
+# Part of a message that is not keys.
 _HEAD_BYTES = 1_024
 
 logger = logging.getLogger(__name__)
 
 
 class PrefixReporter:
-    """Reports what changed every ``prefix_report_s``, the whole every ``prefix_whole_s``; nothing
-    if ``prefix_report_s`` is 0.
+    """Reporter of prefix cache changes: changes every ``prefix_report_s``, the whole every
+    ``prefix_whole_s``.
 
-    What is reported are the keys that were used last, at most ``max_reported_prefixes`` and no more
-    than fit a message; one that gives way counts as removed.
+    If ``prefix_report_s`` is 0, it reports nothing. Reported keys are the most recently used ones,
+    at most ``max_reported_prefixes`` and at most as many as fit a message. A key that is displaced
+    counts as removed.
     """
 
     def __init__(
@@ -40,14 +41,14 @@ class PrefixReporter:
         self._clock = clock
         fitting = max(1, (bus.max_payload_bytes - _HEAD_BYTES) // REPORTED_BYTES)
         self._max_keys = min(config.max_reported_prefixes, fitting)
-        self._keys: dict[bytes, None] = {}  # the longest unused first
-        self._changed: dict[bytes, bool] = {}  # whether it is there, by key, since the last report
+        self._keys: dict[bytes, None] = {}  # least recently used first
+        self._changed: dict[bytes, bool] = {}  # key: is it cached; since the last report
         self._number = 0
         self._whole_wanted = True
         self._wanted = asyncio.Event()
 
     def note(self, changes: PrefixChanges) -> None:
-        """What an engine said."""
+        """Add the changes that an engine reported."""
         if self._config.prefix_report_s <= 0:
             return
         keys, changed = self._keys, self._changed
@@ -72,12 +73,12 @@ class PrefixReporter:
                 changed[key] = False
 
     def report_whole(self) -> None:
-        """Schedulers may have missed a report: the next one is whole."""
+        """Make the next report a whole one: schedulers may have missed a report."""
         self._whole_wanted = True
         self._wanted.set()
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Send reports until cancelled."""
         if self._config.prefix_report_s <= 0:
             return
         whole_s = float("-inf")
@@ -88,7 +89,8 @@ class PrefixReporter:
             if 0 < len(self._changed) <= len(self._keys):
                 await self._send(self._step())
             if self._whole_wanted or len(self._changed) > len(self._keys):
-                # To those who have heard every step it says what they know, which is soon read.
+                # For schedulers that got every change, this repeats known facts and is quick to
+                # read.
                 whole_s = now_s
                 await self._send(self._whole())
             await self._clock.sleep(self._config.prefix_report_s)

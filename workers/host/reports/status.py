@@ -1,4 +1,4 @@
-"""What a worker publishes of itself: heartbeats for schedulers, samples for analytics."""
+"""Status of a worker: heartbeats for schedulers, samples for analytics."""
 
 from __future__ import annotations
 
@@ -21,19 +21,18 @@ _URGENT_GAP_S = 0.05
 _NOTABLE_SHARE = 1 / 8
 _US_PER_S = 1e6
 _NS_PER_S = 1e9
-# A worker at rest is sampled at the full and the half minute: those of all workers come together
-# then, and little is left of a sample in the minute before its own.
+# Sampling interval of a worker at rest. Samples fall on the full and half minute, so those of all
+# workers come together and each covers little of the minute before its own.
 _REST_S = 30.0
-# Every how many beats a worker at rest says that it lives. What it takes then is known to whoever
-# sent it, and its silence counts from its last beat all the same.
+# Heartbeat interval of a worker at rest, in beats. Its silence still counts from its last beat, and
+# schedulers know what they have sent to it.
 _REST_BEATS = 2
 
 logger = logging.getLogger(__name__)
 
 
 class Pulls(Protocol):
-    """What the reporter asks of what comes from other workers, and goes to them;
-    ``moves.StreamMoves`` is it."""
+    """Pull state that the reporter reads, implemented by ``moves.StreamMoves``."""
 
     @property
     def role(self) -> WorkerRole: ...
@@ -43,7 +42,7 @@ class Pulls(Protocol):
 
 
 class WorkerRequestCounts(Protocol):
-    """How many requests the worker has; ``workers.host.requests.Requests`` is the one."""
+    """Request counts of the worker, implemented by ``workers.host.requests.Requests``."""
 
     @property
     def num_running(self) -> int: ...
@@ -58,12 +57,14 @@ class WorkerRequestCounts(Protocol):
 
 
 class StatusReporter:
-    """Publishes a heartbeat every ``heartbeat_s``, half as often while the worker has nothing to
-    do, and sooner when much capacity came free; and a sample every ``sample_interval_s`` while the
-    worker has something to do, every ``_REST_S`` while it has not.
+    """Publisher of heartbeats and samples.
 
-    The engine's own counts follow those of ``load`` with its next step. ``num_samples_lost`` could
-    not be stored; the next sample covers their time.
+    Heartbeats are sent every ``heartbeat_s``, half as often while the worker is idle, and sooner
+    when much capacity becomes free. Samples are sent every ``sample_interval_s`` while the worker
+    is busy, and every ``_REST_S`` while it is idle.
+
+    The engine's own counts lag those of ``load`` by up to a step. ``num_samples_lost`` samples
+    could not be stored; the next sample covers their time.
     """
 
     def __init__(
@@ -89,16 +90,16 @@ class StatusReporter:
         self.num_samples_lost = 0
 
     def drain(self) -> None:
-        """The worker takes no new work from now on; announced at once."""
+        """Announce at once that the worker takes no new work from now on."""
         self._draining = True
         self._urgent.set()
 
     def announce_soon(self) -> None:
-        """Announce at once."""
+        """Send a heartbeat soon."""
         self._urgent.set()
 
     def note_capacity(self) -> None:
-        """Announce soon if much more capacity is free than the schedulers know of."""
+        """Send a heartbeat soon if much more capacity is free than the schedulers know of."""
         capacity = self._free_share()
         if capacity - self._announced_capacity >= _NOTABLE_SHARE or (
             capacity > 0 >= self._announced_capacity
@@ -106,7 +107,7 @@ class StatusReporter:
             self._urgent.set()
 
     def note_queue(self, status: QueueStatus) -> None:
-        """Remember how long the model's queue is."""
+        """Remember the length of the model's queue."""
         if status.model == self._entry.name:
             self._queue_depth = status.num_queued
 
@@ -159,7 +160,7 @@ class StatusReporter:
             logger.warning("a heartbeat could not be sent", extra={"code": error.code})
 
     async def run(self) -> None:
-        """Runs until it is cancelled."""
+        """Send heartbeats and samples until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._beat(), name="heartbeats")
             group.create_task(self._beat_urgently(), name="urgent heartbeats")
@@ -187,25 +188,28 @@ class StatusReporter:
             if not self._has_rested():
                 await self.sample()
             elif not self._is_resting or self._is_rest_due(before_s):
-                # What is shown of the worker does not wait for the end of its rest.
+                # The first sample of a rest is sent at once, so that displays are up to date.
                 self._is_resting = await self.sample()
             else:
                 self._rested_until_s = self._clock.monotonic()
 
     def _has_rested(self) -> bool:
-        """Whether nothing has happened since the last sample."""
+        """Return whether nothing has happened since the last sample."""
         is_idle = not self._load.num_running and not self._queue_depth
         return is_idle and self._engine.stats == self._sampled
 
     def _is_rest_due(self, before_s: float) -> bool:
-        """Whether a half minute of the wall clock has begun since then."""
+        """Return whether a half minute of the wall clock has begun since ``before_s``."""
         now_s = self._clock.now_ns() / _NS_PER_S
         passed_s = self._clock.monotonic() - before_s
         return now_s // _REST_S > (now_s - passed_s) // _REST_S
 
     async def sample(self) -> bool:
-        """Publish a sample of the time since the last one, or since the start; whether it is
-        stored. A rest that has just ended has one of its own."""
+        """Publish a sample of the time since the last one, or since the start. Return whether it is
+        stored.
+
+        A rest that has just ended gets a sample of its own first.
+        """
         device = await self._device.read()
         await self._energy.read()
         if self._is_resting and not self._has_rested():
@@ -233,7 +237,7 @@ class StatusReporter:
         try:
             await self._context.bus.outbox.publish(sample)
         except MillraceError as error:
-            # The next one covers this time too: its device time has been charged.
+            # The next sample covers this time too: its device time has been charged.
             if self._sampled is stats:
                 self._sampled_s, self._sampled = before_s, before
                 self._sampled_energy = energy_before
@@ -251,7 +255,7 @@ class StatusReporter:
         num_held: int = 0,
         queue_depth: int = 0,
     ) -> WorkerSample:
-        """Of the time from the last sample until then."""
+        """Return a sample of the time from the last sample until ``until_s``."""
         before, period_s = self._sampled, until_s - self._sampled_s
         ago_s = self._clock.monotonic() - until_s
         num_steps = stats.num_steps - before.num_steps
@@ -294,12 +298,12 @@ class StatusReporter:
         )
 
     def _free_share(self) -> float:
-        """The free share of what is scarcer: sequences or blocks."""
+        """Return the free share of the scarcer resource: sequences or blocks."""
         stats = self._engine.stats
         sequences = 1 - self._load.num_running / self._context.capacity
         return min(sequences, stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0)
 
 
 def _passed_us(before_s: float, after_s: float) -> int:
-    """Rounded so that all that passes adds up."""
+    """Return the difference in µs, rounded so that consecutive differences add up."""
     return round(after_s * _US_PER_S) - round(before_s * _US_PER_S)

@@ -1,2 +1,4 @@
-"""How each kind of inference server is started, asked and read: a module for each. Called by
-``servers.kinds``."""
+"""Dialects, a module for each kind of inference server.
+
+Called by ``servers.kinds``.
+"""

@@ -1,4 +1,4 @@
-"""What starts the servers, and which settings each of them has the like of."""
+"""Commands that start the servers, and the settings that each of them supports."""
 
 from __future__ import annotations
 
@@ -29,53 +29,65 @@ _UNKNOWN = (
 )
 SCHEDULING_POLICY = "--scheduling-policy"
 
-# The device is a GPU where one of these is there, else the processor.
+# Device files of GPUs. If none exists, the device is the CPU.
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 _CPU_NUM_SEQUENCES, _GPU_NUM_SEQUENCES = 64, 256
 _CPU_KV_CACHE_BYTES = 1 << 30
 TRTLLM_NUM_SEQUENCES = 64
-# TGI sees a moment after its reader that an answer is over: a quarter of its room is for that.
+# TGI learns a moment after its reader that an answer is over; a quarter of its slots is reserved
+# for that.
 TGI_SPARE = 4
 _TGI_NUM_REQUESTS = 128
 _USUAL = EngineConfig()
 
 
 def check_settings(config: EngineConfig, kind: EngineKind, *known: str) -> None:
-    """Raises ConfigError, naming the setting, for one that the server does not have and that is not
-    among ``known``."""
+    """Check that the server has all changed settings, except those in ``known``.
+
+    Raises:
+        ConfigError: names a setting that the server does not have.
+    """
     check_usual(config, kind, *(name for name in _UNKNOWN if name not in known))
 
 
 def group_options(config: EngineConfig, tensor: str, experts: str = "") -> dict[str, str]:
-    """Of a command line, if several devices are to compute the model; ``tensor`` and ``experts``
-    are what they are called there."""
+    """Return the command-line options for a model on several devices.
+
+    ``tensor`` and ``experts`` are the server's names of the options.
+    """
     size = config.tensor_parallel
     options = {tensor: str(size)} if size > 1 else {}
     return options | ({experts: str(size)} if experts and config.expert_parallel else {})
 
 
 def changed(config: EngineConfig, names: Iterable[str]) -> list[str]:
-    """Those of these settings that are not as they are by default."""
+    """Return the names of settings that differ from their defaults."""
     return [name for name in names if getattr(config, name) != getattr(_USUAL, name)]
 
 
 def given(config: EngineConfig, **options: str) -> dict[str, str]:
-    """The options of a command line for the settings that are not as they are by default."""
+    """Return command-line options for the settings that differ from their defaults."""
     return {options[name]: str(getattr(config, name)) for name in changed(config, options)}
 
 
 def check_usual(config: EngineConfig, kind: EngineKind, *names: str) -> None:
-    """Raises ConfigError for one of these settings that is not as it is by default."""
+    """Check that these settings have their defaults.
+
+    Raises:
+        ConfigError: names a setting that does not.
+    """
     for name in changed(config, names):
         raise ConfigError(
-            f"worker.engine.{name} is a setting of Millrace's own engine; leave it out, and see "
-            f"worker.engine.arguments for those of {kind}."
+            f"worker.engine.{name} is a setting of Millrace's own engine. Remove it; "
+            f"worker.engine.arguments takes options of {kind}."
         )
 
 
 def device_variables(config: EngineConfig, *, hides_gpus: bool = True) -> dict[str, str]:
     """Return the variables by which a server finds its device and its number of threads.
-    ``hides_gpus``: on a processor it has to be kept from the GPUs that are there."""
+
+    ``hides_gpus``: on a CPU, hide existing GPUs from the server.
+    """
     variables = {}
     if config.device == "cpu" and hides_gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ""
@@ -92,7 +104,9 @@ def words_of(options: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def vllm_command(program: Path, socket: Path, model: ServedModel, config: EngineConfig) -> Command:
-    """``vllm serve`` on a Unix socket, with ``config.arguments`` last. Raises ConfigError."""
+    """Return the command of ``vllm serve`` on a Unix socket, with ``config.arguments`` last. Raises
+    ConfigError.
+    """
     check_settings(config, EngineKind.VLLM)
     options = {
         "--uds": str(socket),
@@ -101,9 +115,9 @@ def vllm_command(program: Path, socket: Path, model: ServedModel, config: Engine
         "--dtype": config.dtype,
         "--max-num-seqs": str(num_sequences(config)),
         SCHEDULING_POLICY: "priority",
-        # The server's own defaults for sampling must not count.
+        # Ignore the server's own defaults for sampling.
         "--generation-config": "vllm",
-        # The library of the own engine, so that all grammars mean the same.
+        # The own engine's grammar library, so that all grammars mean the same.
         "--structured-outputs-config.backend": "guidance",
         "--max-logprobs": str(MAX_LOGPROBS + 1),
         "--kv-cache-dtype": config.kv_cache_dtype,
@@ -140,7 +154,7 @@ def vllm_command(program: Path, socket: Path, model: ServedModel, config: Engine
 
 
 def num_sequences(config: EngineConfig) -> int:
-    """How many run at a time."""
+    """Return the maximum number of sequences that run at a time."""
     by_device = _GPU_NUM_SEQUENCES if _has_gpu(config) else _CPU_NUM_SEQUENCES
     return config.max_num_sequences or by_device
 
@@ -150,11 +164,11 @@ def _has_gpu(config: EngineConfig) -> bool:
 
 
 def _environment(config: EngineConfig) -> dict[str, str]:
-    # Its development mode has /reset_prefix_cache. No other user reaches its socket.
+    # Only the development mode has /reset_prefix_cache. No other user reaches its socket.
     variables = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_SERVER_DEV_MODE": "1"}
     variables |= device_variables(config)
     if config.num_threads:
-        # Unless the user binds them to cores, they run where the system puts them.
+        # By default the system schedules the threads on any core.
         binding = os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         variables["VLLM_CPU_OMP_THREADS_BIND"] = binding
     return variables
@@ -163,12 +177,14 @@ def _environment(config: EngineConfig) -> dict[str, str]:
 def sglang_command(
     program: Path, address: ServerAddress, model: ServedModel, config: EngineConfig
 ) -> Command:
-    """Return what starts SGLang's server. Raises ConfigError for a setting that it lacks."""
+    """Return the command that starts SGLang's server. Raises ConfigError for a setting that it
+    lacks.
+    """
     check_settings(config, EngineKind.SGLANG, "deterministic")
     if config.kv_cache_bytes:
         raise ConfigError(
-            "worker.engine.kv_cache_bytes cannot be told to SGLang; give it "
-            "gpu_memory_fraction, or --max-total-tokens in worker.engine.arguments."
+            "SGLang does not support worker.engine.kv_cache_bytes; set "
+            "worker.engine.gpu_memory_fraction, or --max-total-tokens in worker.engine.arguments."
         )
     options = {
         "--model-path": str(model.path),
@@ -179,9 +195,9 @@ def sglang_command(
         "--dtype": config.dtype,
         "--load-format": config.load_format,
         "--kv-cache-dtype": "fp8_e4m3" if config.kv_cache_dtype == "fp8" else "auto",
-        # The server's own defaults for sampling must not count.
+        # Ignore the server's own defaults for sampling.
         "--sampling-defaults": "openai",
-        # The library of the own engine, so that all grammars mean the same.
+        # The own engine's grammar library, so that all grammars mean the same.
         "--grammar-backend": "llguidance",
         "--log-level-http": "warning",
         **group_options(config, "--tp-size", "--ep-size"),
@@ -195,7 +211,7 @@ def sglang_command(
     if config.device == "cpu":
         options["--device"] = "cpu"
     flags = ["--enable-metrics", "--enable-priority-scheduling", "--enable-cache-report"]
-    # All tokens so far with each event would be more of them the longer an answer gets.
+    # Otherwise each event repeats all tokens so far, and events grow with the answer.
     flags += ["--incremental-streaming-output"]
     flags += ["--enable-deterministic-inference"] if config.deterministic else []
     flags += [] if config.prefix_cache else ["--disable-radix-cache"]
@@ -214,13 +230,16 @@ def sglang_command(
 def tgi_command(
     program: Path, address: ServerAddress, model: ServedModel, config: EngineConfig
 ) -> Command:
-    """Return what starts TGI's server. Raises ConfigError for a setting that it lacks."""
+    """Return the command that starts TGI's server. Raises ConfigError for a setting that it
+    lacks.
+    """
     check_settings(config, EngineKind.TGI)
     check_usual(config, EngineKind.TGI, "load_format", "overlap")
     if config.kv_cache_bytes:
         raise ConfigError(
-            "worker.engine.kv_cache_bytes cannot be told to TGI; give it gpu_memory_fraction, "
-            "or --max-batch-total-tokens in worker.engine.arguments."
+            "TGI does not support worker.engine.kv_cache_bytes; set "
+            "worker.engine.gpu_memory_fraction, or --max-batch-total-tokens in "
+            "worker.engine.arguments."
         )
     window = model.context_window_tokens
     num_requests = config.max_num_sequences or _TGI_NUM_REQUESTS
@@ -228,7 +247,7 @@ def tgi_command(
         "--model-id": str(model.path),
         "--hostname": "127.0.0.1",
         "--port": str(address.port),
-        # Any that is free: its metrics are at the other port, too.
+        # Any free port: its metrics are at the other port, too.
         "--prometheus-port": "0",
         "--shard-uds-path": str(address.folder / "shard"),
         "--max-input-tokens": str(window - 1),
@@ -247,7 +266,7 @@ def tgi_command(
         options["--kv-cache-dtype"] = "fp8_e4m3fn"
     if not config.cuda_graphs:
         options["--cuda-graphs"] = "0"
-    # Everyone on the machine can read a command line, but not these.
+    # Everyone on the machine can read a command line, but not these variables.
     variables = {"API_KEY": address.api_key, **device_variables(config)}
     if not config.prefix_cache:
         variables["PREFIX_CACHING"] = "0"
@@ -257,18 +276,20 @@ def tgi_command(
 def trtllm_command(
     program: Path, address: ServerAddress, model: ServedModel, config: EngineConfig
 ) -> Command:
-    """Return what starts TensorRT-LLM's server. Raises ConfigError for a setting that it does not
-    have."""
+    """Return the command that starts TensorRT-LLM's server. Raises ConfigError for a setting that
+    it lacks.
+    """
     check_settings(config, EngineKind.TRTLLM)
     if config.device == "cpu":
         raise ConfigError("worker.engine.device is cpu; TensorRT-LLM runs on GPUs only.")
     if config.kv_cache_bytes:
         raise ConfigError(
-            "worker.engine.kv_cache_bytes cannot be told to TensorRT-LLM; give it "
-            "gpu_memory_fraction, which is there the share of what the weights leave."
+            "TensorRT-LLM does not support worker.engine.kv_cache_bytes; set "
+            "worker.engine.gpu_memory_fraction, which is there the share of the memory that the "
+            "weights leave free."
         )
     settings = address.folder / "trtllm.yaml"
-    # JSON is YAML, too.
+    # JSON is also valid YAML.
     settings.write_bytes(msgspec.json.encode(_trtllm_settings(config)))
     options = {
         "--host": "127.0.0.1",
@@ -293,7 +314,7 @@ def _trtllm_settings(config: EngineConfig) -> dict[str, Any]:
         "kv_cache_config": cache,
         # Prompts may be longer than a step.
         "enable_chunked_prefill": True,
-        # What /metrics tells.
+        # Figures for /metrics.
         "enable_iter_perf_stats": True,
         "disable_overlap_scheduler": not config.overlap,
         "dtype": config.dtype,

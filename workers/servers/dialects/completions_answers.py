@@ -1,4 +1,4 @@
-"""The events of a stream of completions, as OpenAI's API has them and others have made of it."""
+"""Events of a stream of completions, in OpenAI's form and in variants of it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CALLERS_FAULT = frozenset(map(str, range(400, 500)))
 
 
 class ServerChoice(msgspec.Struct):
-    """What all have of a part of the answer."""
+    """Part of an answer, with the fields that all servers have."""
 
     text: str | None = None
     token_ids: list[int] | None = None
@@ -53,8 +53,11 @@ class _Event(msgspec.Struct, Generic[ChoiceT]):
 
 
 class CompletionsReader(AnswerReader, Generic[ChoiceT]):
-    """How many tokens of the prompt were cached is said with the end or behind it, so the end is
-    held back for so long."""
+    """Reader of completion events.
+
+    The number of cached prompt tokens comes with the end or after it, so the end is held back until
+    then.
+    """
 
     def __init__(self, choice: type[ChoiceT]) -> None:
         self._decoder = _decoder_of(choice)
@@ -62,7 +65,7 @@ class CompletionsReader(AnswerReader, Generic[ChoiceT]):
 
     @abstractmethod
     def part_of(self, choice: ChoiceT) -> AnswerPart:
-        """What a part of the answer makes certain, but for its end."""
+        """Return the final tokens of a part of the answer, without its end."""
 
     def read(self, event: bytes) -> AnswerPart | None:
         if event == _DONE:
@@ -72,7 +75,7 @@ class CompletionsReader(AnswerReader, Generic[ChoiceT]):
             said = self._decoder.decode(event)
         except msgspec.MsgspecError as error:
             raise ServerStreamError(
-                f"The server sent what is no event of a stream of completions: {error}"
+                f"The server sent an invalid event in a stream of completions: {error}"
             ) from error
         if said.error is not None:
             raise _as_error(said.error)
@@ -89,7 +92,7 @@ class CompletionsReader(AnswerReader, Generic[ChoiceT]):
 
 
 class TextReader(CompletionsReader[ServerChoice]):
-    """Reads text, of which it makes token ids by ``tokenizer``."""
+    """Reader of text, which it converts to token ids with ``tokenizer``."""
 
     def __init__(self, tokenizer: IncrementalTokenizer) -> None:
         super().__init__(ServerChoice)
@@ -103,14 +106,14 @@ class TextReader(CompletionsReader[ServerChoice]):
 
 
 class TokenIdsReader(CompletionsReader[ServerChoice]):
-    """Reads token ids, of a server that tells them, be it with the text or in place of it."""
+    """Reader of token ids, for a server that sends them with the text or instead of it."""
 
     def __init__(self) -> None:
         super().__init__(ServerChoice)
 
     def part_of(self, choice: ServerChoice) -> AnswerPart:
         if choice.text and choice.token_ids is None:
-            raise ServerStreamError("The server sent text where it was asked for token ids.")
+            raise ServerStreamError("The server sent text instead of the requested token ids.")
         return AnswerPart(token_ids=choice.token_ids or ())
 
 
@@ -122,7 +125,7 @@ def _decoder_of(choice: type[ChoiceT]) -> msgspec.json.Decoder[_Event[ChoiceT]]:
 def _reason_of(said: str) -> FinishReason:
     reason = _REASONS.get(said)
     if reason is None:
-        raise ServerStreamError(f"The server ended the answer for a reason of its own: {said}")
+        raise ServerStreamError(f"The server ended the answer with an unknown reason: {said}")
     return reason
 
 

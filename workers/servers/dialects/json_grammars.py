@@ -1,4 +1,4 @@
-"""JSON schemas for servers that read grammars by the library of the own engine."""
+"""JSON schemas for servers that use the same grammar library as the own engine."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from millrace.schemas.sampling import MAX_GRAMMAR_CHARACTERS, SCHEMA_SETTINGS, G
 
 
 def with_few_blanks(grammar: Grammar) -> Grammar:
-    """One for JSON with blanks only behind a colon and a comma, and no more of them than the own
-    engine allows: older versions of the library bound no other blanks, where a model gets stuck.
-    What is no JSON schema stays as it is, for the server to say, as do other grammars and those
-    that there is no room in for more."""
+    """Return the grammar with whitespace only after colons and commas, no more than the own engine
+    allows.
+
+    Older versions of the library do not bound other whitespace, where a model can get stuck. Other
+    kinds of grammars stay as they are. So do invalid JSON schemas, which the server reports, and
+    schemas that would become too long.
+    """
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             text = ANY_OBJECT
@@ -37,7 +40,9 @@ def with_few_blanks(grammar: Grammar) -> Grammar:
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Blanks behind separators alone, by the pattern that is ``given`` or the own engine's."""
+    """Return settings that allow blanks after separators only, by the ``given`` pattern or the own
+    engine's.
+    """
     blanks = given.get("whitespace_pattern", JSON_BLANKS)
     rigid = {
         "whitespace_flexible": False,

@@ -1,4 +1,4 @@
-"""llama.cpp's server, by token ids in and out over its own ``/completion``."""
+"""llama.cpp's server, with token ids in and out over its own ``/completion``."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from millrace.workers.servers.dialects.server_facts import read_samples
 
 
 class SlotAssignment(NamedTuple):
-    """A slot by its number; ``may_reuse``: what it has cached is of the same salt."""
+    """Slot by its number; ``may_reuse``: its cache is of the same salt."""
 
     number: int
     may_reuse: bool
 
 
 class _Wish(NamedTuple):
-    """A request that waits for a slot; in the order in which they are served."""
+    """Request that waits for a slot; wishes sort in the order in which they are served."""
 
     rank: tuple[int, int]
     request_id: str
@@ -61,9 +61,11 @@ class _Slot:
 
 
 class SlotTable:
-    """Gives each request a slot of its own, those of higher priority first, then in the order in
-    which they came. Among free slots of the same salt it is the one whose last prompt has the
-    longest beginning in common with its own, else the one that was unused for longest."""
+    """Table that gives each request a slot of its own, by priority, then first come, first served.
+
+    Among free slots of the same salt, it chooses the slot whose last prompt has the longest common
+    prefix with the request's. Otherwise it chooses the slot that was unused for longest.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot() for _ in range(num_slots)]
@@ -73,17 +75,17 @@ class SlotTable:
 
     @property
     def share_in_use(self) -> float:
-        """Of the slots, 0 to 1."""
+        """Share of the slots in use, 0 to 1."""
         return sum(not slot.is_free for slot in self._slots) / len(self._slots)
 
     def slot_of(self, request_id: str) -> SlotAssignment | None:
-        """What ``acquire`` gave, until ``release``."""
+        """Return the slot of a request between ``acquire`` and ``release``; otherwise None."""
         return self._of_request.get(request_id)
 
     async def acquire(
         self, request_id: str, salt: str, prompt: Sequence[int], priority: int = 0
     ) -> None:
-        """Returns once the request has a slot."""
+        """Wait until the request has a slot."""
         turn = asyncio.get_running_loop().create_future()
         rank = (-priority, next(self._order))
         heapq.heappush(self._waiting, _Wish(rank, request_id, salt, tuple(prompt), turn))
@@ -95,18 +97,18 @@ class SlotTable:
             raise
 
     def release(self, request_id: str) -> None:
-        """The request has left the server, or was never there."""
+        """Free the slot of a request, if it has one."""
         assignment = self._of_request.pop(request_id, None)
         if assignment is not None:
             self._slots[assignment.number].is_free = True
             self._give()
 
     def _give(self) -> None:
-        """The free slots to those who wait."""
+        """Give the free slots to waiting requests."""
         while self._waiting and any(slot.is_free for slot in self._slots):
             wish = heapq.heappop(self._waiting)
             if wish.turn.done():
-                continue  # it was cancelled
+                continue  # cancelled
             number = self._choose(wish.salt, wish.prompt)
             slot = self._slots[number]
             self._of_request[wish.request_id] = SlotAssignment(number, slot.salt == wish.salt)
@@ -127,22 +129,25 @@ def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 _NUM_SLOTS = 8
-# Of the machine's memory, what slots get for their keys and values where nothing else is said.
+# Divisor of the machine's memory that gives the default size of the slots' KV cache.
 _MEMORY_SHARE = 4
-# Rather fewer slots than shorter ones than this.
+# Prefer fewer slots to slots shorter than this.
 _USUAL_SLOT_TOKENS = 4_096
 _FEWEST_SLOT_TOKENS = 512
 _MAX_SEED = 2**32 - 1
 _STEPS = "llamacpp:n_decode_total"
-# Behind the logit of every other token, yet within what a float holds exactly enough.
+# Above the logit of every other token, yet within the exact range of a float.
 _CHOSEN_BIAS = 10_000.0
-# As Millrace's own engine: what came before changes the logits, then they are scaled, then cut.
+# The order of Millrace's own engine: penalties, then temperature, then cuts.
 _SAMPLERS = ("penalties", "temperature", "top_k", "top_p", "min_p", "typ_p")
 
 
 class LlamaCppDialect(Dialect):
-    """Each request is given a slot, one that has last had a prompt of the same salt where there is
-    one: a slot's cache is used for prompts of one salt only."""
+    """Dialect of llama.cpp.
+
+    Each request gets a slot, preferably a slot whose last prompt had the same salt. A slot's cache
+    is reused for prompts of one salt only.
+    """
 
     kind = EngineKind.LLAMACPP
     package = "llama.cpp (make engines)"
@@ -158,8 +163,8 @@ class LlamaCppDialect(Dialect):
         check_settings(config, self.kind)
         if not entry.is_gguf:
             raise ConfigError(
-                f"The model {entry.name} is no GGUF file, which is what llama.cpp reads: name one, "
-                f"or run the checkpoint by another engine."
+                f"The model {entry.name} is not a GGUF file, and llama.cpp reads only GGUF files. "
+                f"Name a GGUF file, or run the checkpoint with another engine."
             )
         file = gguf_file(entry)
         num_slots, slot_tokens = self._shape(kv_bytes_per_token(file))
@@ -169,17 +174,21 @@ class LlamaCppDialect(Dialect):
             *("--parallel", str(num_slots), "--no-kv-unified"),
             *("--ctx-size", str(num_slots * slot_tokens)),
             *("--threads", str(num_threads), "--metrics", "--no-webui", "--offline"),
-            # A cache for all slots would be one for all tenants.
+            # This cache would be shared by all slots, and so by all tenants.
             *("--cache-ram", "0"),
         ]
         if config.max_batch_tokens:
             arguments += ["--batch-size", str(config.max_batch_tokens)]
-        # Threads that spin where others want the cores take most of their time.
+        # Spinning threads waste their time where other processes want the cores.
         return Command((*arguments, *config.arguments), {"OMP_WAIT_POLICY": "PASSIVE"})
 
     def _shape(self, kv_token_bytes: int) -> tuple[int, int]:
-        """How many slots, and for how many tokens each: the whole window, or what the memory for
-        the KV cache has room for. Raises ConfigError if that is next to nothing."""
+        """Return the number of slots and the tokens of each: the whole window, or as many as fit
+        the memory for the KV cache.
+
+        Raises:
+            ConfigError: the slots would be too short.
+        """
         config, window = self.config, self.model.context_window_tokens
         num_slots = self._num_slots
         if not kv_token_bytes:
@@ -192,8 +201,8 @@ class LlamaCppDialect(Dialect):
         slot_tokens = min(window, budget_tokens // num_slots)
         if slot_tokens < min(window, _FEWEST_SLOT_TOKENS):
             raise ConfigError(
-                f"{num_slots} slots of llama.cpp (worker.engine.max_num_sequences) would have "
-                f"{slot_tokens} tokens each: give it fewer, or more worker.engine.kv_cache_bytes."
+                f"{num_slots} slots of llama.cpp (worker.engine.max_num_sequences) would have only "
+                f"{slot_tokens} tokens each. Set fewer slots, or more worker.engine.kv_cache_bytes."
             )
         return num_slots, slot_tokens
 
@@ -207,7 +216,7 @@ class LlamaCppDialect(Dialect):
             vocab_size = int(model["meta"]["n_vocab"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineFailedError(
-                f"What listens at {client.url} is no llama.cpp server: it does not tell {error}."
+                f"The server at {client.url} is not llama.cpp's: its answer lacks {error}."
             ) from error
         self._slots = SlotTable(num_slots)
         return ServerFacts(
@@ -276,7 +285,7 @@ class LlamaCppDialect(Dialect):
 
 
 def _sampling(sampling: SamplingParams, window_tokens: int) -> dict[str, Any]:
-    """Every setting, so that none of the server's own counts."""
+    """Return every setting, so that the server's own defaults do not apply."""
     fields: dict[str, Any] = {
         "samplers": list(_SAMPLERS),
         "temperature": sampling.temperature,

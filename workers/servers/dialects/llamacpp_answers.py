@@ -1,4 +1,4 @@
-"""Reads what llama.cpp's server answers."""
+"""Reader of the answers of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from millrace.workers.servers.dialect import (
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CALLERS_FAULT = range(400, 500)
-# As the API of OpenAI has it for a token that is not told of.
+# The value in OpenAI's API for a token whose log-probability is not reported.
 _UNKNOWN_LOGPROB = -9999.0
 
 
 class LlamaReader(AnswerReader):
-    """An event has the id of its last token only, and none comes for tokens that end within a
-    character: these are found by the text that they gave later. Where that leaves a doubt the part
-    says how many tokens were ``num_hidden``."""
+    """Reader of llama.cpp's events.
+
+    An event has the id of its last token only, and there is no event for a token that ends within a
+    character. Such tokens are found by the text that they add later. If that is ambiguous, the part
+    says how many tokens were ``num_hidden``.
+    """
 
     def __init__(self, table: TokenBytes, logprobs: int | None) -> None:
         self._table = table
@@ -39,7 +42,7 @@ class LlamaReader(AnswerReader):
             return self._part(said)
         except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
             kind = type(error).__name__
-            raise ServerStreamError(f"llama.cpp's server sent nonsense ({kind}).") from error
+            raise ServerStreamError(f"llama.cpp sent an invalid event ({kind}).") from error
 
     def _part(self, said: dict[str, Any]) -> AnswerPart:
         if "error" in said:
@@ -71,8 +74,9 @@ class LlamaReader(AnswerReader):
         return AnswerPart(finish_reason=FinishReason.STOP if is_end else FinishReason.LENGTH)
 
     def _hidden(self, text: str, last: int, num_hidden: int) -> tuple[int, ...] | None:
-        """The one sequence of so many tokens whose bytes come before those of ``last`` in ``text``;
-        None if there is none or more than one."""
+        """Return the only sequence of ``num_hidden`` tokens whose bytes precede those of ``last``
+        in ``text``; None if there is none or more than one.
+        """
         if _REPLACEMENT in text:
             return None
         whole, end = text.encode(), self._table.bytes_of(last)
@@ -82,7 +86,9 @@ class LlamaReader(AnswerReader):
         return found[0] if len(found) == 1 else None
 
     def _split(self, data: bytes, num_tokens: int) -> list[tuple[int, ...]]:
-        """All ways to make ``data`` of so many tokens; of many, the first few."""
+        """Return the ways to split ``data`` into ``num_tokens`` tokens; if there are many, the
+        first few.
+        """
         if num_tokens == 1:
             return [(token_id,) for token_id in self._ids_of(data)]
         ways: list[tuple[int, ...]] = []
@@ -102,7 +108,9 @@ class LlamaReader(AnswerReader):
         return self._by_bytes.get(data, ())
 
     def _logprobs_of(self, said: dict[str, Any], ids: Sequence[int]) -> tuple[TokenLogprob, ...]:
-        """One for each token. Of those that end within a character the server tells none."""
+        """Return one entry for each token. The server reports none for tokens that end within a
+        character.
+        """
         if self._logprobs is None:
             return ()
         told = iter(said["completion_probabilities"])

@@ -1,9 +1,9 @@
-"""Any server that has /v1/completions of OpenAI's API: SGLang, TGI, TensorRT-LLM, and the others.
+"""Dialect of every server with OpenAI's /v1/completions: SGLang, TGI, TensorRT-LLM and others.
 
-A server that returns token ids is asked for them, and gets those of the prompt. From any other the
-token ids are made anew from the text: where that has other tokens than those that the model drew, a
-stream that goes on after a crash may take another turn. A server is asked for nothing that it does
-not have, and one that tells no token ids counts ``max_tokens`` itself.
+A server that can return token ids is asked for them, and gets token ids of the prompt. For any
+other server the token ids are made from its text. If the text tokenizes differently from the
+model's tokens, a stream that continues after a crash may take another turn. A server is not sent
+parameters that it does not have. A server that returns no token ids counts ``max_tokens`` itself.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from millrace.workers.servers.dialects.server_facts import check_completions, ch
 
 _VERSION = "/v1"
 _NOT_FOUND = 404
-# What is added to logits: more than models set two of them apart.
+# Bias that decides between tokens: larger than any difference of logits in practice.
 _DECISIVE = 200.0
 _GUIDANCE = "llguidance"
-# Sent as they are where PROMISES has them.
+# Sampling fields sent unchanged if PROMISES lists them as supported.
 _PLAIN_FIELDS = (
     *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty"),
@@ -55,7 +55,7 @@ _PLAIN_FIELDS = (
 
 
 class OpenAiDialect(Dialect):
-    """Speaks with all of ``SERVERS``. The URL may end with /v1, as clients of OpenAI write it."""
+    """Dialect of all ``SERVERS``. The URL may end with /v1, as clients of OpenAI write it."""
 
     on_port = True
 
@@ -93,7 +93,7 @@ class OpenAiDialect(Dialect):
             raise _no_url()
         return self._server.command(program, address, self.model, self.config)
 
-    # --- what it says of itself ---
+    # --- facts and load ---
 
     async def read_facts(self, client: ServerClient) -> ServerFacts:
         facts = await self._read_info(client) if self._server.info_paths else ServerFacts()
@@ -113,25 +113,25 @@ class OpenAiDialect(Dialect):
         return facts
 
     async def _read_info(self, client: ServerClient) -> ServerFacts:
-        """Raises EngineFailedError for what another kind of server would say."""
+        """Read the server's info. Raises EngineFailedError if it is another kind of server."""
         server, paths = self._server, self._server.info_paths
         info = await _first_of(client, *paths)
         version = info.get("version") if isinstance(info, dict) else None
         if not isinstance(version, str):
             raise EngineFailedError(
-                f"The server does not say its version, as {server.name}'s does."
+                f"The server does not report its version, as {server.name} does."
             )
         try:
             facts = server.facts(info)
         except (KeyError, TypeError, ValueError) as error:
             raise EngineFailedError(
-                f"What listens at {client.url} is no {self.kind} server: {paths[0]} does not tell "
-                f"{error}."
+                f"The server at {client.url} is not of the kind {self.kind}: {paths[0]} does not "
+                f"report {error}."
             ) from error
         self._takes_priority = bool(info.get("enable_priority_scheduling"))
         self._reads_guidance = info.get("grammar_backend") == _GUIDANCE
         if not self._reads_guidance:
-            # Another library reads another language.
+            # Another grammar library reads another language.
             self.native_grammars -= {GrammarKind.EBNF}
         if server.refuses_when_full:
             self._places = asyncio.Semaphore(facts.max_num_sequences)
@@ -182,7 +182,7 @@ class OpenAiDialect(Dialect):
         if "min_tokens" not in self._unsupported:
             body["min_tokens"] = min(max_tokens, max(0, sampling.min_tokens - len(token_ids)))
         if "stop_token_ids" not in self._unsupported:
-            # What ends a sequence is named by us, and told as a token.
+            # Millrace names the tokens that end a sequence, and gets them as tokens.
             ends = dict.fromkeys(sampling.stop_token_ids)
             if not sampling.ignore_eos:
                 ends |= dict.fromkeys(request.eos_token_ids)
@@ -205,7 +205,7 @@ class OpenAiDialect(Dialect):
         if not self.native_grammars:
             return super().call_one_of(request, token_ids, allowed)
         call = self.call(request, token_ids)
-        # Whichever are fewer.
+        # Bias the smaller set.
         size = self.model.vocab_size
         if 2 * len(allowed) <= size:
             changes = dict.fromkeys(allowed, _DECISIVE)
@@ -216,7 +216,9 @@ class OpenAiDialect(Dialect):
         return call._replace(body=call.body | few)
 
     def abort(self, call: Call) -> Call | None:
-        """SGLang would go on for some seconds behind a closed connection."""
+        """Return the call that aborts ``call``: SGLang continues for some seconds after a
+        connection closes.
+        """
         path = self._server.abort_path
         return Call(path, {"rid": call.body["rid"]}) if path else None
 
@@ -244,9 +246,13 @@ class OpenAiDialect(Dialect):
 
 
 def prompt_text(tokenizer: Tokenizer, request: EngineRequest, token_ids: Sequence[int]) -> str:
-    """Return the text of a prompt and of what was made behind it, special tokens spelled out, less
-    those that a server puts before each prompt itself. Raises ParameterError for a prompt that is
-    no text."""
+    """Return the text of a prompt and of the completion so far, with special tokens spelled out.
+
+    Special tokens that the server itself puts before each prompt are left out.
+
+    Raises:
+        ParameterError: the prompt is not valid text.
+    """
     prompt = _less_begin(tokenizer, request.prompt_token_ids)
     spelled = b"".join(map(tokenizer.token_bytes, prompt))
     try:
@@ -267,7 +273,7 @@ def _less_begin(tokenizer: Tokenizer, token_ids: Sequence[int]) -> Sequence[int]
 
 
 async def _first_of(client: ServerClient, *paths: str) -> Any:
-    """Return what the first of these paths that exists answers."""
+    """Return the answer of the first path that exists."""
     for path in paths[:-1]:
         try:
             return await client.get_json(path)
@@ -279,6 +285,6 @@ async def _first_of(client: ServerClient, *paths: str) -> Any:
 
 def _no_url() -> ConfigError:
     return ConfigError(
-        "An engine of the kind openai is a server that runs already: say where in "
+        "An engine of the kind openai is a server that already runs: set its URL in "
         "worker.engine.url (--engine-url)."
     )

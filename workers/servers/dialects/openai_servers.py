@@ -1,8 +1,8 @@
-"""What each OpenAI-compatible server has beyond /v1/completions of OpenAI's API, as flags.
+"""Capabilities of each OpenAI-compatible server beyond OpenAI's /v1/completions.
 
-Which sampling fields a server reads, and whether its token ids are exact, is in
-``schemas.engines.PROMISES``. Here is how it is started, what it says of itself, and what its
-``/v1/completions`` takes and answers besides.
+``schemas.engines.PROMISES`` lists the sampling fields that a server reads, and whether its token
+ids are exact. This module has how to start a server, what it reports, and the extra fields of its
+``/v1/completions``.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _CommandOf = Callable[[Path, ServerAddress, ServedModel, EngineConfig], Command]
 
 
 class OpenAiServer(msgspec.Struct, frozen=True, kw_only=True):
-    """The capabilities of one kind of server.
+    """Capabilities of one kind of server.
 
-    ``command`` starts it; without one the worker only attaches to a server that runs.
-    ``info_paths``: the first that exists tells its version, and ``facts`` reads the rest of it.
-    ``load`` reads the figures at ``load_path``; None means that it told none this time.
-    ``fields`` go with each request. ``probe`` goes with the first completion, whose answer has to
-    tell the token ids of the prompt.
-    ``ends_only_by_names``: it takes ``stop_token_ids`` under ``ignore_eos``.
-    ``rejects_neutral`` are fields that it refuses at a value that changes nothing.
-    ``refuses_when_full``: it has no queue, so it is given no more requests than it runs.
+    - ``command`` starts it. Without one the worker only attaches to a running server.
+    - ``info_paths``: the first that exists reports the version, and ``facts`` reads the rest of it.
+    - ``load`` reads the figures at ``load_path``; None means that there are none this time.
+    - ``fields`` are sent with each request, ``probe`` with the first completion, whose answer must
+      have the token ids of the prompt.
+    - ``ends_only_by_names``: it takes ``stop_token_ids`` under ``ignore_eos``.
+    - ``rejects_neutral`` are fields that it rejects at their neutral value.
+    - ``refuses_when_full``: it has no queue, so it gets no more requests than it runs.
     """
 
     name: str
@@ -73,7 +73,7 @@ class OpenAiServer(msgspec.Struct, frozen=True, kw_only=True):
 
 def _sglang_facts(info: dict[str, Any]) -> ServerFacts:
     def number(name: str) -> int:
-        """A figure, wherever this version has it; 0 if nowhere."""
+        """Return a figure, from wherever this version has it; 0 if nowhere."""
         states = info.get("internal_states")
         for place in (info, *(states if isinstance(states, list) else ())):
             found = place.get(name) if isinstance(place, dict) else None
@@ -96,7 +96,7 @@ def _tgi_facts(info: dict[str, Any]) -> ServerFacts:
     room = int(info["max_concurrent_requests"])
     return ServerFacts(
         model=str(info["model_id"]),
-        # A prompt that may be no longer leaves room for one token more at least.
+        # A prompt of the maximum length leaves room for at least one token.
         context_window_tokens=min(int(info["max_total_tokens"]), int(info["max_input_tokens"]) + 1),
         max_num_sequences=max(1, room - -(-room // TGI_SPARE)),
     )
@@ -117,7 +117,9 @@ class _TrtllmStep(msgspec.Struct):
 
 
 def _trtllm_load(answer: bytes) -> ServerLoad | None:
-    """As of the last step that it tells: each is told once, and none while it is idle."""
+    """Return the figures of the last reported step. Each step is reported once, and none while
+    idle.
+    """
     try:
         steps = msgspec.json.decode(answer, type=list[_TrtllmStep])
     except msgspec.MsgspecError:

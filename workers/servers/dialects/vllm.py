@@ -1,9 +1,9 @@
-"""vLLM's server, by token ids in and out.
+"""vLLM's server, with token ids in and out.
 
-``/inference/v1/generate`` takes about a tenth less of the server's processor time for a token than
-``/v1/completions`` does at 32 streams, since it makes no text; a server that does not have it, or
-is older than the one that this was tried with, is asked by the other, and so is who wants
-log-probabilities of the prompt, which only that one streams.
+At 32 streams ``/inference/v1/generate`` takes about a tenth less of the server's processor time per
+token than ``/v1/completions``, since it makes no text. ``/v1/completions`` is used for servers
+without it, for servers older than the tested version, and for log-probabilities of the prompt,
+which only that path streams.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from millrace.workers.servers.dialects.server_facts import (
     version_of,
 )
 
-_TOKEN_ID = "token_id:"  # noqa: S105  (how it writes a token as its id)
+_TOKEN_ID = "token_id:"  # noqa: S105  (vLLM's form of a token as its id)
 
 
 class _Logprob(msgspec.Struct):
@@ -61,7 +61,9 @@ class _Logprob(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    """``content`` comes from /inference/v1/generate, the others from /v1/completions."""
+    """Log-probabilities; ``content`` comes from /inference/v1/generate, the others from
+    /v1/completions.
+    """
 
     content: list[_Logprob] | None = None
     tokens: list[str] = []
@@ -74,9 +76,12 @@ class _Choice(ServerChoice):
 
 
 class VllmReader(CompletionsReader[_Choice]):
-    """``num_logprobs`` alternatives were asked for (None: no log-probabilities), and the first
-    event has ``num_echoed`` tokens of what was sent before its own, the first
-    ``num_prompt_tokens`` of them with ``num_prompt_logprobs`` alternatives each."""
+    """Reader of vLLM's events.
+
+    ``num_logprobs`` alternatives were requested (None: no log-probabilities). The first event
+    repeats ``num_echoed`` tokens of the request before its own. The first ``num_prompt_tokens`` of
+    them have ``num_prompt_logprobs`` alternatives each.
+    """
 
     def __init__(
         self,
@@ -133,7 +138,9 @@ def _entries(logprobs: _Logprobs) -> list[TokenLogprob | None]:
 
 
 def _limited(entry: TokenLogprob | None, num_alternatives: int) -> TokenLogprob | None:
-    """With the most likely alternatives only: the server adds the token itself to them."""
+    """Return the entry with only the most likely alternatives: the server adds the token itself to
+    them.
+    """
     if entry is None:
         return None
     top = sorted(entry.top, key=lambda one: -one[1])[:num_alternatives]
@@ -156,8 +163,9 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 
 
 class VllmDialect(Dialect):
-    """See the module. To a server that runs already, ``priority`` is not sent, as it may not take
-    it."""
+    """Dialect of vLLM. ``priority`` is not sent to a server that already runs, as it may not accept
+    it.
+    """
 
     kind = EngineKind.VLLM
     package = "vllm (for processors: make engines-vllm)"
@@ -168,7 +176,7 @@ class VllmDialect(Dialect):
         super().__init__(model, config, owned=owned)
         self._name = model.entry.name
         self._generates = owned
-        # What a server that runs already reads such grammars as, it does not say.
+        # A running server does not report its grammar library, so its EBNF dialect is unknown.
         self.native_grammars = frozenset(GrammarKind) - (
             frozenset() if owned else {GrammarKind.EBNF}
         )
@@ -179,13 +187,13 @@ class VllmDialect(Dialect):
 
     @property
     def reset_path(self) -> str:
-        """The path exists if VLLM_SERVER_DEV_MODE is 1. Servers that Millrace starts have it."""
+        """Path that exists if VLLM_SERVER_DEV_MODE is 1, as on servers that Millrace starts."""
         return "/reset_prefix_cache"
 
     def command(self, program: Path, address: ServerAddress) -> Command:
         return vllm_command(program, address.socket, self.model, self.config)
 
-    # --- what it says of itself ---
+    # --- facts and load ---
 
     async def read_facts(self, client: ServerClient) -> ServerFacts:
         version = _text(await client.get_json("/version"), "version")
@@ -208,13 +216,17 @@ class VllmDialect(Dialect):
         return facts
 
     async def _check_tokenizer(self, client: ServerClient) -> None:
-        """Raises ConfigError if it cuts a text into other tokens than the catalogue's model."""
+        """Check that the server tokenizes a text as the catalogue's model does. Raises
+        ConfigError.
+        """
         body = {"model": self._name, "prompt": PROBE_TEXT, "add_special_tokens": False}
         answer = await client.post_json("/tokenize", body)
         check_probe(self.model, answer.get("tokens"), "vLLM")
 
     async def _check_vocabulary(self, client: ServerClient) -> None:
-        """Whether it takes the model's last token id, and none behind it. Raises ConfigError."""
+        """Check that the server accepts the model's last token id and none above it. Raises
+        ConfigError.
+        """
         size = self.model.vocab_size
         if await self._takes(client, size - 1) and not await self._takes(client, size):
             return
@@ -260,12 +272,12 @@ class VllmDialect(Dialect):
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
         if self._takes_priority and request.priority:
-            # Who has the lower number is served first.
+            # vLLM serves lower numbers first.
             body["priority"] = -request.priority
         sampling = self._sampling(request, len(token_ids))
         if self._generates and not _wants_prompt_logprobs(request, token_ids):
             if sampling["logprobs"] is not None:
-                # It counts the token itself as one of them.
+                # vLLM counts the token itself as one of them.
                 sampling["logprobs"] += 1
             sampling |= {"detokenize": False}
             return Call(_GENERATE, body | {"token_ids": prompt, "sampling_params": sampling})
@@ -303,8 +315,10 @@ class VllmDialect(Dialect):
         return call
 
     def _sampling(self, request: EngineRequest, num_made: int) -> dict[str, Any]:
-        """Every parameter, so that nothing of the server's own defaults counts; what ends a
-        sequence is named by us, for it may know other tokens that do."""
+        """Return every parameter, so that the server's own defaults do not apply.
+
+        Millrace names the tokens that end a sequence, since the server may know others.
+        """
         sampling = request.sampling
         max_tokens = self.num_new_tokens(request, num_made)
         ends = dict.fromkeys(sampling.stop_token_ids)
@@ -334,7 +348,7 @@ class VllmDialect(Dialect):
         return said
 
     def as_read(self, grammar: Grammar) -> Grammar:
-        # The worker starts its server with the library of the own engine.
+        # The worker starts its server with the own engine's grammar library.
         return with_few_blanks(grammar) if self.owned else grammar
 
     def _structured_outputs(self, grammar: Grammar) -> dict[str, Any]:
@@ -355,13 +369,15 @@ _BAD_REQUEST = 400
 
 
 def _sampling_of(call: Call) -> dict[str, Any]:
-    """Where a call has its sampling parameters."""
+    """Return the part of a call that has its sampling parameters."""
     sampling: dict[str, Any] = call.body.get("sampling_params", call.body)
     return sampling
 
 
 def _wants_prompt_logprobs(request: EngineRequest, token_ids: Sequence[int]) -> bool:
-    """They come with the first tokens of an engine, and not again."""
+    """Return whether prompt log-probabilities are due: they come only with an engine's first
+    tokens.
+    """
     return request.sampling.prompt_logprobs is not None and len(token_ids) == len(
         request.output_token_ids
     )
@@ -370,12 +386,12 @@ def _wants_prompt_logprobs(request: EngineRequest, token_ids: Sequence[int]) -> 
 def _text(answer: Any, name: str) -> str:
     said = answer.get(name) if isinstance(answer, dict) else None
     if not isinstance(said, str):
-        raise EngineFailedError("The server does not say its version, as vLLM's does.")
+        raise EngineFailedError("The server does not report its version, as vLLM does.")
     return said
 
 
 def _kv_capacity_tokens(metrics: bytes) -> int:
-    """Of all of its engines together."""
+    """Return the KV cache capacity in tokens of all of the server's engines together."""
     capacity = 0
     for labels in read_labels(metrics, _CACHE_CONFIG):
         blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
@@ -385,7 +401,7 @@ def _kv_capacity_tokens(metrics: bytes) -> int:
 
 
 def _last_option(arguments: Sequence[str], name: str) -> str | None:
-    """The value of an option of a command line."""
+    """Return the value of a command-line option; the last one counts."""
     found = None
     for at, argument in enumerate(arguments):
         if argument == name and at + 1 < len(arguments):

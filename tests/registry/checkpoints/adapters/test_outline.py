@@ -164,7 +164,7 @@ def _named(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
         (_named(f"{QUERY}.lora_A.other.weight", 4, 32), "two adapters of"),
         (
             _named("base_model.model.model.layers.0.mlp.q_proj.lora_A.weight", 4, 32),
-            "of no module",
+            "to no module",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -217,7 +217,7 @@ def _break_config(folder: Path) -> None:
     ("damage", "named"),
     [
         (_truncate, WEIGHTS_FILE),
-        (_scribble, "truncated or no safetensors"),
+        (_scribble, "truncated or not a safetensors"),
         (_lose_weights, "has no adapter_model"),
         (_lose_config, r"adapter_config\.json cannot be read"),
         (_break_config, "not valid JSON"),

@@ -1,4 +1,6 @@
-"""What a chat template shows: the format of calls, and how it wants earlier calls told."""
+"""Tool support of a chat template: its format of calls, and the form that it needs for earlier
+calls.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from millrace.registry.tool_formats.tags import (
 )
 from millrace.schemas.tools import ToolFormat
 
-# As templates tell a model what to write: [name(parameter=value, …)].
+# The form in templates that describe Python calls: [name(parameter=value, …)].
 _CALL_IN_PYTHON = re.compile(r"\[[A-Za-z_]\w*\([A-Za-z_]\w*=")
 
 
 def format_shown(source: str) -> ToolFormat | None:
-    """How a template that takes tools has them called; None: in no way that is known here."""
+    """Return the format of calls in a template that takes tools; None if it is unknown."""
     if CALLS_TAG in source:
         return ToolFormat.MISTRAL_V11 if ARGUMENTS_TAG in source else ToolFormat.MISTRAL
     if SEPARATOR in source:
@@ -45,10 +47,13 @@ _TEXT = "probe text"
 _TOLD_WRONG = (f"'{_KEY}'", f'\\"{_KEY}')
 
 
-class CallManners(NamedTuple):
-    """``arguments_as_text``: as JSON, and not as the object that templates make JSON of.
-    ``without_content``: None where there is no text beside calls. ``apart``: text and calls are
-    messages of their own. ``short_ids``: of nine letters and digits."""
+class CallStyle(NamedTuple):
+    """Form in which a template needs earlier calls.
+
+    ``arguments_as_text``: arguments are JSON text instead of an object. ``without_content``:
+    content is None without text beside calls. ``apart``: text and calls are separate messages.
+    ``short_ids``: ids have nine letters and digits.
+    """
 
     arguments_as_text: bool = False
     without_content: bool = False
@@ -56,19 +61,22 @@ class CallManners(NamedTuple):
     short_ids: bool = False
 
 
-def manners_of(render: Callable[[list[dict[str, Any]]], str]) -> CallManners:
-    """Tried out on a template: ``render`` gives the prompt of a conversation, nothing if it is
-    refused. Of the ways that show a call, its argument as JSON or one by one, that which shows
-    least beside them."""
-    ways = itertools.starmap(CallManners, itertools.product((False, True), repeat=2))
+def call_style_of(render: Callable[[list[dict[str, Any]]], str]) -> CallStyle:
+    """Find a template's form by trying it.
+
+    ``render`` returns the prompt of a conversation, empty if the template refuses it. Of the forms
+    that show a call with its argument, as JSON or one by one, the one with the shortest prompt is
+    best.
+    """
+    ways = itertools.starmap(CallStyle, itertools.product((False, True), repeat=2))
     shown = [(len(text), way) for way in ways if _shows_call(text := render(_probe(way, "")))]
     if not shown:
-        return CallManners()
+        return CallStyle()
     _, best = min(shown, key=lambda one: one[0])
     return best._replace(apart=not _shows_call(render(_probe(best, _TEXT))))
 
 
-def _probe(way: CallManners, text: str) -> list[dict[str, Any]]:
+def _probe(way: CallStyle, text: str) -> list[dict[str, Any]]:
     arguments: Any = f'{{"{_KEY}": "{_VALUE}"}}' if way.arguments_as_text else {_KEY: _VALUE}
     content = text or (None if way.without_content else "")
     call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
