@@ -1,4 +1,4 @@
-"""What ``millrace up`` is told of its workers: how many a model has, and their engines."""
+"""Options of ``millrace up`` for its workers: their number per model, and their engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from millrace.schemas.errors import ConfigError, MillraceError
 
 
 def add_own_engine(group: argparse._ArgumentGroup) -> None:
-    """Declare how Millrace's own engine runs the models."""
+    """Declare the options for running models on Millrace's own engine."""
     group.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
@@ -47,7 +47,7 @@ def add_own_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def add_ranks(group: argparse._ArgumentGroup) -> None:
-    """Declare over how many ranks Millrace's own engine computes a model."""
+    """Declare the options for the ranks over which Millrace's own engine computes a model."""
     group.add_argument(
         "--tensor-parallel",
         type=whole_number,
@@ -89,7 +89,7 @@ def add_ranks(group: argparse._ArgumentGroup) -> None:
 
 
 def told_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the options of ``add_ranks`` say of an engine's settings. Raises ConfigError."""
+    """Return the engine settings of the options of ``add_ranks``. Raises ConfigError."""
     from millrace.runtime.tls import read_setting_file
 
     given = {
@@ -108,7 +108,7 @@ def told_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_other_engine(group: argparse._ArgumentGroup) -> None:
-    """Declare where a server of another engine is."""
+    """Declare the address options of another engine's server."""
     group.add_argument(
         "--engine-url", metavar="URL", help="a server of that engine that runs already"
     )
@@ -123,8 +123,10 @@ def add_other_engine(group: argparse._ArgumentGroup) -> None:
 
 
 def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
-    """The settings, with what the command line says. Raises ConfigError for what an engine has
-    not."""
+    """Return the settings, changed by the command line.
+
+    Raises ConfigError for an option that the engine does not support.
+    """
     given = {
         "quantization": arguments.quantization,
         "speculation": arguments.speculation,
@@ -161,7 +163,7 @@ def _of_other_engine(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def split_arguments(text: str) -> tuple[str, ...]:
-    """A command line as the shell reads it. Raises ConfigError for quotes that are left open."""
+    """Split a command line as the shell does. Raises ConfigError for an unclosed quote."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -169,19 +171,20 @@ def split_arguments(text: str) -> tuple[str, ...]:
 
 
 def absolute_command(command: str) -> str:
-    """A program that is named by its path, or a class by its file, is looked for from here."""
+    """Make the path of a program, or of a custom engine's file, absolute."""
     return str(Path(command).expanduser().resolve()) if "/" in command else command
 
 
 class FirstWorkers(NamedTuple):
-    """How many workers a model has at first, and their roles; empty: each has both."""
+    """Initial workers of a model: their number and their roles; empty: each has both roles."""
 
     number: int
     roles: tuple[WorkerRole, ...] = ()
 
 
 def workers_option(text: str) -> FirstWorkers:
-    """``N``, or as many of each role as in ``prefill:1,decode:2``. Raises ArgumentTypeError."""
+    """Parse ``N``, or a number of workers for each role (``prefill:1,decode:2``). Raises
+    ArgumentTypeError."""
     if re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
         return FirstWorkers(int(text))
     roles: list[WorkerRole] = []
@@ -197,7 +200,7 @@ def workers_option(text: str) -> FirstWorkers:
 
 
 def parse_bounds(text: str, at_most: int) -> tuple[int, int]:
-    """MIN, which may be 0, and MAX, at least 1 and ``at_most``. Raises ConfigError."""
+    """Parse MIN, at least 0, and MAX, from 1 to ``at_most``. Raises ConfigError."""
     matched = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
     if matched is None:
         raise ConfigError(f"--autoscale: {text!r} is not MIN:MAX, such as 1:4")
@@ -210,8 +213,8 @@ def parse_bounds(text: str, at_most: int) -> tuple[int, int]:
 
 
 def num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
-    """Workers per model at first. One at least, since the start is over when each model has
-    answered."""
+    """Return the initial number of workers per model. It is at least 1, since the start ends when
+    each model has answered."""
     if not autoscale.is_on:
         return asked or 1
     if not 0 <= autoscale.min_workers <= autoscale.max_workers:

@@ -57,7 +57,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 after Ctrl-C or SIGTERM; raises what one side refuses the other for."""
+    """Compute until Ctrl-C or SIGTERM; return 0. Raises the error with which one side refuses the
+    other."""
     from millrace.engine.transfer.addresses import host_and_port
     from millrace.runtime.logs import configure_logging
     from millrace.runtime.settings import load_config
@@ -85,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoint(path: Path) -> Path:
-    """Raises ConfigError where there is none."""
+    """Return the checkpoint's folder. Raises ConfigError if there is none."""
     path = path.expanduser().resolve()
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model: {path} holds no config.json; name a checkpoint's folder.")

@@ -126,7 +126,7 @@ def _tokens(number: int) -> str:
 
 
 def _listed(names: list[str], joint: str) -> str:
-    """Return ``a``, ``a or b``, ``a, b, or c``; two shares of tokens are joined by a comma alone."""
+    """Return ``a``, ``a or b``, ``a, b, or c``; join two shares of tokens by a comma alone."""
     if len(names) > 2:
         return f"{', '.join(names[:-1])}, {joint} {names[-1]}"
     return (", " if joint == "and" else " or ").join(names)

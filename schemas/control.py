@@ -291,7 +291,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ``worker_id`` is unique to one incarnation; ``name`` stays over restarts, so a status with a
     known name and a new id means that the former incarnation is over. ``max_tokens_per_request`` is
     the longest prompt + completion that its KV cache can ever hold. ``max_num_waiting`` is the
-    number of requests that it accepts beyond those that can run; requests of a lower tier do not
+    number of requests that it accepts beyond its running requests; requests of a lower tier do not
     count, as they are preempted. ``num_held_by_tier`` counts running and waiting requests.
     ``num_ending`` counts ended requests whose record or acknowledgement is not stored yet.
     ``outstanding_tokens`` are still to be computed, ``outstanding_prompt_tokens`` of them

@@ -170,8 +170,7 @@ def can_hold_calls(kind: EngineKind) -> bool:
 
 
 def check_quantization(quantization: str | None, kind: EngineKind) -> None:
-    """Raise ConfigError for an unknown quantization, or one that this kind of engine does not
-    support."""
+    """Raise ConfigError for a quantization that is unknown or unsupported by this kind of engine."""
     if quantization is None:
         return
     if quantization not in QUANTIZATIONS:
@@ -224,8 +223,7 @@ def speculation_option(text: str) -> str:
 
 
 def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
-    """Raise ConfigError for an unknown speculation, or one that this kind of engine does not
-    support.
+    """Raise ConfigError for a speculation that is unknown or unsupported by this kind of engine.
 
     False is YAML's reading of a bare ``off``.
     """
@@ -245,8 +243,8 @@ def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
 
 
 def check_parallel(tensor: int, pipeline: int, experts: bool, kind: EngineKind) -> None:
-    """Raise ConfigError for an impossible group of devices, or one that this kind of engine does
-    not support."""
+    """Raise ConfigError for a group of devices that is impossible or unsupported by this kind of
+    engine."""
     if tensor < 1:
         raise ConfigError(f"tensor parallelism is over {tensor} devices; it takes 1 or more.")
     if pipeline < 1:
@@ -281,7 +279,7 @@ def check_remote_stages(number: int, kind: EngineKind) -> None:
 
 
 def check_transfer(transfer: bool | None, address: str, kind: EngineKind) -> None:
-    """Raise ConfigError for the exchange of KV blocks if this kind of engine does not support it."""
+    """Raise ConfigError for KV block exchange if this kind of engine does not support it."""
     if (transfer or address) and kind is not EngineKind.REAL:
         raise ConfigError(
             f"engine.{'transfer' if transfer else 'transfer_address'} is for Millrace's own "

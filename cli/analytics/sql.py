@@ -1,4 +1,4 @@
-"""``millrace sql``: ask the analytics store."""
+"""``millrace sql``: query the analytics store."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 if the engine refuses the query. Raises NoStoreError if there is no store."""
+    """Run the query; return 0, or 1 if the engine refuses it. Raises NoStoreError without a store."""
     from millrace.cli.analytics.rows import parse_rows, render
     from millrace.telemetry.store.reading import QueryError
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def list_queries() -> str:
-    """The saved queries, one a line: what each answers, and its parameters with their defaults."""
+    """List the saved queries, one per line: its subject, and its parameters with their defaults."""
     from millrace.telemetry.http.answers import load_queries
 
     queries = load_queries()

@@ -1,4 +1,4 @@
-"""``millrace usage``: what a tenant used in a range of time, and what it owes for that."""
+"""``millrace usage``: usage and cost of a tenant in a time range."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MONEY = frozenset({"cost", "device_cost", "amount", "by_price_book", "differenc
 _PRICES = frozenset({"input_per_million", "cached_input_per_million", "output_per_million"})
 _CURRENCY = "currency"
 _TOTAL = "total"
-# What Decimal(38, 12) can hold, added up a million times.
+# Digits of a Decimal(38, 12) summed a million times.
 _DIGITS = 60
 _MAX_SHOWN_CHARS = 2_000
 
@@ -65,7 +65,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 if the engine refuses the query. Raises ParameterError and NoStoreError."""
+    """Print the usage; return 0, or 1 if the engine refuses the query. Raises ParameterError and
+    NoStoreError."""
     from millrace.telemetry.store.reading import QueryError
 
     end = arguments.end if arguments.end is not None else _next_minute(time.time())
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _whole(query: str, given: dict[str, Any], arguments: argparse.Namespace) -> Rows:
-    """All rows, with money as Decimals. Raises MillraceError rather than leave some out."""
+    """Return all rows, with money as Decimals. Raises MillraceError if rows were cut off."""
     limited = saved_query(query).parameters.get("rows")
     most = None if limited is None else limited.limit
     if most is not None:
@@ -114,7 +115,8 @@ def _whole(query: str, given: dict[str, Any], arguments: argparse.Namespace) -> 
 
 
 def _for_spreadsheets(rows: Rows) -> Rows:
-    """Who uses a tenant's keys calls itself as it likes, and no name may become a formula."""
+    """Escape texts that a spreadsheet would read as formulas: users of a tenant's keys choose their
+    names."""
     from millrace.telemetry.http.answers import harmless
 
     cells = tuple(
@@ -125,7 +127,7 @@ def _for_spreadsheets(rows: Rows) -> Rows:
 
 
 def with_decimals(rows: Rows) -> Rows:
-    """Money is text in ClickHouse's answers, to be exact; here it is a number again."""
+    """Convert money from text to Decimal; ClickHouse's answers carry it as text to stay exact."""
     is_money = [name in _MONEY or name in _PRICES for name in rows.names]
     converted = tuple(
         tuple(
@@ -139,8 +141,8 @@ def with_decimals(rows: Rows) -> Rows:
 
 
 def totals(rows: Rows) -> list[tuple[Any, ...]]:
-    """A row for each currency: sums where they have a meaning, nothing elsewhere. A sum of what is
-    not known for each row is not known."""
+    """Return a row of totals for each currency: sums where they make sense, empty elsewhere. A sum
+    with an unknown part is unknown."""
     if _CURRENCY not in rows.names:
         return [_total(rows.names, rows.rows, "")] if rows.rows else []
     at = rows.names.index(_CURRENCY)
@@ -167,7 +169,8 @@ def _total(names: Sequence[str], rows: Sequence[Sequence[Any]], currency: str) -
 
 
 def as_json(document: dict[str, str], rows: Rows, refused: Rows | None = None) -> str:
-    """One object. Money is text with all its digits: JSON's numbers lose them in most readers."""
+    """Render one JSON object. Money is text with all its digits, since most JSON readers lose
+    digits of numbers."""
     encode: Callable[[Any], bytes] = msgspec.json.Encoder(decimal_format="string").encode
     whole = {
         **document,
@@ -201,7 +204,7 @@ def _moment(text: str) -> int:
 
 
 def _next_minute(at_s: float) -> int:
-    """Now, with the minute that runs in it."""
+    """Return the end of the minute that contains ``at_s``."""
     return (int(at_s) // 60 + 1) * 60
 
 
@@ -212,8 +215,11 @@ _MINUTE_S = 60
 
 
 def parse_minute(text: str) -> int:
-    """Unix time of a date's first moment in UTC, or of an RFC 3339 time on a full minute. Raises
-    ValueError, which says what to write."""
+    """Parse a date (its first moment in UTC) or an RFC 3339 time on a full minute; return Unix
+    time.
+
+    Raises ValueError with the accepted formats.
+    """
     if _DAY.fullmatch(text):
         moment = _read(text).replace(tzinfo=UTC)
     elif _TIME.fullmatch(text):
@@ -233,7 +239,7 @@ def parse_minute(text: str) -> int:
 
 
 def shown(at_s: int) -> str:
-    """A Unix time as RFC 3339 in UTC."""
+    """Format a Unix time as RFC 3339 in UTC."""
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

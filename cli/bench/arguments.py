@@ -1,4 +1,4 @@
-"""The command line of ``millrace bench``."""
+"""Command line of ``millrace bench``."""
 
 from __future__ import annotations
 
@@ -141,8 +141,10 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if a request was answered well, 1 if none was. Raises MillraceError for what cannot be
-    done at all."""
+    """Run the load; return 0 if a request succeeded, else 1.
+
+    Raises MillraceError if the load cannot run at all.
+    """
     from millrace.bench.report.page import render_page
     from millrace.bench.report.report import read_report, write_file, write_report
     from millrace.bench.report.table import render, render_comparison
@@ -164,7 +166,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings_of(arguments: argparse.Namespace) -> LoadSettings:
-    """What the arguments ask for. Raises ConfigError, naming the argument at fault."""
+    """Return the load settings of the arguments. Raises ConfigError, naming the argument at fault."""
     from millrace.bench.arrivals import check_number_of_arrivals
     from millrace.bench.settings import LoadSettings, TargetApi, target_of
     from millrace.bench.spread import parse_spread

@@ -1,4 +1,4 @@
-"""``millrace keys``: API keys, and what tenants may use."""
+"""``millrace keys``: API keys and tenants' limits."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _DEFAULT = "default"
 
 
 class KeyNotFoundError(MillraceError, code="key_not_found"):
-    """No key of that id was ever made here."""
+    """Error for an unknown key id."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``millrace keys`` and its own commands."""
+    """Declare ``millrace keys`` and its subcommands."""
     from millrace.schemas.tenants import KEY_LIMITS, LIMITS
 
     parser = subparsers.add_parser(
@@ -265,7 +265,7 @@ def _check_tenant(tenant: str) -> None:
 
 
 def _overrides(arguments: argparse.Namespace) -> LimitOverrides:
-    """The limits that the arguments set. Raises ParameterError."""
+    """Return the limits that the arguments set. Raises ParameterError."""
     from millrace.schemas.tenants import LIMITS, LimitOverrides
 
     given = {name: getattr(arguments, name, None) for name in LIMITS}
@@ -288,7 +288,7 @@ def _back_to_default(arguments: argparse.Namespace) -> set[str]:
 
 
 def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
-    """What tenants of each tier may use at the instance whose Redis is used, and what says so."""
+    """Return the tiers' limits of the system whose Redis is used, and their source."""
     from millrace.runtime.settings import FILE_VARIABLE
 
     config = locate_store(arguments)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from millrace.telemetry.kafka.apache.broker import KafkaProgram
 
 _STOP_WITHIN_S = 9.0
-# Each is a process of this machine.
+# Each worker is a process of this machine.
 _MOST_WORKERS = 256
 _OWN_ADDRESSES = (
     "MILLRACE_NATS__URL",
@@ -146,7 +146,7 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run until Ctrl-C or SIGTERM; 0 after an orderly stop, 1 if a part did not start."""
+    """Run until Ctrl-C or SIGTERM. Return 0 after an orderly stop, 1 if a part did not start."""
     counts = {"gateways": arguments.gateways, "schedulers": arguments.schedulers}
     if arguments.workers is not None:
         counts["workers"] = arguments.workers.number
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> int:
         if count < 1:
             raise MillraceError(f"--{name} must be at least 1")
     data: Path = arguments.data.resolve()
-    # What the servers write is for nobody else on this machine: they get this from us.
+    # Files of the servers are private to this user; the servers inherit this umask.
     usual = os.umask(0o077)
     try:
         return _run_private(arguments, data)
@@ -191,7 +191,7 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     catalogue, models = local_models.catalogue_for(config.catalogue, wanted, file, engine, added)
     known, entries = load_catalogue(config.catalogue), load_catalogue(catalogue)
     for model in models:
-        # A setting that its engine does not have is said here, before anything starts.
+        # Report a setting that the model's engine does not support before anything starts.
         entries.get(model).engine_config(config.worker.engine)
     named = {known.entry_for(model).name for model in wanted}
     first = arguments.workers or FirstWorkers(1)
@@ -222,7 +222,7 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
 
 
 def _kafka_program(config: KafkaConfig) -> KafkaProgram | None:
-    """Find or fetch the program that runs Apache Kafka, if the settings ask for it."""
+    """Find or download the program of Apache Kafka, if the settings ask for it."""
     if config.server != "apache":
         return None
     from millrace.telemetry.kafka.apache.broker import KafkaProgram
@@ -234,7 +234,7 @@ def _kafka_program(config: KafkaConfig) -> KafkaProgram | None:
 
 
 def _check_roles(config: Config) -> None:
-    """Raise ConfigError where streams cannot go on behind prompts that others have computed."""
+    """Raise ConfigError if streams cannot continue at decode workers with this configuration."""
     if config.worker.engine.kind is not EngineKind.REAL:
         raise ConfigError(
             "--workers: roles are for Millrace's own engine, from which blocks can be pulled; give "
@@ -252,8 +252,10 @@ def _adapters(options: list[str], models: Catalogue) -> tuple[Adapter, ...]:
 
 
 def _settings(arguments: argparse.Namespace) -> Config:
-    """File and variables, then the command line. The addresses of servers are not for the user to
-    set here, since this command starts its own."""
+    """Read the configuration from file and variables, then the command line.
+
+    The user cannot set addresses of servers here, since this command starts its own.
+    """
     for name in _OWN_ADDRESSES:
         if name in os.environ:
             raise ConfigError(
@@ -278,7 +280,8 @@ def _settings(arguments: argparse.Namespace) -> Config:
 
 
 def _is_port_fixed(arguments: argparse.Namespace, config: Config) -> bool:
-    """Whether somebody asked for the gateway's port: the usual one may give way to the next."""
+    """Return whether the user set the gateway's port; the default port may give way to the next
+    free one."""
     return (
         arguments.port is not None
         or names_setting("gateway.port", os.environ)
@@ -309,7 +312,7 @@ async def _run(plan: Plan) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    # What the user set is in the configuration file of the parts; a variable would override it.
+    # The user's settings are in the parts' configuration file; a variable would override it.
     env = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     logs = plan.data / "logs"
     make_private(logs)
@@ -363,7 +366,7 @@ def _take_lock(lock: TextIO, data: Path) -> None:
 
 
 def _who(data: Path) -> str:
-    """Who has the folder, and where it is reached."""
+    """Return the pid, uptime and address of the system that has the folder."""
     running = supervising(data)
     if running is None:
         return ""

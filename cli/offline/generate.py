@@ -1,4 +1,4 @@
-"""``millrace generate``: a file of requests straight on the engine."""
+"""``millrace generate``: a file of requests on an engine in this process."""
 
 from __future__ import annotations
 
@@ -92,8 +92,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if every request was answered, 1 if some failed, 2 if a line is bad and was not to be
-    answered: then none has run."""
+    """Run all requests; return 0 if every request was answered, 1 if some failed.
+
+    Return 2 before the first request runs if a line is bad, unless bad lines are to be answered.
+    """
     from millrace.engine.offline.inputs import load_served, with_adapter_slots
     from millrace.engine.threads.choice import choose_threads
 
@@ -107,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     served = load_served(arguments.model, arguments.catalogue, asker="this command")
     config = served.entry.described(config)
-    # Before anything imports torch: it reads its thread settings once.
+    # Must run before torch is imported, which reads its thread settings once.
     threads = choose_threads(config, shared=False)
     from millrace.cli.offline.batch_file import read_requests
 
@@ -153,7 +155,8 @@ def _generate(
 
 
 def _write_answers(llm: LLM, lines: list[OfflineRequest | BadLine], output: TextIO) -> int:
-    """In the order of the lines, each as soon as those before it are there; how many were bad."""
+    """Write answers in the order of the lines, each as soon as all earlier ones are done; return
+    the number of bad lines."""
     from tqdm import tqdm
 
     from millrace.cli.offline.batch_file import answer_line

@@ -1,4 +1,4 @@
-"""``millrace quantize``: a checkpoint with weights of few bits, made of a wide one."""
+"""``millrace quantize``: quantize a checkpoint's weights and save it."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when the checkpoint is written; whatever keeps it from being so raises."""
+    """Quantize and return 0 when the checkpoint is written; raise an error otherwise."""
     from millrace.engine.threads.choice import configure_threads
 
     for name, least in (("samples", 1), ("threads", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name} must be at least {least}")
-    # Before anything imports torch: it reads its thread settings once.
+    # Must run before torch is imported, which reads its thread settings once.
     configure_threads(EngineConfig(num_threads=arguments.threads), shared=False)
     from tqdm import tqdm
 
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _entry(arguments: argparse.Namespace) -> ModelEntry:
-    """Raises ModelNotFoundError, and CheckpointError for a GGUF file."""
+    """Return the model's entry. Raises ModelNotFoundError, and CheckpointError for a GGUF file."""
     entry = load_catalogue(arguments.catalogue).entry_for(arguments.model)
     if entry.is_gguf:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""``millrace adapters``: which LoRA adapters a system offers, one more, or one less."""
+"""``millrace adapters``: list, add and remove LoRA adapters of a running system."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from millrace.cli.store_access import (
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``millrace adapters`` and its own commands."""
+    """Declare ``millrace adapters`` and its subcommands."""
     parser = subparsers.add_parser(
         "adapters",
         help="list, add or remove LoRA adapters of a running system",

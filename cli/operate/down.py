@@ -1,4 +1,4 @@
-"""``millrace down``: stop the system on a data folder, in order."""
+"""``millrace down``: stop the system on a data folder in order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 1 if it still runs. Raises ConfigError for a time that is none."""
+    """Stop the system; return 0, or 1 if it still runs. Raises ConfigError for an invalid time."""
     within_s = seconds("--wait", arguments.wait)
     data: Path = arguments.data
     running = supervising(data)

@@ -1,4 +1,4 @@
-"""``millrace logs``: what the parts of a system have said."""
+"""``millrace logs``: messages of a system's parts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0. Raises MillraceError if there are no logs, or none of such a part."""
+    """Print the logs; return 0. Raises MillraceError if there are no logs, or none of a named part."""
     from millrace.cli.operate.log_lines import Follower, last_lines, merged
 
     since_s = _since_s(arguments.since)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     _show(shown if count is None else shown[-count:], files, arguments.raw)
     is_over = not arguments.follow
     while not is_over:
-        # Asked before the last look, so that nothing is missed that was said at the end.
+        # Check before the last read, so that final messages are not missed.
         is_over = supervising(arguments.data) is None
         for file in _files(arguments.data, arguments.parts):
             if file not in followers:
@@ -91,7 +91,7 @@ def _show(lines: Iterable[LogLine], files: Iterable[Path], is_raw: bool) -> None
 
 
 def _files(data: Path, wanted: list[str]) -> list[Path]:
-    """Raises MillraceError."""
+    """Return the log files of the wanted parts. Raises MillraceError."""
     files = {file.stem: file for file in sorted((data / "logs").glob("*.log"))}
     if not files:
         raise MillraceError(f"there are no logs in {data / 'logs'}; has millrace up run there?")
@@ -113,7 +113,7 @@ def _files(data: Path, wanted: list[str]) -> list[Path]:
 
 
 def _since_s(text: str | None) -> float:
-    """Unix time. Raises ConfigError."""
+    """Return the start of the time range as Unix time. Raises ConfigError."""
     if text is None:
         return 0.0
     try:

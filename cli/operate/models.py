@@ -1,4 +1,4 @@
-"""``millrace models``: which models a running system serves, one more, or one less."""
+"""``millrace models``: list, add and remove models of a running system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANSWERS_WITHIN_S = 10.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``millrace models`` and its own commands."""
+    """Declare ``millrace models`` and its subcommands."""
     parser = subparsers.add_parser(
         "models",
         help="list, add, remove and roll out models while the system runs",
@@ -145,8 +145,11 @@ def _remove(arguments: argparse.Namespace) -> int:
 
 
 def _forget(data: Path, name: str) -> bool:
-    """Nothing runs: whether the model was added earlier, and will not be served at the next start.
-    One whose workers do not come up any more would keep everything from starting."""
+    """Forget a model that was added earlier to a system that does not run; return whether it was
+    added.
+
+    Without this, a model whose workers no longer come up would block every start.
+    """
     from millrace.cli.local.models import read_saved, with_removed, write_saved
 
     saved = read_saved(data)

@@ -1,4 +1,4 @@
-"""``millrace models promote``, ``rollback``, ``retire`` and ``rollouts``: traffic moves from one
+"""``millrace models promote``, ``rollback``, ``retire`` and ``rollouts``: move traffic from one
 version of a model to another, and back."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOK_EVERY_S = 0.5
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare them."""
+    """Declare the rollout commands."""
     promote = commands.add_parser(
         "promote",
         help="move a model's traffic to another version of it",
@@ -149,7 +149,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 async def _follow(
     store: RolloutStore, rollout: Rollout, arguments: argparse.Namespace
 ) -> RolloutReport:
-    """Tell what becomes of it, to its end."""
+    """Print the progress of a rollout to its end."""
     from millrace.schemas.models.rollouts import RolloutReport
 
     report, told = RolloutReport(rollout=rollout), ""
@@ -167,7 +167,7 @@ async def _follow(
 
 
 def _told(rollout: Rollout) -> str:
-    """How it stands, in a line."""
+    """Describe the state of a rollout in a line."""
     from millrace.schemas.models.rollouts import RolloutState
 
     model, candidate = rollout.model, rollout.candidate
@@ -234,7 +234,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _rows(report: RolloutReport) -> list[tuple[str, ...]]:
-    """One for each version, the candidate first."""
+    """Return a row for each version, the candidate first."""
     rollout, seen = report.rollout, {one.version: one for one in report.figures}
     shares = {rollout.candidate: rollout.percent, rollout.stable: 100.0 - rollout.percent}
     rows: list[tuple[str, ...]] = []

@@ -1,4 +1,4 @@
-"""``millrace workers``: who serves what and in which role, and streams that go on elsewhere."""
+"""``millrace workers``: list workers with their roles, switch roles, move streams."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 _COMMAND_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.1
-# Who said nothing for this long has ended: a worker at rest beats once a second.
+# Nanoseconds without a heartbeat after which a worker counts as ended; an idle worker sends one a
+# second.
 _SILENT_NS = 3_000_000_000
-# A move is over when so long nothing has left.
+# Seconds without a departing stream after which a move is over.
 _SETTLED_S = 2.5
 
 
 class NoSuchWorkerError(MillraceError, code="worker_not_found"):
-    """No live worker has that name."""
+    """Error if no live worker has that name."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -170,11 +171,11 @@ def _set_role(arguments: argparse.Namespace) -> int:
     return _on_bus(arguments, set_role)
 
 
-# --- what workers say -----------------------------------------------------------------------------
+# --- answers of workers --------------------------------------------------------------------------
 
 
 async def _live(bus: Bus) -> list[WorkerStatus]:
-    """The last status of each live worker, by name."""
+    """Return the last status of each live worker, by name."""
     now_ns = time.time_ns()
     known = await bus.workers.known()
     live = [status for status in known if now_ns - status.sent_ns <= _SILENT_NS]
@@ -191,7 +192,7 @@ async def _find(bus: Bus, name: str) -> WorkerStatus:
 
 
 async def _command(bus: Bus, worker: WorkerStatus, command: WorkerCommand) -> str:
-    """Why a worker does not do as it is told; empty: it does."""
+    """Send a command to a worker; return why it refused, empty if it complied."""
     reply = await bus.control.command(worker.worker_id, command, _COMMAND_TIMEOUT_S)
     if reply is None:
         return "it does not answer"
@@ -199,7 +200,7 @@ async def _command(bus: Bus, worker: WorkerStatus, command: WorkerCommand) -> st
 
 
 async def _num_left(bus: Bus, worker: WorkerStatus) -> int:
-    """What a worker has now; none if it is gone."""
+    """Return the number of requests at a worker now; 0 if it is gone."""
     for status in await _live(bus):
         if status.worker_id == worker.worker_id:
             return _num_held(status)
@@ -207,7 +208,7 @@ async def _num_left(bus: Bus, worker: WorkerStatus) -> int:
 
 
 async def _settled(bus: Bus, worker: WorkerStatus) -> int:
-    """What a worker has once nothing leaves it any more."""
+    """Wait until no more requests leave a worker; return the number of the rest."""
     left, since_s = _num_held(worker), time.monotonic()
     while left and time.monotonic() - since_s < _SETTLED_S:
         await asyncio.sleep(_LOOK_EVERY_S)
@@ -218,7 +219,7 @@ async def _settled(bus: Bus, worker: WorkerStatus) -> int:
 
 
 def _without_token(status: WorkerStatus) -> WorkerStatus:
-    """What a peer has to show before it may read is for peers alone."""
+    """Remove the transfer token from a status, which is for peers only."""
     from msgspec.structs import replace
 
     if status.transfer is None:

@@ -1,4 +1,4 @@
-"""``millrace publish``: a job on the bus, as any other service publishes one."""
+"""``millrace publish``: publish a job on the bus, as any service does."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def add_bus_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what every command needs that waits for a job of a tenant."""
+    """Declare the options of commands that wait for a tenant's job."""
     group = parser.add_argument_group("whose it is, and where")
     group.add_argument("--tenant", default="local", help="default: %(default)s")
     group.add_argument(
@@ -74,7 +74,8 @@ def add_bus_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 once the job is answered (or stored, with --no-wait); 1 if it failed or took too long."""
+    """Publish the job. Return 0 once it is answered (or stored, with --no-wait), 1 if it failed or
+    took too long."""
     import uvloop
 
     job = build_job(arguments)
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build_job(arguments: argparse.Namespace) -> Job:
-    """The job that the arguments describe. Raises ParameterError for a bad value."""
+    """Build the job of the arguments. Raises ParameterError for a bad value."""
     from millrace.bus import codec
     from millrace.schemas.jobs import Job, Source, Tier
     from millrace.schemas.sampling import SamplingOptions
@@ -113,13 +114,13 @@ def build_job(arguments: argparse.Namespace) -> Job:
             received_ns=time.time_ns(),
         )
     except ValueError as error:
-        # A model with an adapter is named by both.
+        # The model name with an adapter consists of both options.
         why = str(error).replace("model_requested", "--model and --adapter together")
         raise ParameterError("job", f"the job is not valid: {why}") from error
 
 
 def check_names(**names: str) -> None:
-    """Raises ParameterError for a name that no job has: the bus has no subject for it."""
+    """Raise ParameterError for a name that has no subject on the bus."""
     from millrace.schemas.jobs import MAX_NAME_CHARACTERS, check_length
 
     for name, value in names.items():
@@ -132,7 +133,7 @@ def check_names(**names: str) -> None:
 
 
 def _requested(model: str, adapter: str) -> str:
-    """As clients name it over HTTP."""
+    """Return the model name as HTTP clients write it."""
     from millrace.schemas.models.adapters import SEPARATOR
 
     return f"{model}{SEPARATOR}{adapter}" if adapter else model
@@ -154,8 +155,11 @@ async def _publish(job: Job, arguments: argparse.Namespace) -> int:
 
 
 def _read_body(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The body of a chat, or with ``--raw`` of a completion. Raises ConfigError for a file that
-    cannot be read or has no such body, and for ``--raw`` beside ``--body``."""
+    """Read the body of a chat, or with ``--raw`` of a completion.
+
+    Raises ConfigError for a file that cannot be read or has no such body, and for ``--raw``
+    together with ``--body``.
+    """
     if arguments.body is None:
         text = _read(arguments.file) if arguments.prompt is None else str(arguments.prompt)
         if arguments.raw:

@@ -1,4 +1,4 @@
-"""``millrace result``: the result of a job that was published before."""
+"""``millrace result``: print the result of a published job."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 once it is printed; 1 if the request failed or there is no result in time. Raises
-    ParameterError for a name that no job has."""
+    """Print the result; return 0, or 1 if the request failed or has no result in time.
+
+    Raises ParameterError for an invalid name.
+    """
     import uvloop
 
     check_names(request_id=arguments.request_id, tenant=arguments.tenant)

@@ -1,4 +1,4 @@
-"""The command line of ``millrace simulate``."""
+"""Command line of ``millrace simulate``."""
 
 from __future__ import annotations
 
@@ -233,8 +233,10 @@ def _add_synthesise(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if every request got its end, 1 if some were unfinished. Raises MillraceError for what
-    cannot be done at all."""
+    """Simulate; return 0 if every request ended, 1 if some were unfinished.
+
+    Raises MillraceError if the simulation cannot run at all.
+    """
     from millrace.cli.simulate.command import compare
     from millrace.cli.simulate.options import settings_of
     from millrace.simulation.settings import parse_policies
@@ -270,7 +272,7 @@ def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
 
 
 def run_synthesise(arguments: argparse.Namespace) -> int:
-    """Print a trace; 0. Raises ConfigError, naming the argument at fault."""
+    """Print a trace; return 0. Raises ConfigError, naming the argument at fault."""
     from millrace.cli.simulate.options import recipe_of
     from millrace.simulation.traces.synthesise import synthesise
     from millrace.simulation.traces.trace import write_trace

@@ -1,4 +1,4 @@
-"""``millrace top``: how a running system does, live in a terminal."""
+"""``millrace top``: live state of a running system in a terminal."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 after q, or once it is printed; 128 and its number after a signal. Raises ParameterError,
-    ConfigError and BusUnavailableError."""
+    """Run until q and return 0, or print once; return 128 and its number after a signal.
+
+    Raises ParameterError, ConfigError and BusUnavailableError.
+    """
     if not arguments.interval >= _MIN_INTERVAL_S:
         raise ParameterError("interval", f"--interval must be at least {_MIN_INTERVAL_S} s")
     return asyncio.run(_run(arguments))

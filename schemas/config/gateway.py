@@ -28,7 +28,7 @@ class SessionContexts(Section, frozen=True, kw_only=True):
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
-    """Settings of the gateway. Sizes limit the requests of one client and the memory that they use."""
+    """Settings of the gateway. Sizes limit a client's requests and the memory that they use."""
 
     # Access.
 

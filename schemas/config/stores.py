@@ -206,7 +206,7 @@ class StorageConfig(Section, frozen=True, kw_only=True):
 
 
 class ArtifactsConfig(Section, frozen=True, kw_only=True):
-    """Local copies of models and adapters from object stores, shared by all processes of a machine."""
+    """Local copies of models and adapters from object stores, shared by a machine's processes."""
 
     path: str = ""
     """Folder of the copies; empty: ``millrace/artifacts`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
