@@ -1,4 +1,4 @@
-"""What Prometheus sees of a telemetry process, read at each scrape from what its parts count."""
+"""Prometheus metrics of a telemetry process, read at each scrape from its parts' counters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from millrace.bus.storage import CLICKHOUSE, KAFKA
 from millrace.bus.store.watch import StoreMetrics
 from millrace.telemetry.service import TelemetryService
 
-# The older name of a counter, for one version: promtool takes "minutes" for a unit.
+# Older name of a counter, kept for one version: promtool takes "minutes" for a unit.
 DEPRECATED = "millrace_telemetry_rollup_minutes"
 
 
 class TelemetryMetrics(Collector):
-    """Labels are topics and tables of ours."""
+    """Collector whose labels are Millrace's topics and tables."""
 
     def __init__(self, service: TelemetryService) -> None:
         self._service = service
