@@ -1,4 +1,4 @@
-"""What is on each board: saved queries over ClickHouse, and what only Prometheus knows at once."""
+"""Contents of each board: saved queries over ClickHouse, and live values of Prometheus."""
 
 from __future__ import annotations
 
@@ -172,8 +172,8 @@ def capacity() -> Sequence[Panel]:
             "Fairness gap",
             {"{{model}} {{tier}}": "max by (model, tier) (millrace_scheduler_fairness_gap_tokens)"},
             description=(
-                "How many more tokens the tenant served most has been served than the one served "
-                "least, of those who want to be."
+                "Difference between the most and the least virtual tokens served, among tenants "
+                "with waiting jobs."
             ),
         ),
         live(
@@ -286,7 +286,7 @@ def reliability() -> Sequence[Panel]:
             unit="reqps",
         ),
         live(
-            "Telemetry: what is not stored so far",
+            "Telemetry: records not stored yet",
             {
                 "Kafka {{topic}}": "max by (topic) (millrace_telemetry_lag_messages)",
                 "outbox": "max(millrace_telemetry_outbox_waiting_records)",
@@ -307,7 +307,7 @@ def reliability() -> Sequence[Panel]:
 
 
 def _money(column: str) -> str:
-    """Each amount with its currency, rounded; the tables have it exact."""
+    """Format each amount with its currency, rounded; the tables have the exact amounts."""
     amount = "concat(toString(round(toFloat64OrZero(amount), 4)), ' ', currency)"
     amounts = f"arrayMap((currency, amount) -> {amount}, currencies, {column})"
     return f"arrayStringConcat({amounts}, ', ')"

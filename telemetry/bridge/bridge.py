@@ -1,4 +1,4 @@
-"""Bridge from the outbox to Kafka: it acknowledges a record in the outbox only after Kafka has it."""
+"""Bridge from the outbox to Kafka: it acknowledges records in the outbox after Kafka has them."""
 
 from __future__ import annotations
 

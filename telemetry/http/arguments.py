@@ -175,7 +175,7 @@ def read_arguments(scope: Scope, given: Mapping[str, str]) -> Arguments:
 
 
 def settings_of(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings for the engine. Raises QueryError for settings that would allow writing."""
+    """Return the engine's settings. Raises QueryError for settings that would allow writing."""
     settings = {}
     for name, value in given.items():
         if name in _WRITING:

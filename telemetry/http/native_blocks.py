@@ -45,7 +45,7 @@ _Steps = Generator[None, None, None]
 
 
 class NativeBlocks:
-    """Converter of an answer in pieces of any size. It holds back at most the beginning of a value."""
+    """Converter of an answer in pieces of any size; it holds back at most the start of a value."""
 
     def __init__(self, version: int) -> None:
         self._has_custom_byte = version >= _CUSTOM_SERIALIZATION

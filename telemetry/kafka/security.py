@@ -1,4 +1,4 @@
-"""Connections to Kafka: credentials and trust, reasons for refusals, and timeouts of dead brokers."""
+"""Connections to Kafka: credentials, trust, reasons for refusals, and timeouts of dead brokers."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ class Sink:
                 await self._rest(consumer)
 
     async def _rest(self, consumer: AIOKafkaConsumer) -> None:
-        """If all shipped messages are stored, stop fetching until there are more."""
+        """Stop fetching until there is more, provided that all shipped messages are stored."""
         if self._shipped is None or self.num_behind(self._shipped) or any(self.lag().values()):
             return
         self.is_resting = True

@@ -161,7 +161,7 @@ class AnalystViews:
             connection.query(f"DESCRIBE TABLE ({body})")
 
     def _check_views(self, connection: Any, statement: ViewStatement, database: str) -> None:
-        """Raise QueryError for names that are taken, for too many views, or too many views in one."""
+        """Raise QueryError for taken names, for too many views, or too many views in one."""
         before = {row.name: _references(row.as_select) for row in _rows(connection, _VIEWS)}
         after = dict(before)
         if statement.created:
@@ -214,7 +214,7 @@ def _references(body: str, *, unqualified: bool = False) -> list[str]:
 
 
 def _views_read(references: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """Return the number of views that a query of each view reads. The engine itself refuses cycles."""
+    """Return the number of views that a query of each view reads. The engine refuses cycles."""
     counts: dict[str, int] = {}
 
     def count(name: str) -> int:

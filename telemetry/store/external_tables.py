@@ -1,4 +1,4 @@
-"""External tables: rows that a client sends with a query, as a temporary table of its connection."""
+"""External tables: rows sent with a query, as a temporary table of the query's connection."""
 
 from __future__ import annotations
 

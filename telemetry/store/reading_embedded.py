@@ -324,7 +324,7 @@ class EmbeddedReader(StreamingReader):
         question: Question | None = None,
         given: Mapping[str, str] | None = None,
     ) -> Any:
-        """Open a read-only connection for one statement, with our settings and the statement's own."""
+        """Open a read-only connection for one statement, with our settings and its own."""
         for name in given or {}:
             if not _SETTING.fullmatch(name):
                 raise QueryError.refusing(115, f"Unknown setting {name:.100}. (UNKNOWN_SETTING)")
