@@ -36,7 +36,8 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptSource(Protocol):
-    """Source of prompts by the number of the request; the same number always gives the same prompt."""
+    """Source of prompts by the number of the request; the same number always gives the same
+    prompt."""
 
     def prompt(self, index: int) -> Prompted: ...
 

@@ -137,7 +137,8 @@ async def bus_of(arguments: argparse.Namespace, name: str) -> AsyncIterator[Bus]
 
 
 def _at(section: _S, section_name: str, key: str, address: str) -> _S:
-    """Return the section with ``address`` as its ``key``, unless a variable sets another address."""
+    """Return the section with ``address`` as its ``key``, unless a variable sets another
+    address."""
     from millrace.runtime.settings import names_setting
 
     if names_setting(f"{section_name}.{key}", os.environ):
@@ -167,7 +168,8 @@ def _is_ip(host: str) -> bool:
 
 
 def _with_clickhouse(section: ClickHouseConfig, url: str) -> ClickHouseConfig:
-    """Return the section with address, name and password of ``url``, unless variables set others."""
+    """Return the section with address, name and password of ``url``, unless variables set
+    others."""
     located = _at(section, "clickhouse", "url", without_user(url))
     if located is section:
         return section

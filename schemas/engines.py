@@ -170,7 +170,8 @@ def can_hold_calls(kind: EngineKind) -> bool:
 
 
 def check_quantization(quantization: str | None, kind: EngineKind) -> None:
-    """Raise ConfigError for a quantization that is unknown or unsupported by this kind of engine."""
+    """Raise ConfigError for a quantization that is unknown or unsupported by this kind of
+    engine."""
     if quantization is None:
         return
     if quantization not in QUANTIZATIONS:

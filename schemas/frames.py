@@ -53,7 +53,8 @@ class Queued(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="queued"
 
 
 class Started(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="started"):
-    """Notice that a worker runs the job. An epoch above the last one: another worker continues it."""
+    """Notice that a worker runs the job. An epoch above the last one: another worker continues
+    it."""
 
     worker_id: str
     num_prompt_tokens: int = 0

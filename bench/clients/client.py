@@ -49,7 +49,8 @@ class LoadClient:
         return self._post(_ROUTES[self._settings.api], payload)
 
     async def run(self, request: bytes, exchange: ClientExchange) -> None:
-        """Send a request and wait until its answer has ended; failures are stored in the exchange."""
+        """Send a request and wait until its answer has ended; failures are stored in the
+        exchange."""
         settings = self._settings
         connection: ClientConnection | None = None
         try:

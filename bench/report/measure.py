@@ -121,7 +121,8 @@ def _end_of(
 def _latencies(
     settings: LoadSettings, sent: Sequence[ClientSample], good: Sequence[ClientSample]
 ) -> dict[str, Distribution]:
-    """Return the latencies of successful requests, and the client's own delay of all sent requests."""
+    """Return the latencies of successful requests, and the client's own delay of all sent
+    requests."""
     gaps = [gaps_ms(sample) for sample in good]
     tokens = [tokens_by_part(sample)[1:] for sample in good]
     all_gaps = np.concatenate(gaps) if gaps else np.empty(0)
@@ -289,7 +290,8 @@ def timeline_of(samples: Sequence[ClientSample], parts: Parts, end_s: float) -> 
 
 
 def _first_medians(samples: Sequence[ClientSample], edges: _Floats) -> list[float | None]:
-    """Return the median TTFT of the answers that began in each bin; None for a bin without answers."""
+    """Return the median TTFT of the answers that began in each bin; None for a bin without
+    answers."""
     by_bin: list[list[float]] = [[] for _ in range(len(edges) - 1)]
     for sample in samples:
         first_ms = ttft_ms(sample)

@@ -47,7 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the query; return 0, or 1 if the engine refuses it. Raises NoStoreError without a store."""
+    """Run the query; return 0, or 1 if the engine refuses it. Raises NoStoreError without a
+    store."""
     from millrace.cli.analytics.rows import parse_rows, render
     from millrace.telemetry.store.reading import QueryError
 

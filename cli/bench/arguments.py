@@ -166,7 +166,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings_of(arguments: argparse.Namespace) -> LoadSettings:
-    """Return the load settings of the arguments. Raises ConfigError, naming the argument at fault."""
+    """Return the load settings of the arguments. Raises ConfigError, naming the argument at
+    fault."""
     from millrace.bench.arrivals import check_number_of_arrivals
     from millrace.bench.settings import LoadSettings, TargetApi, target_of
     from millrace.bench.spread import parse_spread

@@ -117,7 +117,8 @@ class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
 async def read_usage(
     link: RedisLink, store: TenantStore, tenant: str, tiers: TierLimits
 ) -> AccountLimits:
-    """Read the tenant's current usage and its spending of this month. Raises RedisUnreachableError."""
+    """Read the tenant's current usage and its spending of this month. Raises
+    RedisUnreachableError."""
     account = tenant_account(tenant, await store.tenant(tenant), tiers)
     return account_limits(
         account, await read_account_usage(link, account, month_of(time.time_ns()))

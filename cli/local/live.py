@@ -224,7 +224,8 @@ _FIRST_ANSWER_S = 60.0
 
 
 def probe_pooling(config: Config, model: str) -> Pooling | None:
-    """Return the pooling of a probe request for models that make no tokens. Raises MillraceError."""
+    """Return the pooling of a probe request for models that make no tokens. Raises
+    MillraceError."""
     entry = load_catalogue(config.catalogue).get(model)
     outline = outline_of(entry, resolve(entry))
     if outline.has_head:

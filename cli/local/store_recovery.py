@@ -1,4 +1,5 @@
-"""Recovery of an embedded stack's stores: free space at the start, and restarts after a full disk."""
+"""Recovery of an embedded stack's stores: free space at the start, and restarts after a full
+disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Log lines of a system with their times: Millrace's are JSON, the servers have their own formats."""
+"""Log lines of a system with their times: Millrace's are JSON, the servers have their own
+formats."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _NEVER_S = 0.0
 
 
 class LogLine(NamedTuple):
-    """Line of a log. ``time_s`` is Unix time; a line without a time has that of the line before it."""
+    """Line of a log. ``time_s`` is Unix time; a line without a time has that of the line before
+    it."""
 
     time_s: float
     part: str

@@ -50,7 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the logs; return 0. Raises MillraceError if there are no logs, or none of a named part."""
+    """Print the logs; return 0. Raises MillraceError if there are no logs, or none of a named
+    part."""
     from millrace.cli.operate.log_lines import Follower, last_lines, merged
 
     since_s = _since_s(arguments.since)

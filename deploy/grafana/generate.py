@@ -73,7 +73,8 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _filter(kind: str, label: str) -> dict[str, Any]:
-    """Return a variable that selects one name or all; all is the empty text, which filters nothing."""
+    """Return a variable that selects one name or all; all is the empty text, which filters
+    nothing."""
     names = f"SELECT name FROM\n(\n{saved('tenants_models')}\n)\nWHERE kind = '{kind}'"
     return {
         "type": "query",

@@ -107,7 +107,8 @@ class SavedQueryAnswers:
         self._queries = load_queries()
 
     async def answer(self, asked: TelemetryQuery) -> TelemetryAnswer:
-        """Answer a query. Never raises: ``error`` has the problem, ``code`` and ``param`` its kind."""
+        """Answer a query. Never raises: ``error`` has the problem, ``code`` and ``param`` its
+        kind."""
         if asked.name == ALERTS and asked.format == "json":
             return await self._alerts(asked)
         query = self._queries.get(asked.name)

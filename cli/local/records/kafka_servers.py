@@ -108,7 +108,8 @@ class ApacheServer:
 
 
 def kafka_server(data: Path, program: KafkaProgram | None, ports: PortPicker) -> KafkaServer:
-    """Return Apache Kafka if there is a ``program`` to run, else the stand-in. Raises ConfigError."""
+    """Return Apache Kafka if there is a ``program`` to run, else the stand-in. Raises
+    ConfigError."""
     if program is None:
         return StandIn(data / "run")
     port, controller_port = ports.pick("kafka", _PORT), ports.pick_any("kafka's controller")
