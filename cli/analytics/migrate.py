@@ -28,17 +28,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace migrate``."""
     parser = subparsers.add_parser(
         "migrate",
-        help="bring the tables of an analytics store up to date",
-        description="Run the migrations that a store lacks, renew comments and views that differ "
-        "from this version's, and say which: on the server that --config or "
-        "MILLRACE_CLICKHOUSE__URL names, else on the store in DIR. Telemetry does the same "
-        "whenever it starts; a store in a folder belongs to the system that runs on it, which "
-        "--dry-run asks.",
+        help="update the tables of an analytics store",
+        description="Run the migrations that a store lacks, update comments and views that differ "
+        "from this version's, and list the changes. The store is the server that --config or "
+        "MILLRACE_CLICKHOUSE__URL names, else the store in DIR. Telemetry does the same at each "
+        "start. A store in a folder belongs to the system that runs on it; --dry-run asks that "
+        "system.",
     )
     parser.add_argument(
-        "--config", type=path_or_name, metavar="FILE", help="the configuration that names the store"
+        "--config",
+        type=path_or_name,
+        metavar="FILE",
+        help="a configuration file that names the store",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would run and change")
+    parser.add_argument("--dry-run", action="store_true", help="only print the pending changes")
     add_data_argument(parser)
     parser.set_defaults(handler=run)
 

@@ -21,10 +21,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace sql``."""
     parser = subparsers.add_parser(
         "sql",
-        help="ask the analytics store",
+        help="query the analytics store",
         description="Run one reading statement (SELECT, WITH, SHOW, DESCRIBE, EXPLAIN) in the "
-        "database millrace: on the system that runs on DIR, else on the store that it left there. "
-        "A statement takes parameters where it has {name:Type}.",
+        "database millrace: on the system that runs on DIR, else on the store of its last run. A "
+        "statement's parameters have the form {name:Type}.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("query", metavar="SQL", nargs="?")

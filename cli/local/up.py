@@ -63,16 +63,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "up",
         help="run everything on this machine",
         description="Run all of Millrace on this machine, from packages alone: gateways, "
-        "schedulers, workers, telemetry and the servers that they need. It stays until Ctrl-C, "
-        "SIGTERM or millrace down; what it was given is kept in DIR.",
+        "schedulers, workers, telemetry and their servers. It runs until Ctrl-C, SIGTERM or "
+        "millrace down; its data is kept in DIR.",
     )
     where = parser.add_argument_group("where")
     where.add_argument("--host", help="address of the gateway (default: 127.0.0.1)")
     where.add_argument(
         "--port",
         type=whole_number,
-        help="port of the gateway, which must be free; 0: any that is (default: 8000, or the next "
-        "free one)",
+        help="port of the gateway, which must be free; 0: any free port (default: 8000, or the "
+        "next free one)",
     )
     add_data_argument(where)
     _add_models(parser.add_argument_group("models"))
@@ -82,9 +82,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     settings.add_argument(
         "--kafka",
         choices=("embedded", "apache"),
-        help="the Kafka that is started: a stand-in in memory, for clients of librdkafka and "
-        "aiokafka, or Apache Kafka, for all clients, which needs Java 17 (default: embedded; "
-        "docs/kafka.md)",
+        help="the Kafka to start: embedded, a stand-in in memory for clients of librdkafka and "
+        "aiokafka, or apache, Apache Kafka for all clients, which needs Java 17 (default: "
+        "embedded; docs/kafka.md)",
     )
     settings.add_argument(
         "--config", type=path_or_name, help="a YAML or TOML file of settings for all parts"
@@ -109,11 +109,15 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
-        help="what runs the models: Millrace's own engine (real), nothing that computes "
-        "(simulated), or a server of another engine, which is started here (default: real)",
+        help="engine of the models: Millrace's own (real), one that computes nothing (simulated), "
+        "or a server of another engine, which is started here (default: real)",
     )
     add_own_engine(group)
-    add_adapter_option(group, "requests name it as their model; MODEL:NAME=PATH of several models")
+    add_adapter_option(
+        group,
+        "requests name the adapter as their model; write MODEL:NAME=PATH if "
+        "there are several models",
+    )
 
 
 def _add_size(group: argparse._ArgumentGroup) -> None:
@@ -121,27 +125,31 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
         "--workers",
         type=workers_option,
         metavar="N|ROLE:N,ROLE:N",
-        help="workers per model, with --autoscale at first (default: 1), or so many of each role: "
-        "prefill:1,decode:2 computes long prompts apart from streams (docs/kv-cache.md)",
+        help="workers per model, with --autoscale at first (default: 1), or a number for each "
+        "role: prefill:1,decode:2 computes long prompts apart from streams (docs/kv-cache.md)",
     )
     group.add_argument(
         "--autoscale",
         metavar="MIN:MAX",
-        help="as many workers per model as the schedulers want; MIN 0: none for an idle model",
+        help="let the schedulers set the number of workers per model, from MIN to MAX; MIN 0: "
+        "none for an idle model",
     )
     group.add_argument(
         "--switch-roles",
         action="store_true",
-        help="have schedulers change the roles that --workers gives, by the load of each",
+        help="let schedulers change the roles of --workers by the load of each role",
     )
     group.add_argument(
-        "--gateways", type=whole_number, default=1, help="gateways that share the port (default: 1)"
+        "--gateways",
+        type=whole_number,
+        default=1,
+        help="number of gateways, which share the port (default: 1)",
     )
     group.add_argument(
         "--schedulers",
         type=whole_number,
         default=1,
-        help="schedulers that share the work (default: 1)",
+        help="number of schedulers, which share the work (default: 1)",
     )
 
 

@@ -42,8 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--pooling",
         choices=get_args(EmbeddingPooling),
-        help="the last token's hidden state or the mean over all (default: as the catalogue or "
-        "the checkpoint's modules.json and 1_Pooling/config.json say)",
+        help="pooling method: the last token's hidden state or the mean over all tokens (default: from "
+        "the catalogue or the checkpoint's modules.json and 1_Pooling/config.json)",
     )
     parser.add_argument(
         "--normalize",

@@ -62,8 +62,8 @@ def add_bad_lines_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answer-bad-lines",
         action="store_true",
-        help="answer a line that cannot be run with an error and run the others (default: run "
-        "nothing then)",
+        help="answer invalid lines with an error and run the others (default: run nothing if a "
+        "line is invalid)",
     )
 
 
@@ -105,14 +105,13 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._
     group.add_argument(
         "--max-batch-tokens",
         type=whole_number,
-        help="tokens that one step computes (default: 384 on a CPU, 4096 on a GPU)",
+        help="most tokens of a step (default: 384 on a CPU, 4096 on a GPU)",
     )
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     group.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="round wide weights when they are loaded (default: as the catalogue says, else as the "
-        "checkpoint is)",
+        help="quantize wide weights at load (default: from the catalogue, else none)",
     )
     group.add_argument("--device", default="auto", help="auto, cpu or cuda")
     group.add_argument(
@@ -134,24 +133,29 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._
         "--gpu-memory-fraction",
         type=float,
         default=DEFAULTS.gpu_memory_fraction,
-        help="of a GPU's memory, for weights, work and KV cache together (default: %(default)s)",
+        help="share of a GPU's memory for weights, work space and KV cache (default: %(default)s)",
     )
     group.add_argument(
         "--kv-cache-dtype",
         default=DEFAULTS.kv_cache_dtype,
-        help="auto (as the weights), or 8 bits, fp8 on a GPU and int8 on a CPU: half the bytes, a "
-        "little less exact",
+        help="auto (the type of the weights), or 8 bits: fp8 on a GPU and int8 on a CPU, with "
+        "half the bytes and slightly less exact",
     )
     group.add_argument(
         "--deterministic",
         action="store_true",
-        help="on a GPU, have a request's tokens not depend on what else is in the batch; slower",
+        help="on a GPU, make a request's tokens independent of the rest of the batch "
+        "(batch-invariant); slower",
     )
     group.add_argument(
-        "--no-cuda-graphs", action="store_true", help="launch each kernel of each step"
+        "--no-cuda-graphs",
+        action="store_true",
+        help="launch each kernel of a step separately instead of replaying CUDA graphs",
     )
     group.add_argument(
-        "--no-overlap", action="store_true", help="read each step before the next is launched"
+        "--no-overlap",
+        action="store_true",
+        help="read the results of each step before the next is launched",
     )
     return group
 

@@ -53,39 +53,42 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_file_arguments(parser)
     parser.add_argument("--output", type=as_path, required=True, metavar="OUT.jsonl")
     add_adapter_option(
-        parser, "lines name it as adapter, and those that name none have it if it is the only one"
+        parser,
+        "lines select it by the field adapter; lines without the field use it if it is "
+        "the only one",
     )
     engine = add_engine_options(parser, "requests")
     engine.add_argument(
         "--speculation",
         type=speculation_option,
         metavar="|".join(SPECULATIONS),
-        help="whether tokens are proposed and checked several a step, which changes none of them, "
-        "and by which draft or EAGLE-3 head (default: as the catalogue says, else ngram where a "
-        "row is computed the same in all company)",
+        help="speculative decoding, which does not change the tokens: its method, with the path "
+        "of a draft or EAGLE-3 head (default: from the catalogue, else ngram if rows are "
+        "batch-invariant)",
     )
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--kv-cache-bytes",
         type=whole_number,
-        help="memory for keys and values (default: 1 GiB on a CPU, what is left on a GPU)",
+        help="memory of the KV cache in bytes (default: 1 GiB on a CPU, the rest on a GPU)",
     )
     memory.add_argument(
         "--num-blocks",
         type=whole_number,
         default=DEFAULTS.num_blocks,
-        help="blocks of keys and values, instead of --kv-cache-bytes",
+        help="blocks of the KV cache, instead of --kv-cache-bytes",
     )
     memory.add_argument(
         "--host-cache-bytes",
         type=whole_number,
         default=DEFAULTS.host_cache_bytes,
-        help="memory for blocks of preempted and idle requests (default: %(default)s)",
+        help="main memory in bytes for blocks of preempted and idle requests (default: "
+        "%(default)s)",
     )
     memory.add_argument(
         "--no-prefix-cache",
         action="store_true",
-        help="compute every prompt, also what earlier ones have in common with it",
+        help="compute every prompt completely, without the prefix cache",
     )
     add_bad_lines_argument(parser)
     parser.set_defaults(handler=run)

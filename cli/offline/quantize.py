@@ -20,10 +20,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace quantize``."""
     parser = subparsers.add_parser(
         "quantize",
-        help="make a checkpoint with weights of few bits",
-        description="Reads a wide checkpoint in Hugging Face layout and writes one in the layout "
-        "of compressed-tensors, which this engine, vLLM, SGLang and transformers read. The linear "
-        "maps of the layers are quantized; embeddings, heads and routers of experts stay wide.",
+        help="quantize a checkpoint's weights",
+        description="Read a wide checkpoint in Hugging Face layout and write a quantized one in "
+        "the layout of compressed-tensors, which this engine, vLLM, SGLang and transformers read. "
+        "The linear maps of the layers are quantized; embeddings, heads and routers of experts "
+        "stay wide.",
     )
     parser.add_argument(
         "--model", type=path_or_name, required=True, metavar="PATH|NAME", help="the wide one"
@@ -33,30 +34,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--scheme",
         required=True,
         choices=[scheme.value for scheme in QuantizerScheme],
-        help="bits of weights (w) and of what they multiply (a): both in int8 or in fp8 with a "
-        "scale for each output, or weights alone in int4 with a scale for each group of inputs",
+        help="bits of weights (w) and activations (a): both in int8 or in fp8 with a scale for "
+        "each output, or weights alone in int4 with a scale for each group of inputs",
     )
     parser.add_argument(
         "--group",
         type=whole_number,
         default=_GROUP_INPUTS,
         metavar="INPUTS",
-        help="inputs that share a scale in int4, a multiple of 32; fewer, or all, where that does "
-        "not divide the inputs (default: %(default)s)",
+        help="inputs that share a scale in int4, a multiple of 32; fewer, or all, if it does not "
+        "divide the inputs (default: %(default)s)",
     )
     parser.add_argument(
         "--calibrate",
         type=as_path,
         metavar="IN.jsonl",
-        help="texts to calibrate int4 by (GPTQ): each line has text, prompt or messages; use what "
-        "the model will be asked (default: round to nearest)",
+        help="texts to calibrate int4 with (GPTQ): each line has text, prompt or messages; use "
+        "texts like the expected requests (default: round to nearest)",
     )
     parser.add_argument(
         "--samples",
         type=whole_number,
         default=_NUM_SAMPLES,
         metavar="N",
-        help="how many lines of it count, each up to 1024 tokens (default: %(default)s)",
+        help="number of lines to use, each up to 1024 tokens (default: %(default)s)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument(

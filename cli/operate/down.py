@@ -19,13 +19,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace down``."""
     parser = subparsers.add_parser(
         "down",
-        help="stop what millrace up started",
-        description="Stop the system that runs on DIR as Ctrl-C at its terminal does: open streams "
-        "may end, what was accepted is kept and goes on at the next start. The exit code is 0 when "
-        "nothing runs there any more, also if nothing did, and 1 if it still runs after the wait.",
+        help="stop the system that millrace up started",
+        description="Stop the system that runs on DIR as Ctrl-C at its terminal does: open "
+        "streams may end, and accepted requests are kept and continue at the next start. The exit "
+        "code is 0 if no system runs there any more or none did, and 1 if it still runs after the "
+        "wait.",
     )
     parser.add_argument(
-        "--wait", default="30s", metavar="TIME", help="how long it may take (default: %(default)s)"
+        "--wait",
+        default="30s",
+        metavar="TIME",
+        help="time to wait for its end (default: %(default)s)",
     )
     add_data_argument(parser)
     parser.set_defaults(handler=run)

@@ -25,14 +25,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace logs``."""
     parser = subparsers.add_parser(
         "logs",
-        help="what the parts have said",
-        description="Show the logs of the system that runs on DIR, or that ran there: of all parts "
-        "in the order of time, or of those that are named (worker: all workers; up: millrace up "
-        "itself). They are files in DIR/logs, of 64 MiB and one older one for each part at most.",
+        help="show the logs of the parts",
+        description="Show the logs of the system that runs or ran on DIR: of all parts in the "
+        "order of time, or of the named parts (worker: all workers; up: millrace up itself). The "
+        "files are in DIR/logs: for each part a current and an older one of at most 64 MiB.",
     )
     parser.add_argument("parts", metavar="PART", nargs="*", help="such as gateway-1, worker, up")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what comes, until all has ended"
+        "-f", "--follow", action="store_true", help="follow new lines until all parts have ended"
     )
     parser.add_argument(
         "--since", metavar="TIME", help="10m, 2h, or a moment such as 2026-11-25T10:00:00+00:00"
@@ -44,7 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=whole_number,
         help=f"the last N lines in all (default: {_USUAL_LINES}, or all with --since)",
     )
-    parser.add_argument("--raw", action="store_true", help="the lines as they are in the files")
+    parser.add_argument(
+        "--raw", action="store_true", help="print the lines unchanged, as in the files"
+    )
     add_data_argument(parser)
     parser.set_defaults(handler=run)
 

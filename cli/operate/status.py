@@ -23,10 +23,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace status``."""
     parser = subparsers.add_parser(
         "status",
-        help="what runs, where, and whether it is well",
-        description="Show the parts, addresses and models of the system that runs on DIR. The exit "
-        "code is 0 if all is well, 1 if a part is down, starting or not able to do its work, and 3 "
-        "if nothing runs there.",
+        help="show the parts of the system, their addresses and health",
+        description="Show the parts, addresses and models of the system that runs on DIR. The "
+        "exit code is 0 if all parts are healthy, 1 if a part is down, starting or unhealthy, and "
+        "3 if no system runs there.",
     )
     parser.add_argument("--json", action="store_true", help="answer in JSON")
     add_data_argument(parser)

@@ -35,9 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace workers`` and its commands."""
     parser = subparsers.add_parser(
         "workers",
-        help="see the workers, change their roles, and have their streams go on elsewhere",
-        description="See the workers of a running system, change their roles, and have their "
-        "streams go on elsewhere.",
+        help="list workers, change their roles, and move their streams",
+        description="List the workers of a running system, change their roles, and move their "
+        "streams to other workers.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", dest="workers_command", required=True)
 
@@ -47,10 +47,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     drain = commands.add_parser(
         "drain",
-        help="have a worker take no new work",
-        description="Have a worker take no new work. Its streams go on at other workers as far as "
-        "there is room, the rest ends there. It stays, empty, until its process is stopped. The "
-        "exit code is 1 if it has not become empty in time.",
+        help="drain a worker",
+        description="Drain a worker: it accepts no new work, and its streams move to other "
+        "workers as far as there is room; the rest end there. It stays, empty, until its process "
+        "is stopped. The exit code is 1 if it is not empty in time.",
     )
     drain.add_argument("name", metavar="NAME")
     drain.add_argument(
@@ -64,9 +64,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     move = commands.add_parser(
         "move",
-        help="have other workers go on with what a worker runs now",
-        description="Have other workers of the same model go on with what a worker runs now, as "
-        "far as there is room. It goes on taking work.",
+        help="move a worker's streams to other workers now",
+        description="Move a worker's streams to other workers of the same model, as far as there "
+        "is room. The worker keeps accepting work.",
     )
     move.add_argument("name", metavar="NAME")
     move.add_argument("--to", metavar="OTHER", help="to this worker alone")
@@ -74,10 +74,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     role = commands.add_parser(
         "role",
-        help="have a worker prefer other work",
-        description="Have a worker prefer prompts, streams behind them, or both alike, while it "
-        "serves. What it runs goes on. When it is started again, it has the role of its "
-        "configuration; with scheduler.switch_roles, schedulers may change it, too.",
+        help="change the role of a worker",
+        description="Let a worker prefer prompts, streams after them, or both alike, while it "
+        "serves. Its running requests continue. After a restart it has the role of its "
+        "configuration. With scheduler.switch_roles, schedulers may change the role, too.",
     )
     role.add_argument("name", metavar="NAME")
     role.add_argument("role", choices=[one.value for one in WorkerRole])

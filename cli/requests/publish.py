@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "millrace result.",
     )
     what = parser.add_argument_group("the job")
-    what.add_argument("--model", metavar="NAME", help="default: that of --body, else demo")
+    what.add_argument("--model", metavar="NAME", help="default: the model of --body, else demo")
     what.add_argument("--adapter", default="", metavar="NAME", help="a LoRA adapter of the model")
     prompt = what.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what to ask")
@@ -41,11 +41,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=path_or_name,
         metavar="F",
         help="read the body of a chat completion, in JSON, from file F (- is stdin); it may have "
-        "tools, and the other options of the job are added to it",
+        "tools, and the job's other options are added to it",
     )
     what.add_argument("--raw", action="store_true", help="a plain prompt, not a chat message")
     what.add_argument(
-        "--max-tokens", type=whole_number, help="default: what the model's window leaves"
+        "--max-tokens", type=whole_number, help="default: the rest of the model's context window"
     )
     what.add_argument("--temperature", type=float, help="default: the model's")
     what.add_argument("--seed", type=int, help="default: drawn from the request id")
@@ -53,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     answer = parser.add_argument_group("the answer")
     waiting = answer.add_mutually_exclusive_group()
     waiting.add_argument("--stream", action="store_true", help="print the text as it comes")
-    waiting.add_argument("--no-wait", action="store_true", help="print the id and leave")
+    waiting.add_argument("--no-wait", action="store_true", help="print the id and exit at once")
     add_bus_arguments(parser)
     parser.set_defaults(handler=run)
 

@@ -13,7 +13,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "result",
         help="fetch the result of a published job",
-        description="Print the result of a job, waiting for it if it is not there yet. Results "
+        description="Print the result of a job, and wait for it if it is not stored yet. Results "
         "are kept for a day.",
     )
     parser.add_argument("request_id", metavar="REQUEST_ID")
