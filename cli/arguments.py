@@ -72,8 +72,10 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "": 1.0}
 def add_report_arguments(group: argparse._ArgumentGroup) -> None:
     """Declare ``--slo``, ``--json`` and ``--html``."""
     group.add_argument("--slo", metavar="TTFT=…,TPOT=…,E2E=…", help="such as ttft=200ms,tpot=50ms")
-    group.add_argument("--json", type=as_path, metavar="FILE", help="write the report there")
-    group.add_argument("--html", type=as_path, metavar="FILE", help="write it as a page with plots")
+    group.add_argument("--json", type=as_path, metavar="FILE", help="write the report to this file")
+    group.add_argument(
+        "--html", type=as_path, metavar="FILE", help="write the report as an HTML page with plots"
+    )
 
 
 def check_folders(*files: Path | None) -> None:

@@ -32,16 +32,16 @@ def add_own_engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="what Millrace's own engine rounds wide weights to when it loads them (default: as "
-        "the catalogue says, else as the checkpoint is)",
+        help="quantization of wide weights at load, on Millrace's own engine (default: from the "
+        "catalogue, else none)",
     )
     group.add_argument(
         "--speculation",
         type=speculation_option,
         metavar="|".join(SPECULATIONS),
-        help="whether Millrace's own engine proposes tokens and checks several a step, which "
-        "changes none of them, and by which draft or EAGLE-3 head (default: as the catalogue says, "
-        "else ngram where a row is computed the same in all company)",
+        help="speculative decoding on Millrace's own engine, which does not change the tokens: "
+        "its method, with the path of a draft or EAGLE-3 head (default: from the catalogue, else "
+        "ngram if rows are batch-invariant)",
     )
     add_ranks(group)
 
@@ -52,39 +52,40 @@ def add_ranks(group: argparse._ArgumentGroup) -> None:
         "--tensor-parallel",
         type=whole_number,
         metavar="N",
-        help="ranks that compute each layer together, a process each, of Millrace's own engine "
-        "(default: as the catalogue says, else 1)",
+        help="ranks that compute each layer together, a process each, on Millrace's own engine "
+        "(default: from the catalogue, else 1)",
     )
     group.add_argument(
         "--pipeline-parallel",
         type=whole_number,
         metavar="N",
-        help="stages that compute some of its layers each, of Millrace's own engine (default: as "
-        "the catalogue says, else 1)",
+        help="pipeline stages, each with some of the layers, on Millrace's own engine (default: "
+        "from the catalogue, else 1)",
     )
     group.add_argument(
         "--expert-parallel",
         action="store_true",
         default=None,
-        help="give each rank some experts of a mixture whole, rather than a slice of all",
+        help="give each rank some of a mixture's experts whole, rather than a slice of all experts",
     )
     group.add_argument(
         "--remote-stages",
         type=whole_number,
         metavar="N",
-        help="how many of the stages, the last ones, other hosts compute, each by millrace stages "
-        "--join (default: 0)",
+        help="number of stages, counted from the last one, on other hosts, each run by millrace "
+        "stages --join (default: 0)",
     )
     group.add_argument(
         "--stages-address",
         metavar="HOST:PORT",
-        help="where these join; beyond this machine with a token (default: 127.0.0.1:7500)",
+        help="address at which they join; beyond this machine it needs a token (default: "
+        "127.0.0.1:7500)",
     )
     group.add_argument(
         "--stages-token-file",
         type=as_path,
         metavar="FILE",
-        help="holds the token that these have to know",
+        help="file with the token of these hosts",
     )
 
 
@@ -109,16 +110,16 @@ def told_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def add_other_engine(group: argparse._ArgumentGroup) -> None:
     """Declare the address options of another engine's server."""
+    group.add_argument("--engine-url", metavar="URL", help="URL of a running server of that engine")
     group.add_argument(
-        "--engine-url", metavar="URL", help="a server of that engine that runs already"
-    )
-    group.add_argument(
-        "--engine-command", metavar="PROGRAM", help="what starts such a server (default: its name)"
+        "--engine-command",
+        metavar="PROGRAM",
+        help="command that starts such a server (default: its name)",
     )
     group.add_argument(
         "--engine-arguments",
         metavar="TEXT",
-        help='more of its command line, such as "--tensor-parallel-size 4"',
+        help='further arguments of its command line, such as "--tensor-parallel-size 4"',
     )
 
 
@@ -142,7 +143,7 @@ def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineCo
     )
     check_remote_stages(engine.remote_stages, engine.kind)
     if engine.kind is EngineKind.OPENAI and not engine.url:
-        raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
+        raise ConfigError("--engine openai needs --engine-url: the URL of a running server.")
     check_user_data("--engine-url", engine.url)
     return engine
 

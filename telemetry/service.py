@@ -239,7 +239,10 @@ async def _note_prices(config: Config, store: Store, clock: Clock) -> Catalogue 
     try:
         catalogue = load_catalogue(config.catalogue)
     except ConfigError as error:
-        logger.warning("the catalogue's prices are not known here", extra={"reason": error.message})
+        logger.warning(
+            "the catalogue cannot be read, so its prices are not recorded",
+            extra={"reason": error.message},
+        )
         return None
     await record_prices(store, catalogue, clock)
     return catalogue

@@ -29,10 +29,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("query", metavar="SQL", nargs="?")
     what.add_argument(
-        "--file", type=path_or_name, metavar="FILE", help="read the statement from it (- is stdin)"
+        "--file",
+        type=path_or_name,
+        metavar="FILE",
+        help="read the statement from this file (- is stdin)",
     )
     what.add_argument("--saved", metavar="NAME", help="run a saved query; see --list")
-    what.add_argument("--list", action="store_true", help="the saved queries, what they answer")
+    what.add_argument(
+        "--list", action="store_true", help="list the saved queries with their parameters"
+    )
     parser.add_argument(
         "--param",
         action="append",

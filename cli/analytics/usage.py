@@ -41,12 +41,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace usage``."""
     parser = subparsers.add_parser(
         "usage",
-        help="what tenants used, and what they owe for it",
-        description="Add up requests, tokens, what tenants pay and what it cost, exactly, of a "
-        "range of time: on the system that runs on DIR, else on the store that it left there. "
-        "Times are dates (their first moment in UTC) or RFC 3339; TO is not included. Tables and "
-        "JSON end in totals for each currency, and in what was refused; CSV has neither, to be "
-        "added up without them (--by refusal gives a CSV of refusals).",
+        help="show usage and cost of tenants",
+        description="Add up requests, tokens, prices and device costs of a time range exactly: on "
+        "the system that runs on DIR, else on the store of its last run. Times are dates (their "
+        "first moment in UTC) or RFC 3339; TO is not included. Tables and JSON end with totals "
+        "for each currency and with refusals; CSV has neither, so that its columns can be summed "
+        "(--by refusal gives a CSV of refusals).",
     )
     parser.add_argument("--tenant", default="", metavar="T", help="default: all tenants")
     parser.add_argument("--model", default="", metavar="M", help="only of this model")
@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     form.add_argument(
         "--invoice",
         action="store_true",
-        help="by model, adapter, tier and price version, beside the price book's own figures",
+        help="list by model, adapter, tier and price version, with the price book's amounts",
     )
     parser.add_argument("--format", choices=("table", "json", "csv"), default="table")
     add_data_argument(parser)
@@ -75,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
             "from", f"--from {shown(arguments.begin)} must be before --to {shown(end)}"
         )
     if arguments.invoice and arguments.model:
-        raise ParameterError("model", "an invoice is of all models: leave --model out")
+        raise ParameterError("model", "an invoice covers all models: leave --model out")
     of_refusals = arguments.by == "refusal"
     if of_refusals and arguments.model:
-        raise ParameterError("model", "what is refused has no model: leave --model out")
+        raise ParameterError("model", "refusals have no model: leave --model out")
     query = "invoice" if arguments.invoice else f"usage_by_{arguments.by}"
     given = {"from_s": arguments.begin, "to_s": end, "tenant": arguments.tenant}
     of_models = given if arguments.invoice else {**given, "model": arguments.model}

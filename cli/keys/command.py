@@ -299,7 +299,7 @@ def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
     if arguments.config is not None:
         return config.gateway.tiers, f"as in {arguments.config}"
     if any(name.startswith(_NAMES_TIERS) for name in os.environ):
-        return config.gateway.tiers, "as the environment says"
+        return config.gateway.tiers, "from environment variables"
     if FILE_VARIABLE in os.environ:
         return config.gateway.tiers, f"as in {os.environ[FILE_VARIABLE]}"
     endpoints = read_endpoints(arguments.data)

@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--pooling",
         choices=get_args(EmbeddingPooling),
-        help="pooling method: the last token's hidden state or the mean over all tokens (default: from "
+        help="pooling: the last token's hidden state or the mean over all tokens (default: from "
         "the catalogue or the checkpoint's modules.json and 1_Pooling/config.json)",
     )
     parser.add_argument(

@@ -144,8 +144,8 @@ def capacity() -> Sequence[Panel]:
                 ),
             },
             description=(
-                "Prompt tokens per second by the tier that had them: the device, host memory, disk, an "
-                "object store or a peer; or computed."
+                "Prompt tokens per second by the tier that had them: the device, host memory, "
+                "disk, an object store or a peer; or computed."
             ),
             stack=True,
         ),

@@ -227,7 +227,7 @@ class Bridge:
         self._bridged_sequence = 0
         self._landed_sequence = -1
         if await self._bus.outbox.last_sequence() < await self._ledger.mark():
-            logger.warning("the outbox has been made anew: the ledger starts again")
+            logger.warning("the outbox was recreated: the ledger starts again")
             await self._ledger.clear()
         else:
             await self._ledger.compact()
@@ -252,7 +252,7 @@ class Bridge:
                 # The outbox delivers everything after the mark in order, so the records that it
                 # skips have expired there.
                 logger.warning(
-                    "records grew too old in the outbox before they were stored",
+                    "records expired in the outbox before they were stored",
                     extra={"first_sequence": self._rewound_to + 1, "last_sequence": first - 1},
                 )
                 await self._ledger.void(self._rewound_to + 1, first - 1)

@@ -71,7 +71,7 @@ class RecordDeadLetters:
         await asyncio.gather(*sent)
         for letter in letters[:_MOST_LOGGED]:
             logger.warning(
-                "a record cannot be stored; it is among the dead letters",
+                "a record cannot be stored and is a dead letter now",
                 extra={
                     "reason": _reason(letter),
                     "outbox_sequence": letter.sequence,
