@@ -44,18 +44,18 @@ def notes(report: LoadReport) -> list[str]:
     """Return the caveats of the report, one sentence each."""
     said = []
     if report.interrupted:
-        said.append("The run was ended early; requests that ran then are left out.")
+        said.append("The run was ended early; requests that were running then are left out.")
     if report.requests.num_unfinished and not report.interrupted:
         said.append(
-            f"{report.requests.num_unfinished} requests had no end when the run ended; latencies "
-            "are of those that had one, which are the faster ones."
+            f"{report.requests.num_unfinished} requests were unfinished when the run ended; "
+            "latencies cover the finished requests, which are the faster ones."
         )
     if report.tokens.counted_by != "server":
-        said.append("The server gave no usage: each part of an answer was taken for one token.")
+        said.append("The server reported no usage: each part of an answer counts as one token.")
     elif report.tokens.parts_counted_by != "server" and report.tokens.tokens_per_part > 1.01:
         said.append(
             f"A part of an answer held {report.tokens.tokens_per_part:.2f} tokens on average; the "
-            "API does not say how many each did, so ITL takes them to be spread evenly."
+            "API does not report the tokens of each part, so ITL assumes an even spread."
         )
     if report.client.why_limited:
         said.append(

@@ -130,9 +130,9 @@ def _create(arguments: argparse.Namespace) -> int:
         elif key_tier and known.record.tier and is_above(key_tier, known.record.tier):
             raise ParameterError(
                 "tier",
-                f"tenant {arguments.tenant} is {known.record.tier.value}, and its keys cannot be "
-                f"more; raise it with millrace keys tenant {arguments.tenant} --tier "
-                f"{key_tier.value}",
+                f"tenant {arguments.tenant} is {known.record.tier.value}, and its keys cannot have "
+                f"a higher tier; raise the tenant's with millrace keys tenant {arguments.tenant} "
+                f"--tier {key_tier.value}",
             )
         made = await store.create_key(
             arguments.tenant,
@@ -194,14 +194,12 @@ def _revoke(arguments: argparse.Namespace) -> int:
 
     found = with_store(arguments, revoke)
     if found is None:
-        raise KeyNotFoundError(
-            f"there is no key {arguments.key_id}; millrace keys list shows those that there are"
-        )
+        raise KeyNotFoundError(f"there is no key {arguments.key_id}; see millrace keys list")
     record, owner, used_ns = found
     if arguments.json:
         _print_json(_shown_key(arguments, record, owner, used_ns))
     else:
-        print(f"Key {record.key_id} of tenant {record.tenant} opens nothing any more.")
+        print(f"Key {record.key_id} of tenant {record.tenant} is revoked.")
     return 0
 
 
@@ -305,8 +303,8 @@ def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
     endpoints = read_endpoints(arguments.data)
     running = running_config(arguments.data)
     if endpoints is not None and running is not None and config.redis.url == endpoints.redis:
-        return running.gateway.tiers, f"as of what runs on {arguments.data}"
-    return config.gateway.tiers, "the built-in ones: --config names the file of this instance"
+        return running.gateway.tiers, f"as in the system that runs on {arguments.data}"
+    return config.gateway.tiers, "the built-in defaults; --config sets the file of this instance"
 
 
 def _shown_key(

@@ -170,7 +170,7 @@ class LiveSystem:
             async with asyncio.timeout(self._config.gateway.request_timeout_s):
                 await idle.wait()
         except TimeoutError:
-            self._say(f"{model} has requests though none may take so long; going on")
+            self._say(f"{model} still has requests after the longest timeout; continuing")
         finally:
             await heard.close()
 
@@ -190,7 +190,7 @@ class LiveSystem:
                     del waiting[name]
             await asyncio.sleep(_LOOK_EVERY_S if waiting else 0.0)
         if waiting:
-            raise TimeoutError(f"{', '.join(waiting)} did not hear of the change")
+            raise TimeoutError(f"{', '.join(waiting)} did not read the new catalogue")
 
     async def _report(self) -> SystemReport:
         parts = self._supervisor.parts()
@@ -379,9 +379,9 @@ class ModelChanges:
             write_saved(self._data, self._saved)
             await self._have_heard("gateway", name, say, is_there=False)
             if when_idle:
-                say(f"no gateway takes requests for {name} any more; waiting for those it has")
+                say(f"gateways accept no more requests for {name}; waiting for its open requests")
                 await self._host.wait_until_idle(name)
-            say(f"no gateway takes requests for {name} any more; its workers drain")
+            say(f"gateways accept no more requests for {name}; its workers drain")
             count = await self._host.stop_workers(name)
             del self._workers[name]
             self._passing = None
@@ -443,7 +443,7 @@ class ModelChanges:
         try:
             await self._host.wait_until_heard(part, name, is_there=is_there)
         except TimeoutError as error:
-            say(f"{error}; going on without")
+            say(f"{error}; continuing without")
 
     async def _give_up(self, name: str) -> None:
         self._passing = None

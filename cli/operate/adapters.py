@@ -103,5 +103,5 @@ def _remove(arguments: argparse.Namespace) -> int:
     from millrace.bus.fleet.adapters import AdapterStore
 
     removed = with_store(arguments, lambda link: AdapterStore(link).remove(arguments.name))
-    said = f"{removed.name} is offered no more; what runs with it goes on"
+    said = f"{removed.name} is no longer offered; running requests keep it"
     return answer(arguments, removed, said)

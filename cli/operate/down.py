@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     took_s = time.monotonic() - began_s
     if has_ended:
-        print(f"Stopped in {took_s:.1f} s. Its data stay in {data}.")
+        print(f"Stopped in {took_s:.1f} s. Its data is kept in {data}.")
         return _STOPPED
     print(
         f"It still runs after {took_s:.0f} s; it was told to stop. See millrace logs up --data "

@@ -68,8 +68,8 @@ def nothing_runs(data: Path) -> str:
     system was killed."""
     if (data / "run" / ENDPOINTS_FILE).exists():
         return (
-            f"{rests(data)} What ran there was killed. millrace up --data {data} starts it again, "
-            "with all that was accepted."
+            f"{rests(data)} The system there was killed. Start it again with millrace up --data "
+            f"{data}; its accepted requests are kept."
         )
     return f"{rests(data)} Start it with millrace up --data {data}."
 
@@ -80,7 +80,7 @@ def rests(data: Path) -> str:
 
 
 def _as_text(data: Path, report: SystemReport) -> str:
-    well = "" if report.is_well or report.state != "running" else ", not all of it well"
+    well = "" if report.is_well or report.state != "running" else ", with problems"
     lines = [
         f"Millrace on {data} is {report.state}{well}: pid {report.pid}, for {lasting(report.up_s)}"
     ]

@@ -139,8 +139,8 @@ def _move(arguments: argparse.Namespace) -> int:
         to = None if arguments.to is None else await _find(bus, arguments.to)
         if to is not None and (to.model != worker.model or to.worker_id == worker.worker_id):
             raise MillraceError(
-                f"{worker.name} serves {worker.model}: its streams go on at another worker of that "
-                f"model, not at {to.name}, which serves {to.model}."
+                f"{worker.name} serves {worker.model}: its streams can move to another worker of "
+                f"that model, not to {to.name}, which serves {to.model}."
             )
         num_before = _num_held(worker)
         to_worker_id = "" if to is None else to.worker_id

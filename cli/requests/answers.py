@@ -196,7 +196,7 @@ def _exit_code(result: JobResult) -> int:
 
 def _timed_out(tenant: str, request_id: str, timeout_s: float) -> int:
     print(
-        f"no result after {timeout_s:g} s; the job goes on. Fetch it later with: "
+        f"no result after {timeout_s:g} s; the job continues. Fetch it later with: "
         f"millrace result {request_id} --tenant {tenant}",
         file=sys.stderr,
     )

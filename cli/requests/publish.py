@@ -180,7 +180,7 @@ def _read_body(arguments: argparse.Namespace) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise ConfigError(f"{arguments.body} is not the body of a chat: {error}") from error
     for name in sorted(body.keys() & set(JobFields.__struct_encode_fields__)):
-        raise ConfigError(f"{arguments.body} has {name}, which options of this command say")
+        raise ConfigError(f"{arguments.body} sets {name}; use this command's option instead")
     if not isinstance(body.get("model", ""), str):
         raise ConfigError(f"{arguments.body}: model must be text")
     return body

@@ -279,7 +279,7 @@ class Bridge:
                 continue
             num_bytes = len(message.payload)
             if num_bytes > LARGEST_MESSAGE_BYTES:
-                reason = f"it has {num_bytes} bytes, and {LARGEST_MESSAGE_BYTES} are the most"
+                reason = f"it has {num_bytes} bytes, and the limit is {LARGEST_MESSAGE_BYTES}"
                 letters.append(_letter(message, reason))
                 continue
             await batch.add(topic, message)

@@ -40,7 +40,7 @@ class AccessCheck:
         """Read the users. Raises ConfigError if no password is set."""
         if not config.password:
             raise ConfigError(
-                "clickhouse.password is empty: the embedded store is served to who has a password "
+                "clickhouse.password is empty, and the embedded store is served with a password "
                 "only. Set it, and have clients send it with clickhouse.username."
             )
         self._host = config.serve_host
@@ -69,7 +69,9 @@ class AccessCheck:
             )
         if origin:
             return _refusal(
-                403, _ACCESS_DENIED, f"Pages of {origin:.200} may not read it. (ACCESS_DENIED)"
+                403,
+                _ACCESS_DENIED,
+                f"Pages of {origin:.200} may not read this store. (ACCESS_DENIED)",
             )
         return None
 

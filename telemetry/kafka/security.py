@@ -86,8 +86,8 @@ def _refusal_of(error: Exception, where: str, config: KafkaConfig) -> MillraceEr
     has_tls = config.tls or has_tls_files(config)
     if isinstance(error, ssl.SSLError) or (has_tls and isinstance(error, ConnectionResetError)):
         return UntrustedServerError(
-            f"Kafka at {where} hangs up in the handshake of TLS, so it has no TLS at that port; "
-            "kafka.tls or a file of kafka.* demands it."
+            f"Kafka at {where} closes the connection in the TLS handshake, so it has no TLS at "
+            "that port; kafka.tls or a file of kafka.* requires it."
         )
     return None
 
