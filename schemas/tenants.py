@@ -277,7 +277,7 @@ def max_waiting_jobs_of(record: TenantRecord, tiers: TierLimits, tier: Tier) -> 
     """Return the limit of waiting jobs that a tenant published in a tier; None: no limit.
 
     The limit of the tenant's record applies to every tier. Without it, the limit of ``tier``
-    applies, not that of the tenant's own tier.
+    applies, not that of the tenant's own tier. A tenant without a tier has no limit.
     """
     given = record.limits.max_waiting_jobs
     if given is not msgspec.UNSET:

@@ -39,11 +39,11 @@ class UpLog:
         self._handler.setFormatter(JsonFormatter("up"))
 
     def say(self, text: str) -> None:
-        """Write an event to the terminal and the log."""
+        """Write an event to the terminal, and to the log if it is a single line."""
         self._tell(text, logging.INFO)
 
     def warn(self, text: str) -> None:
-        """Write a problem to the terminal and the log."""
+        """Write a problem to the terminal, and to the log if it is a single line."""
         self._tell(text, logging.WARNING)
 
     def _tell(self, text: str, level: int) -> None:

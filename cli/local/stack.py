@@ -67,15 +67,15 @@ _NATS_ACCESS = (
     *("user", "password", "token", "nkey_seed", "creds_file"),
     *("ca_file", "certificate_file", "key_file"),
 )
-# Stages of the stop, in reverse order: gateways first, one after the other, as each hands over its
-# streams.
+# Order of the stop, from the highest stage down. Gateways stop first, one after the other, as each
+# hands over its streams.
 _TELEMETRY, _SCHEDULERS, _WORKERS, _GATEWAYS = range(1, 5)
 # Time to wait for records after the start in seconds, so that commands that read them usually work
 # from the start.
 _RECORDS_GRACE_S = 10.0
 # Time for a worker to end after draining, in seconds.
 _GOODBYE_S = 4.0
-# Replaces nothing in the catalogue's engine of a model.
+# Resets the engine of all models, so that the catalogue's entry of a model sets its engine.
 _OWN_ENGINE = {
     "MILLRACE_WORKER__ENGINE__KIND": "real",
     "MILLRACE_WORKER__ENGINE__URL": "",

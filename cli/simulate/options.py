@@ -219,7 +219,7 @@ def _link(arguments: argparse.Namespace) -> KvLink:
 def _above_0_in(
     arguments: argparse.Namespace, units: Mapping[str, tuple[str, float]]
 ) -> dict[str, float]:
-    """Return the given fields' values by field, each named by its argument and unit.
+    """Return the given values by field. ``units`` has each field's argument name and factor.
 
     Raises ConfigError for a value that is not above 0.
     """

@@ -66,8 +66,8 @@ class Rollups:
 
     @property
     def age_s(self) -> float | None:
-        """Age in seconds of the oldest stored row that is not computed; None before the first
-        successful round, 0 if all are computed."""
+        """Seconds since all stored rows were last computed; None before the first successful round,
+        0 if all are computed."""
         if self._settled_s is None:
             return None
         return self._clock.monotonic() - self._settled_s if self._is_behind else 0.0

@@ -24,8 +24,8 @@ from millrace.runtime.imports import without
 from millrace.telemetry.store.reading import ReadLimits, quote
 from millrace.telemetry.store.view_statements import ANALYSTS
 
-# chDB imports pyarrow for Arrow tables, which are unused here; the import takes a sixth of a second
-# of a start.
+# chDB would import pyarrow for Arrow tables, which are unused here. The import takes a sixth of a
+# second of the start.
 with without("pyarrow"):
     import chdb.state
 
