@@ -106,8 +106,11 @@ class AccessCheck:
         )
 
     def _is_here(self, host: str) -> bool:
-        """Return whether a host names this machine: an address, the configured host, or a name without
-        a dot, which only this machine or its network can define."""
+        """Return whether a host names this machine.
+
+        Accepted are an address, the configured host, or a name without a dot, which only this
+        machine or its network can define.
+        """
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
