@@ -25,8 +25,8 @@ DRAFT_FOLDER = "draft"
 _ALLOWED = "allowed_token_ids"
 _BEAMS = "use_beam_search"
 _REASONS = {
-    "n": "makes one completion of a request",
-    _BEAMS: "makes no beam search",
+    "n": "makes one completion per request",
+    _BEAMS: "has no beam search",
     "grammar": "holds no answer to a schema, a pattern or a demanded tool call",
 }
 
@@ -233,7 +233,7 @@ def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
     if speculation not in ("ngram", "off") and not _names_path(speculation):
         raise ConfigError(
             f"speculation is {speculation!r:.80}; choose {', '.join(SPECULATIONS)}, or leave it "
-            "out to have tokens proposed where that changes none."
+            "out for the default, which does not change the tokens."
         )
     if speculation != "off" and kind is not EngineKind.REAL:
         raise ConfigError(
@@ -247,9 +247,9 @@ def check_parallel(tensor: int, pipeline: int, experts: bool, kind: EngineKind) 
     """Raise ConfigError for a group of devices that is impossible or unsupported by this kind of
     engine."""
     if tensor < 1:
-        raise ConfigError(f"tensor parallelism is over {tensor} devices; it takes 1 or more.")
+        raise ConfigError(f"tensor parallelism needs at least 1 device, got {tensor}.")
     if pipeline < 1:
-        raise ConfigError(f"a pipeline is of {pipeline} stages; it takes 1 or more.")
+        raise ConfigError(f"a pipeline needs at least 1 stage, got {pipeline}.")
     if pipeline > 1 and kind is not EngineKind.REAL:
         raise ConfigError(
             f"{kind} runs this model, and a pipeline of {pipeline} stages is for Millrace's own "

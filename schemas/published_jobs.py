@@ -64,16 +64,16 @@ def _published(name: str, doc: str, body: type[msgspec.Struct]) -> type[msgspec.
 
 ChatJob = _published(
     "ChatJob",
-    """A job whose body is that of ``POST /v1/chat/completions``. ``model`` is the subject's;
-    ``stream`` and ``stream_options`` change nothing. Its answer comes apart: content, thoughts and
-    tool calls. ``n`` above 1, ``use_beam_search``, ``server_tools``, ``session_id``,
-    ``session_keep`` and ``return_token_ids`` are refused by name.""",
+    """Job with the body of ``POST /v1/chat/completions``. ``model`` is the subject's; ``stream``
+    and ``stream_options`` have no effect. Its answer is told apart: content, thoughts and tool
+    calls. ``n`` above 1, ``use_beam_search``, ``server_tools``, ``session_id``, ``session_keep``
+    and ``return_token_ids`` raise an error that names them.""",
     ChatCompletionRequest,
 )
 CompletionJob = _published(
     "CompletionJob",
-    """A job whose body is that of ``POST /v1/completions``, with one prompt. ``max_tokens`` is what
-    the model's window leaves if it is not given. ``n`` above 1, ``use_beam_search``, ``echo`` and
-    ``return_token_ids`` are refused by name.""",
+    """Job with the body of ``POST /v1/completions`` and one prompt. ``max_tokens`` defaults to the
+    rest of the model's context window. ``n`` above 1, ``use_beam_search``, ``echo`` and
+    ``return_token_ids`` raise an error that names them.""",
     CompletionRequest,
 )

@@ -94,7 +94,8 @@ class AdapterTakenError(MillraceError, code="adapter_exists", http_status=409):
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"The name {name!r:.200} is taken. Remove what has it, or choose another name."
+            f"The name {name!r:.200} is taken. Remove the adapter or model of that name, or choose "
+            "another name."
         )
 
 
