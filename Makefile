@@ -10,7 +10,7 @@ DATA   ?= data
 
 setup: $(READY)
 
-# The programs of a copied environment start the Python of the checkout that it was made for.
+# The programs of a copied environment start the Python of its original checkout.
 own-environment:
 	@if [ -e $(BIN)/millrace ] && ! head -n 2 $(BIN)/millrace | grep -qF '$(CURDIR)/$(BIN)/'; then \
 	  echo "$(CURDIR)/$(VENV) was made for another checkout and would run that checkout's code." >&2; \
@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt | own-environment
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded,rdma,dev]'
 	$(BIN)/python -m millrace.engine.kernels.build
-# Else each process that starts first would compile the same modules.
+# Without this, each of the first processes would compile the same modules.
 	$(BIN)/python -m compileall -q -j 0 $(PACKAGES) benchmarks
 	@touch $(READY)
 
@@ -34,14 +34,14 @@ up: setup  ## run everything on this machine, e.g. make up ARGS="--port 9000 --w
 # Many tests wait more than they compute, so one process more than there are cores is no loss.
 PROCESSES ?= $(shell nproc | awk '{ print ($$1 < 3) ? $$1 + 1 : 4 }')
 
-# The slow tests that a run takes: all, none, or those of the change and a tenth of the others.
+# Slow tests of a run: all, none, or those of the change plus a tenth of the others.
 SLOW ?= some
 # The commit since which files count as changed; empty: see `python -m tests.runner --help`.
 BASE ?=
 SINCE = $(if $(BASE),--base $(BASE))
 PYTEST = $(BIN)/python -m pytest --numprocesses $(PROCESSES)
 
-test: setup  ## the fast tests and some of the slow ones, or those that ARGS selects
+test: setup  ## the fast tests and some of the slow ones, or the tests that ARGS selects
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
@@ -69,19 +69,19 @@ imports: setup
 
 check: lint types imports test
 
-bench: setup  ## what the whole path costs beside the engine alone
+bench: setup  ## overhead of the whole path compared with the engine alone
 	$(BIN)/python -m benchmarks.system --only walk $(ARGS)
 
 engines: setup  ## llama.cpp's server, built from source into .engines
 	deploy/engines/install-llamacpp $(BIN)/python
 
-test-engines: setup  ## the tests of the engines that others wrote, as far as these are here
+test-engines: setup  ## the tests of third-party engines that are installed
 	$(BIN)/pytest -m "vllm or llamacpp" $(ARGS)
 
-test-gpu: setup  ## the tests that need a CUDA device, on the one that is here
+test-gpu: setup  ## the tests that need a CUDA device
 	TEST_GPU=1 $(BIN)/pytest -m gpu tests/gpu $(ARGS)
 
-test-clients: setup  ## other people's clients against a started system; ARGS names some of them
+test-clients: setup  ## third-party clients against a started system; ARGS selects some
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
 engines-vllm:  ## vLLM for processors, in an environment of its own under .engines

@@ -1,4 +1,4 @@
-"""When requests of an open loop are due."""
+"""Arrival times of an open loop's requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SEED_STREAM = 0xA221
 
 
 def check_number_of_arrivals(rate_per_s: float, duration_s: float) -> None:
-    """Raises ConfigError for more than fit into memory: their times are drawn at once."""
+    """Raise ConfigError for more arrivals than fit into memory: their times are drawn at once."""
     if rate_per_s * duration_s > _MOST_ARRIVALS:
         raise ConfigError(
             f"--rate and --duration make more than {_MOST_ARRIVALS:,} requests; lower one of them"
@@ -26,7 +26,7 @@ def arrival_times(
     num_requests: int | None,
     seed: int,
 ) -> npt.NDArray[np.float64]:
-    """Seconds from the start at which requests are due, ascending: up to ``duration_s``, or
+    """Return ascending arrival times in seconds from the start: up to ``duration_s``, or
     ``num_requests`` of them.
 
     Gaps are gamma distributed with mean ``1 / rate_per_s`` and shape ``burstiness``: 1 is a Poisson

@@ -1,4 +1,4 @@
-"""Whether the client itself was the limit: its CPU time and how late its event loop was."""
+"""Check that the load client was not the bottleneck: its CPU time and its event loop's delays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_LAG_P99_MS = 20.0
 
 
 class ProcessHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """One load process: CPU time over wall time, and how late a timer of 10 ms was."""
+    """Health of a load process: CPU time over wall time, and the delays of a timer of 10 ms."""
 
     cpu_share: float
     lag_p50_ms: float
@@ -25,7 +25,7 @@ class ProcessHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def why_limited(self) -> str:
-        """Why this process may have been slower than the server; empty if it was not."""
+        """Reason why this process may have been slower than the server; empty if there is none."""
         if self.cpu_share > _MAX_CPU_SHARE:
             return f"a load process used {self.cpu_share:.0%} of a core"
         if self.lag_p99_ms > _MAX_LAG_P99_MS:
@@ -34,7 +34,7 @@ class ProcessHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthProbe:
-    """Measures from ``start`` to ``stop``."""
+    """Probe that measures from ``start`` to ``stop``."""
 
     def __init__(self) -> None:
         self._lags_ms = array("d")

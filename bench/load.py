@@ -1,4 +1,4 @@
-"""One load process: sends its share of the requests and notes what comes of them."""
+"""Load process: sends its share of the requests and records the answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REFUSED_PAUSE_S = 0.1
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
-    """How far a process is: requests since the start, and parts of the answers that ended."""
+    """Progress of a process: requests since the start, and parts of the ended answers."""
 
     num_sent: int
     num_ended: int
@@ -35,8 +35,8 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class LoadOutcome(msgspec.Struct, frozen=True, tag="outcome"):
-    """All that a process has seen. ``stopped_s`` is when its load ended, before the wait for
-    answers, in seconds from the start."""
+    """Result of a process. ``stopped_s`` is the end of its load, before the wait for answers, in
+    seconds from the start."""
 
     samples: list[ClientSample]
     health: ProcessHealth
@@ -44,22 +44,25 @@ class LoadOutcome(msgspec.Struct, frozen=True, tag="outcome"):
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """Which process this is, of ``settings.num_processes``."""
+    """Share of a process: its rank among ``settings.num_processes``."""
 
     settings: LoadSettings
     rank: int
 
     @property
     def concurrency(self) -> int:
-        """The closed loop's slots of this process."""
+        """Slots of the closed loop in this process."""
         assert self.settings.concurrency is not None
         whole, rest = divmod(self.settings.concurrency, self.settings.num_processes)
         return whole + (self.rank < rest)
 
 
 def load_process(share: Share, pipe: Connection) -> None:
-    """The process. It says ``ready``, is told the start's time, and is told to stop early by any
-    later message; it answers with Progress now and then and, at its end, an Outcome."""
+    """Run a load process.
+
+    It sends ``ready`` and receives the start's time; any later message stops it early. It sends
+    LoadProgress regularly and a LoadOutcome at its end.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     allow_many_files()
     prompts = prompts_of(share.settings)
@@ -68,7 +71,7 @@ def load_process(share: Share, pipe: Connection) -> None:
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)
     outcome = uvloop.run(_Load(share, prompts, start_s, pipe).run())
-    # The event loop made it non-blocking; an outcome is more than a pipe takes at once.
+    # The event loop made the pipe non-blocking; an outcome is larger than a pipe takes at once.
     os.set_blocking(pipe.fileno(), True)
     pipe.send_bytes(msgspec.msgpack.encode(outcome))
 
@@ -125,7 +128,7 @@ class _Load:
         return exchange.sample(self._start_s)
 
     async def _drain(self, stopping: asyncio.Task[bool]) -> None:
-        """Wait for the answers that are on their way, but not for ever."""
+        """Wait for outstanding answers, with a timeout."""
         if not self._running:
             return
         everything = asyncio.gather(*self._running, return_exceptions=True)
@@ -135,7 +138,7 @@ class _Load:
             return_when=asyncio.FIRST_COMPLETED,
         )
 
-    # Open loop: each request when it is due, whatever the others do.
+    # Open loop: each request is sent at its due time, independent of the others.
 
     async def _open_loop(self) -> None:
         settings = self._settings
@@ -159,7 +162,7 @@ class _Load:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    # Closed loop: each slot sends its next request when the one before it has ended.
+    # Closed loop: each slot sends its next request when its previous one has ended.
 
     async def _closed_loop(self) -> None:
         indices = iter(self._indices())
@@ -177,14 +180,14 @@ class _Load:
     async def _slot(self, indices: Iterator[int]) -> None:
         for index in indices:
             request = self._client.encode(index, self._prompts.prompt(index))
-            # A sleep may end a little early, but nothing was due before the start.
+            # A sleep may end slightly early, but no request is due before the start.
             now_s = max(time.perf_counter(), self._start_s)
             if self._is_over(now_s):
                 return
             exchange = self._exchange(index, now_s)
             await self._one(request, exchange)
             if exchange.error:
-                # A server that refuses at once is not asked thousands of times a second.
+                # Avoid thousands of requests a second to a server that refuses at once.
                 await asyncio.sleep(_REFUSED_PAUSE_S)
 
     def _is_over(self, now_s: float) -> bool:
@@ -209,13 +212,13 @@ class _Load:
         self._exchanges.append(exchange)
         return exchange
 
-    # The parent.
+    # Communication with the parent.
 
     def _on_message(self) -> None:
         try:
             self._pipe.recv_bytes()
         except EOFError:
-            # Nobody is there to take the outcome.
+            # The parent is gone and cannot receive the outcome.
             asyncio.get_running_loop().remove_reader(self._pipe.fileno())
         self._stopped.set()
 
@@ -229,7 +232,7 @@ class _Load:
 
 
 def allow_many_files() -> int:
-    """Raise this process's limit of open files as far as it may go; the limit."""
+    """Raise this process's limit of open files as far as allowed; return the limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return most

@@ -1,4 +1,4 @@
-"""What is asked: lines of a data set, or synthetic prompts of a wanted length."""
+"""Prompts of the load: lines of a data set, or synthetic prompts of a given length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WORDS = _WORD_LIST.split()
 
 
 class Prompted(msgspec.Struct, frozen=True, kw_only=True):
-    """One request's prompt, as text or as messages, and how long its answer may be."""
+    """Prompt of one request, as text or as messages, with the limit of its answer."""
 
     text: str | None = None
     messages: Sequence[dict[str, Any]] = ()
@@ -36,7 +36,8 @@ class Prompted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptSource(Protocol):
-    """Prompts by the number of the request; the same number always gives the same prompt."""
+    """Source of prompts by the number of the request; the same number always gives the same
+    prompt."""
 
     def prompt(self, index: int) -> Prompted: ...
 
@@ -68,10 +69,10 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class DatasetPrompts:
-    """The lines of a JSONL file in an order drawn from the seed, again and again."""
+    """Lines of a JSONL file in an order drawn from the seed, repeated endlessly."""
 
     def __init__(self, settings: LoadSettings) -> None:
-        """Raises ConfigError, naming the line, for a file that cannot be used."""
+        """Read the data set. Raises ConfigError, naming the line, for an invalid file."""
         self._settings = settings
         self._lines = _read_lines(Path(settings.dataset), settings.api)
         random.Random(settings.seed).shuffle(self._lines)
@@ -87,12 +88,12 @@ class DatasetPrompts:
 
 
 def prompts_of(settings: LoadSettings) -> PromptSource:
-    """The prompts that the settings ask for. Raises ConfigError for a bad data set."""
+    """Return the prompt source of the settings. Raises ConfigError for a bad data set."""
     return DatasetPrompts(settings) if settings.dataset else SyntheticPrompts(settings)
 
 
 def random_words(source: random.Random, count: int) -> list[str]:
-    """``count`` words."""
+    """Return ``count`` random words."""
     return source.choices(_WORDS, k=count)
 
 

@@ -1,4 +1,4 @@
-"""One run: ask the server what it is, start the load processes, gather what they saw."""
+"""Run of a load: query the server, start the load processes, collect their results."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _decode = msgspec.msgpack.Decoder(LoadProgress | LoadOutcome).decode
 def run_load(
     settings: LoadSettings, *, keep_samples: bool = False, progress: bool = False
 ) -> LoadReport:
-    """Send the load and return what was measured.
+    """Send the load and return the measurements.
 
-    Ctrl-C ends it early, with a report of what there is. ``progress`` shows a line on stderr.
-    Raises LoadError if the server does not answer a first request, ConfigError for a data set that
-    cannot be used.
+    Ctrl-C ends it early, with a report of the results so far. ``progress`` shows a line on stderr.
+    Raises LoadError if the server does not answer a first request, ConfigError for an invalid data
+    set.
     """
     prompts_of(settings)
     settings = uvloop.run(_prepare(settings))
@@ -43,7 +43,7 @@ def run_load(
 
 
 async def _prepare(settings: LoadSettings) -> LoadSettings:
-    """Find the model, see one answer, and learn how many tokens a word has."""
+    """Find the model, request one answer, and measure the tokens per word."""
     client = LoadClient(settings)
     try:
         if not settings.model:
@@ -71,7 +71,7 @@ async def _prepare(settings: LoadSettings) -> LoadSettings:
 
 
 class _Run:
-    """Owns the load processes: none of them outlives ``run``."""
+    """Owner of the load processes: none of them outlives ``run``."""
 
     def __init__(self, settings: LoadSettings, *, keep_samples: bool, progress: bool) -> None:
         self._settings = settings
@@ -122,7 +122,7 @@ class _Run:
             pipe.send_bytes(repr(self._start_s).encode())
 
     def _gather(self) -> bool:
-        """Wait for all outcomes; True if somebody did not want to wait that long."""
+        """Wait for all outcomes; return True if the user interrupted the wait."""
         waiting = set(self._pipes)
         give_up_s: float | None = None
         while waiting:

@@ -1,4 +1,4 @@
-"""What a run is to do, as its processes and its report know it."""
+"""Settings of a run, for its processes and its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_OUTPUT_TOKENS = 64
 
 
 class TargetApi(StrEnum):
-    """How the server is spoken to."""
+    """API by which the server is called."""
 
     CHAT = "chat"
     COMPLETIONS = "completions"
@@ -24,11 +24,11 @@ class TargetApi(StrEnum):
 
 
 class LoadError(MillraceError, code="bench_failed"):
-    """The server does not answer as it has to for a load to make sense."""
+    """Error if the server's answers make a load impossible."""
 
 
 class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request has to keep to be good; None does not matter."""
+    """Limits of a good request; None: no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -36,12 +36,13 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """One run. Either ``rate_per_s`` (open loop) or ``concurrency`` (closed loop) is given, and
-    either ``duration_s`` or ``num_requests``; the warm-up comes before that and is not counted.
+    """Settings of a run. Either ``rate_per_s`` (open loop) or ``concurrency`` (closed loop) is
+    given, and either ``duration_s`` or ``num_requests``; the warm-up comes first and is not
+    counted.
 
     ``burstiness`` 1 is a Poisson process; the gaps between arrivals are gamma distributed with this
-    shape, so lower is burstier. ``tokens_per_word`` and ``tokens_around`` (of a chat template) turn
-    tokens into words of a synthetic prompt; they are learnt from the server before the run.
+    shape, so lower is burstier. ``tokens_per_word`` and ``tokens_around`` (of a chat template)
+    convert tokens into words of a synthetic prompt; they are measured at the server before the run.
     """
 
     url: str
@@ -70,13 +71,13 @@ class LoadSettings(msgspec.Struct, frozen=True, kw_only=True):
     headers: tuple[tuple[str, str], ...] = ()
 
     def without_secrets(self) -> LoadSettings:
-        """For a report: no key, and of headers the names alone."""
+        """Return a copy for a report: no key, and only the names of headers."""
         names = tuple((name, "…") for name, _ in self.headers)
         return msgspec.structs.replace(self, api_key="", headers=names)
 
 
 class ServerTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """A base URL taken apart; ``path`` ends in /v1."""
+    """Parsed base URL; ``path`` ends in /v1."""
 
     host: str
     port: int
@@ -86,7 +87,7 @@ class ServerTarget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def target_of(url: str) -> ServerTarget:
-    """Where a base URL, with or without its /v1, leads. Raises ConfigError for another text."""
+    """Parse a base URL, with or without its /v1. Raises ConfigError for another text."""
     try:
         parts = urlsplit(url)
         port = parts.port

@@ -1,4 +1,4 @@
-"""How a number of tokens is spread over requests: fixed, uniform or log-normal."""
+"""Spread of token numbers over requests: fixed, uniform or log-normal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SpreadKind(StrEnum):
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Fixed at ``low``; uniform from ``low`` to ``high``; or log-normal with the mean ``mean`` and
-    the standard deviation ``sigma`` of its logarithm, cut to ``low`` … ``high``."""
+    """Distribution: fixed at ``low``; uniform from ``low`` to ``high``; or log-normal with the mean
+    ``mean`` and the standard deviation ``sigma`` of its logarithm, cut to ``low`` … ``high``."""
 
     kind: SpreadKind
     low: int = 1
@@ -31,7 +31,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sigma: float = 0.0
 
     def draw(self, source: random.Random) -> int:
-        """One number of tokens, at least 1."""
+        """Draw one number of tokens, at least 1."""
         if self.kind is SpreadKind.FIXED:
             return self.low
         if self.kind is SpreadKind.UNIFORM:
@@ -49,12 +49,12 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def fixed(num_tokens: int) -> Spread:
-    """Always ``num_tokens``."""
+    """Return the constant distribution of ``num_tokens``."""
     return Spread(kind=SpreadKind.FIXED, low=num_tokens, high=num_tokens)
 
 
 def parse_spread(text: str) -> Spread:
-    """Read what a user wrote. Raises ConfigError that says what can be written."""
+    """Parse a user's text. Raises ConfigError with the accepted forms."""
     try:
         spread = _read(*text.split(":"))
     except (ValueError, TypeError) as error:
@@ -69,7 +69,7 @@ def parse_spread(text: str) -> Spread:
 
 
 def _read(kind: str, *numbers: str) -> Spread:
-    """Raises ValueError or TypeError for what cannot be read."""
+    """Parse the numbers. Raises ValueError or TypeError for invalid ones."""
     if kind == SpreadKind.UNIFORM:
         low, high = map(int, numbers)
         return Spread(kind=SpreadKind.UNIFORM, low=low, high=high)

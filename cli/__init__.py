@@ -1,3 +1,5 @@
-"""The ``millrace`` command, a room for each subject of its commands; ``bench`` and ``simulation``
-do what its commands of those names ask for. Nothing imports it. It may import every package.
+"""The ``millrace`` command, with a package for each group of subcommands.
+
+``bench`` and ``simulation`` implement the subcommands of those names. No other package imports
+``cli``; ``cli`` may import every package.
 """

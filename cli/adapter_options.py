@@ -1,4 +1,4 @@
-"""``--adapter NAME=PATH``: of commands that run an engine in their own process, and of ``up``."""
+"""Option ``--adapter NAME=PATH`` of ``up`` and of commands that run an engine in their process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from millrace.registry.checkpoints.checkpoint import ModelConfig
     from millrace.schemas.models.adapters import Adapter, AdapterRef
 
-# By name.
+# Adapters by name.
 Adapters = Mapping[str, "AdapterRef"]
 
 
 def add_adapter_option(parser: argparse._ActionsContainer, use: str) -> None:
-    """Declare ``--adapter``; ``use`` says how one is asked for."""
+    """Declare ``--adapter``; ``use`` explains how a request selects an adapter."""
     parser.add_argument(
         "--adapter",
         action="append",
@@ -32,7 +32,7 @@ def add_adapter_option(parser: argparse._ActionsContainer, use: str) -> None:
 
 
 def name_and_source(option: str) -> tuple[str, str]:
-    """The parts of an option; a path is made absolute. Raises ConfigError."""
+    """Split an option into name and source; make a path absolute. Raises ConfigError."""
     from millrace.registry.adapters import absolute_source
 
     name, _, source = option.partition("=")
@@ -42,8 +42,10 @@ def name_and_source(option: str) -> tuple[str, str]:
 
 
 def read_adapters(options: Sequence[str], config: ModelConfig, max_rank: int) -> Adapters:
-    """The adapters of ``options``, which fit a model of ``config``. Raises ConfigError for options
-    that are none, and what ``adapter_refs`` raises."""
+    """Read the adapters of ``options``, which must fit a model of ``config``.
+
+    Raises ConfigError for invalid options, and the errors of ``adapter_refs``.
+    """
     from millrace.registry.adapters import adapter_refs
 
     sources: dict[str, str] = {}
@@ -56,8 +58,11 @@ def read_adapters(options: Sequence[str], config: ModelConfig, max_rank: int) ->
 
 
 def adapter_of(name: str | None, adapters: Adapters) -> AdapterRef | None:
-    """That of a line that says ``name``: the only one if it says nothing, none if it is empty.
-    Raises ParameterError."""
+    """Return the adapter of a line with ``name``: without a name the only adapter, with an empty
+    name none.
+
+    Raises ParameterError for an unknown name.
+    """
     if name is None:
         return next(iter(adapters.values())) if len(adapters) == 1 else None
     if name and name not in adapters:
@@ -75,8 +80,11 @@ def offered_adapter(
     tenants: Sequence[str] = (),
     description: str = "",
 ) -> Adapter:
-    """The adapter at ``source``, as a system with these models offers it: of ``model``, or of the
-    only one. Raises MillraceError for what cannot be offered."""
+    """Read the adapter at ``source`` as a system with these models offers it: for ``model``, or for
+    the only model.
+
+    Raises MillraceError if the adapter cannot be offered.
+    """
     from millrace.registry.adapters import (
         AdapterOffer,
         absolute_source,
@@ -102,6 +110,6 @@ def offered_adapter(
 
 
 def split_model(name: str, catalogue: Catalogue) -> tuple[str | None, str]:
-    """The model and the adapter's own name of ``MODEL:NAME``, None for a name alone."""
+    """Split ``MODEL:NAME`` into model and adapter name; the model is None for a name alone."""
     model, separator, own_name = name.rpartition(SEPARATOR)
     return (model, own_name) if separator and model in catalogue.names() else (None, name)

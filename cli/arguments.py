@@ -1,4 +1,4 @@
-"""Arguments that several commands share: paths, numbers, times, an SLO, reports."""
+"""Argument types and options shared by several commands: paths, numbers, times, an SLO, reports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ if TYPE_CHECKING:
 
 
 def as_path(text: str) -> Path:
-    """The type of an argument that is a path. Raises argparse.ArgumentTypeError."""
+    """Parse a path argument. Raises argparse.ArgumentTypeError."""
     return Path(path_or_name(text))
 
 
 def path_or_name(text: str) -> str:
-    """The type of an argument that is a path or a name: any text but an empty one, which would be
-    the current folder. Raises argparse.ArgumentTypeError."""
+    """Parse an argument that is a path or a name. An empty text is refused, since it would mean the
+    current folder.
+
+    Raises argparse.ArgumentTypeError.
+    """
     if not text:
         raise argparse.ArgumentTypeError(
             "it is empty; leave the option out, or write . for the current folder"
@@ -29,7 +32,7 @@ def path_or_name(text: str) -> str:
 
 
 def shown_path(path: Path) -> str:
-    """A path as a person would type it here."""
+    """Return a path as a person would type it here."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:
@@ -40,7 +43,7 @@ _MOST = 2**31 - 1
 
 
 def whole_number(text: str) -> int:
-    """Read a whole number of at most ``_MOST`` in size. Raises argparse.ArgumentTypeError."""
+    """Parse a whole number of at most ``_MOST`` in size. Raises argparse.ArgumentTypeError."""
     try:
         value = int(text)
     except ValueError:
@@ -51,7 +54,7 @@ def whole_number(text: str) -> int:
 
 
 def seconds_to_wait(text: str) -> float:
-    """The type of an argument that bounds a wait. Raises argparse.ArgumentTypeError."""
+    """Parse a maximum waiting time. Raises argparse.ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -67,21 +70,23 @@ _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "": 1.0}
 
 
 def add_report_arguments(group: argparse._ArgumentGroup) -> None:
-    """``--slo``, ``--json`` and ``--html``."""
+    """Declare ``--slo``, ``--json`` and ``--html``."""
     group.add_argument("--slo", metavar="TTFT=…,TPOT=…,E2E=…", help="such as ttft=200ms,tpot=50ms")
-    group.add_argument("--json", type=as_path, metavar="FILE", help="write the report there")
-    group.add_argument("--html", type=as_path, metavar="FILE", help="write it as a page with plots")
+    group.add_argument("--json", type=as_path, metavar="FILE", help="write the report to this file")
+    group.add_argument(
+        "--html", type=as_path, metavar="FILE", help="write the report as an HTML page with plots"
+    )
 
 
 def check_folders(*files: Path | None) -> None:
-    """Raises ConfigError for a file whose folder does not exist, before there is a report."""
+    """Raise ConfigError for a file whose folder does not exist, before the report is computed."""
     for path in files:
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{path.parent} is no folder, so {path.name} cannot go there")
 
 
 def parse_slo(text: str) -> Slo:
-    """Read ``ttft=200ms,tpot=50ms,e2e=5s``, any of them. Raises ConfigError."""
+    """Parse any of ``ttft=200ms,tpot=50ms,e2e=5s``. Raises ConfigError."""
     from millrace.bench.settings import Slo
 
     bounds: dict[str, float] = {}
@@ -94,7 +99,7 @@ def parse_slo(text: str) -> Slo:
 
 
 def seconds(what: str, text: str) -> float:
-    """Read ``200ms``, ``30s`` or ``5m``. Raises ConfigError, which names ``what``."""
+    """Parse ``200ms``, ``30s`` or ``5m``. Raises ConfigError, which names ``what``."""
     matched = _DURATION.fullmatch(text.strip())
     if matched is None:
         raise ConfigError(f"{what}: {text!r} is no time; write 200ms, 30s or 5m")

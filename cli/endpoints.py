@@ -1,4 +1,4 @@
-"""Where a running system is: what the environment says, or what ``millrace up`` wrote down."""
+"""Addresses of a running system, from the environment or from the files of ``millrace up``."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _S = TypeVar("_S", bound=msgspec.Struct)
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Addresses of a system's parts: URLs, but ``kafka``, which is host:port. Those of servers that
-    demand a password have it in them."""
+    """Addresses of a system's parts: URLs, except ``kafka``, which is host:port. URLs of servers
+    with a password contain it."""
 
     http: str
     nats: str
@@ -44,7 +44,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return shown(self)
 
     def shown(self) -> dict[str, str]:
-        """The addresses by their names, without passwords."""
+        """Return the addresses by name, without passwords."""
         return {
             name: without_user(address) if "://" in address else address
             for name, address in msgspec.structs.asdict(self).items()
@@ -63,13 +63,18 @@ def add_data_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def read_endpoints(data: Path) -> Endpoints | None:
-    """What runs on ``data``; None if nothing does. ConfigError for a file that is not ours."""
+    """Read the addresses of the system on ``data``; None if no system runs there.
+
+    Raises ConfigError for a file in another format.
+    """
     return read_json(data / "run" / ENDPOINTS_FILE, Endpoints)
 
 
 def running_config(data: Path) -> Config | None:
-    """What the parts of the system that runs on ``data`` were told; None if nothing does.
-    ConfigError for a file that is not ours."""
+    """Read the configuration of the system on ``data``; None if no system runs there.
+
+    Raises ConfigError for a file in another format.
+    """
     from millrace.runtime.settings import load_config
 
     file = data / "run" / CONFIG_FILE
@@ -79,9 +84,11 @@ def running_config(data: Path) -> Config | None:
 
 
 def locate(data: Path, nats_url: str | None = None) -> Config:
-    """The configuration with the addresses to use: ``nats_url`` if given, else those that
-    ``MILLRACE_*`` variables name, else those of the system that runs on ``data``, else the
-    defaults. Raises ConfigError."""
+    """Return the configuration with the addresses to use.
+
+    Sources, in order: ``nats_url``, ``MILLRACE_*`` variables, the system that runs on ``data``, the
+    defaults. Raises ConfigError.
+    """
     from millrace.runtime.connection_settings import check_connections
     from millrace.runtime.settings import load_config
 
@@ -104,8 +111,10 @@ def locate(data: Path, nats_url: str | None = None) -> Config:
 
 
 def locate_nats(data: Path, nats_url: str | None) -> NatsConfig:
-    """Where to send a job. Raises ConfigError if nothing says where: a guess could reach another
-    system than the one that is meant."""
+    """Return the bus to which jobs are sent.
+
+    Raises ConfigError if no source names an address: a default could reach another system.
+    """
     named = nats_url is not None or not _NAMES_NATS.isdisjoint(os.environ)
     if not named and read_endpoints(data) is None:
         raise ConfigError(
@@ -116,7 +125,7 @@ def locate_nats(data: Path, nats_url: str | None) -> NatsConfig:
 
 @asynccontextmanager
 async def bus_of(arguments: argparse.Namespace, name: str) -> AsyncIterator[Bus]:
-    """A connection to the system that ``--data`` or ``--nats`` names. Raises ConfigError, and
+    """Connect to the system of ``--data`` or ``--nats``. Raises ConfigError and
     BusUnavailableError."""
     from millrace.bus import nats
 
@@ -128,7 +137,8 @@ async def bus_of(arguments: argparse.Namespace, name: str) -> AsyncIterator[Bus]
 
 
 def _at(section: _S, section_name: str, key: str, address: str) -> _S:
-    """The section with ``address`` as its ``key``, unless a variable names another."""
+    """Return the section with ``address`` as its ``key``, unless a variable sets another
+    address."""
     from millrace.runtime.settings import names_setting
 
     if names_setting(f"{section_name}.{key}", os.environ):
@@ -137,13 +147,13 @@ def _at(section: _S, section_name: str, key: str, address: str) -> _S:
 
 
 def without_user(url: str) -> str:
-    """An address without the name and password in it."""
+    """Return an address without its user name and password."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def url(host: str, port: int) -> str:
-    """An address that a local client can open, also for a server that listens on all."""
+    """Return the URL for a local client, also if the server listens on all addresses."""
     everywhere = ipaddress.ip_address(host).is_unspecified if _is_ip(host) else False
     shown = LOOPBACK if everywhere else f"[{host}]" if ":" in host else host
     return f"http://{shown}:{port}"
@@ -158,7 +168,8 @@ def _is_ip(host: str) -> bool:
 
 
 def _with_clickhouse(section: ClickHouseConfig, url: str) -> ClickHouseConfig:
-    """The section with the address, name and password in ``url``, unless variables have others."""
+    """Return the section with address, name and password of ``url``, unless variables set
+    others."""
     located = _at(section, "clickhouse", "url", without_user(url))
     if located is section:
         return section

@@ -1,4 +1,4 @@
-"""What ``millrace up`` is told of its workers: how many a model has, and their engines."""
+"""Options of ``millrace up`` for its workers: their number per model, and their engines."""
 
 from __future__ import annotations
 
@@ -28,68 +28,69 @@ from millrace.schemas.errors import ConfigError, MillraceError
 
 
 def add_own_engine(group: argparse._ArgumentGroup) -> None:
-    """Declare how Millrace's own engine runs the models."""
+    """Declare the options for running models on Millrace's own engine."""
     group.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="what Millrace's own engine rounds wide weights to when it loads them (default: as "
-        "the catalogue says, else as the checkpoint is)",
+        help="quantization of wide weights at load, on Millrace's own engine (default: from the "
+        "catalogue, else none)",
     )
     group.add_argument(
         "--speculation",
         type=speculation_option,
         metavar="|".join(SPECULATIONS),
-        help="whether Millrace's own engine proposes tokens and checks several a step, which "
-        "changes none of them, and by which draft or EAGLE-3 head (default: as the catalogue says, "
-        "else ngram where a row is computed the same in all company)",
+        help="speculative decoding on Millrace's own engine, which does not change the tokens: "
+        "its method, with the path of a draft or EAGLE-3 head (default: from the catalogue, else "
+        "ngram if rows are batch-invariant)",
     )
     add_ranks(group)
 
 
 def add_ranks(group: argparse._ArgumentGroup) -> None:
-    """Declare over how many ranks Millrace's own engine computes a model."""
+    """Declare the options for the ranks over which Millrace's own engine computes a model."""
     group.add_argument(
         "--tensor-parallel",
         type=whole_number,
         metavar="N",
-        help="ranks that compute each layer together, a process each, of Millrace's own engine "
-        "(default: as the catalogue says, else 1)",
+        help="ranks that compute each layer together, a process each, on Millrace's own engine "
+        "(default: from the catalogue, else 1)",
     )
     group.add_argument(
         "--pipeline-parallel",
         type=whole_number,
         metavar="N",
-        help="stages that compute some of its layers each, of Millrace's own engine (default: as "
-        "the catalogue says, else 1)",
+        help="pipeline stages, each with some of the layers, on Millrace's own engine (default: "
+        "from the catalogue, else 1)",
     )
     group.add_argument(
         "--expert-parallel",
         action="store_true",
         default=None,
-        help="give each rank some experts of a mixture whole, rather than a slice of all",
+        help="give each rank some of a mixture's experts whole, rather than a slice of all experts",
     )
     group.add_argument(
         "--remote-stages",
         type=whole_number,
         metavar="N",
-        help="how many of the stages, the last ones, other hosts compute, each by millrace stages "
-        "--join (default: 0)",
+        help="number of stages, counted from the last one, on other hosts, each run by millrace "
+        "stages --join (default: 0)",
     )
     group.add_argument(
         "--stages-address",
         metavar="HOST:PORT",
-        help="where these join; beyond this machine with a token (default: 127.0.0.1:7500)",
+        help="address at which they join; beyond this machine it needs a token (default: "
+        "127.0.0.1:7500)",
     )
     group.add_argument(
         "--stages-token-file",
         type=as_path,
         metavar="FILE",
-        help="holds the token that these have to know",
+        help="file with the token of these hosts",
     )
 
 
 def told_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the options of ``add_ranks`` say of an engine's settings. Raises ConfigError."""
+    """Return the engine settings of the options of ``add_ranks``. Raises ConfigError."""
     from millrace.runtime.tls import read_setting_file
 
     given = {
@@ -108,23 +109,25 @@ def told_ranks(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_other_engine(group: argparse._ArgumentGroup) -> None:
-    """Declare where a server of another engine is."""
+    """Declare the address options of another engine's server."""
+    group.add_argument("--engine-url", metavar="URL", help="URL of a running server of that engine")
     group.add_argument(
-        "--engine-url", metavar="URL", help="a server of that engine that runs already"
-    )
-    group.add_argument(
-        "--engine-command", metavar="PROGRAM", help="what starts such a server (default: its name)"
+        "--engine-command",
+        metavar="PROGRAM",
+        help="command that starts such a server (default: its name)",
     )
     group.add_argument(
         "--engine-arguments",
         metavar="TEXT",
-        help='more of its command line, such as "--tensor-parallel-size 4"',
+        help='further arguments of its command line, such as "--tensor-parallel-size 4"',
     )
 
 
 def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineConfig:
-    """The settings, with what the command line says. Raises ConfigError for what an engine has
-    not."""
+    """Return the settings, changed by the command line.
+
+    Raises ConfigError for an option that the engine does not support.
+    """
     given = {
         "quantization": arguments.quantization,
         "speculation": arguments.speculation,
@@ -140,7 +143,7 @@ def told_engine(engine: EngineConfig, arguments: argparse.Namespace) -> EngineCo
     )
     check_remote_stages(engine.remote_stages, engine.kind)
     if engine.kind is EngineKind.OPENAI and not engine.url:
-        raise ConfigError("--engine openai needs --engine-url: where a server runs already.")
+        raise ConfigError("--engine openai needs --engine-url: the URL of a running server.")
     check_user_data("--engine-url", engine.url)
     return engine
 
@@ -161,7 +164,7 @@ def _of_other_engine(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def split_arguments(text: str) -> tuple[str, ...]:
-    """A command line as the shell reads it. Raises ConfigError for quotes that are left open."""
+    """Split a command line as the shell does. Raises ConfigError for an unclosed quote."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -169,19 +172,20 @@ def split_arguments(text: str) -> tuple[str, ...]:
 
 
 def absolute_command(command: str) -> str:
-    """A program that is named by its path, or a class by its file, is looked for from here."""
+    """Make the path of a program, or of a custom engine's file, absolute."""
     return str(Path(command).expanduser().resolve()) if "/" in command else command
 
 
 class FirstWorkers(NamedTuple):
-    """How many workers a model has at first, and their roles; empty: each has both."""
+    """Initial workers of a model: their number and their roles; empty: each has both roles."""
 
     number: int
     roles: tuple[WorkerRole, ...] = ()
 
 
 def workers_option(text: str) -> FirstWorkers:
-    """``N``, or as many of each role as in ``prefill:1,decode:2``. Raises ArgumentTypeError."""
+    """Parse ``N``, or a number of workers for each role (``prefill:1,decode:2``). Raises
+    ArgumentTypeError."""
     if re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
         return FirstWorkers(int(text))
     roles: list[WorkerRole] = []
@@ -197,7 +201,7 @@ def workers_option(text: str) -> FirstWorkers:
 
 
 def parse_bounds(text: str, at_most: int) -> tuple[int, int]:
-    """MIN, which may be 0, and MAX, at least 1 and ``at_most``. Raises ConfigError."""
+    """Parse MIN, at least 0, and MAX, from 1 to ``at_most``. Raises ConfigError."""
     matched = re.fullmatch(r"(\d{1,9}):(\d{1,9})", text, re.ASCII)
     if matched is None:
         raise ConfigError(f"--autoscale: {text!r} is not MIN:MAX, such as 1:4")
@@ -210,8 +214,8 @@ def parse_bounds(text: str, at_most: int) -> tuple[int, int]:
 
 
 def num_first(autoscale: AutoscaleConfig, asked: int | None) -> int:
-    """Workers per model at first. One at least, since the start is over when each model has
-    answered."""
+    """Return the initial number of workers per model. It is at least 1, since the start ends when
+    each model has answered."""
     if not autoscale.is_on:
         return asked or 1
     if not 0 <= autoscale.min_workers <= autoscale.max_workers:

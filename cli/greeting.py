@@ -1,4 +1,4 @@
-"""The message of ``millrace up`` when everything runs."""
+"""Message of ``millrace up`` when everything runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from millrace.telemetry.kafka.apache.jars import VERSION
 
 
 def greeting(endpoints: Endpoints, plan: Plan, without_records: str = "") -> str:
-    """The message for the user who started it: where everything is, and a first request to try;
-    ``without_records`` says why telemetry is not there yet."""
+    """Return the message for the user: all addresses, and a first request to try.
+
+    ``without_records`` is the reason why telemetry is not up yet.
+    """
     question = '"messages":[{"role":"user","content":"What is TTFT?"}]'
     body = f'{{"model":"{plan.models[0]}","stream":true,{question}}}'
     keys, header = "", ""
@@ -49,7 +51,7 @@ Ctrl-C stops everything.
 
 
 def _records(endpoints: Endpoints, plan: Plan) -> str:
-    """Where the records can be consumed, and with which clients."""
+    """Return the lines about the address of the records and the clients that can consume them."""
     if not endpoints.kafka:
         return ""
     if plan.kafka is not None:

@@ -1,5 +1,5 @@
-"""How the commands explain themselves: in groups, in the width of the terminal, with examples; in
-colours on a terminal only."""
+"""Help texts of the commands: grouped, in the width of the terminal, with examples; in colours on a
+terminal only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-# By the command, as it is typed. Each of them parses, which a test sees to.
+# Examples by command, as typed. A test parses each of them.
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "millrace": (
         "millrace up",
@@ -120,17 +120,21 @@ _HELP_COLUMN = 28
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of ``millrace`` or of one of its commands; ``groups`` puts the names of its commands
-    under headings, in the order of their lines."""
+    """Parser of ``millrace`` or of one of its commands; ``groups`` puts its commands' names under
+    headings, in the order of their lines."""
 
     def __init__(self, *args: Any, groups: Mapping[str, str] | None = None, **options: Any) -> None:
-        """``groups``: heading by name of a command."""
+        """Create a parser.
+
+        Args:
+            groups: The heading of each command, by its name.
+        """
         options.setdefault("formatter_class", _plain)
         super().__init__(*args, **options)
         self._groups = groups or {}
 
     def add_subparsers(self, **options: Any) -> Any:
-        # Else argparse formats a usage line to find out, at each start of the command.
+        # Without ``prog``, argparse formats a usage line at each start of the command.
         return super().add_subparsers(**{"prog": self.prog, **options})
 
     def format_help(self) -> str:
@@ -175,7 +179,7 @@ def _width() -> int:
 
 
 def _plain(prog: str) -> argparse.HelpFormatter:
-    """For the usage line before an error, which goes to standard error."""
+    """Return the formatter of the usage line before an error, which goes to standard error."""
     return argparse.HelpFormatter(prog, max_help_position=_HELP_COLUMN, width=_width())
 
 
@@ -184,14 +188,14 @@ def _rich(prog: str) -> argparse.HelpFormatter:
 
     class Formatter(RichHelpFormatter):
         group_name_formatter: ClassVar[Callable[[str], str]] = staticmethod(str.capitalize)
-        # Brackets in our texts are brackets.
+        # Brackets in help texts are not markup.
         help_markup = text_markup = False
 
     return Formatter(prog, max_help_position=_HELP_COLUMN, width=_width())
 
 
 def _examples(commands: Sequence[str]) -> str:
-    """To be copied: a line is never broken."""
+    """Render examples for copying: lines are never broken."""
     from rich.console import Console
     from rich.text import Text
 

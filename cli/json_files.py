@@ -1,4 +1,4 @@
-"""Files in JSON that commands and ``millrace up`` leave for one another in a data folder."""
+"""JSON files through which commands and ``millrace up`` exchange data in a data folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ T = TypeVar("T")
 
 
 def read_json(file: Path, kind: type[T], advice: str = "") -> T | None:
-    """What a file holds; None if it is not there. Raises ConfigError, with the ``advice``, for a
-    file that is not ours."""
+    """Read a file; None if it does not exist.
+
+    Raises ConfigError, with the ``advice``, for a file in another format.
+    """
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
     except FileNotFoundError:
@@ -26,5 +28,5 @@ def read_json(file: Path, kind: type[T], advice: str = "") -> T | None:
 
 
 def formatted_json(value: object) -> str:
-    """A value as such a file holds it: indented, with a line's end."""
+    """Return a value as such a file holds it: indented, with a line break at the end."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"

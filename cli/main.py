@@ -14,8 +14,8 @@ from pathlib import Path
 from millrace.cli.help import Parser
 from millrace.schemas.errors import MillraceError
 
-# Each has add_parser(subparsers), which sets ``handler``: a function from the parsed arguments to
-# the exit code. They import what is heavy when they run, so that --help is quick.
+# Each module has add_parser(subparsers), which sets ``handler``: a function from the parsed
+# arguments to the exit code. Modules import heavy packages when they run, so that --help is fast.
 _COMMANDS = {
     "run a system": {
         "up": "millrace.cli.local.up",
@@ -51,7 +51,7 @@ _COMMANDS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Build the parser of all commands."""
     groups = {name: heading for heading, commands in _COMMANDS.items() for name in commands}
     parser = Parser(
         prog="millrace", description="Event-driven LLM serving on a message bus.", groups=groups
@@ -65,8 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def version() -> str:
-    """Of the installed package; of a checkout that nobody installed, what its pyproject.toml
-    says."""
+    """Return the version of the installed package, or of the checkout's pyproject.toml."""
     try:
         return metadata.version("millrace")
     except metadata.PackageNotFoundError:
@@ -76,8 +75,11 @@ def version() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. A usage or configuration error, or a file that cannot be
-    used, is 2, with one sentence on stderr."""
+    """Run one command and return its exit code.
+
+    A usage or configuration error, or an unusable file, prints one sentence to stderr and returns
+    2.
+    """
     parser = build_parser()
     given = sys.argv[1:] if arguments is None else arguments
     for argument in given:
@@ -93,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has enough; what is left in the buffer goes nowhere.
+        # The reader closed our output; discard the rest of the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -104,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_text(argument: str) -> bool:
-    """Other bytes than UTF-8 arrive as surrogates."""
+    """Return whether an argument is valid UTF-8; other bytes arrive as surrogates."""
     try:
         argument.encode()
     except UnicodeEncodeError:

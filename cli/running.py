@@ -1,5 +1,5 @@
-"""Which ``millrace up`` has a data folder: told by its pid and by when that process began, so that
-another process which was given the same pid since is never taken for it."""
+"""Identity of the ``millrace up`` that has a data folder: its pid and start time, so that another
+process with a reused pid is never mistaken for it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from pathlib import Path
 
 PID_FILE = "up.pid"
 SOCKET_FILE = "control.sock"
-# Field 22 of /proc/PID/stat, counted from the state, which follows the name in parentheses.
+# Index of the start time in /proc/PID/stat, counted from the state, which follows the name in
+# parentheses.
 _START_FIELD = 19
 
 
 @dataclass(frozen=True)
 class Supervising:
-    """A running ``millrace up``; ``started_ticks`` is when it began, in the kernel's ticks since
-    the machine was started."""
+    """Running ``millrace up``; ``started_ticks`` is its start, in the kernel's ticks since the
+    machine's boot."""
 
     pid: int
     started_ticks: int
 
     @property
     def up_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since its start."""
         machine_up_s = float(Path("/proc/uptime").read_text().split()[0])
         return max(0.0, machine_up_s - self.started_ticks / os.sysconf("SC_CLK_TCK"))
 
     def terminate(self, within_s: float) -> bool:
-        """SIGTERM, to this process and to no other of its pid; whether it has ended in time."""
+        """Send SIGTERM to this process, never to another with a reused pid; return whether it ended
+        in time."""
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return True
         try:
-            # The handle is of whatever has the pid now, and stays its.
+            # The handle refers to the current owner of the pid, for good.
             if started_ticks(self.pid) != self.started_ticks:
                 return True
             with contextlib.suppress(ProcessLookupError):
@@ -50,7 +52,8 @@ class Supervising:
 
 
 def started_ticks(pid: int) -> int | None:
-    """When the process began; None if it has ended, also if nobody has asked how so far."""
+    """Return the start time of a process; None if it has ended, even if its parent has not waited
+    for it yet."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -59,13 +62,13 @@ def started_ticks(pid: int) -> int | None:
 
 
 def own_line() -> str:
-    """What this process writes into its pid file."""
+    """Return the line that this process writes into its pid file."""
     pid = os.getpid()
     return f"{pid} {started_ticks(pid)}\n"
 
 
 def supervising(data: Path) -> Supervising | None:
-    """Who runs on ``data``; None if nobody does, or who did was killed."""
+    """Return the ``millrace up`` that runs on ``data``; None if there is none or it was killed."""
     try:
         words = (data / "run" / PID_FILE).read_text().split()
     except (OSError, UnicodeDecodeError):
@@ -77,7 +80,7 @@ def supervising(data: Path) -> Supervising | None:
 
 
 def lasting(seconds: float) -> str:
-    """A length of time in two units at most: 5 s, 3 min 20 s, 2 h 5 min, 4 d 1 h."""
+    """Format a duration in at most two units: 5 s, 3 min 20 s, 2 h 5 min, 4 d 1 h."""
     left = int(seconds)
     days, hours, minutes = left // 86_400, left // 3_600 % 24, left // 60 % 60
     parts = ((days, "d"), (hours, "h"), (minutes, "min"), (left % 60, "s"))

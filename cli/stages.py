@@ -18,10 +18,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "stages",
         help="compute stages of a worker on another host",
-        description="Join a worker that was started with --remote-stages and compute the stages "
-        "that it gives: some layers of its model, with their part of the KV cache, on CPUs if it "
-        "computes on CPUs, else on GPUs, of which each rank of a stage takes one. It joins again "
-        "whenever the worker starts its model anew, and stays until Ctrl-C or SIGTERM. What goes "
+        description="Join a worker that was started with --remote-stages and compute its remote "
+        "stages: some layers of its model, with their part of the KV cache, on CPUs if the worker "
+        "computes on CPUs, else on GPUs, one for each rank of a stage. The command joins again "
+        "whenever the worker restarts its model, and runs until Ctrl-C or SIGTERM. The connection "
         "between the hosts is not encrypted, so keep it to a private network. The exit code is 2 "
         "if one side refuses the other.",
     )
@@ -29,27 +29,28 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--join",
         required=True,
         metavar="HOST:PORT",
-        help="where the worker waits: its worker.engine.stages_address",
+        help="address of the worker: its worker.engine.stages_address",
     )
     parser.add_argument(
         "--model",
         type=as_path,
         metavar="PATH",
-        help="the same checkpoint on this host (default: at the path that it has at the worker)",
+        help="the same checkpoint on this host (default: the worker's path)",
     )
     parser.add_argument(
         "--token-file",
         type=as_path,
         metavar="FILE",
-        help="holds the token of the worker (default: worker.engine.stages_token of the settings, "
-        "such as by MILLRACE_WORKER__ENGINE__STAGES_TOKEN)",
+        help="file with the token of the worker (default: worker.engine.stages_token of the "
+        "settings, such as by MILLRACE_WORKER__ENGINE__STAGES_TOKEN)",
     )
     parser.add_argument(
         "--max-stages",
         type=whole_number,
         default=1,
         metavar="N",
-        help="stages that this host computes at a time, of one worker or of several (default: 1)",
+        help="most stages that this host computes at a time, of one worker or of several "
+        "(default: 1)",
     )
     parser.add_argument("--config", type=path_or_name, help="a YAML or TOML file of settings")
     parser.add_argument("--log-level", choices=_LEVELS, default="info")
@@ -57,7 +58,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 after Ctrl-C or SIGTERM; raises what one side refuses the other for."""
+    """Compute until Ctrl-C or SIGTERM; return 0. Raises the error with which one side refuses the
+    other."""
     from millrace.engine.transfer.addresses import host_and_port
     from millrace.runtime.logs import configure_logging
     from millrace.runtime.settings import load_config
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checkpoint(path: Path) -> Path:
-    """Raises ConfigError where there is none."""
+    """Return the checkpoint's folder. Raises ConfigError if there is none."""
     path = path.expanduser().resolve()
     if not (path / "config.json").is_file():
         raise ConfigError(f"--model: {path} holds no config.json; name a checkpoint's folder.")

@@ -1,4 +1,4 @@
-"""Commands that change what a system keeps in Redis: where that is, and one connection to it."""
+"""Redis access of commands that change a system's stored data: options, address and connection."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAMES_REDIS = {"MILLRACE_REDIS__URL", "MILLRACE_REDIS__URL_FILE", "MILLRACE_CON
 def add_store_arguments(
     parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], int]
 ) -> None:
-    """Declare ``--json``, and where the store is: ``--redis``, ``--config`` or ``--data``."""
+    """Declare ``--json``, and the address of the store: ``--redis``, ``--config`` or ``--data``."""
     parser.add_argument("--json", action="store_true", help="answer in JSON")
     group = parser.add_argument_group("where")
     where = group.add_mutually_exclusive_group()
@@ -41,8 +41,10 @@ def add_store_arguments(
 
 
 def locate_store(arguments: argparse.Namespace) -> Config:
-    """The configuration with the address to use. ConfigError if nothing says where: a guess could
-    reach another system than the one that is meant."""
+    """Return the configuration with the address to use.
+
+    Raises ConfigError if no option names an address: a default could reach another system.
+    """
     import msgspec
 
     from millrace.runtime.connection_settings import check_connections
@@ -67,7 +69,7 @@ def locate_store(arguments: argparse.Namespace) -> Config:
 
 
 def served_catalogue(arguments: argparse.Namespace) -> Catalogue:
-    """The models that the system serves, as far as this machine knows."""
+    """Return the models that the system serves, as far as this machine knows."""
     from millrace.registry.catalogue import load_catalogue
 
     running = None if arguments.config is not None else running_config(arguments.data)
@@ -76,14 +78,14 @@ def served_catalogue(arguments: argparse.Namespace) -> Catalogue:
 
 
 def print_json(value: object) -> None:
-    """As ``--json`` has it."""
+    """Print a value in the format of ``--json``."""
     import msgspec
 
     print(msgspec.json.format(msgspec.json.encode(value)).decode())
 
 
 def answer(arguments: argparse.Namespace, value: object, text: str) -> int:
-    """Print the value if ``--json`` is given, else the text. Returns the exit code 0."""
+    """Print the value with ``--json``, else the text. Returns the exit code 0."""
     if arguments.json:
         print_json(value)
     else:
@@ -105,7 +107,7 @@ def print_columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Non
 
 
 def with_store(arguments: argparse.Namespace, action: Callable[[RedisLink], Awaitable[_T]]) -> _T:
-    """What ``action`` returns. Raises MillraceError if Redis is not where it should be."""
+    """Return the result of ``action``. Raises MillraceError if Redis cannot be reached."""
     from millrace.runtime.redis.link import RedisLink, RedisUnreachableError
 
     config = locate_store(arguments).redis

@@ -1,5 +1,5 @@
-"""Every message, record and setting that crosses a process boundary, as msgspec Structs. No I/O.
+"""Messages, records and settings that cross a process boundary, as msgspec Structs. No I/O.
 
-All packages use it; it imports nothing of ours. The fields and tags of a message are on the wire:
-they change only together with all that read them.
+Every package imports ``schemas``; ``schemas`` imports no other package of Millrace. Fields and tags
+of a message are on the wire: change them only together with every reader.
 """

@@ -1,7 +1,7 @@
-"""The sentences for a prompt that exceeds a context window, as clients know them.
+"""Error messages for a prompt that exceeds a context window, in the words that clients recognise.
 
-Clients find out by these words that they must shorten a conversation, so the words are those of
-OpenAI's and Anthropic's own servers. The numbers have no separators: clients read them.
+Clients match these words to shorten a conversation, so they are the words of OpenAI's and
+Anthropic's own servers. Numbers have no thousands separators: clients parse them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OPENAI = re.compile(
 
 
 class LongestMessage(NamedTuple):
-    """The message with the most text: its place in the conversation, counted from 1."""
+    """Message with the most text: its place in the conversation, counted from 1."""
 
     place: int
     num_messages: int
@@ -30,8 +30,8 @@ class LongestMessage(NamedTuple):
 
 
 class PromptParts(msgspec.Struct, frozen=True, kw_only=True):
-    """How many tokens the parts of a prompt made of messages have. ``other_tokens`` are those of
-    all messages but the system's; None: the prompt was not counted to its end."""
+    """Token counts of the parts of a prompt made of messages. ``other_tokens`` counts all messages
+    but the system message; None: the prompt was not counted to its end."""
 
     num_tools: int
     tool_tokens: int
@@ -61,8 +61,12 @@ def too_long(
     is_exact: bool,
     parts: PromptParts | None,
 ) -> str:
-    """Return OpenAI's sentences, and then which part of the prompt is how long. ``noun`` is what
-    the prompt is made of; ``max_tokens`` None: the request names no length of the completion."""
+    """Return OpenAI's sentences, followed by the token counts of the prompt's parts.
+
+    Args:
+        noun: The name of the prompt's contents in the message.
+        max_tokens: The requested length of the completion; None: not given.
+    """
     num_functions = parts.tool_tokens if parts is not None and is_exact else 0
     own = f"{num_prompt_tokens - num_functions} in the {noun}"
     shares = [own if is_exact else f"at least {own}"]
@@ -92,8 +96,10 @@ def too_long(
 
 
 def in_anthropic_words(message: str) -> str:
-    """Return what Anthropic's API says in place of the sentences of ``too_long`` in a message, and
-    then the rest of the message. A message without them stays as it is."""
+    """Return ``message`` with OpenAI's sentences of ``too_long`` replaced by Anthropic's.
+
+    The rest of the message stays. A message without these sentences is returned unchanged.
+    """
     found = _OPENAI.match(message)
     if found is None:
         return message
@@ -120,7 +126,7 @@ def _tokens(number: int) -> str:
 
 
 def _listed(names: list[str], joint: str) -> str:
-    """``a``, ``a or b``, ``a, b, or c``; two shares of tokens are listed with a comma alone."""
+    """Return ``a``, ``a or b``, ``a, b, or c``; join two shares of tokens by a comma alone."""
     if len(names) > 2:
         return f"{', '.join(names[:-1])}, {joint} {names[-1]}"
     return (", " if joint == "and" else " or ").join(names)

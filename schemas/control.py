@@ -1,4 +1,4 @@
-"""What schedulers, workers and gateways say to one another (``ctl.*``, ``resume.*``, ``hb.*``)."""
+"""Control messages of schedulers, workers and gateways (``ctl.*``, ``resume.*``, ``hb.*``)."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ from millrace.schemas.models.adapters import AdapterRef, LoadedAdapter
 from millrace.schemas.records import Attempt, Status, fill_both_names
 from millrace.schemas.transfer import KvSource, TransferEndpoint
 
-# An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt: JetStream counts deliveries and the
-# scheduler that holds one counts its attempts, so epochs rise without any shared counter.
+# An epoch is (delivery - 1) * EPOCHS_PER_DELIVERY + attempt. JetStream counts deliveries, and the
+# scheduler with the delivery counts its attempts, so epochs rise without a shared counter.
 EPOCHS_PER_DELIVERY = 64
 
 
 class CancelReason(StrEnum):
-    """Why work is stopped."""
+    """Reason of a cancellation."""
 
     CLIENT = "client"
     DISCONNECT = "disconnect"
     DEADLINE = "deadline"
     SUPERSEDED = "superseded"
-    ORPHANED = "orphaned"  # its gateway is gone, and no client came back for it
+    ORPHANED = "orphaned"  # its gateway is gone, and its client did not come back
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was reserved in Redis for a job that no gateway admitted. The process that ends the job
-    settles it, under ``reservation_id``; if Redis has no such reservation, what the job cost is
-    added to what its tenant has spent in its currency, by ``spent_key``."""
+    """Reservation in Redis for a job that no gateway admitted. The process that ends the job
+    settles it under ``reservation_id``. If Redis has no such reservation, the job's cost is added
+    to its tenant's spending in its currency, by ``spent_key``."""
 
     reservation_id: str
     spent_key: str
 
 
 class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="dispatch"):
-    """Run this job and own its lease from now on.
+    """Command to run a job and own its lease from now on.
 
     ``job`` has ``prompt_token_ids``, ``sampling.max_tokens`` and ``sampling.seed`` filled in.
     ``lease`` is the reply subject of the JetStream delivery. ``resume_token_ids`` were already
-    delivered to the client: prefill them behind the prompt and go on from the next index.
-    ``attempts`` are the attempts before this one, ``sent_ns`` is when the scheduler sent it.
-    ``lives`` is the former name of ``attempts``: both are written and read in this version.
-    ``reservation`` is to be settled with the end of the job, before its lease is acknowledged.
-    ``adapter`` is the one that the job names, as the worker is to load it. ``kv_source`` is another
-    worker that has the leading blocks of prompt and resumed tokens.
+    delivered to the client: prefill them after the prompt and continue with the next index.
+    ``attempts`` are the earlier attempts; ``sent_ns`` is the time at which the scheduler sent the
+    dispatch. ``lives`` is the former name of ``attempts``: this version writes and reads both.
+    Settle ``reservation`` with the end of the job, before its lease is acknowledged. ``adapter`` is
+    the job's adapter, as the worker loads it. ``kv_source`` is another worker that has the leading
+    blocks of the prompt and the resumed tokens.
     """
 
     job: Job
@@ -67,9 +67,9 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="cancel"):
-    """Stop a request. With ``below_epoch``, only attempts of a lower epoch: they are superseded
-    and must neither acknowledge nor send a terminal frame. With ``tenant``, only if the request is
-    that tenant's."""
+    """Command to stop a request. With ``below_epoch``, stop only attempts of a lower epoch: they
+    are superseded and must neither acknowledge nor send a terminal frame. With ``tenant``, stop the
+    request only if it belongs to that tenant."""
 
     request_id: str
     tenant: str = ""
@@ -78,7 +78,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """An error by its stable code, with a sentence for people. ``retryable``: the same request may
+    """Error with its stable code and a sentence for people. ``retryable``: the same request may
     succeed later."""
 
     code: str
@@ -87,20 +87,21 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResultError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request for a stored result was answered with none."""
+    """Error answer to a request for a stored result."""
 
     error: ErrorDetail
 
     @classmethod
     def of(cls, error: MillraceError) -> ResultError:
-        """The same as an error that was raised."""
+        """Convert an exception to this message."""
         code, message, retryable = error.code, error.message, error.retryable
         return cls(error=ErrorDetail(code=code, message=message, retryable=retryable))
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="replay"):
-    """Send frames of a request again, from token ``from_index`` on, to ``reply``; in JSON and in
-    envelopes as its job asked for, or as ``frames_as_json`` and ``batch_frames`` say."""
+    """Command to send frames of a request again to ``reply``, from token ``from_index`` on. The
+    frames are JSON or envelopes as the job asked, or as ``frames_as_json`` and ``batch_frames``
+    say."""
 
     request_id: str
     from_index: int
@@ -110,16 +111,17 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="drain"):
-    """Accept no new work. The schedulers migrate what runs to other workers where there is room;
-    the rest is finished here, or given back when the time for it is over."""
+    """Command to accept no new work. The schedulers migrate running requests to workers with room;
+    the rest finish here, or are released when the drain time is over."""
 
     reason: str = ""
 
 
 class Warm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="warm"):
-    """Pull what ``kv_source`` has of this job's prompt and ``token_ids`` so far, while the job goes
-    on there: so it stands still only for what is missing then, when it is dispatched here. The
-    reply comes once that is over; what has not come is pulled or computed later."""
+    """Command to pull the KV blocks that ``kv_source`` has of this job's prompt and ``token_ids``,
+    while the job continues there. When the job is dispatched here, only the missing blocks are
+    transferred, which shortens its pause. The reply comes at the end of the pull; missing blocks
+    are pulled or computed later."""
 
     job: Job
     kv_source: KvSource
@@ -127,10 +129,10 @@ class Warm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="w
 
 
 class SetRole(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="set_role"):
-    """Prefer other work from now on, until another one comes or the worker starts again. What runs
-    goes on: of a worker that is for prompts now, the streams may go on at those that decode. With
-    ``from_role``, only if that is what it is now: of several schedulers that ask the same, one
-    gets it."""
+    """Command to prefer other work, until the next such command or a restart. Running requests
+    continue; streams of a worker that becomes a ``prefill`` worker may move to decode workers. With
+    ``from_role``, the role changes only if it equals ``from_role`` now: if several schedulers ask
+    for the same switch, one succeeds."""
 
     role: WorkerRole
     from_role: WorkerRole | None = None
@@ -139,19 +141,19 @@ class SetRole(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag
 class ResetPrefixCache(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="reset_prefix_cache"
 ):
-    """Empty the prefix cache, but for what requests use that run now. Requests that are dispatched
-    after the reply find nothing else in it."""
+    """Command to empty the prefix cache, except for blocks of running requests. Requests dispatched
+    after the reply find no other blocks in it."""
 
 
 WorkerCommand = Dispatch | Cancel | Replay | Drain | Warm | SetRole | ResetPrefixCache
 
 
 class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's answer to a command.
+    """Answer of a worker to a command.
 
-    ``reason`` is a stable word when it did not comply: ``full``, ``draining``, ``wrong_model``,
-    ``stale_epoch``, ``unknown_request``, ``no_roles``, ``stale_role``, ``prefix_cache_kept`` or
-    ``bad_request``.
+    If the worker did not comply, ``reason`` is a stable word: ``full``, ``draining``,
+    ``wrong_model``, ``stale_epoch``, ``unknown_request``, ``no_roles``, ``stale_role``,
+    ``prefix_cache_kept`` or ``bad_request``.
     """
 
     ok: bool
@@ -160,8 +162,8 @@ class WorkerReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a request ended, and how long its client waited, in milliseconds: from receipt to the
-    first token and to the end, and for each token after the first. 0: it did not get so far."""
+    """Status and client-visible latencies of a request, in milliseconds: receipt to first token,
+    receipt to end, and time per token after the first. 0: the request did not get so far."""
 
     status: Status
     ttft_ms: float = 0.0
@@ -170,13 +172,14 @@ class AnswerTimes(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The work that one attempt at a request took, and its tenant: what fair sharing charges.
+    """Work and tenant of one attempt at a request, which fair sharing charges.
 
-    ``prompt_tokens`` were to be prefilled, of which ``cached_tokens`` were found in the cache;
-    ``completion_tokens`` were made by this attempt, not by one before it. ``epoch`` is its last; it
-    began at ``started_ns`` (0: it never did) and took ``device_us`` and ``energy_j`` of the device
-    (see ``RequestRecord``). ``answer`` is there if it ended the request. ``pulled_tokens`` and
-    ``kv_source`` as in ``Attempt``."""
+    ``prompt_tokens`` were to be prefilled; ``cached_tokens`` of them were found in the cache.
+    ``completion_tokens`` were made by this attempt, not by an earlier one. ``epoch`` is its last
+    epoch. The attempt began at ``started_ns`` (0: never) and took ``device_us`` and ``energy_j`` of
+    the device (see ``RequestRecord``). ``answer`` is set if the attempt ended the request.
+    ``pulled_tokens`` and ``kv_source`` are as in ``Attempt``.
+    """
 
     request_id: str
     tenant: str
@@ -194,11 +197,12 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Requests that a worker no longer has: answered and acknowledged, superseded or given back.
-    From it to the schedulers. A scheduler that misses one finds out from the queue.
+    """Notice to the schedulers of requests that a worker no longer has: answered and acknowledged,
+    superseded or released. A scheduler that misses this message learns it from the queue.
 
-    ``served`` says what those took that ran. ``released`` are the ones of ``request_ids`` whose
-    lease it gave back: the queue delivers them again, at once."""
+    ``served`` holds the work of the requests that ran. ``released`` are the members of
+    ``request_ids`` whose lease the worker gave back: the queue redelivers them at once.
+    """
 
     worker_id: str
     request_ids: tuple[str, ...]
@@ -207,55 +211,55 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Requests whose prompts a worker of the role ``prefill`` has computed, also before it was
-    one, and whose first tokens it has sent: others may go on with them. From it to the schedulers.
-    Where one is lost, the request ends where it is."""
+    """Notice to the schedulers of requests whose prompt is computed and whose first token is sent,
+    by a worker of the role ``prefill`` (also before it had that role). Decode workers may continue
+    them. If the message is lost, the request ends at this worker."""
 
     worker_id: str
     request_ids: tuple[str, ...]
 
 
 class Pulled(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Requests that went on elsewhere and need nothing of ``worker_id``'s KV cache any more: from
-    whoever runs them now to that worker. Where one is lost, it stays for them a while."""
+    """Notice to ``worker_id`` that these requests run elsewhere and no longer need its KV cache,
+    sent by their current worker. If the message is lost, the blocks stay for a while."""
 
     worker_id: str
     request_ids: tuple[str, ...]
 
 
 class MoveStreams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Have other workers go on with what ``worker_id`` runs, as far as they have room now; with
-    ``to_worker_id``, that one alone. It goes on taking work. From an operator to the schedulers,
-    each of which moves its own."""
+    """Command to move the streams of ``worker_id`` to other workers, as far as these have room now;
+    with ``to_worker_id``, to that worker alone. The worker keeps accepting work. An operator sends
+    it to the schedulers, and each scheduler moves its own jobs."""
 
     worker_id: str
     to_worker_id: str = ""
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which tokens the client has; ``open`` False: the client has disconnected, do not run it
-    again."""
+    """Tokens that the client has. ``open`` False: the client has disconnected; do not run the
+    request again."""
 
     token_ids: tuple[int, ...] = ()
     open: bool = True
 
 
 class WhichHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """Which of these requests does the gateway that reads this hold?"""
+    """Question to a gateway: which of these requests does it hold?"""
 
     request_ids: tuple[str, ...]
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The requests that a gateway holds, of those in a ``WhichHeld``."""
+    """Answer to ``WhichHeld``: the requests that the gateway holds."""
 
     request_ids: tuple[str, ...] = ()
 
 
 class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a client saw of one job's answer before another connection continued it, in the terms of
-    ``DeliveryRecord``. Times are UTC epoch in ns, 0 for what had not happened; ``epoch`` is that of
-    the latest frame, one of ``num_epochs``."""
+    """Delivery of one job's answer to a client up to a reconnect, in the terms of
+    ``DeliveryRecord``. Times are UTC epoch in ns, 0 for events that had not happened. ``epoch`` is
+    the epoch of the latest frame, one of ``num_epochs``."""
 
     received_ns: int
     first_token_ns: int = 0
@@ -271,10 +275,10 @@ class DeliveryStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_default
 
 
 class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the gateway that had a stream has read of it; it has handed the stream over to the one
-    that asked. ``seen`` is by the id of the job, of which an answer may have several.
-    ``started_ns`` is given by a gateway that does not have the answer: one that it accepted after
-    that time has ended there, and was counted."""
+    """Tokens that the former gateway of a stream has read; it hands the stream over to the gateway
+    that asked. ``seen`` is by job id, since an answer may have several jobs. A gateway that does
+    not have the answer sets ``started_ns``: an answer that it accepted after that time has ended
+    there, and was counted."""
 
     token_ids: tuple[int, ...] = ()
     seen: dict[str, DeliveryStatistics] = {}
@@ -282,27 +286,26 @@ class HandedOver(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's capacity and load, sent every heartbeat.
+    """Capacity and load of a worker, sent every heartbeat.
 
     ``worker_id`` is unique to one incarnation; ``name`` stays over restarts, so a status with a
-    known name and a new id says that the former incarnation is over. ``max_tokens_per_request``
-    is the longest prompt + completion that its KV cache can ever hold; ``max_num_waiting`` is how
-    many requests it accepts beyond those that can run; those of a lower tier do not count, as they
-    are preempted. ``num_held_by_tier`` counts what runs and waits here, ``num_ending`` what has
-    ended and whose record or acknowledgement is not stored so far. ``outstanding_tokens`` are
-    still to be computed, ``outstanding_prompt_tokens`` of them prefilled. ``prefill_tokens_per_s``
-    and ``decode_step_ms`` are measured, of late (0: nothing to measure so far). ``prefix_salted``:
-    what it cached of a tenant's prompts is for that tenant only, under the tenant's name as salt.
-    It computes on ``num_devices``, all of them at a time: what is measured is of the group.
-    ``weights`` are the fingerprint of those that it serves (empty: nobody can tell; None: it does
-    not say), since a stream moves only among the same ones. ``role`` is what work it is
-    preferred for now. Peers pull blocks of its KV cache from ``transfer`` (None: it hands none
-    over); it has pulled ``pull_tokens_per_s`` from others of late (0: nothing so far), and
-    ``outstanding_pull_tokens`` are on their way to it, which are not among those to be computed.
-    ``adapters`` are in its ``max_adapters`` slots (0: it takes none); ``adapter_load_ms`` is what
-    the last ones took to load (0: none was).
+    known name and a new id means that the former incarnation is over. ``max_tokens_per_request`` is
+    the longest prompt + completion that its KV cache can ever hold. ``max_num_waiting`` is the
+    number of requests that it accepts beyond its running requests; requests of a lower tier do not
+    count, as they are preempted. ``num_held_by_tier`` counts running and waiting requests.
+    ``num_ending`` counts ended requests whose record or acknowledgement is not stored yet.
+    ``outstanding_tokens`` are still to be computed, ``outstanding_prompt_tokens`` of them
+    prefilled. ``prefill_tokens_per_s`` and ``decode_step_ms`` are recent measurements (0: none
+    yet). ``prefix_salted``: cached prompts of a tenant are for that tenant only, with the tenant's
+    name as salt. The worker computes on ``num_devices``, all at a time: measurements are of the
+    group. ``weights`` is the fingerprint of its weights (empty: unknown; None: not reported); a
+    stream moves only between equal fingerprints. ``role`` is its preferred work now. Peers pull
+    blocks of its KV cache from ``transfer`` (None: it serves none). It has recently pulled
+    ``pull_tokens_per_s`` from peers (0: none yet); ``outstanding_pull_tokens`` are on their way to
+    it and are not among the tokens to compute. ``adapters`` are in its ``max_adapters`` slots (0:
+    no adapters); ``adapter_load_ms`` is the load time of the latest adapters (0: none loaded yet).
     ``engine_down``: its engine has ended and the next one is loading, so its requests pause, and
-    go on sooner at a worker with room.
+    continue sooner at a worker with room.
     """
 
     worker_id: str
@@ -340,22 +343,24 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class NameLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who holds a worker's name, in the bucket ``workers`` under ``name.<name>``.
+    """Lease of a worker's name, in the bucket ``workers`` under ``name.<name>``.
 
-    ``holder`` is unique to one incarnation, and empty once it has given the name back. It writes
-    the entry anew every ``renew_s``; an entry that stays the same for several times as long is that
-    of a dead holder."""
+    ``holder`` is unique to one incarnation, and empty once it has released the name. The holder
+    rewrites the entry every ``renew_s``; an entry that is unchanged for several times as long
+    belongs to a dead holder.
+    """
 
     holder: str
     renew_s: float = 0.0
 
 
 class PrefixReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a worker's prefix cache holds, in small steps, on ``prefix.<worker>``.
+    """Contents of a worker's prefix cache in small steps, on ``prefix.<worker>``.
 
-    Keys are the first 8 bytes of ``schemas.prefix`` keys, one behind the other. ``number`` counts
-    an incarnation's reports; ``whole`` replaces everything said before, else ``added`` and
-    ``removed`` change it. A reader that misses a number waits for the next whole one."""
+    Keys are the first 8 bytes of ``schemas.prefix`` keys, concatenated. ``number`` counts an
+    incarnation's reports. ``whole`` replaces all earlier reports; otherwise ``added`` and
+    ``removed`` change them. A reader that misses a number waits for the next whole report.
+    """
 
     worker_id: str
     model: str
@@ -366,13 +371,14 @@ class PrefixReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a model's queue stands, from the schedulers to the gateways a few times a second.
+    """State of a model's queue, sent by the schedulers to the gateways a few times a second.
 
-    ``num_queued`` are all that wait, ``num_published`` those of them that services published on the
-    bus: the ``bound`` is for the others. ``ttft_ms`` is what a job of each tier that comes now is
-    predicted to wait for its first token (absent: unknown), ``tenant_ttft_ms`` that of tenants for
-    whom it is longer, since they have jobs waiting. ``oldest_wait_s`` is of all tiers,
-    ``interactive_wait_s`` of those but batch. ``desired_workers`` is the autoscaler's number."""
+    ``num_queued`` counts all waiting jobs, ``num_published`` the waiting jobs that services
+    published on the bus: ``bound`` applies to the others. ``ttft_ms`` is the predicted time to
+    first token of a new job, by tier (absent: unknown). ``tenant_ttft_ms`` is the same for tenants
+    with a longer prediction, since they have jobs waiting. ``oldest_wait_s`` covers all tiers,
+    ``interactive_wait_s`` all but batch. ``desired_workers`` is the autoscaler's number.
+    """
 
     model: str
     num_queued: int
@@ -390,7 +396,7 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     @property
     def num_bounded(self) -> int:
-        """The waiting jobs that count against the bound."""
+        """Number of waiting jobs that count against the bound."""
         return self.num_queued - self.num_published
 
     @property
@@ -398,12 +404,12 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return self.num_bounded >= self.bound
 
     def ttft_ms_of(self, tier: Tier, tenant: str) -> float | None:
-        """What is predicted for a job of a tenant; None: unknown."""
+        """Return the predicted time to first token of a tenant's job; None: unknown."""
         return self.tenant_ttft_ms.get(tier, {}).get(tenant, self.ttft_ms.get(tier))
 
 
 class TelemetryQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A saved query of ``telemetry/queries`` by name, for the operations page."""
+    """Saved query of ``telemetry/queries`` by name, for the operations page."""
 
     name: str
     params: dict[str, str | int | float] = {}
@@ -411,8 +417,8 @@ class TelemetryQuery(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class TelemetryAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Rows as a JSON array of objects or as CSV with a line of names, or why not: a sentence, its
-    stable code, and the parameter that is at fault, if one is."""
+    """Answer to a query: rows as a JSON array of objects or as CSV with a header line. On failure:
+    an error sentence, its stable code, and the parameter at fault, if any."""
 
     rows_json: bytes = b"[]"
     error: str = ""

@@ -1,4 +1,4 @@
-"""OpenAI's request and response shapes of ``POST /v1/embeddings``, and what is added to them."""
+"""OpenAI's request and response formats of ``POST /v1/embeddings``, with further fields."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from millrace.schemas.pooling import EmbeddingPooling
 
 MAX_INPUTS = 2_048
 
-# True is END, false is NONE.
+# True means END, false means NONE.
 Truncate = bool | Literal["NONE", "START", "END"]
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``input`` is a text, a list of texts, a list of token ids or a list of such lists.
+    """Body of ``POST /v1/embeddings``. ``input`` is a text, a list of texts, a list of token ids or
+    a list of such lists.
 
     ``dimensions`` cuts embeddings to their first numbers, scaled to length 1 again. ``pooling`` and
-    ``normalize`` (scale to length 1) are extra fields; left out, they are the model's own. Of a
-    longer input the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as fit).
+    ``normalize`` (scale to length 1) are extra fields; their default is the model's own.
+    ``truncate_prompt_tokens`` keeps the last tokens of a longer input (-1: as many as fit).
     ``truncate`` says where an input that does not fit is cut; by default it is refused. A tenant's
-    requests with a lower ``priority`` (default 0) are served earlier.
-    ``metadata`` is noted in its row of analytics, as that of chat completions is.
+    requests with a lower ``priority`` (default 0) are served earlier. ``metadata`` is stored in the
+    request's row of analytics, as for chat completions.
     """
 
     model: str
@@ -40,16 +41,16 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class PoolingRequest(EmbeddingRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /pooling``: the embedding of each input, or what ``POST /classify`` tells as
-    ``probs``, by the model."""
+    """Body of ``POST /pooling``. The answer is the embedding of each input or the ``probs`` of
+    ``POST /classify``, depending on the model."""
 
     task: Literal["embed", "classify"] | None = None
     use_activation: bool | None = None
 
 
 class EmbeddingObject(msgspec.Struct, frozen=True, kw_only=True):
-    """The embedding of input ``index``: an array of numbers, or their bytes (little-endian float32)
-    in base64."""
+    """Embedding of input ``index``: an array of numbers, or their bytes (little-endian float32) in
+    base64."""
 
     index: int
     embedding: msgspec.Raw
@@ -57,7 +58,7 @@ class EmbeddingObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all inputs together."""
+    """Tokens of all inputs together."""
 
     prompt_tokens: int
     total_tokens: int
@@ -68,7 +69,7 @@ class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, in the order of the inputs."""
+    """Embeddings, in the order of the inputs."""
 
     data: tuple[EmbeddingObject, ...]
     model: str
@@ -77,7 +78,7 @@ class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingObject(msgspec.Struct, frozen=True, kw_only=True):
-    """As ``EmbeddingObject``."""
+    """Pooled output of input ``index``, in the format of ``EmbeddingObject``."""
 
     index: int
     data: msgspec.Raw
@@ -85,7 +86,7 @@ class PoolingObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, in the order of the inputs."""
+    """Pooled outputs, in the order of the inputs."""
 
     id: str
     created: int
@@ -96,8 +97,8 @@ class PoolingList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassifyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /classify``, as vLLM's servers have it. ``input`` is as that of embeddings. The
-    probabilities are before any activation if ``use_activation`` is false."""
+    """Body of ``POST /classify``, in the format of vLLM's servers. ``input`` is as for embeddings.
+    If ``use_activation`` is false, the values are those before any activation."""
 
     model: str
     input: str | tuple[str | int | tuple[int, ...], ...]
@@ -109,7 +110,7 @@ class ClassifyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ClassifiedText(msgspec.Struct, frozen=True, kw_only=True):
-    """Of input ``index``: the likeliest label, and the probability of each."""
+    """Class of input ``index``: the likeliest label, and the probability of each label."""
 
     index: int
     label: str
@@ -118,7 +119,7 @@ class ClassifiedText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassifyList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, in the order of the inputs."""
+    """Classes, in the order of the inputs."""
 
     id: str
     created: int
@@ -129,14 +130,17 @@ class ClassifyList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Scoring(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cross-encoder reads two texts at once, and its number is a score after its activation,
-    unless ``use_activation`` is false. Another model's texts are compared by the cosine of their
-    embeddings, with the model's own ``pooling`` unless one is named.
+    """Base of requests that score pairs of texts.
+
+    A cross-encoder reads two texts at once. Its score is the model's number after its activation,
+    unless ``use_activation`` is false. Texts of other models are compared by the cosine of their
+    embeddings, with the model's own ``pooling`` unless the request names another.
 
     The first ``max_tokens_per_doc`` tokens of each document are read (``max_doc_length`` is another
     name), and the first ``max_query_length`` of each query. A text that does not fit the context
-    window is cut at its end with ``truncate`` true or ``END``, refused with false or ``NONE``. If
-    ``truncate`` is left out, it is refused, or cut with a notice where documents have a limit."""
+    window is cut at its end with ``truncate`` true or ``END``, and refused with false or ``NONE``.
+    Without ``truncate`` it is refused, or cut with a notice if documents have a limit.
+    """
 
     model: str
     user: str | None = None
@@ -152,9 +156,9 @@ class _Scoring(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ScoreRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/score``: how relevant the second texts are to the first, or how like them, pair by
-    pair; a single first text goes with each second one. ``queries`` and ``documents`` are other
-    names of ``text_1`` and ``text_2``."""
+    """Body of ``POST /v1/score``: relevance or similarity of the second texts to the first, pair by
+    pair. A single first text is paired with each second text. ``queries`` and ``documents`` are
+    other names of ``text_1`` and ``text_2``."""
 
     text_1: str | tuple[str, ...] | None = None
     text_2: str | tuple[str, ...] | None = None
@@ -163,7 +167,7 @@ class ScoreRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """Of pair ``index``: a cosine between -1 and 1, or what a cross-encoder says."""
+    """Score of pair ``index``: a cosine between -1 and 1, or the number of a cross-encoder."""
 
     index: int
     score: float
@@ -171,7 +175,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, in the order of the pairs."""
+    """Scores, in the order of the pairs."""
 
     id: str
     created: int
@@ -183,11 +187,11 @@ class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/rerank``, as Jina's and Cohere's APIs and vLLM's servers have it. The best
-    ``top_n`` documents are given out (0 or nothing: all), with their texts unless
+    """Body of ``POST /v1/rerank``, in the format of Jina's and Cohere's APIs and of vLLM's servers.
+    The answer has the best ``top_n`` documents (0 or not given: all), with their texts unless
     ``return_documents`` is false. A document is a text or an object. The text of an object is its
-    ``text``, or the fields that ``rank_fields`` names: the value of one field, or several fields
-    as YAML. ``max_chunks_per_doc`` changes nothing: each document is read as one chunk."""
+    ``text``, or the fields named in ``rank_fields``: the value of one field, or several fields as
+    YAML. ``max_chunks_per_doc`` has no effect: each document is read as one chunk."""
 
     query: str
     documents: tuple[str | dict[str, Any], ...]
@@ -198,11 +202,11 @@ class RerankRequest(_Scoring, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class RankTextsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``/rerank`` of Text Embeddings Inference, which has ``texts`` in place of
-    ``documents`` and names no model. Without ``model`` the only cross-encoder answers, or the only
-    model. Scores are told before the activation if ``raw_scores``, and with their texts if
-    ``return_text``. A text that does not fit the context window is cut at its end if ``truncate``,
-    else refused."""
+    """Body of ``/rerank`` of Text Embeddings Inference: it has ``texts`` in place of ``documents``
+    and names no model. Without ``model``, the only cross-encoder or the only model answers. With
+    ``raw_scores``, scores are before the activation; with ``return_text``, the answer repeats the
+    texts. A text that does not fit the context window is cut at its end with ``truncate``, else
+    refused."""
 
     query: str
     texts: tuple[str, ...]
@@ -214,8 +218,8 @@ class RankTextsRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class TextRank(msgspec.Struct, frozen=True, kw_only=True):
-    """The score of text ``index``, as Text Embeddings Inference tells it. The answer is a list of
-    these, the most relevant text first."""
+    """Score of text ``index`` in the format of Text Embeddings Inference. The answer is a list of
+    scores, the most relevant text first."""
 
     index: int
     score: float
@@ -223,9 +227,9 @@ class TextRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankedDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """Document ``index`` of the request; the score is a cosine between -1 and 1, or what a
-    cross-encoder says. ``document`` is an object of the request as it was given, or has a text of
-    the request as ``text``."""
+    """Document ``index`` of the request with its score: a cosine between -1 and 1, or the number of
+    a cross-encoder. ``document`` is the request's object unchanged, or an object with the request's
+    text as ``text``."""
 
     index: int
     relevance_score: float
@@ -233,7 +237,7 @@ class RankedDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, the most relevant document first."""
+    """Documents with scores, the most relevant first."""
 
     id: str
     model: str

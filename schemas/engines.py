@@ -1,4 +1,4 @@
-"""Which engines can run a model, and what each of them can promise."""
+"""Engines that can run a model, and their capabilities."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from millrace.schemas.errors import ConfigError, ParameterError
 from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import GrammarKind, SamplingOptions
 
-# What wide weights can be rounded to when they are loaded.
+# Formats to which weights can be quantized at load.
 QUANTIZATIONS = ("int8", "int4", "fp8")
-# What proposes tokens: what was met before, what a grammar forces and a request predicts; and,
-# where that has nothing, the smaller checkpoint or the EAGLE-3 head at a path; or nothing does.
+# Sources of proposed tokens. ``ngram``: earlier text, the grammar's forced tokens and the request's
+# prediction. ``draft`` and ``eagle3`` add the checkpoint of a smaller model or an EAGLE-3 head at a
+# path. ``off``: no speculation.
 SPECULATIONS = ("ngram", "draft=PATH", "eagle3=PATH", "off")
 DRAFT_PREFIX = "draft="
 EAGLE3_PREFIX = "eagle3="
-# The folder of a checkpoint in which its draft is, if it brings one.
+# Folder of the draft model inside a checkpoint that contains one.
 DRAFT_FOLDER = "draft"
 _ALLOWED = "allowed_token_ids"
 _BEAMS = "use_beam_search"
 _REASONS = {
-    "n": "makes one completion of a request",
-    _BEAMS: "makes no beam search",
+    "n": "makes one completion per request",
+    _BEAMS: "has no beam search",
     "grammar": "holds no answer to a schema, a pattern or a demanded tool call",
 }
 
 
 class EngineKind(StrEnum):
-    """The engine of a worker: ``real`` is Millrace's own, ``simulated`` computes nothing,
-    ``custom`` is a class that the user wrote, the others drive a server that somebody else
-    wrote."""
+    """Engine of a worker. ``real`` is Millrace's own, ``simulated`` computes nothing, ``custom`` is
+    a class written by the user; the other kinds drive a third-party server."""
 
     REAL = "real"
     SIMULATED = "simulated"
@@ -46,13 +46,13 @@ class EngineKind(StrEnum):
     CUSTOM = "custom"
 
 
-# What devices these use is settled where they are started.
+# The start options of these engines decide their devices.
 _WITHOUT_GROUPS = frozenset({EngineKind.LLAMACPP, EngineKind.OPENAI, EngineKind.CUSTOM})
 
 
 class WorkerRole(StrEnum):
-    """What a worker is preferred for: ``prefill`` computes long prompts, whose streams go on at one
-    of ``decode``; each takes the other's work where there is nobody else."""
+    """Preferred work of a worker. ``prefill`` workers compute long prompts, and the streams
+    continue at ``decode`` workers. Each does the other's work if no other worker is available."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -60,27 +60,28 @@ class WorkerRole(StrEnum):
 
 
 class CostMethod(StrEnum):
-    """How a request's device time is known: each step measured and shared by the work in it, or
-    the time that the server was busy shared by the tokens that it computed meanwhile."""
+    """Method of measuring a request's device time. STEPS: each step is measured and shared by the
+    work in it. TOKENS: the server's busy time is shared by the tokens that it computed meanwhile.
+    """
 
     STEPS = "steps"
     TOKENS = "tokens"
 
 
 class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
-    """What streams of an engine can rely on.
+    """Guarantees of an engine for its streams.
 
     ``exact_token_ids``: token ids and their indexes are the engine's own; otherwise they are made
-    anew from its text, and it counts ``max_tokens`` by its own. ``takes_token_ids``: so it does
-    with those of prompts and of what was made before; otherwise it gets their text.
-    ``continues_sampling``: after the engine died, a sampled stream goes on with the tokens that it
-    would have had; otherwise with others, at the same index. ``continues_grammars``: and one with a
-    grammar goes on within it. ``reasons_before_grammars``: a model's thoughts come before what its
-    grammar holds for; otherwise it has none with a grammar.
-    ``bounds_reasoning``: it makes a model end its thoughts at a budget; otherwise a budget is not
-    enforced, and no request is refused for it.
-    ``unsupported`` are the fields of the sampling parameters, and ``pooling``, that it refuses;
-    ``grammars`` those kinds that it takes.
+    by tokenizing its text, and the server counts ``max_tokens`` by its own tokens.
+    ``takes_token_ids``: the engine takes token ids of prompts and earlier tokens; otherwise it gets
+    their text. ``continues_sampling``: after the engine died, a sampled stream continues with the
+    tokens that it would have had; otherwise with other tokens, at the same index.
+    ``continues_grammars``: a stream with a grammar continues within its grammar.
+    ``reasons_before_grammars``: a model's thoughts come before the text that the grammar
+    constrains; otherwise a request with a grammar has no thoughts. ``bounds_reasoning``: the engine
+    makes a model end its thoughts at a budget; otherwise a budget is not enforced, and no request
+    is refused for it. ``unsupported`` are the fields of the sampling parameters, and ``pooling``,
+    that the engine refuses; ``grammars`` are the kinds of grammar that it takes.
     """
 
     exact_token_ids: bool = True
@@ -94,10 +95,12 @@ class EnginePromises(msgspec.Struct, frozen=True, kw_only=True):
     grammars: frozenset[GrammarKind] = frozenset(GrammarKind)
 
 
-# What only Millrace's own engine does; log-probabilities of some servers are of texts, not of ids.
+# Only Millrace's own engine supports these. Log-probabilities of some servers are of texts, not
+# ids.
 _OWN = frozenset({"pooling", "n", _BEAMS})
 _LOGPROBS = frozenset({"logprobs", "prompt_logprobs"})
-# What a server that takes texts cannot do; what is told by token ids, which are not its own here.
+# Unsupported by servers that take text: parameters given by token id, as their ids are not the
+# engine's.
 _BY_TOKEN_IDS = (
     *("grammar", "bad_words", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("skip_special_tokens", "top_k", "min_p", "typical_p", _ALLOWED),
@@ -122,7 +125,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         continues_grammars=True,
         unsupported=_OWN | _LOGPROBS | {"typical_p", "bad_words", _ALLOWED},
     ),
-    # Its penalties of presence and frequency count the prompt, too, which is not what is asked.
+    # Its presence and frequency penalties also count the prompt, which differs from the request's.
     EngineKind.LLAMACPP: EnginePromises(
         unsupported=_OWN
         | {"prompt_logprobs", "bad_words", "min_tokens", _ALLOWED}
@@ -135,7 +138,7 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         unsupported=_OWN | _LOGPROBS | {*_BY_TOKEN_IDS, "repetition_penalty"},
         grammars=frozenset(),
     ),
-    # Its penalty of frequency is computed otherwise.
+    # Its frequency penalty has another formula.
     EngineKind.TGI: EnginePromises(
         exact_token_ids=False,
         takes_token_ids=False,
@@ -151,21 +154,24 @@ PROMISES: dict[EngineKind, EnginePromises] = {
         | {"repetition_penalty", "presence_penalty", "frequency_penalty"},
         grammars=frozenset(),
     ),
-    # Such an engine refuses by itself what it cannot do, but for answers that come all at once.
+    # A custom engine refuses unsupported parameters itself, except answers that come all at once.
     EngineKind.CUSTOM: EnginePromises(unsupported=frozenset({_BEAMS})),
 }
 
 
 def can_hold_calls(kind: EngineKind) -> bool:
-    """Whether an engine of this kind holds tool calls to their schemas where the answer may also be
-    text. Nothing is known of custom engines, so these get a grammar only if the request demands
-    one."""
+    """Return whether an engine of this kind holds tool calls to their schemas if the answer may
+    also be text.
+
+    Capabilities of custom engines are unknown, so they get a grammar only if the request demands
+    one.
+    """
     return kind is not EngineKind.CUSTOM and GrammarKind.EBNF in PROMISES[kind].grammars
 
 
 def check_quantization(quantization: str | None, kind: EngineKind) -> None:
-    """Raise ConfigError for a quantization at load that there is not, or that an engine of this
-    kind does not have."""
+    """Raise ConfigError for a quantization that is unknown or unsupported by this kind of
+    engine."""
     if quantization is None:
         return
     if quantization not in QUANTIZATIONS:
@@ -182,17 +188,17 @@ def check_quantization(quantization: str | None, kind: EngineKind) -> None:
 
 
 def draft_of(speculation: str | bool | None) -> str | None:
-    """The path of the draft's checkpoint; None without one."""
+    """Return the path of the draft's checkpoint; None without a draft."""
     return _path_behind(DRAFT_PREFIX, speculation)
 
 
 def eagle3_of(speculation: str | bool | None) -> str | None:
-    """The path of the EAGLE-3 head's checkpoint; None without one."""
+    """Return the path of the EAGLE-3 head's checkpoint; None without a head."""
     return _path_behind(EAGLE3_PREFIX, speculation)
 
 
 def with_path(speculation: str, absolute: Callable[[str], str]) -> str:
-    """The same, with the path that it names, if any, as ``absolute`` makes it."""
+    """Return ``speculation`` with its path, if any, replaced by ``absolute(path)``."""
     for prefix in (DRAFT_PREFIX, EAGLE3_PREFIX):
         path = _path_behind(prefix, speculation)
         if path is not None:
@@ -211,21 +217,23 @@ def _names_path(speculation: str | bool | None) -> bool:
 
 
 def speculation_option(text: str) -> str:
-    """What an option says, with the path in it as it is from any folder. Raises ValueError."""
+    """Parse an option for speculation and make its path absolute. Raises ValueError."""
     if text not in ("ngram", "off") and not _names_path(text):
         raise ValueError(text)
     return with_path(text, lambda path: str(Path(path).expanduser().resolve()))
 
 
 def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
-    """Raise ConfigError for a speculation that there is not, or that an engine of this kind does
-    not have. False is how YAML reads a bare off."""
+    """Raise ConfigError for a speculation that is unknown or unsupported by this kind of engine.
+
+    False is YAML's reading of a bare ``off``.
+    """
     if speculation is None or speculation is False:
         return
     if speculation not in ("ngram", "off") and not _names_path(speculation):
         raise ConfigError(
             f"speculation is {speculation!r:.80}; choose {', '.join(SPECULATIONS)}, or leave it "
-            "out to have tokens proposed where that changes none."
+            "out for the default, which does not change the tokens."
         )
     if speculation != "off" and kind is not EngineKind.REAL:
         raise ConfigError(
@@ -236,12 +244,12 @@ def check_speculation(speculation: str | bool | None, kind: EngineKind) -> None:
 
 
 def check_parallel(tensor: int, pipeline: int, experts: bool, kind: EngineKind) -> None:
-    """Raise ConfigError for a group of devices that there cannot be, or that an engine of this kind
-    does not make."""
+    """Raise ConfigError for a group of devices that is impossible or unsupported by this kind of
+    engine."""
     if tensor < 1:
-        raise ConfigError(f"tensor parallelism is over {tensor} devices; it takes 1 or more.")
+        raise ConfigError(f"tensor parallelism needs at least 1 device, got {tensor}.")
     if pipeline < 1:
-        raise ConfigError(f"a pipeline is of {pipeline} stages; it takes 1 or more.")
+        raise ConfigError(f"a pipeline needs at least 1 stage, got {pipeline}.")
     if pipeline > 1 and kind is not EngineKind.REAL:
         raise ConfigError(
             f"{kind} runs this model, and a pipeline of {pipeline} stages is for Millrace's own "
@@ -263,7 +271,7 @@ def check_parallel(tensor: int, pipeline: int, experts: bool, kind: EngineKind) 
 
 
 def check_remote_stages(number: int, kind: EngineKind) -> None:
-    """Raise ConfigError for stages on other hosts that an engine of this kind does not have."""
+    """Raise ConfigError for remote stages if this kind of engine does not support them."""
     if number and kind is not EngineKind.REAL:
         raise ConfigError(
             f"{kind} runs this model, and stages on other hosts are of Millrace's own engine: "
@@ -272,8 +280,7 @@ def check_remote_stages(number: int, kind: EngineKind) -> None:
 
 
 def check_transfer(transfer: bool | None, address: str, kind: EngineKind) -> None:
-    """Raise ConfigError for blocks of a KV cache that an engine of this kind is to exchange with
-    others, but does not."""
+    """Raise ConfigError for KV block exchange if this kind of engine does not support it."""
     if (transfer or address) and kind is not EngineKind.REAL:
         raise ConfigError(
             f"engine.{'transfer' if transfer else 'transfer_address'} is for Millrace's own "
@@ -287,8 +294,10 @@ def check_supported(
     kind: EngineKind,
     promises: EnginePromises | None = None,
 ) -> None:
-    """Raise ParameterError, naming the field, for what an engine of this kind cannot do, or what it
-    does not promise where it has ``promises`` of its own."""
+    """Raise ParameterError, naming the field, for a parameter that the engine does not support.
+
+    ``promises`` are the engine's own capabilities; None: those of its kind.
+    """
     promises = promises or PROMISES[kind]
     given = {name for name in promises.unsupported - {"pooling"} if sampling.asks_for(name)}
     if pooling is not None and "pooling" in promises.unsupported:

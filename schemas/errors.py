@@ -41,11 +41,11 @@ def _shortened(value: re.Match[str]) -> str:
 
 
 class MillraceError(Exception):
-    """Base of every error that a caller may meet.
+    """Base of all errors that reach callers.
 
-    ``code`` is stable and machine readable; ``retryable`` says whether the same call may succeed
-    later; ``http_status`` is what the gateway answers. What a class does not state is its base's.
-    A long value in the message is shortened: see ``shown``.
+    ``code`` is stable and machine readable; ``retryable``: the same call may succeed later;
+    ``http_status`` is the gateway's status. Values that a class does not set come from its base. A
+    long value in the message is shortened: see ``shown``.
     """
 
     code: ClassVar[str] = "internal_error"
@@ -66,11 +66,11 @@ class MillraceError(Exception):
 
 
 class InvalidJsonError(MillraceError, code="invalid_json", http_status=400):
-    """The body or message is not JSON."""
+    """Error for a body or message that is not JSON."""
 
 
 class ParameterError(MillraceError, ValueError, code="invalid_parameter", http_status=400):
-    """A request field has a bad value; ``param`` names the field."""
+    """Error for a bad value of a request field; ``param`` names the field."""
 
     def __init__(self, param: str, message: str) -> None:
         self.param = shown(param)
@@ -78,15 +78,16 @@ class ParameterError(MillraceError, ValueError, code="invalid_parameter", http_s
 
 
 class GrammarError(MillraceError, code="grammar_invalid", http_status=400):
-    """A grammar that does not compile, is too large, or cannot be followed any further."""
+    """Error for a grammar that does not compile, is too large, or cannot be followed further."""
 
 
 class ModelNotFoundError(MillraceError, code="model_not_found", http_status=404):
-    """No model of that name is in the catalogue."""
+    """Error for a model name that is not in the catalogue."""
 
 
 class ContextLengthError(MillraceError, code="context_length_exceeded", http_status=400):
-    """Prompt and requested completion exceed a context window. ``param`` is the field at fault."""
+    """Error for a prompt and requested completion that exceed a context window. ``param`` is the
+    field at fault."""
 
     def __init__(
         self,
@@ -99,9 +100,14 @@ class ContextLengthError(MillraceError, code="context_length_exceeded", http_sta
         parts: PromptParts | None = None,
         limit: str = "",
     ) -> None:
-        """``field`` holds the prompt: ``messages``, ``prompt`` or ``input``. ``is_exact`` False:
-        the prompt has at least so many tokens; they were not all counted. ``limit`` says whose
-        limit the window is, if it is not the model's."""
+        """Create the error.
+
+        Args:
+            field: The field of the prompt: ``messages``, ``prompt`` or ``input``.
+            is_exact: False if counting stopped early, so that the prompt has at least that many
+                tokens.
+            limit: The owner of the limit, if it is not the model's.
+        """
         message = too_long(
             num_prompt_tokens,
             max_tokens,
@@ -118,7 +124,7 @@ class ContextLengthError(MillraceError, code="context_length_exceeded", http_sta
 
 
 class KVCapacityError(MillraceError, code="kv_capacity_exceeded", http_status=400):
-    """The request needs more KV cache than its worker has in all."""
+    """Error for a request that needs more KV cache than its worker has in total."""
 
     def __init__(self, num_prompt_tokens: int, max_tokens: int, capacity_tokens: int) -> None:
         super().__init__(
@@ -129,7 +135,7 @@ class KVCapacityError(MillraceError, code="kv_capacity_exceeded", http_status=40
 
 
 class PayloadTooLargeError(MillraceError, code="payload_too_large", http_status=413):
-    """A body or message is larger than what the receiver accepts."""
+    """Error for a body or message that is larger than the receiver accepts."""
 
     def __init__(self, size_bytes: int, limit_bytes: int) -> None:
         super().__init__(
@@ -140,7 +146,7 @@ class PayloadTooLargeError(MillraceError, code="payload_too_large", http_status=
 
 
 class QueueFullError(MillraceError, code="queue_full", retryable=True, http_status=429):
-    """The queue is over its bound; ``retry_after_s`` says when to come back."""
+    """Error for a queue over its bound; retry after ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -148,37 +154,37 @@ class QueueFullError(MillraceError, code="queue_full", retryable=True, http_stat
 
 
 class BusUnavailableError(MillraceError, code="bus_unavailable", retryable=True, http_status=503):
-    """The message bus cannot be reached; nothing was accepted."""
+    """Error for an unreachable message bus; nothing was accepted."""
 
 
 class BusForbiddenError(BusUnavailableError, code="bus_forbidden", retryable=False):
-    """The server's permissions do not let this process use a subject."""
+    """Error for a subject that the server's permissions forbid this process."""
 
 
 class StoreFullError(BusUnavailableError, code="storage_full"):
-    """A store that accepted work needs has no room; nothing was accepted. ``store`` names it, and
-    ``retry_after_s`` says when to come back."""
+    """Error for a full store that accepted work needs; nothing was accepted. ``store`` names it;
+    retry after ``retry_after_s``."""
 
     def __init__(self, store: str, why: str, retry_after_s: float = 5.0) -> None:
         super().__init__(
-            f"Nothing new is accepted: the store {store} {why}. What was accepted goes on. Try "
-            "again when there is room."
+            f"No new requests are accepted: the store {store} {why}. Accepted requests continue. "
+            "Try again when there is room."
         )
         self.store = store
         self.retry_after_s = retry_after_s
 
 
 class UntrustedServerError(MillraceError, code="untrusted_server", http_status=503):
-    """A server's certificate is not trusted, or it has no TLS where TLS is demanded."""
+    """Error for a server with an untrusted certificate, or without required TLS."""
 
 
 class CredentialsRefusedError(MillraceError, code="credentials_refused", http_status=503):
-    """A server does not accept our user, password, token, key or certificate."""
+    """Error for a user, password, token, key or certificate that a server refuses."""
 
 
 class MalformedMessageError(MillraceError, code="malformed_message", http_status=400):
-    """A message on the bus is not what its subject carries. ``param`` is the field at fault, if one
-    is known."""
+    """Error for a bus message that does not match its subject. ``param`` is the field at fault, if
+    known."""
 
     def __init__(self, message: str, param: str = "") -> None:
         super().__init__(message)
@@ -186,7 +192,7 @@ class MalformedMessageError(MillraceError, code="malformed_message", http_status
 
 
 class ResultNotReadyError(MillraceError, code="result_not_ready", retryable=True, http_status=409):
-    """The result of a request that waits or runs is asked for."""
+    """Error for a result of a request that still waits or runs."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
@@ -196,28 +202,28 @@ class ResultNotReadyError(MillraceError, code="result_not_ready", retryable=True
 
 
 class ResultNotStoredError(MillraceError, code="result_not_stored", http_status=404):
-    """The result of a request that has ended is not stored."""
+    """Error for a result that is not stored although its request has ended."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
             f"The request {request_id!r} has ended, and no result of it is stored: its job did not "
-            "set store_result, or the time for which results are kept is over."
+            "set store_result, or its retention time is over."
         )
 
 
 class ResultNotFoundError(MillraceError, code="result_not_found", http_status=404):
-    """The result of a request that no scheduler knows is asked for."""
+    """Error for a result of a request that no scheduler knows."""
 
     def __init__(self, request_id: str, advice: str = "") -> None:
         super().__init__(
             f"No result of a request {request_id!r} is stored: there was no such job, its job did "
-            f"not set store_result, or its result is not kept any more.{advice}"
+            f"not set store_result, or its retention time is over.{advice}"
         )
 
 
 class ResultNotFoundYetError(ResultNotFoundError, retryable=True):
-    """The same while ``num_waiting`` jobs of the tenant wait in the queue, where request ids cannot
-    be seen."""
+    """Error for an unknown result while ``num_waiting`` jobs of the tenant wait in the queue, whose
+    request ids cannot be seen."""
 
     def __init__(self, request_id: str, num_waiting: int) -> None:
         super().__init__(
@@ -228,12 +234,11 @@ class ResultNotFoundYetError(ResultNotFoundError, retryable=True):
 
 
 class ForeignTenantError(MalformedMessageError, code="tenant_mismatch", http_status=403):
-    """A job names another tenant than the subject that it was published under, which says whose it
-    is."""
+    """Error for a job that names another tenant than its subject, which defines the tenant."""
 
 
 class ForeignReplyError(MalformedMessageError, code="reply_forbidden", http_status=403):
-    """A job's frames would go to a listener that is not its tenant's."""
+    """Error for a job whose frames would go to another tenant's listener."""
 
     def __init__(self, tenant: str) -> None:
         super().__init__(
@@ -244,15 +249,16 @@ class ForeignReplyError(MalformedMessageError, code="reply_forbidden", http_stat
 
 
 class PrefixCacheKeptError(MillraceError, code="prefix_cache_kept", http_status=409):
-    """A prefix cache cannot be emptied; the message says whose and why."""
+    """Error for a prefix cache that cannot be emptied; the message names the worker and the
+    reason."""
 
 
 class ConfigError(MillraceError, code="invalid_configuration"):
-    """A configuration file or variable has an unknown key or a bad value."""
+    """Error for an unknown key or a bad value in a configuration file or variable."""
 
 
 class NameTakenError(ConfigError, code="name_taken"):
-    """Another worker of that name is running."""
+    """Error for a worker name that another running worker has."""
 
     def __init__(self, name: str, holder: str) -> None:
         super().__init__(
@@ -264,8 +270,8 @@ class NameTakenError(ConfigError, code="name_taken"):
 
 
 class CheckpointError(MillraceError, code="invalid_checkpoint"):
-    """A model's files are missing, malformed or do not fit its config."""
+    """Error for a model whose files are missing, malformed or do not fit its config."""
 
 
 class AdapterError(MillraceError, code="adapter_invalid", http_status=400):
-    """An adapter's files are missing, malformed or beyond what is applied, or do not fit."""
+    """Error for an adapter whose files are missing, malformed, unsupported or do not fit."""

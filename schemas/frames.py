@@ -1,10 +1,10 @@
-"""What streams back to the reader of a request.
+"""Frames of a request's stream.
 
 ``Accepted -> Queued -> Started -> PromptLogprobs* -> Delta* -> Usage -> Done``, or one of ``Shed``,
-``Cancelled``, ``Expired``, ``Failed``; an ``Embedding`` takes the place of Deltas, and so do the
-``Beam`` frames of a beam search. Every request ends in exactly one terminal frame. A reader keeps
-the highest epoch it has seen, drops frames of an older one, drops token indices that it has and
-asks for a replay when it sees a gap.
+``Cancelled``, ``Expired``, ``Failed``. An ``Embedding`` or the ``Beam`` frames of a beam search
+take the place of Deltas. Every request ends in exactly one terminal frame. A reader keeps the
+highest epoch it has seen, drops frames of a lower epoch, drops token indices that it has, and asks
+for a replay when it sees a gap.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from millrace.schemas.notices import NOTICE_NAME, Notices
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended well. Engines stop or reach a length; TOOL_CALLS is told of a stopped
-    answer that is to be read apart and calls tools."""
+    """Reason of a successful end. Engines report STOP and LENGTH. TOOL_CALLS replaces STOP for an
+    answer with tool calls that is told apart."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -27,8 +27,8 @@ class FinishReason(StrEnum):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """A token, its natural-log probability, and the most likely alternatives as (id, logprob).
-    ``rank`` is one more than how many tokens are likelier; 0: nobody counted them."""
+    """Token with its natural-log probability and the most likely alternatives as (id, logprob).
+    ``rank`` is 1 plus the number of likelier tokens; 0: not counted."""
 
     token_id: int
     logprob: float
@@ -41,18 +41,20 @@ class _Frame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 
 
 class Accepted(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="accepted"):
-    """The job is stored and will be answered."""
+    """Notice that the job is stored and will be answered."""
 
 
 class Queued(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="queued"):
-    """The job waits; ``position`` counts from 0, ``eta_s`` is a guess of the wait left."""
+    """Position of a waiting job. ``position`` counts from 0; ``eta_s`` estimates the remaining
+    wait."""
 
     position: int
     eta_s: float | None = None
 
 
 class Started(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="started"):
-    """A worker runs the job. A higher epoch than before: another worker continues it."""
+    """Notice that a worker runs the job. An epoch above the last one: another worker continues
+    it."""
 
     worker_id: str
     num_prompt_tokens: int = 0
@@ -60,22 +62,22 @@ class Started(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="starte
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """More of the arguments of a call, which are JSON once all are there; ``name`` comes first."""
+    """Next piece of a call's arguments, which are JSON when complete; ``name`` comes first."""
 
     arguments: str
     name: str = ""
 
 
 class CustomDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """More of the text that is the input of a custom tool; ``name`` comes first."""
+    """Next piece of the text input of a custom tool; ``name`` comes first."""
 
     input: str
     name: str = ""
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """More of the call ``index`` of an answer, as chat completions stream it: its id, type and name
-    come with its first token."""
+    """Next piece of the call ``index`` of an answer, in the format of chat completions: id, type
+    and name come with its first token."""
 
     index: int
     id: str = ""
@@ -85,14 +87,14 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Delta(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
-    """New tokens from ``index`` (of the first of them) on, and the text that they add.
+    """New tokens from ``index`` (of the first token) on, and the text that they add.
 
-    ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader which has
-    the first few tokens can cut exactly; it is empty when there is one token.
+    ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader that already
+    has the first few tokens can cut exactly; it is empty for a single token.
 
-    The answer to a job whose body is a chat body comes apart: ``text`` is content alone,
-    ``reasoning`` the thoughts, and ``tool_calls`` the calls. ``reasoning_ends`` and, for each of
-    the calls, ``tool_call_ends`` say of these texts what ``text_ends`` says of content.
+    The answer to a job with a chat body is told apart: ``text`` is content alone, ``reasoning`` the
+    thoughts, and ``tool_calls`` the calls. ``reasoning_ends`` and, for each call,
+    ``tool_call_ends`` are the counterparts of ``text_ends``.
     """
 
     index: int
@@ -107,24 +109,24 @@ class Delta(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="delta"):
 
 
 class PromptLogprobs(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="prompt_logprobs"):
-    """One entry for each token of the prompt from ``index`` on, None for its first; all of them
-    come before the first Delta."""
+    """Log-probabilities of the prompt from token ``index`` on, one entry per token, None for the
+    first token. All of them come before the first Delta."""
 
     index: int = 0
     logprobs: tuple[TokenLogprob | None, ...]
 
 
 class Embedding(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="embedding"):
-    """The prompt's embedding as pooled, or the numbers of its labels, in little-endian float32; in
-    place of Deltas."""
+    """Embedding of the prompt, as pooled, or the numbers of its labels, in little-endian float32;
+    in place of Deltas."""
 
     values: bytes
 
 
 class Beam(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="beam"):
     """Tokens of one answer of a beam search from ``index`` on, and the text that they add; in place
-    of Deltas. ``beam`` 0 is the best answer. They come at the end; those of an older epoch are
-    forgotten."""
+    of Deltas. ``beam`` 0 is the best answer. Beams come at the end; readers drop those of a lower
+    epoch."""
 
     beam: int
     index: int = 0
@@ -133,8 +135,8 @@ class Beam(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="beam"):
 
 
 class BeamEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an answer of a beam search ended, by what stop token if by one, and the sum of the
-    natural-log probabilities of its tokens."""
+    """End of one answer of a beam search: its stop token, if any, and the sum of the natural-log
+    probabilities of its tokens."""
 
     num_tokens: int
     finish_reason: FinishReason
@@ -143,10 +145,10 @@ class BeamEnd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
-    """Tokens as the worker counted them; no other part counts. ``reasoning_tokens`` are those of
-    the completion that its thoughts took, with what marks them. Of ``proposed_tokens``, computed in
-    case they should be the next, ``accepted_tokens`` were; both are of the attempt that ended it.
-    """
+    """Token counts of the worker, the only part that counts tokens. ``reasoning_tokens`` are the
+    completion's tokens of thoughts, with their markers. ``accepted_tokens`` of the
+    ``proposed_tokens`` (speculative decoding) were accepted; both are of the attempt that ended the
+    request."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -157,11 +159,11 @@ class Usage(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="usage"):
 
 
 class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
-    """The generation ended well. ``num_tokens`` lets a reader see that it has them all, and so do
-    the number of prompt log-probabilities and the size of the embedding. ``stop_reason`` is the
-    stop string or the id of the stop token that ended it, if one did. ``beams`` are the answers of
-    a beam search, the best first; the reasons are those of the best answer. ``notices`` say what
-    the answer leaves out."""
+    """Successful end of a generation. ``num_tokens``, the number of prompt log-probabilities and
+    the size of the embedding let a reader check that it has everything. ``stop_reason`` is the stop
+    string or the id of the stop token that ended it, if any. ``beams`` are the answers of a beam
+    search, the best first; the reasons are those of the best answer. ``notices`` name the parts
+    that the answer leaves out."""
 
     finish_reason: FinishReason
     stop_reason: str | int | None = None
@@ -173,23 +175,23 @@ class Done(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
 
 
 class Cancelled(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="cancelled"):
-    """Its owner cancelled it, or, with the reason ``orphaned``, its gateway was gone and no client
-    came back for it."""
+    """End by cancellation: by the owner, or with the reason ``orphaned`` because its gateway was
+    gone and its client did not return."""
 
     num_tokens: int = 0
     reason: str = ""
 
 
 class Expired(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="expired"):
-    """The deadline passed."""
+    """End because the deadline passed."""
 
     num_tokens: int = 0
 
 
 class Shed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="shed"):
-    """Refused for overload, or for a limit of its tenant, which ``limit`` names as
-    ``schemas.tenants.LimitSet`` does; come back after ``retry_after_s``. ``code`` is stable; empty
-    in frames of older versions."""
+    """Refusal for overload, or for a limit of its tenant, which ``limit`` names as
+    ``schemas.tenants.LimitSet`` does. Retry after ``retry_after_s``. ``code`` is stable; empty in
+    frames of older versions."""
 
     retry_after_s: float
     code: str = ""
@@ -198,8 +200,8 @@ class Shed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="shed"):
 
 
 class Failed(_Frame, frozen=True, kw_only=True, omit_defaults=True, tag="failed"):
-    """It cannot be answered; ``retryable`` says whether asking again may help. ``param`` is the
-    field at fault, if one is."""
+    """End by an error. ``retryable``: a new request may succeed. ``param`` is the field at fault,
+    if any."""
 
     code: str
     message: str
@@ -215,13 +217,13 @@ TERMINAL_FRAMES = get_args(TerminalFrame)
 
 
 class Addressed(msgspec.Struct, frozen=True, array_like=True):
-    """A frame and the request that it belongs to."""
+    """Frame with the request that it belongs to."""
 
     request_id: str
     frame: Frame
 
 
 class FrameBatch(msgspec.Struct, frozen=True, array_like=True):
-    """Frames of many requests for one listener in one message: what one engine step made."""
+    """Frames of many requests for one listener in one message: the output of one engine step."""
 
     frames: tuple[Addressed, ...]

@@ -1,4 +1,4 @@
-"""What enters the system, and what an asynchronous caller gets back."""
+"""Jobs, and the results of asynchronous jobs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ else:
     _Text = str | None  # null is read as no text
 
 PUBLIC_MODEL_AUTO = "auto"
-# No model and no adapter has these: the scheduler's choice, and steps in the path of an address.
+# Neither a model nor an adapter may have these names: "auto" is the scheduler's choice, the others
+# are steps in a URL path.
 RESERVED_NAMES = frozenset({PUBLIC_MODEL_AUTO, ".", ".."})
 
-# Names that become tokens of a subject: two of them, encoded, must fit the server's protocol line.
+# Limit of names that become tokens of a subject: two encoded names must fit the server's protocol
+# line.
 MAX_NAME_CHARACTERS = 128
 MAX_LABEL_CHARACTERS = 256
 MAX_TIME_NS = 2**63 - 1
@@ -40,7 +42,7 @@ _LABELS = (
     *("model", "model_requested", "route_reason", "user", "session_id", "traceparent"),
     *("cache_salt", "key_id", "adapter", "adapter_version"),
 )
-# OpenAI's bounds of ``metadata``.
+# OpenAI's limits of ``metadata``.
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARACTERS = 64
 MAX_METADATA_VALUE_CHARACTERS = 512
@@ -60,7 +62,7 @@ class Tier(StrEnum):
 
 
 class Source(StrEnum):
-    """The interface through which a request came."""
+    """Interface through which a request came."""
 
     HTTP = "http"
     WEBSOCKET = "websocket"
@@ -68,16 +70,17 @@ class Source(StrEnum):
     BENCH = "bench"
 
 
-# Of requests that a gateway accepted.
+# Sources of requests that a gateway accepted.
 GATEWAY_SOURCES = (Source.HTTP, Source.WEBSOCKET)
 
 
 class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One turn of a conversation. ``tool_calls`` are an assistant's, and so is ``reasoning``, the
-    thoughts before its content; a turn of the role ``tool`` is the result of the call
-    ``tool_call_id``. The content of both may be null, which is no text.
+    """Turn of a conversation. ``tool_calls`` and ``reasoning`` (the thoughts before the content)
+    belong to assistant turns; a turn of the role ``tool`` is the result of the call
+    ``tool_call_id``. The content of both may be null, which is empty text.
 
-    Raises ValueError for null content of another role."""
+    Raises ValueError for null content of another role.
+    """
 
     role: str
     content: _Text
@@ -94,10 +97,10 @@ class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class AnswerForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is needed to tell content, thoughts and calls of an answer apart. ``tools`` are those
-    that the model was told of; without any, no text is a call. The input of ``freeform`` tools is
-    text. ``must_call``: the answer is held to calls. ``is_unheld``: no grammar holds the calls, so
-    the calls of strict tools are checked once they have come. Thoughts are told if
+    """Data to tell content, thoughts and calls of an answer apart. ``tools`` are the tools that the
+    model sees; without tools, no text is a call. The input of ``freeform`` tools is text.
+    ``must_call``: the answer must be tool calls. ``is_unheld``: no grammar constrains the calls, so
+    calls of strict tools are checked once they are complete. Thoughts are returned if
     ``include_reasoning``."""
 
     tools: tuple[ToolDefinition, ...] = ()
@@ -110,12 +113,12 @@ class AnswerForm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class RequestPart(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Which generation of an accepted request a job is, if the request may have several.
+    """Place of a job among the generations of an accepted request, if the request may have several.
 
     ``request_id`` is the accepted request's. ``choice`` counts its choices, or the inputs to embed
     or to score, and ``round`` the rounds of server tools of a choice, both from 0. ``attempt``
-    counts how often the line of a batch was queued again. With ``shares_prompt`` another choice
-    pays for the prompt: this one counts and costs its completion alone.
+    counts the re-queues of a batch's line. With ``shares_prompt``, another choice pays for the
+    prompt: this job counts and costs its completion alone.
     """
 
     request_id: str
@@ -128,42 +131,44 @@ class RequestPart(
 class Job(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """One request for one generation, as it waits in ``jobs.<model>.<tier>.<tenant>``.
+    """Request for one generation, waiting in ``jobs.<model>.<tier>.<tenant>``.
 
-    Exactly one of ``prompt``, ``messages``, ``prompt_token_ids`` and ``body`` says what to
-    continue; the gateway always sends token ids, other services may leave tokenising to the
-    scheduler.
-    ``body`` is the body of a chat or completion, in JSON or MessagePack, that a service has
-    published with the fields of a job beside its own: the scheduler reads it. ``answer`` says that
-    the answer is told apart, as that of a chat is. No service writes these two, or ``asked``.
-    ``request_id`` is the identity that everything else is keyed by: publishing the same id twice is
-    accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` that frames go to: the
-    tenant's name, alone or followed by a slash and a name of one's choice; empty means that there
-    is no listener. ``batch_frames``: the listener also reads envelopes (see
-    ``schemas.frames.FrameBatch``); ``frames_as_json``: it wants JSON, which is also what a job that
-    came in as JSON gets. ``store_result`` keeps the final result for 24 h. ``tools`` are described
-    to the model with ``messages``; ``chat_template_kwargs`` are further variables of its chat
-    template, such as ``enable_thinking``, and what begins an answer is in its prompt if
-    ``add_generation_prompt``; with ``continue_final_message`` the completion goes on with the last
-    message, which is the assistant's. Of its prompt the last ``truncate_prompt_tokens`` are kept
-    (-1: as many as there is room for). ``pooling`` asks for the prompt's embedding instead of a
-    completion, or for the numbers of a classifier's labels; nothing of ``sampling`` has a meaning
-    then. A cross-encoder reads ``text_pair`` behind ``prompt``. ``model`` "auto" lets the scheduler
-    choose one; ``model_requested`` is what the caller asked for then, and ``route_reason`` why it
-    got ``model``. ``received_ns`` is UTC epoch, fixed once by the process that received the
-    request; ``deadline_ns`` is when an answer is of no use any more. ``traceparent`` continues the
-    caller's distributed trace (W3C Trace Context). ``keep_transcript``: analytics may have the
-    words of prompt and answer. ``key_id`` is the API key that asked, ``metadata`` what its client
-    noted on the request: both are for its row in analytics, and nothing else reads them. Blocks of
-    prompts in the prefix cache are shared among requests with the same ``cache_salt`` only. Of the
-    jobs of a tenant those with a lower ``priority`` are sent earlier, as far as none waits too long
-    for it. ``prediction`` is what the completion will be for the most part, in text or token ids:
-    it changes no token, and may save time. ``adapter`` is a LoRA adapter of ``model`` to apply, by
-    its name; ``adapter_version`` is what it was when the request was accepted, and stays to its
-    end. ``notices`` are what the part that made the job left out; its end repeats them. ``part``
-    says which generation of an accepted request it is; None: the only one. ``batch_id`` is the
-    batch that it is a line of. No service writes either of the two. ``asked`` is
-    how it was asked, for its record; no service writes it.
+    Exactly one of ``prompt``, ``messages``, ``prompt_token_ids`` and ``body`` is the input. The
+    gateway always sends token ids; other services may leave tokenising to the scheduler. ``body``
+    is the body of a chat or completion, in JSON or MessagePack, that a service has published
+    together with a job's fields; the scheduler parses it. ``answer`` is set if the answer is told
+    apart, as for a chat. Services never write ``body``, ``answer`` or ``asked``.
+
+    ``request_id`` is the key of everything else and an idempotency key: publishing the same id
+    twice is accepted once. ``reply`` names the stream ``tok.<reply>.<request_id>`` for frames: the
+    tenant's name, alone or followed by a slash and a name of one's choice; empty: no listener.
+    ``batch_frames``: the listener also reads envelopes (see ``schemas.frames.FrameBatch``).
+    ``frames_as_json``: frames are JSON, as they are for every job published as JSON.
+    ``store_result`` keeps the final result for 24 h.
+
+    ``tools`` are described to the model together with ``messages``. ``chat_template_kwargs`` are
+    further variables of its chat template, such as ``enable_thinking``. The prompt ends with the
+    start of an answer if ``add_generation_prompt``; with ``continue_final_message`` the completion
+    continues the last message, which must be the assistant's. ``truncate_prompt_tokens`` keeps the
+    last tokens of the prompt (-1: as many as fit). ``pooling`` asks for the prompt's embedding, or
+    for the numbers of a classifier's labels, instead of a completion; ``sampling`` has no effect
+    then. A cross-encoder reads ``text_pair`` after ``prompt``. ``model`` "auto" lets the scheduler
+    choose a model; ``model_requested`` is then the caller's value, and ``route_reason`` the reason
+    for ``model``.
+
+    ``received_ns`` is UTC epoch, fixed once by the process that received the request. An answer
+    after ``deadline_ns`` is useless. ``traceparent`` continues the caller's distributed trace (W3C
+    Trace Context). ``keep_transcript``: analytics may store the text of prompt and answer.
+    ``key_id`` is the caller's API key and ``metadata`` the client's notes on the request; both are
+    for its row in analytics only. Blocks of prompts in the prefix cache are shared only among
+    requests with the same ``cache_salt``. A tenant's jobs with a lower ``priority`` are dispatched
+    earlier, within limits on the wait of the others. ``prediction`` is the expected text or token
+    ids of most of the completion: it changes no token and may save time. ``adapter`` is the name of
+    a LoRA adapter of ``model``; ``adapter_version`` is its version at acceptance and stays to the
+    job's end. ``notices`` name what the job's maker left out; the job's end repeats them. ``part``
+    says which generation of an accepted request the job is; None: the only one. ``batch_id`` is the
+    batch of which the job is a line. Services never write ``part`` or ``batch_id``. ``asked`` is
+    the form of the request, for its record.
 
     Raises ValueError, naming the field, for a value that cannot be carried to the end.
     """
@@ -221,7 +226,8 @@ class Job(
             raise ValueError("give exactly one of prompt, messages and prompt_token_ids")
         if not self.request_id:
             raise ValueError(f"request_id must have 1 to {MAX_NAME_CHARACTERS} characters")
-        # A job is copied several times on its way: one comparison for the lengths of most.
+        # A job is copied several times on its way, so one comparison checks the lengths of most
+        # names.
         names, labels = _NAMES_OF(self), _LABELS_OF(self)
         if max(map(len, names)) > MAX_NAME_CHARACTERS:
             for name, value in zip(_NAMES, names, strict=True):
@@ -239,44 +245,45 @@ class Job(
 
     @property
     def max_completion_tokens(self) -> int:
-        """The most that its answers may have together; an embedding has none. 0 if nobody knows."""
+        """Upper bound of the tokens of its answers together; 0 for an embedding or if it is
+        unknown."""
         if self.pooling is not None:
             return 0
         return (self.sampling.max_tokens or 0) * self.sampling.num_answers
 
     @property
     def shares_prompt(self) -> bool:
-        """Whether another choice of its request pays for the prompt."""
+        """True if another choice of its request pays for the prompt."""
         return self.part is not None and self.part.shares_prompt
 
     @property
     def num_paid_prompt_tokens(self) -> int:
-        """How many tokens of its prompt, as far as it is known, count and cost."""
+        """Number of its prompt's known tokens that count and cost."""
         return 0 if self.shares_prompt else len(self.prompt_token_ids or ())
 
     @property
     def awaits_client(self) -> bool:
-        """Whether its answer is of use only to a client of the gateway ``reply``: a gateway
-        published it, and does not keep the result for a later client."""
+        """True if its answer is useful only to a client of the gateway ``reply``: a gateway
+        published the job and does not keep the result."""
         return self.source in GATEWAY_SOURCES and bool(self.reply) and not self.store_result
 
     @property
     def reservation_id(self) -> str:
-        """The id of the gateway's reservation for this job. The jobs of a request share the
-        request's id. A later round of tools and a later attempt of a batch's line have an id of
-        their own."""
+        """Id of the gateway's reservation for this job. Jobs of a request share the request's id. A
+        later round of tools and a later attempt at a batch's line have their own id."""
         part = self.part
         if part is None or part.round:
             return self.request_id
         return part.request_id + (f"-{part.attempt}" if part.attempt else "")
 
     def is_past_deadline(self, now_ns: int) -> bool:
-        """Whether nobody is to be given an answer any more."""
+        """Return whether the job's deadline has passed."""
         return self.deadline_ns is not None and now_ns >= self.deadline_ns
 
 
 def asked_of(job: Job) -> Asked:
-    """How a job was asked, by its own fields if it is not prepared yet."""
+    """Return the form of a job's request; derive it from the job's fields if it is not prepared
+    yet."""
     if job.asked is not None:
         return job.asked
     if job.source in GATEWAY_SOURCES:
@@ -285,13 +292,13 @@ def asked_of(job: Job) -> Asked:
 
 
 def check_priority(priority: int) -> None:
-    """Raises ValueError for one that no job can have."""
+    """Raise ValueError for a priority out of range."""
     if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
         raise ValueError(f"priority must be between {MIN_PRIORITY} and {MAX_PRIORITY}")
 
 
 def check_metadata(metadata: dict[str, str]) -> None:
-    """Raises ValueError for more than OpenAI's API takes: 16 pairs, keys of 64 and values of 512
+    """Raise ValueError for metadata over OpenAI's limits: 16 pairs, keys of 64 and values of 512
     characters."""
     if len(metadata) > MAX_METADATA_PAIRS:
         raise ValueError(f"metadata takes at most {MAX_METADATA_PAIRS} pairs, got {len(metadata)}")
@@ -309,30 +316,30 @@ def check_metadata(metadata: dict[str, str]) -> None:
 
 
 def check_length(name: str, value: str, max_characters: int) -> None:
-    """Raises ValueError if a name is longer than what the bus carries."""
+    """Raise ValueError if a value is longer than the bus carries."""
     if len(value) > max_characters:
         raise ValueError(f"{name} must have at most {max_characters} characters")
 
 
 class BeamResult(BeamEnd, frozen=True, kw_only=True, omit_defaults=True):
-    """One answer of a beam search. ``token_ids`` are left out of a result that is too large."""
+    """Answer of a beam search. ``token_ids`` are left out of a result that is too large."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
 
 
 class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The final result of an asynchronous job, on ``results.<tenant>.<request>`` for 24 h.
+    """Final result of an asynchronous job, on ``results.<tenant>.<request>`` for 24 h.
 
-    ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader who has the
-    first few tokens can be given the rest. ``logprobs`` and ``prompt_logprobs`` (one entry for each
-    token of the prompt, None for its first) are there if they were asked for. ``embedding`` holds
-    little-endian float32 numbers, as pooled; those of labels before any activation. ``beams`` are
-    the answers of a beam search, the best first, in place of text and tokens.
+    ``text_ends[i]`` is the length of ``text`` after ``token_ids[i]``, so that a reader with the
+    first few tokens can be given the rest. ``logprobs`` and ``prompt_logprobs`` (one entry per
+    token of the prompt, None for the first) are present if requested. ``embedding`` holds
+    little-endian float32 numbers, as pooled; labels are before any activation. ``beams`` are the
+    answers of a beam search, the best first, in place of text and tokens.
 
-    The answer to a job whose body is a chat body is told apart: ``text`` is its content,
-    ``reasoning`` its thoughts, ``tool_calls`` its calls; ``reasoning_ends`` and, for each call,
-    ``tool_call_ends`` are as ``text_ends``. ``error_param`` is the field at fault, if one is.
+    The answer to a job with a chat body is told apart: ``text`` is its content, ``reasoning`` its
+    thoughts, ``tool_calls`` its calls; ``reasoning_ends`` and, for each call, ``tool_call_ends``
+    are the counterparts of ``text_ends``. ``error_param`` is the field at fault, if any.
     """
 
     request_id: str
@@ -361,14 +368,13 @@ class JobResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_of_no_job(self) -> bool:
-        """Whether the message was refused because it is not a job: its request id is free."""
+        """True if the message was refused because it is not a valid job: its request id is free."""
         return self.error_code in _CODES_OF_NO_JOB
 
 
 class DeadJob(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A dead letter: a job that was given up, with the reason; ``payload`` is the message as it was
-    published, or the job as it was made ready, in the encoding ``content_type``. The dead letter
-    itself is written in that, too."""
+    """Dead letter: a failed job with the reason. ``payload`` is the message as published, or the
+    prepared job, in the encoding ``content_type``. The dead letter itself has the same encoding."""
 
     reason: str
     message: str

@@ -1,4 +1,4 @@
-"""Documents of contracts, made from the structs of ``schemas/``."""
+"""JSON Schema documents of the structs of ``schemas/``, for API contracts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import msgspec
 
 Schema = dict[str, Any]
 
-# Where OpenAPI and AsyncAPI documents keep a schema with a name.
+# Path of a named schema in OpenAPI and AsyncAPI documents.
 REF = "#/components/schemas/{name}"
 
 
 def pascal(name: str) -> str:
-    """Return a name in the case that titles have: ``tool_choice`` is ``ToolChoice``."""
+    """Convert a name to the case of titles: ``tool_choice`` becomes ``ToolChoice``."""
     return "".join(part[:1].upper() + part[1:] for part in re.split(r"[^A-Za-z0-9]+", name))
 
 
 def without_discriminators(node: Any) -> Any:
-    """A schema without OpenAPI's ``discriminator``, which nothing else reads; each struct's own tag
-    says as much."""
+    """Return a schema without OpenAPI's ``discriminator``. Other readers ignore it, and each
+    struct's tag carries the same information."""
     if isinstance(node, dict):
         return {
             key: without_discriminators(value)
@@ -33,6 +33,6 @@ def without_discriminators(node: Any) -> Any:
 
 
 def document_text(document: Schema) -> str:
-    """The document as it is checked in: its keys sorted, two spaces a level."""
+    """Return the document as it is checked in: sorted keys, two spaces per level."""
     raw = msgspec.json.encode(document, order="deterministic")
     return msgspec.json.format(raw, indent=2).decode() + "\n"

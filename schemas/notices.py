@@ -1,4 +1,4 @@
-"""Notices: what an answer leaves out of what its request asked for.
+"""Notices: parts of a request that its answer leaves out.
 
 A notice travels as the header ``x-millrace-notice`` and as a field of that name: in whole answers,
 in the last server-sent event, in the WebSocket's ``done`` and in a job's ``Done`` and result.
@@ -19,7 +19,7 @@ MAX_NOTICE_CHARACTERS = 200
 
 
 class NoticeCode(StrEnum):
-    """The kind of thing that an answer leaves out."""
+    """Kind of a left-out part."""
 
     TOOL_LEFT_OUT = "tool_left_out"
     CONTENT_LEFT_OUT = "content_left_out"
@@ -34,8 +34,8 @@ class NoticeCode(StrEnum):
 
 
 class Notice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One thing that the answer leaves out. ``param`` is the field of the request that asked for
-    it, ``detail`` the name of what is left out, both cut to 200 characters by ``notice``."""
+    """Part of a request that the answer leaves out. ``param`` is the request's field, ``detail``
+    the name of the left-out part; ``notice`` cuts both to 200 characters."""
 
     code: NoticeCode
     param: str = ""
@@ -46,13 +46,13 @@ Notices = tuple[Notice, ...]
 
 
 def notice(code: NoticeCode, param: str = "", detail: str = "") -> Notice:
-    """Make a notice whose texts are cut to the length that every carrier takes."""
+    """Make a notice, with its texts cut to the length that every carrier supports."""
     return Notice(code, param[:MAX_NOTICE_CHARACTERS], detail[:MAX_NOTICE_CHARACTERS])
 
 
 def bounded(notices: Sequence[Notice]) -> Notices:
-    """Keep at most 16 notices; the last one then says how many are left out. Notices that an
-    earlier call left out are counted, too."""
+    """Keep at most 16 notices. The last one then says how many are left out, including those left
+    out by an earlier call."""
     told = [one for one in notices if one.code is not NoticeCode.NOTICES_LEFT_OUT]
     num_left_out = sum(map(_num_left_out, notices))
     if len(told) <= MAX_NOTICES - bool(num_left_out):
@@ -71,13 +71,13 @@ def _num_left_out(one: Notice) -> int:
 
 
 def field_of(notices: Notices) -> Notices | msgspec.UnsetType:
-    """The value of an answer's field ``x-millrace-notice``: none if there is no notice."""
+    """Return the value of an answer's field ``x-millrace-notice``: unset without notices."""
     return notices or msgspec.UNSET
 
 
 def header_value(notices: Notices) -> bytes:
-    """A list of tokens with parameters (RFC 8941): ``tool_left_out;param="tools[0]", …``. A
-    character that no header may carry becomes ``?``."""
+    """Return a list of tokens with parameters (RFC 8941): ``tool_left_out;param="tools[0]", …``. A
+    character that is not allowed in headers becomes ``?``."""
     return b", ".join(map(_item, notices))
 
 

@@ -1,7 +1,7 @@
-"""OpenAI's request and response shapes, as far as they are honoured.
+"""OpenAI's request and response formats: the supported part.
 
-A field that is known but not honoured has the type Any here: the gateway takes it when its value
-asks for nothing and refuses it by name otherwise. A field that is not known at all is refused.
+A field that is known but not supported has the type Any: the gateway accepts it if its value asks
+for nothing, and otherwise raises an error that names it. Unknown fields are refused.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from millrace.schemas.notices import NOTICE_NAME, Notices
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to add to a stream: usage at its end, and with ``continuous_usage_stats`` in each of its
-    chunks what was used by then."""
+    """Options of a stream: usage at its end, and with ``continuous_usage_stats`` the usage so far
+    in each chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -24,16 +24,16 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
-    """An answer in any form."""
+    """Answer in any form."""
 
 
 class JsonObjectFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_object"):
-    """An answer that is a JSON object."""
+    """Answer that is a JSON object."""
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A schema with its name. It is followed to the letter if ``strict``; else the objects whose
-    properties it lists have no others, unless it says so."""
+    """Schema with its name. With ``strict`` it is followed to the letter; otherwise objects with
+    listed properties have no other properties, unless the schema allows them."""
 
     name: str
     schema: msgspec.Raw
@@ -42,25 +42,25 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, tag_field="type", tag="json_schema"):
-    """An answer in JSON that a schema describes."""
+    """Answer in JSON that matches a schema."""
 
     json_schema: JsonSchema
 
 
-# The value of a field that is kept as it was written, when it is missing or null.
+# Value of a raw field that is missing or null.
 NOT_GIVEN = msgspec.Raw(b"null")
 
 
 def not_given() -> msgspec.Raw:
-    """The default of such a field: no JSON Schema can express a default that is not to be
-    encoded."""
+    """Return the default of a raw field. It is a factory because JSON Schema cannot express a
+    default that is not encoded."""
     return NOT_GIVEN
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the whole completion must match, as vLLM's clients say it: exactly one of ``json`` (a
-    schema, or a string that holds one), ``json_object``, ``regex``, ``choice`` and ``grammar``.
-    JSON has ``whitespace_pattern`` between its parts, or nothing if ``disable_any_whitespace``."""
+    """Constraint on the whole completion, in vLLM's format: exactly one of ``json`` (a schema, or a
+    string that holds one), ``json_object``, ``regex``, ``choice`` and ``grammar``. JSON has
+    ``whitespace_pattern`` between its parts, or no whitespace with ``disable_any_whitespace``."""
 
     json: msgspec.Raw = msgspec.field(default_factory=not_given)
     json_object: bool | None = None
@@ -78,29 +78,29 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every kind of generation takes: sampling, and fields that are known but not honoured.
+    """Fields of every generation: sampling, and fields that are known but not supported.
 
     ``guided_json`` (a JSON Schema, or a string that holds one), ``guided_regex``, ``guided_choice``
-    (one of these texts) and ``guided_grammar`` (in Lark's notation or GBNF) are what the whole
-    completion must match; ``structured_outputs`` says the same as one object.
-    ``guided_whitespace_pattern``, a regular expression, is what may stand between the parts of a
-    document in JSON, or nothing; without it, one blank. ``json_schema``, ``regex`` and ``ebnf`` are
-    SGLang's names of ``guided_json``, ``guided_regex`` and ``guided_grammar``, and ``no_stop_trim``
-    is its name of ``include_stop_str_in_output``. ``guided_decoding_backend`` is a hint that
-    changes nothing: no answer depends on it.
-    With ``session_id`` the messages continue a conversation that is kept here; ``session_keep`` of
-    its messages stay, later ones are forgotten when the new turn is stored (None: all stay).
-    Prompts are found in the prefix cache by requests with the same ``cache_salt`` only.
-    Of a longer prompt the last ``truncate_prompt_tokens`` tokens are kept (-1: as many as there is
-    room for). With ``prompt_logprobs`` an answer that is not streamed tells the log-probabilities
-    of the prompt's tokens, each with so many alternatives.
-    Of the requests of a tenant those with a lower ``priority`` are served earlier (0 if it is not
-    given).
-    ``use_beam_search`` finds the ``n`` likeliest completions, by the sum of their
-    log-probabilities divided by their length to the power of ``length_penalty`` (1). No field that
-    changes or reports probabilities goes with it, no ``stop``, no grammar and no ``stream``.
-    ``spaces_between_special_tokens`` is a hint that changes nothing: the tokenizer says what is
-    between tokens.
+    (one of these texts) and ``guided_grammar`` (in Lark's notation or GBNF) constrain the whole
+    completion; ``structured_outputs`` is the same as one object. ``guided_whitespace_pattern``, a
+    regular expression, is the optional whitespace between the parts of a JSON document; default:
+    one blank. ``json_schema``, ``regex`` and ``ebnf`` are SGLang's names of ``guided_json``,
+    ``guided_regex`` and ``guided_grammar``, and ``no_stop_trim`` is its name of
+    ``include_stop_str_in_output``. ``guided_decoding_backend`` is a hint without effect: no answer
+    depends on it.
+
+    With ``session_id`` the messages continue a conversation saved on the server. ``session_keep``
+    is the number of its messages to keep; later ones are deleted when the new turn is stored (None:
+    all stay). The prefix cache shares prompts only among requests with the same ``cache_salt``.
+    ``truncate_prompt_tokens`` keeps the last tokens of a longer prompt (-1: as many as fit). With
+    ``prompt_logprobs``, an answer that is not streamed has the log-probabilities of the prompt's
+    tokens, each with that number of alternatives. A tenant's requests with a lower ``priority``
+    (default 0) are served earlier.
+
+    ``use_beam_search`` finds the ``n`` likeliest completions, by the sum of their log-probabilities
+    divided by their length to the power of ``length_penalty`` (default 1). It cannot be combined
+    with ``stop``, a grammar, ``stream``, or a field that changes or reports probabilities.
+    ``spaces_between_special_tokens`` is a hint without effect: the tokenizer decides the spaces.
     """
 
     model: str
@@ -150,30 +150,29 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the answer will be, for the most part: it changes nothing in it, and may save time."""
+    """Predicted text of most of the answer: it does not change the answer and may save time."""
 
     content: str | tuple[TextPart, ...]
     type: Literal["content"] = "content"
 
 
 class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a generation from messages takes, over HTTP or WebSocket.
+    """Fields of a generation from messages, over HTTP or WebSocket.
 
-    ``tools`` are functions and custom tools; a tool that only a provider's server can run is left
+    ``tools`` are functions and custom tools; tools that only a provider's server can run are left
     out. ``server_tools`` are names of the gateway's own tools, which it runs itself.
     ``tool_choice`` is ``auto``, ``none``, ``required``, an object that names a tool, or
-    ``allowed_tools`` with the tools that the model is told of. ``prompt_cache_key``,
-    ``prompt_cache_retention``, ``store`` and ``verbosity`` are hints that change nothing here;
+    ``allowed_tools`` with the tools that the model sees. ``prompt_cache_key``,
+    ``prompt_cache_retention``, ``store`` and ``verbosity`` are hints without effect;
     ``safety_identifier`` is the newer name of ``user``.
 
-    ``chat_template`` (Jinja) is used in place of the model's own, where the setting
-    ``gateway.trust_request_chat_template`` allows it.
-    ``chat_template_kwargs`` are variables of the model's chat template; ``enable_thinking`` and
-    ``reasoning_effort`` are two of them. After ``thinking_token_budget`` tokens of thoughts the
-    model is made to answer. What begins an answer is left out of the prompt if
-    ``add_generation_prompt`` is false; the answer goes on with the last message, which is the
-    assistant's, if ``continue_final_message``. Thoughts are told unless ``include_reasoning`` is
-    false.
+    ``chat_template`` (Jinja) replaces the model's own, if the setting
+    ``gateway.trust_request_chat_template`` allows it. ``chat_template_kwargs`` are variables of the
+    model's chat template; ``enable_thinking`` and ``reasoning_effort`` are two of them. After
+    ``thinking_token_budget`` tokens of thoughts the model is forced to answer. If
+    ``add_generation_prompt`` is false, the prompt does not end with the start of an answer. With
+    ``continue_final_message`` the answer continues the last message, which must be the assistant's.
+    Thoughts are returned unless ``include_reasoning`` is false.
     """
 
     max_completion_tokens: int | None = None
@@ -209,8 +208,8 @@ class ChatFields(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/chat/completions``. With ``return_token_ids`` the answer tells the ids of its
-    tokens and of the prompt's."""
+    """Body of ``POST /v1/chat/completions``. With ``return_token_ids`` the answer has the token ids
+    of the answer and the prompt."""
 
     messages: tuple[Message, ...]
     stream: bool | None = None
@@ -219,12 +218,12 @@ class ChatCompletionRequest(ChatFields, frozen=True, kw_only=True, forbid_unknow
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/completions``. ``prompt`` is text, token ids, or a list of these: each of them
-    gets ``n`` choices. ``logprobs`` is the number of alternatives for each token.
+    """Body of ``POST /v1/completions``. ``prompt`` is text, token ids, or a list of these: each
+    prompt gets ``n`` choices. ``logprobs`` is the number of alternatives per token.
 
-    ``max_tokens`` is 16 if it is not given, as in OpenAI's API, and 0 only with ``echo``: no more
-    than the prompt is given out then, for which a token is made. With ``return_token_ids`` choices
-    tell the ids of their tokens and of their prompt's.
+    ``max_tokens`` defaults to 16, as in OpenAI's API. 0 is allowed only with ``echo``: the answer
+    is then the prompt alone, although one token is computed. With ``return_token_ids``, choices
+    have the token ids of their text and prompt.
     """
 
     prompt: Any
@@ -243,8 +242,8 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of thoughts, and tokens that were proposed before they were drawn: from a prediction,
-    from the text so far, or by a grammar."""
+    """Number of tokens of thoughts, and of proposed tokens (speculative decoding): from a
+    prediction, from the text so far, or from a grammar."""
 
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0
@@ -252,8 +251,8 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one generation, as the worker counted them; ``completion_tokens_details`` only if
-    there are thoughts or tokens were proposed."""
+    """Token counts of one generation, from the worker. ``completion_tokens_details`` is present
+    only if there are thoughts or proposed tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -272,9 +271,9 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogprobInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the completion with its natural-log probability. ``top_logprobs`` are as many of
-    the likeliest tokens as were asked for, and the token itself behind them where it is not among
-    them, since a grammar, a bias or chance chose it. Texts of tokens are as in ``TopLogprob``."""
+    """Token of the completion with its natural-log probability. ``top_logprobs`` are the requested
+    number of likeliest tokens. The token itself follows if it is not among them because a grammar,
+    a bias or chance chose it. Texts of tokens are as in ``TopLogprob``."""
 
     token: str
     logprob: float
@@ -283,18 +282,18 @@ class LogprobInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptTokenInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A token of the prompt, or another that might have stood there, with its natural-log
-    probability. ``rank`` is one more than how many tokens are likelier; null for one that is not
-    among the likeliest, of an engine that does not count."""
+    """Token of the prompt, or an alternative at its place, with its natural-log probability.
+    ``rank`` is 1 plus the number of likelier tokens; null for a token outside the likeliest of an
+    engine that does not count."""
 
     logprob: float
     rank: int | None
     decoded_token: str
 
 
-# None: a completion was too large to be kept with them.
+# None: the completion was too large to be stored with its token ids.
 TokenIds = tuple[int, ...] | None
-# By token id, those that might have stood at each place of the prompt; null at its first.
+# Alternatives at each place of the prompt, by token id; null at the first place.
 PromptTokens = tuple[dict[int, PromptTokenInfo] | None, ...]
 
 
@@ -319,9 +318,9 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """``stop_reason`` is the stop string or the id of the stop token that ended it, if one did.
-    ``prompt_logprobs`` are of its prompt, if they were asked for, and so are the ids of the
-    prompt's tokens and of its own."""
+    """Choice of a completion. ``stop_reason`` is the stop string or the id of the stop token that
+    ended it, if any. ``prompt_logprobs`` of its prompt, and the token ids of prompt and choice, are
+    present if requested."""
 
     text: str
     finish_reason: str
@@ -334,7 +333,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a completion that is not streamed."""
+    """Answer to a completion that is not streamed."""
 
     id: str
     created: int
@@ -346,7 +345,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``code`` is stable; ``param`` names the field at fault, if it is one."""
+    """Error of a request. ``code`` is stable; ``param`` names the field at fault, if any."""
 
     message: str
     type: str

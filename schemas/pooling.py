@@ -1,4 +1,4 @@
-"""What is made of the hidden states that the model computes for the tokens of a text."""
+"""Pooling of the hidden states that the model computes for a text's tokens."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Literal
 
 
 class Pooling(StrEnum):
-    """LAST takes the last token's hidden state, MEAN the mean over all tokens; both are taken
-    behind the model's final norm and are not scaled to any length. CLASSIFY takes the last token's
-    through the checkpoint's classification head: a number for each label, before any activation."""
+    """Method of pooling. LAST takes the last token's hidden state, MEAN the mean over all tokens;
+    both are after the model's final norm and are not scaled. CLASSIFY applies the checkpoint's
+    classification head to the last token's hidden state: a number for each label, before any
+    activation."""
 
     LAST = "last"
     MEAN = "mean"
     CLASSIFY = "classify"
 
 
-# Those that make an embedding.
+# Methods that make an embedding.
 EmbeddingPooling = Literal["last", "mean"]
-# What a model is for: tokens, embeddings, scores of pairs, labels of texts.
+# Purpose of a model: tokens, embeddings, scores of pairs, labels of texts.
 ModelTask = Literal["generate", "embed", "score", "classify"]

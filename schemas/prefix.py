@@ -1,4 +1,4 @@
-"""Keys of prompt prefixes, which workers keep their KV blocks by and schedulers look for."""
+"""Keys of prompt prefixes: workers store KV blocks under them, and schedulers look them up."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-# 128 bits: two different prefixes of a fleet's lifetime meet with a chance below 1e-15.
+# 128 bits: the probability of a collision in a fleet's lifetime is below 1e-15.
 KEY_BYTES = 16
-# Of a key, what workers report: a false match costs a scheduler a worse choice, no more.
+# Part of a key that workers report: a false match only costs a scheduler a worse placement.
 REPORTED_BYTES = 8
 
 
 def root_key(salt: str) -> bytes:
-    """The key of the empty prefix. Prefixes under different salts never meet."""
+    """Return the key of the empty prefix. Prefixes under different salts never match."""
     return blake2b(salt.encode(), digest_size=KEY_BYTES).digest()
 
 
 def salt_of(tenant: str, cache_salt: str, adapter_version: str = "") -> str:
-    """What keeps the prefixes of a request apart: its tenant (empty if all share them), the salt of
-    its own and the version of its adapter, if it has them."""
+    """Return the salt that separates a request's prefixes: its tenant (empty: all share), its own
+    salt and its adapter's version, if any."""
     if not (cache_salt or adapter_version):
         return tenant
     own = blake2b(cache_salt.encode(), digest_size=KEY_BYTES).hexdigest() if cache_salt else ""

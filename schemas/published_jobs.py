@@ -1,5 +1,4 @@
-"""Jobs as services publish them: the body of a chat or completion, and a job's own fields beside
-its fields, on one level."""
+"""Jobs as services publish them: fields of a chat or completion body and of a job on one level."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ REQUEST_ID = (
 
 
 class JobFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of a job that are not its body's. Those of ``Job`` mean the same there.
+    """Fields of a job outside its body. They mean the same as in ``Job``.
 
-    ``deadline`` is the time of ``deadline_ns`` in ISO 8601 with an offset from UTC. A tier or
-    tenant that is not given is the subject's.
+    ``deadline`` is the time of ``deadline_ns`` in ISO 8601 with an offset from UTC. A missing tier
+    or tenant is taken from the subject.
     """
 
     request_id: str
@@ -47,7 +46,7 @@ class JobFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def _published(name: str, doc: str, body: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """``body`` with the fields of ``JobFields`` beside its own."""
+    """Return a struct with the fields of ``body`` and ``JobFields``."""
     fields: list[Any] = [
         (one.name, one.type, msgspec.field(name=one.encode_name, default=one.default))
         for one in msgspec.structs.fields(JobFields)
@@ -65,16 +64,16 @@ def _published(name: str, doc: str, body: type[msgspec.Struct]) -> type[msgspec.
 
 ChatJob = _published(
     "ChatJob",
-    """A job whose body is that of ``POST /v1/chat/completions``. ``model`` is the subject's;
-    ``stream`` and ``stream_options`` change nothing. Its answer comes apart: content, thoughts and
-    tool calls. ``n`` above 1, ``use_beam_search``, ``server_tools``, ``session_id``,
-    ``session_keep`` and ``return_token_ids`` are refused by name.""",
+    """Job with the body of ``POST /v1/chat/completions``. ``model`` is the subject's; ``stream``
+    and ``stream_options`` have no effect. Its answer is told apart: content, thoughts and tool
+    calls. ``n`` above 1, ``use_beam_search``, ``server_tools``, ``session_id``, ``session_keep``
+    and ``return_token_ids`` raise an error that names them.""",
     ChatCompletionRequest,
 )
 CompletionJob = _published(
     "CompletionJob",
-    """A job whose body is that of ``POST /v1/completions``, with one prompt. ``max_tokens`` is what
-    the model's window leaves if it is not given. ``n`` above 1, ``use_beam_search``, ``echo`` and
-    ``return_token_ids`` are refused by name.""",
+    """Job with the body of ``POST /v1/completions`` and one prompt. ``max_tokens`` defaults to the
+    rest of the model's context window. ``n`` above 1, ``use_beam_search``, ``echo`` and
+    ``return_token_ids`` raise an error that names them.""",
     CompletionRequest,
 )

@@ -1,7 +1,7 @@
-"""What analytics is made of. No prompt or completion text is in any of these but transcripts.
+"""Records of analytics. Only transcripts contain the text of prompts and completions.
 
-A batch of the sink holds tens of thousands of records, which no cycle can lead to: ``gc=False``
-keeps them out of collections, which took over a quarter of the sink's time.
+A batch of the sink holds tens of thousands of records without reference cycles: ``gc=False``
+excludes them from garbage collection, which took over a quarter of the sink's time.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from millrace.schemas.chat.asked import Api
 from millrace.schemas.engines import CostMethod, WorkerRole
 from millrace.schemas.jobs import Source, Tier
 
-# 1: until device time and its cost, earlier runs, stalls; 2: until key, metadata and energy; 3:
-# until proposed tokens; 4: until pulled tokens; 5: until groups of devices; 6: until parts of
-# requests. A field that is missing has its default.
+# Last version without: 1: device time and its cost, earlier runs, stalls; 2: key, metadata and
+# energy; 3: proposed tokens; 4: pulled tokens; 5: groups of devices; 6: parts of requests. A
+# missing field has its default.
 RECORD_VERSION = 7
 
 STALL_MS = 1_000.0
 MAX_CALLED_TOOLS = 16
-# OpenAI's bound of the name of a tool.
+# OpenAI's limit of a tool's name.
 MAX_TOOL_NAME_CHARACTERS = 64
 
 
 class Status(StrEnum):
-    """How a request ended, one for each terminal frame."""
+    """Status of an ended request, one for each terminal frame."""
 
     DONE = "done"
     CANCELLED = "cancelled"
@@ -38,21 +38,21 @@ class Status(StrEnum):
 
 
 class ClientEnd(StrEnum):
-    """How a client parted from its stream, where that came before the stream's end."""
+    """Reason for which a client left its stream before the stream's end."""
 
     DISCONNECTED = "disconnected"
     SLOW_CLIENT = "slow_client"
-    GOING_AWAY = "going_away"  # the gateway, that is
+    GOING_AWAY = "going_away"  # the gateway shut down
     KEY_REVOKED = "key_revoked"
     REFUSED = "refused"  # another choice of the request could not be queued
 
 
 class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """An earlier attempt at a request, which another one continued, as far as it is known: what one
-    took of the device of a worker that was killed is unknown. Times are UTC epoch in ns;
-    ``device_us`` and ``energy_j`` as in ``RequestRecord``. ``cached_tokens`` of those that it began
-    with were in its worker's cache, ``pulled_tokens`` of which had come for it from the worker
-    ``kv_source`` (empty: none had)."""
+    """Earlier attempt at a request, which another attempt continued. Values are as far as known:
+    the device time at a killed worker is unknown. Times are UTC epoch in ns; ``device_us`` and
+    ``energy_j`` are as in ``RequestRecord``. ``cached_tokens`` of its initial tokens were in its
+    worker's cache; ``pulled_tokens`` of them were pulled from the worker ``kv_source`` (empty:
+    none)."""
 
     epoch: int
     worker_id: str
@@ -66,15 +66,15 @@ class Attempt(msgspec.Struct, frozen=True, gc=False, kw_only=True, omit_defaults
 
 
 def sum_energy(parts: Iterable[float | None]) -> float | None:
-    """Joules of several attempts; None unless there are some and each was measured."""
+    """Return the joules of several attempts; None if there are none or one was not measured."""
     known = list(parts)
     measured = [joules for joules in known if joules is not None]
     return sum(measured) if measured and len(measured) == len(known) else None
 
 
 def sum_pulled(attempts: Iterable[Attempt]) -> tuple[int, str]:
-    """Tokens that attempts, the first one first, pulled from other workers, all together, and where
-    the last that came are from; empty if none did."""
+    """Return the total of tokens pulled from other workers by attempts (the first one first), and
+    the source of the latest pull; empty if there was none."""
     num_tokens, source = 0, ""
     for attempt in attempts:
         num_tokens += attempt.pulled_tokens
@@ -85,54 +85,53 @@ def sum_pulled(attempts: Iterable[Attempt]) -> tuple[int, str]:
 def fill_both_names(
     message: msgspec.Struct, attempts: tuple[Attempt, ...], lives: tuple[Attempt, ...]
 ) -> None:
-    """Give a message its attempts under both names, whichever of them its writer knew."""
+    """Set both names of a message's attempts, from the name that its writer used."""
     if attempts != lives:
         msgspec.structs.force_setattr(message, "attempts", attempts or lives)
         msgspec.structs.force_setattr(message, "lives", attempts or lives)
 
 
 class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="request"):
-    """One finished generation: a request, or one of several that an accepted request has. Times are
-    UTC epoch in ns, 0 where the request did not get so far.
+    """Finished generation: a request, or one of several generations of an accepted request. Times
+    are UTC epoch in ns, 0 if the request did not get so far.
 
-    ``request_id`` is the generation's own. ``parent_id`` is the accepted request's if that may have
-    several: a choice, an input, a round of server tools, an attempt at a line of a batch; empty:
-    the generation is the request. ``choice``, ``round`` and ``attempt`` count from 0. The prompt
-    that choices share counts once: ``prompt_tokens``, ``cached_tokens`` and the prompt's part of
-    ``cost`` are 0 in all of them but the first, and so are those of a generation that no worker has
-    begun, so that the generations of a request add up to what it used and pays. ``batch_id`` is the
-    batch that it is a line of (empty: none).
+    ``request_id`` is the generation's own id. ``parent_id`` is the accepted request's id if that
+    may have several generations: a choice, an input, a round of server tools, an attempt at a line
+    of a batch; empty: the generation is the request. ``choice``, ``round`` and ``attempt`` count
+    from 0. The prompt shared by choices counts once: ``prompt_tokens``, ``cached_tokens`` and the
+    prompt's part of ``cost`` are 0 in all choices but the first, and in a generation that no worker
+    has begun. So the generations of a request add up to its usage and cost. ``batch_id`` is the
+    batch of which it is a line (empty: none).
 
-    ``queue_ms`` is the queue time, from receipt to the engine's admission, ``ttft_ms`` from receipt
-    to the first token, ``tpot_us`` the mean time per token after the first, ``cost`` what the
-    tenant pays, in ``currency`` by the price book's ``price_version``. ``dispatched_ns`` is when
-    the scheduler sent the request to the worker that ended it, ``attempts`` are the attempts before
-    that. ``lives`` is the former name of ``attempts``: both are written and read in this version.
+    ``queue_ms`` is the queue time, from receipt to the engine's admission; ``ttft_ms`` is from
+    receipt to the first token; ``tpot_us`` is the mean time per token after the first. ``cost`` is
+    the tenant's price, in ``currency``, by the price book's ``price_version``. ``dispatched_ns`` is
+    the time at which the scheduler sent the request to the worker that ended it; ``attempts`` are
+    the earlier attempts. ``lives`` is the former name of ``attempts``: this version writes and
+    reads both.
 
-    ``device_us`` is the request's share of the time that the worker's device was busy, of all
-    attempts together: each step is shared among its sequences by the work they did in it.
-    ``device_cost`` is what that time costs us, in ``currency``, by the same price book.
-    ``energy_j`` are the joules that came with that time, as a counter of the device counted them;
-    None unless each attempt that ran was measured. ``key_id`` is the API key that asked (empty:
-    none), ``metadata`` what its client noted on the request. ``cost_method`` says how ``device_us``
-    is known. ``resampled``: it was continued, after a crash, by an engine that draws other tokens
-    then than it would have, so its seed alone does not give this completion again. ``trace_id`` is
-    that of its distributed trace, empty where none is recorded. Of ``proposed_tokens``, which were
-    computed in case they should be the next, ``accepted_tokens`` were; both are of the attempt that
-    ended it. ``pulled_tokens`` of what its attempts began with, prompt and tokens of earlier
-    attempts, came from other workers' KV caches, all attempts together; the last that came were of
-    ``kv_source``, empty if none did. ``num_devices`` is how many devices the worker that ended it
-    computes on; ``device_us`` is of all of them together.
+    ``device_us`` is the request's share of the worker's busy device time, over all attempts: each
+    step is shared among its sequences by their work in it. ``device_cost`` is the operator's cost
+    of that time, in ``currency``, by the same price book. ``energy_j`` are the joules of that time,
+    from the device's counter; None unless each attempt that ran was measured. ``key_id`` is the
+    caller's API key (empty: none), ``metadata`` the client's notes on the request. ``cost_method``
+    is the method of measuring ``device_us``. ``resampled``: after a crash an engine continued it
+    that draws other tokens, so its seed alone does not reproduce this completion. ``trace_id`` is
+    the id of its distributed trace; empty: not recorded. ``accepted_tokens`` of the
+    ``proposed_tokens`` (speculative decoding) were accepted; both are of the attempt that ended it.
+    ``pulled_tokens`` of its attempts' initial tokens (prompt and tokens of earlier attempts) came
+    from other workers' KV caches, over all attempts; ``kv_source`` is the source of the latest
+    pull, empty if there was none. ``num_devices`` is the number of devices of the worker that ended
+    it; ``device_us`` covers all of them together.
 
-    ``finish_reason`` is the one that the client is told, in the words of chat completions.
-    ``error_code`` is the code of the error that it is told: one of the failure, ``overloaded``,
-    ``queue_full`` or the limit's where it was shed, ``deadline_exceeded`` where it expired,
-    ``cancelled`` or ``orphaned`` where it was cancelled; empty where it is done. ``api`` is the
-    interface that it was written for, ``stream`` whether its client read tokens as they came,
-    ``max_tokens`` what it asked for (None: nothing), ``deadline_ns`` when its answer was of no use
-    any more (0: never). Of the ``num_tool_calls`` that its answer made, ``called_tools`` names the
-    first ``MAX_CALLED_TOOLS``, each cut to ``MAX_TOOL_NAME_CHARACTERS``: clients and models write
-    these names.
+    ``finish_reason`` is the reason told to the client, in the words of chat completions.
+    ``error_code`` is the error code told to the client: the failure's code; ``overloaded``,
+    ``queue_full`` or the limit's code if it was shed; ``deadline_exceeded`` if it expired;
+    ``cancelled`` or ``orphaned`` if it was cancelled; empty if it is done. ``api`` is the API of
+    the request, ``stream`` whether its client read tokens as they came, ``max_tokens`` the
+    requested length (None: not given), ``deadline_ns`` its deadline (0: none). ``called_tools``
+    names the first ``MAX_CALLED_TOOLS`` of its ``num_tool_calls`` calls, each cut to
+    ``MAX_TOOL_NAME_CHARACTERS``, since clients and models write these names.
     """
 
     request_id: str
@@ -199,16 +198,15 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
 
 
 class DeliveryRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="delivery"):
-    """What the client saw of a request, as the gateway that held the stream measured it.
+    """Delivery of a request to its client, as measured by the gateway that held the stream.
 
-    ``first_byte_ms`` is from receipt (``received_ns`` of the request's record) to when the gateway
-    writes the first token, of an answer that is not streamed to when it has it. ``intake_ms`` is
-    what came before that: from the end of the request's head, or a WebSocket's message, to receipt,
-    in which the gateway checked the key, read the body and parsed it.
-    A stall is a gap of ``STALL_MS`` or more between two deliveries of an answer's tokens;
-    ``stalled_ms`` is all of them together, ``longest_gap_ms`` the longest gap, a stall or not.
-    ``num_resumes`` counts a client's returns to its stream. ``outcome`` is a ``Status`` value, or
-    one of ``ClientEnd``.
+    ``first_byte_ms`` is from receipt (``received_ns`` of the request's record) to the gateway's
+    write of the first token, or of the whole answer if it is not streamed. ``intake_ms`` precedes
+    it: from the end of the request's head, or a WebSocket's message, to receipt. In this time the
+    gateway checked the key, read the body and parsed it. A stall is a gap of ``STALL_MS`` or more
+    between two deliveries of an answer's tokens; ``stalled_ms`` is the sum of all stalls,
+    ``longest_gap_ms`` the longest gap, a stall or not. ``num_resumes`` counts the client's
+    reconnects to its stream. ``outcome`` is a ``Status`` value, or one of ``ClientEnd``.
     """
 
     request_id: str
@@ -232,18 +230,17 @@ class DeliveryRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="d
 
 
 class WorkerSample(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="worker"):
-    """A worker's state over one sampling period that ended at ``sampled_ns``.
+    """State of a worker over one sampling period that ended at ``sampled_ns``.
 
-    Each of its ``num_devices`` had ``period_ms``, of which they were busy for ``busy_us``, all of
-    them together; of that requests were charged ``charged_us``. The rest of the time they were
-    idle. Of ``energy_j``, which its counter counted over the period, requests were given
-    ``charged_j``; both None where there is no counter. An hour of one device costs
-    ``device_per_hour`` in ``currency``. ``device_share`` is the utilisation that the driver shows
-    of the first, ``device_memory_bytes`` what is in use of its ``device_memory_total_bytes``;
-    0 where there is no driver to ask, as on a CPU. Of ``prefix_query_tokens`` that were looked for
-    in the prefix cache, ``prefix_hit_tokens`` were there. It is preferred for work of ``role``;
-    ``pulled_tokens`` in whole blocks of the KV cache came from other workers, ``served_tokens``
-    went to them.
+    Each of its ``num_devices`` had ``period_ms``. Together they were busy for ``busy_us`` and idle
+    for the rest; ``charged_us`` of the busy time was charged to requests. ``charged_j`` of the
+    period's ``energy_j`` was charged to requests; both are None without an energy counter. An hour
+    of one device costs ``device_per_hour`` in ``currency``. ``device_share`` is the driver's
+    utilisation of the first device, and ``device_memory_bytes`` of ``device_memory_total_bytes``
+    are in use; 0 without a driver, as on a CPU. ``prefix_hit_tokens`` of the
+    ``prefix_query_tokens`` looked up in the prefix cache were found. ``role`` is the worker's
+    preferred work. ``pulled_tokens``, in whole blocks of the KV cache, came from other workers;
+    ``served_tokens`` went to them.
     """
 
     worker_id: str
@@ -282,8 +279,8 @@ class WorkerSample(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="wor
 
 
 class TranscriptRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="transcript"):
-    """What was asked and answered, word for word: only of tenants that asked for it to be kept, on
-    a subject and in a topic and a table of its own."""
+    """Transcript: the text of a prompt and its answer. It is recorded only for tenants that asked
+    for it, on its own subject, topic and table."""
 
     request_id: str
     tenant: str
@@ -295,17 +292,17 @@ class TranscriptRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag=
 
 
 class RefusalRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="refusal"):
-    """``count`` requests that one gateway refused for one reason between ``first_ns`` and
-    ``last_ns``, UTC epoch: they never were jobs, so there is no other record of them.
+    """Count of requests that one gateway refused for one reason between ``first_ns`` and
+    ``last_ns``, UTC epoch. They never became jobs, so there is no other record of them.
 
     ``tenant`` and ``key_id`` are empty for an unknown caller. ``door`` is the requested route,
-    ``status`` the HTTP status, or the one that would say the same on a WebSocket, ``code`` the
-    error's, and ``limit`` the limit that was reached, if one was. ``request_ids`` are those of the
-    first ``MAX_REFUSED_IDS`` of them that had one, ``request_id`` is the first of these. Nothing
-    that a client wrote is in it. Of a flood of many kinds, those over a bound have the door
-    ``OTHER_REFUSALS`` and the status 400, 500 or 0, for any.
+    ``status`` the HTTP status or the equivalent on a WebSocket, ``code`` the error's code, and
+    ``limit`` the limit that was reached, if any. ``request_ids`` are the ids of the first
+    ``MAX_REFUSED_IDS`` requests with an id, ``request_id`` is the first of them. The record
+    contains no text written by a client. If there are too many kinds of refusals, the excess has
+    the door ``OTHER_REFUSALS`` and the status 400, 500 or 0 (any).
 
-    A record is known by ``gateway_id``, ``recorded_ns`` and ``number``.
+    ``gateway_id``, ``recorded_ns`` and ``number`` identify a record.
     """
 
     gateway_id: str
@@ -325,16 +322,16 @@ class RefusalRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="re
     version: int = RECORD_VERSION
 
 
-# A kind of refusal is seldom met more often within the second of a record, so that nearly every
-# refusal that somebody asks about is found by its id; a flood does not make the record longer.
+# Few kinds of refusal occur more often within the second of a record, so nearly every refusal can
+# be found by its id; a flood does not make the record longer.
 MAX_REFUSED_IDS = 8
 OTHER_REFUSALS = "others"
-# ClickHouse's DateTime, which rows expire by, ends in 2106: what is later is a mistake.
+# ClickHouse's DateTime, by which rows expire, ends in 2106: a later time is a mistake.
 MAX_RECORD_TIME_NS = ((1 << 32) - 1) * 1_000_000_000
 
 
 class LossCause(StrEnum):
-    """Why a worker, or its engine's process, was lost."""
+    """Cause of the loss of a worker or its engine's process."""
 
     STOPPED = "stopped"
     SILENT = "silent"
@@ -345,7 +342,7 @@ class LossCause(StrEnum):
 
 
 class LossObserver(StrEnum):
-    """The part that saw a loss."""
+    """Part that observed a loss."""
 
     SCHEDULER = "scheduler"
     PROCESS_KEEPER = "process_keeper"
@@ -353,14 +350,14 @@ class LossObserver(StrEnum):
 
 
 class WorkerLossRecord(msgspec.Struct, frozen=True, gc=False, kw_only=True, tag="worker_loss"):
-    """A worker that was lost, as one part saw it: the same loss may have a record of each.
+    """Loss of a worker, as one part observed it: the same loss may have a record of each part.
 
-    A scheduler sees that a worker says goodbye (STOPPED), is silent, or has a successor of its name
-    (REPLACED); ``lost_ns`` is the worker's last heartbeat then, and all schedulers record the same.
-    The keeper of a local system's processes sees how the process ended: by a SIGNAL, with an EXIT
-    code, or killed because memory was short; ``detail`` is the signal's name or the code. A worker
-    sees the same of its engine's process, after which it starts another engine.
-    ``num_requests`` ran or waited there, as far as its last heartbeat or the worker itself says.
+    A scheduler observes that a worker says goodbye (STOPPED), is silent, or has a successor of its
+    name (REPLACED); ``lost_ns`` is then the worker's last heartbeat, so all schedulers record the
+    same time. The process keeper of a local system observes the end of the process: by a SIGNAL,
+    with an EXIT code, or killed for lack of memory; ``detail`` is the signal's name or the code. A
+    worker observes the same of its engine's process, after which it starts another engine.
+    ``num_requests`` ran or waited there, by its last heartbeat or the worker's own count.
     """
 
     worker_id: str

@@ -1,4 +1,4 @@
-"""Secrets of the configuration: what they are, and how they stay out of what is shown."""
+"""Redaction of secrets in the configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Secret = Annotated[str, msgspec.Meta(extra={"secret": True})]
 
 
 def is_secret(kind: Any) -> bool:
-    """Whether a setting's type is ``Secret``."""
+    """Return whether a setting's type is ``Secret``."""
     return any(
         isinstance(note, msgspec.Meta) and bool((note.extra or {}).get("secret"))
         for note in getattr(kind, "__metadata__", ())
@@ -21,13 +21,14 @@ def is_secret(kind: Any) -> bool:
 
 
 def redact_urls(text: str) -> str:
-    """Addresses, comma separated, without what stands before the ``@`` of any of them."""
+    """Return comma separated addresses without their user data (the text before the ``@``)."""
     return ",".join(_redact(one) for one in split_urls(text))
 
 
 def split_urls(text: str) -> list[str]:
-    """The addresses of a comma separated list. A comma may also be in a password that should have
-    been encoded: pieces without an ``@`` belong to the next piece that has one and no scheme."""
+    """Split a comma separated list of addresses. A comma may also stand in a password that should
+    have been encoded: a piece without an ``@`` belongs to the next piece with an ``@`` and no
+    scheme."""
     found: list[str] = []
     for piece in text.split(","):
         if "@" in piece and "://" not in piece:
@@ -41,7 +42,7 @@ def _redact(url: str) -> str:
     head, scheme_end, rest = url.partition("://")
     if not scheme_end:
         head, rest = "", url
-    # A password may hold a "/" or a second "@": all up to the last "@" is taken for user data.
+    # A password may hold a "/" or a second "@": everything before the last "@" is user data.
     user, at, place = rest.rpartition("@")
     if not at:
         return url
@@ -49,7 +50,7 @@ def _redact(url: str) -> str:
 
 
 def shown(section: msgspec.Struct) -> str:
-    """A section as ``repr`` shows it: secrets hidden, addresses without user data."""
+    """Return the ``repr`` of a section with hidden secrets and without user data in addresses."""
     parts = []
     for field in msgspec.structs.fields(section):
         value = getattr(section, field.name)

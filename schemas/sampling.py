@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when to stop."""
+"""Sampling parameters and stop conditions."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from millrace.schemas.chat.reasoning import ReasoningFormat
 from millrace.schemas.errors import ParameterError
 from millrace.schemas.tools import ToolFormat
 
-# The keyword of a JSON Schema under which the grammar library takes its own settings.
+# Keyword of a JSON Schema that holds the grammar library's own settings.
 SCHEMA_SETTINGS = "x-guidance"
-# Begins a comment in a grammar of calls: the rules that follow are those of the tool named there.
+# Begins a comment in a grammar of calls: the rules after it belong to the tool named there.
 TOOL_MARK = "// tool "
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
@@ -34,7 +34,7 @@ _NOT_LITERAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
 
 class GrammarKind(StrEnum):
-    """What a grammar is written in."""
+    """Notation of a grammar."""
 
     JSON_OBJECT = "json_object"
     JSON_SCHEMA = "json_schema"
@@ -43,11 +43,10 @@ class GrammarKind(StrEnum):
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a completion must match from its first token to its last.
+    """Grammar that a completion must match from its first token to its last.
 
     ``text`` is the JSON Schema, the regular expression or the grammar itself in Lark's notation;
-    empty for ``json_object``, which is any JSON object. Whether it compiles is found out by the
-    engine.
+    empty for ``json_object``, which is any JSON object. The engine checks whether it compiles.
 
     Raises ParameterError for a text that is missing, not allowed or too long.
     """
@@ -66,34 +65,36 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def json_object(cls) -> Self:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls(kind=GrammarKind.JSON_OBJECT)
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Self:
-        """JSON that a JSON Schema describes."""
+        """Return the grammar of JSON that matches a JSON Schema."""
         text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
         return cls(kind=GrammarKind.JSON_SCHEMA, text=text)
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
-        """Text that a regular expression matches as a whole."""
+        """Return the grammar of text that fully matches a regular expression."""
         return cls(kind=GrammarKind.REGEX, text=pattern)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Self:
-        """One of these texts."""
+        """Return the grammar of exactly these texts."""
         return cls(kind=GrammarKind.REGEX, text=one_of("choice", texts))
 
     @classmethod
     def ebnf(cls, text: str) -> Self:
-        """A grammar in Lark's notation."""
+        """Return a grammar in Lark's notation."""
         return cls(kind=GrammarKind.EBNF, text=text)
 
 
 def one_of(field: str, texts: Sequence[str]) -> str:
-    """Return a regular expression of these texts and no others. Raises ParameterError naming
-    ``field``."""
+    """Return a regular expression that matches exactly these texts.
+
+    Raises ParameterError naming ``field``.
+    """
     if not texts or len(texts) > MAX_GRAMMAR_CHOICES or not all(texts):
         raise ParameterError(
             field, f"{field} must have 1 to {MAX_GRAMMAR_CHOICES} texts, none empty."
@@ -102,7 +103,7 @@ def one_of(field: str, texts: Sequence[str]) -> str:
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a model is sampled with where a request does not say; None: as ever."""
+    """Defaults of a model's sampling parameters; None: the general default."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -115,41 +116,40 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 class SamplingOptions(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What is asked of the sampling and stopping of one sequence.
+    """Requested sampling and stopping of one sequence.
 
-    ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` None: not given, so
-    the model's own defaults count, else 1, 1, 0, 0 and 1. Whoever accepts the request fills them
-    in (``with_defaults``), so that it means the same wherever and whenever it is run.
+    ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` None: the model's
+    own defaults, else 1, 1, 0, 0 and 1. The process that accepts the request fills them in
+    (``with_defaults``), so that the request means the same at every worker and time.
 
     ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1, ``min_p`` 0 and ``typical_p`` 1 are off.
-    ``seed`` None means that the process which accepts the request draws one; from then on a token's
-    draw depends on (seed, token index) alone. ``max_tokens`` None fills the context window.
+    ``seed`` None: the process that accepts the request draws a seed; from then on a token's draw
+    depends on (seed, token index) alone. ``max_tokens`` None fills the context window.
 
     ``repetition_penalty`` (1 is off) divides the positive logits of the tokens of prompt and
-    completion and multiplies their negative ones; ``presence_penalty`` and ``frequency_penalty`` (0
-    is off) are subtracted from the logits of the tokens of the completion, once and once for each
-    time that they came; ``logit_bias`` is then added to the logits of single token ids. The tokens
-    that the model's tokenizer makes of each of ``bad_words``, at the beginning of a text or after a
-    space, never come one after the other. Where there are ``allowed_token_ids``, no other token
-    comes, not even an end of sequence. No end-of-sequence or stop token comes among the first
-    ``min_tokens``. A stop string or stop token is no part of the text unless
-    ``include_stop_str_in_output``; special tokens are none if ``skip_special_tokens``.
+    completion and multiplies their negative ones. ``presence_penalty`` and ``frequency_penalty`` (0
+    is off) are subtracted from the logits of the completion's tokens: once, and once per
+    occurrence. ``logit_bias`` is then added to the logits of single token ids. ``bad_words`` are
+    excluded: the tokens of each, at the beginning of a text or after a space, never follow each
+    other. With ``allowed_token_ids`` no other token is drawn, not even an end of sequence. The
+    first ``min_tokens`` contain no end-of-sequence or stop token. A stop string or stop token is
+    part of the text only with ``include_stop_str_in_output``; special tokens are left out with
+    ``skip_special_tokens``.
 
     ``logprobs`` and ``prompt_logprobs`` are the number of alternatives to report per token of
     completion and prompt (0: the token itself only; None: nothing). ``n`` completions are drawn,
-    each from a random stream of its own. ``grammar`` is what each of them has to match.
+    each from its own random stream. Each must match ``grammar``.
 
-    ``reasoning`` says that a completion may begin with thoughts, and how they are marked; whoever
-    accepts a request with messages fills it in. The grammar is that of the text behind them. After
-    ``max_reasoning_tokens`` of thoughts the model is made to end them. With ``one_call`` a
-    completion ends right behind its first tool call, which is written in that format.
+    ``reasoning`` marks the thoughts with which a completion may begin; the process that accepts a
+    request with messages fills it in. The grammar then constrains the text after the thoughts.
+    After ``max_reasoning_tokens`` of thoughts the model is forced to end them. With ``one_call`` a
+    completion ends right after its first tool call, which has that format.
 
-    With ``use_beam_search`` nothing is drawn: the ``n`` likeliest beams are kept at each token, and
-    of all that were completed the ``n`` with the highest scores are the completions, the best
-    first. A score is the sum of a completion's log-probabilities, divided by its number of tokens
-    to the power of ``length_penalty``. Log-probabilities are those at ``temperature``; 0, which it
-    is if it is not given, leaves them as the model has them. No field that would change or report
-    them goes with it.
+    With ``use_beam_search`` nothing is drawn: at each token the ``n`` likeliest beams are kept, and
+    the ``n`` completed beams with the highest scores are the completions, the best first. A score
+    is the sum of a completion's log-probabilities, divided by its number of tokens to the power of
+    ``length_penalty``. Log-probabilities are at ``temperature``; 0, the default of a beam search,
+    leaves the model's own. Fields that would change or report them are refused.
 
     Raises ParameterError, naming the field, for a value out of range.
     """
@@ -212,35 +212,38 @@ class SamplingOptions(
 
     @property
     def num_answers(self) -> int:
-        """How many completions one job makes."""
+        """Number of completions of one job."""
         return self.n if self.use_beam_search else 1
 
     @property
     def is_guided(self) -> bool:
-        """Whether what was made so far says which tokens may follow."""
+        """True if the tokens so far restrict the next token (grammar or budget of thoughts)."""
         is_limited = self.reasoning is not None and self.max_reasoning_tokens is not None
         return self.grammar is not None or is_limited
 
     @property
     def may_end_in_text(self) -> bool:
-        """Whether the text of a completion may end it at any of its tokens."""
+        """True if the text of a completion may end it at any of its tokens."""
         return any(self.asks_for(name) for name in _ENDING_TEXT)
 
     def asks_for(self, name: str) -> bool:
-        """Whether the field ``name`` is given and says something else than nothing at all."""
+        """Return whether the field ``name`` has a value with an effect."""
         value = getattr(self, name)
         return value is not None and value != getattr(_NEUTRAL, name)
 
     def value(self, name: str, defaults: SamplingDefaults) -> Any:
-        """What counts for a field that a model may have a default for."""
+        """Return a field's value: the request's, else the model's default, else the general
+        default."""
         values = (getattr(source, name) for source in (self, defaults, _NEUTRAL))
         return next(value for value in values if value is not None)
 
     def with_defaults(
         self, defaults: SamplingDefaults, *, seed: int, max_tokens: int
     ) -> SamplingOptions:
-        """The same with every field filled in: nothing is left to whoever runs it. What a model is
-        best sampled with is not for a beam search."""
+        """Return a copy with every field filled in, so that each worker runs the same request.
+
+        A beam search does not use the model's defaults.
+        """
         if self.use_beam_search:
             defaults = _BEAM_SEARCH_DEFAULTS
         given = {name: getattr(self, name) for name in SamplingOptions.__struct_fields__}
@@ -304,7 +307,7 @@ class SamplingOptions(
 class SamplingParams(
     SamplingOptions, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What an engine samples by: nothing is left to a model's defaults."""
+    """Complete sampling parameters of an engine, without reference to a model's defaults."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -314,20 +317,20 @@ class SamplingParams(
 
     @classmethod
     def of(cls, options: SamplingOptions) -> SamplingParams:
-        """What is not given there is as ever."""
+        """Copy ``options``; unset fields have the general default."""
         names = SamplingOptions.__struct_fields__
         given = {name: getattr(options, name) for name in names}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 class FieldTraits(NamedTuple):
-    """What holds for a field of ``SamplingOptions`` besides its type and its default.
+    """Properties of a field of ``SamplingOptions`` besides its type and default.
 
-    A number is between ``low`` and ``high``. ``with_beams``: the field goes with a beam search,
-    since it neither changes nor reports probabilities nor reads text before a beam has ended.
-    ``ends_text``: the text may end a completion at any token, so an engine's process hands out
-    each token at once. ``of_every_engine``: every engine does it, or the worker does it by itself;
-    other fields are refused by the engines that name them in ``unsupported``.
+    A number is between ``low`` and ``high``. ``with_beams``: a beam search accepts the field, since
+    it neither changes nor reports probabilities nor reads text before a beam has ended.
+    ``ends_text``: the text may end a completion at any token, so an engine's process hands out each
+    token at once. ``of_every_engine``: every engine supports it, or the worker does it by itself;
+    engines refuse other fields by naming them in ``unsupported``.
     """
 
     with_beams: bool
@@ -365,7 +368,7 @@ _TRAITS = {
     "skip_special_tokens": FieldTraits(with_beams=True),
     "allowed_token_ids": FieldTraits(with_beams=False),
     "use_beam_search": FieldTraits(with_beams=True),
-    # Goes only with use_beam_search.
+    # Allowed only with use_beam_search.
     "length_penalty": FieldTraits(
         True, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, of_every_engine=True
     ),

@@ -1,4 +1,4 @@
-"""Conversations that are kept between requests."""
+"""Conversations that the server keeps between requests."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from millrace.schemas.jobs import ChatMessage
 
 
 class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """How a kept conversation went into a request's context.
+    """Use of a kept conversation in a request's context.
 
-    ``version`` counts the changes of the session, ``num_messages`` those it held before this turn.
-    To fit the context window, the oldest ``num_dropped`` of them were left out of the prompt, and
-    ``num_summarised`` stand in it as one summary.
+    ``version`` counts the changes of the session, ``num_messages`` its messages before this turn.
+    To fit the context window, the oldest ``num_dropped`` messages were left out of the prompt, and
+    ``num_summarised`` appear in it as one summary.
     """
 
     session_id: str
@@ -23,9 +23,9 @@ class SessionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /v1/sessions/{id}``: the turns from the oldest that is kept on.
+    """Answer of ``GET /v1/sessions/{id}``: the turns from the oldest kept turn on.
 
-    ``summary`` stands for the ``num_summarised`` messages that went before.
+    ``summary`` stands for the ``num_summarised`` messages before them.
     """
 
     session_id: str

@@ -1,4 +1,4 @@
-"""Tenants, their API keys, and what each of them may use."""
+"""Tenants, their API keys, and their limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _URGENCY = (Tier.BATCH, Tier.FREE, Tier.PRO, Tier.ENTERPRISE)
 
 
 def check_limits(limits: LimitSet | LimitOverrides) -> None:
-    """Raises ValueError, naming the limit, for a value that cannot be kept."""
+    """Raise ValueError, naming the limit, for a value that cannot be stored."""
     for name in LIMITS:
         count = getattr(limits, name)
         if isinstance(count, int) and not 1 <= count <= MAX_LIMIT:
@@ -56,7 +56,7 @@ def check_limits(limits: LimitSet | LimitOverrides) -> None:
 
 
 def check_currency(currency: str) -> None:
-    """Raises ValueError for a text that is no code of a currency."""
+    """Raise ValueError for a text that is not a currency code."""
     if not _CURRENCY.fullmatch(currency):
         raise ValueError(
             f"a currency is a code of three capital letters, such as {DEFAULT_CURRENCY} or EUR, "
@@ -65,7 +65,7 @@ def check_currency(currency: str) -> None:
 
 
 def budgets_of(budget: Budget | None) -> Mapping[str, Decimal]:
-    """The amount of each currency that a budget bounds; empty for None."""
+    """Return the amount by currency of a budget; empty for None."""
     if budget is None:
         return {}
     return {DEFAULT_CURRENCY: budget} if isinstance(budget, Decimal) else budget
@@ -92,17 +92,17 @@ def parse_budget(text: str) -> Budget:
 
 
 def budget_text(budget: Mapping[str, Decimal]) -> str:
-    """Amounts by currency as ``parse_budget`` reads them."""
+    """Return amounts by currency in the format that ``parse_budget`` reads."""
     return ", ".join(f"{amount} {currency}" for currency, amount in budget.items())
 
 
 class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an account may use; None: no limit. ``tokens_per_minute`` counts prompt and completion,
-    ``context_tokens`` bounds both of one request together. ``monthly_budget`` is money of a UTC
+    """Limits of an account; None: no limit. ``tokens_per_minute`` counts prompt and completion,
+    ``context_tokens`` limits both of one request together. ``monthly_budget`` is money of a UTC
     month: an amount in USD, or an amount for each currency. Requests in a currency without an
-    amount are not bounded by it.
+    amount are not limited by it.
 
-    Raises ValueError, naming the limit, for a value that cannot be kept.
+    Raises ValueError, naming the limit, for a value that cannot be stored.
     """
 
     requests_per_minute: int | None = None
@@ -131,7 +131,7 @@ class LimitSet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class LimitOverrides(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """Limits that were set for one account; UNSET leaves what its tier says, None lifts it."""
+    """Limits set for one account; UNSET keeps the tier's limit, None removes it."""
 
     requests_per_minute: int | msgspec.UnsetType | None = msgspec.UNSET
     tokens_per_minute: int | msgspec.UnsetType | None = msgspec.UNSET
@@ -144,11 +144,11 @@ class LimitOverrides(
         check_limits(self)
 
     def over(self, base: LimitSet) -> LimitSet:
-        """``base`` with what is set here in its place."""
+        """Return ``base`` with the limits that are set here."""
         return msgspec.structs.replace(base, **self.given())
 
     def given(self) -> dict[str, int | Budget | None]:
-        """The limits that are set."""
+        """Return the limits that are set."""
         return {
             name: value
             for name, value in msgspec.structs.asdict(self).items()
@@ -157,7 +157,7 @@ class LimitOverrides(
 
 
 class Remaining(msgspec.Struct, frozen=True, kw_only=True):
-    """The rest of each limit of a ``LimitSet`` that requests use up; None: no limit.
+    """Remaining amount of each consumable limit of a ``LimitSet``; None: no limit.
     ``monthly_budget`` is the rest in each currency that has a budget."""
 
     requests_per_minute: int | None
@@ -168,10 +168,10 @@ class Remaining(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LimitTraits(NamedTuple):
-    """How a limit is used. ``unit`` stands behind its size in the report of a key, and ``meaning``
-    tells analysts what it bounds.
+    """Properties of a limit. ``unit`` follows its size in the report of a key, and ``meaning``
+    explains it to analysts.
 
-    ``of_keys``: keys have it too, and ``GET /v1/limits`` says what is left of it.
+    ``of_keys``: keys also have this limit, and ``GET /v1/limits`` shows its rest.
     """
 
     unit: str
@@ -198,7 +198,7 @@ KEY_LIMITS = tuple(name for name, traits in LIMITS.items() if traits.of_keys)
 
 
 class TierLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a tenant of each tier may use unless its own record says otherwise."""
+    """Default limits of a tenant, by tier."""
 
     free: LimitSet = LimitSet(
         requests_per_minute=60,
@@ -235,10 +235,11 @@ class TierLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is known of a tenant. ``tier`` None has no limits but those set here.
+    """Record of a tenant. ``tier`` None has only the limits set here.
 
-    ``keep_transcripts``: analytics may have the words of its requests and their answers, which are
-    kept nowhere else."""
+    ``keep_transcripts``: analytics may store the text of its requests and answers, which is stored
+    nowhere else.
+    """
 
     tier: Tier | None = None
     limits: LimitOverrides = LimitOverrides()
@@ -246,9 +247,9 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An API key, without its secret: ``digest`` is the secret's SHA-256 in hex.
+    """API key without its secret: ``digest`` is the secret's SHA-256 in hex.
 
-    ``tier``, if set, lowers the key below its tenant. A key that was revoked stays so.
+    ``tier``, if set, lowers the key below its tenant. A revoked key stays revoked.
     """
 
     key_id: str
@@ -263,18 +264,21 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def unknown_tenant(tenant: str) -> TenantRecord:
-    """What holds for a tenant without a record: the free tier, but no limits for ``local``."""
+    """Return the record of an unknown tenant: the free tier, but no limits for ``local``."""
     return TenantRecord() if tenant == LOCAL_TENANT else TenantRecord(tier=Tier.FREE)
 
 
 def limits_of(record: TenantRecord | KeyRecord, tiers: TierLimits) -> LimitSet:
-    """The limits of all that a tenant does, over all its keys, or those of a key within them."""
+    """Return the limits of a tenant over all its keys, or the limits of one key within them."""
     return record.limits.over(LimitSet() if record.tier is None else tiers.of(record.tier))
 
 
 def max_waiting_jobs_of(record: TenantRecord, tiers: TierLimits, tier: Tier) -> int | None:
-    """How many jobs that a tenant published in a tier may wait: as many as its record says for all
-    tiers, else as many as that tier has, whatever the tenant's own; None: no limit."""
+    """Return the limit of waiting jobs that a tenant published in a tier; None: no limit.
+
+    The limit of the tenant's record applies to every tier. Without it, the limit of ``tier``
+    applies, not that of the tenant's own tier. A tenant without a tier has no limit.
+    """
     given = record.limits.max_waiting_jobs
     if given is not msgspec.UNSET:
         return given
@@ -282,23 +286,24 @@ def max_waiting_jobs_of(record: TenantRecord, tiers: TierLimits, tier: Tier) -> 
 
 
 def effective_tier(key: KeyRecord, tenant: TenantRecord) -> Tier:
-    """The most urgent tier that requests with this key may have: the lower of the two."""
+    """Return the most urgent tier of requests with this key: the lower of the key's and the
+    tenant's."""
     of_tenant = tenant.tier or Tier.ENTERPRISE
     return of_tenant if key.tier is None else min(key.tier, of_tenant, key=_URGENCY.index)
 
 
 def is_above(tier: Tier, other: Tier) -> bool:
-    """Whether ``tier`` is served before ``other``."""
+    """Return whether ``tier`` is served before ``other``."""
     return _URGENCY.index(tier) > _URGENCY.index(other)
 
 
 def lower_limit(one: int | None, other: int | None) -> int | None:
-    """Return the limit that binds."""
+    """Return the lower of two limits; None: no limit."""
     return min((limit for limit in (one, other) if limit is not None), default=None)
 
 
 def lower_limits(one: LimitSet, other: LimitSet) -> LimitSet:
-    """Return the limits of a key that bind: the lower of each, by currency for a budget."""
+    """Return the lower of each limit of a key and its tenant, by currency for a budget."""
     lower: dict[str, Any] = {}
     for name in KEY_LIMITS:
         sizes = getattr(one, name), getattr(other, name)
@@ -314,7 +319,7 @@ def _lower_budget(one: Budget | None, other: Budget | None) -> Budget | None:
 
 
 def check_tenant(tenant: str) -> None:
-    """Raises ValueError for what cannot be a tenant's name."""
+    """Raise ValueError for an invalid tenant name."""
     if not _TENANT.fullmatch(tenant):
         raise ValueError(
             f"a tenant's name is 1 to {MAX_NAME_CHARACTERS} letters, digits, '.', '_' and '-', "
@@ -323,25 +328,27 @@ def check_tenant(tenant: str) -> None:
 
 
 def own_reply(tenant: str, name: str) -> str:
-    """The listener that a tenant's service calls ``name``: no other tenant's can have that one, as
-    tenants' names have no slash."""
+    """Return the listener that a tenant's service calls ``name``. Tenant names have no slash, so
+    another tenant cannot have the same listener."""
     return f"{tenant}/{name}"
 
 
 def may_reply_to(tenant: str, reply: str) -> bool:
-    """Whether a tenant may have frames sent there, as far as the name says. ``local``,
-    which is for callers that need no key, may also name any listener without a slash."""
+    """Return whether a tenant may have frames sent to ``reply``, as far as the name shows.
+
+    ``local``, the tenant of callers without a key, may also name any listener without a slash.
+    """
     if reply in ("", tenant) or reply.startswith(f"{tenant}/"):
         return True
     return tenant == LOCAL_TENANT and "/" not in reply
 
 
 def to_nano(money: Decimal) -> int:
-    """Money in billionths of its unit, rounded up."""
+    """Convert money to billionths of its unit, rounded up."""
     return int(money.scaleb(9).to_integral_value(ROUND_CEILING))
 
 
 def from_nano(nano: int) -> Decimal:
-    """The money that is so many billionths, without needless zeros."""
+    """Convert billionths to money, without needless zeros."""
     money = Decimal(nano).scaleb(-9).normalize()
     return money.quantize(Decimal(1)) if money == money.to_integral_value() else money

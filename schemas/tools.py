@@ -15,15 +15,14 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ToolFormat(StrEnum):
-    """How a model writes its calls; docs/tools.md shows each. HERMES (also Qwen): ``<tool_call>``
-    around a JSON object with ``name`` and ``arguments``; LLAMA3: the answer is a JSON object with
-    ``name`` and ``parameters``, or several with ``;`` between them, maybe behind
-    ``<|python_tag|>``; PYTHONIC: the answer is ``[name(key=value, …), …]``; MISTRAL:
-    ``[TOOL_CALLS]`` and a list of such objects as HERMES has; MISTRAL_V11:
-    ``[TOOL_CALLS]name[ARGS]{…}`` for each call; QWEN3_CODER and GLM45: ``<tool_call>`` around a
-    name and arguments that have tags of their own; DEEPSEEK_V3 (also R1) and DEEPSEEK_V31: a name
-    and a JSON object between ``<｜tool▁call▁begin｜>`` and ``<｜tool▁call▁end｜>``, in the former
-    in a fence."""
+    """Format of a model's tool calls; docs/tools.md shows each. HERMES (also Qwen): ``<tool_call>``
+    around a JSON object with ``name`` and ``arguments``. LLAMA3: the answer is a JSON object with
+    ``name`` and ``parameters``, or several with ``;`` between them, optionally after
+    ``<|python_tag|>``. PYTHONIC: the answer is ``[name(key=value, …), …]``. MISTRAL:
+    ``[TOOL_CALLS]`` and a list of objects as in HERMES. MISTRAL_V11: ``[TOOL_CALLS]name[ARGS]{…}``
+    for each call. QWEN3_CODER and GLM45: ``<tool_call>`` around a name and arguments with their own
+    tags. DEEPSEEK_V3 (also R1) and DEEPSEEK_V31: a name and a JSON object between
+    ``<｜tool▁call▁begin｜>`` and ``<｜tool▁call▁end｜>``. V3 puts the object in a code fence."""
 
     HERMES = "hermes"
     LLAMA3 = "llama3"
@@ -37,8 +36,13 @@ class ToolFormat(StrEnum):
 
 
 def check_tool_name(name: str, field: str, subject: str = "") -> None:
-    """Raises ParameterError for a name that no tool may have. ``field`` is where the request has
-    it, and the error's sentence is about the ``subject``: the field, if that is empty."""
+    """Raise ParameterError for an invalid tool name.
+
+    Args:
+        name: The tool's name.
+        field: The request's field that holds it.
+        subject: The subject of the error's sentence; empty: the field.
+    """
     if not _NAME.fullmatch(name):
         raise ParameterError(
             field,
@@ -47,8 +51,8 @@ def check_tool_name(name: str, field: str, subject: str = "") -> None:
 
 
 class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function that the model may call; ``parameters`` is the JSON Schema of its arguments, an
-    object (None: it takes none).
+    """Function that the model may call; ``parameters`` is the JSON Schema of its arguments, an
+    object (None: no arguments).
 
     Raises ParameterError for a name that is not 1 to 64 letters, digits, ``_`` or ``-``.
     """
@@ -63,7 +67,7 @@ class ToolDefinition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One call in an assistant's turn; ``arguments`` is JSON as the model wrote it."""
+    """Call in an assistant's turn; ``arguments`` is JSON as the model wrote it."""
 
     id: str
     name: str
@@ -71,7 +75,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ToolMode(StrEnum):
-    """Whether a model may, must not or must call a tool; NAMED: one certain tool."""
+    """Mode of tool use: the model may, must not or must call a tool; NAMED: a given tool."""
 
     AUTO = "auto"
     NONE = "none"
@@ -80,7 +84,7 @@ class ToolMode(StrEnum):
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """``name`` goes with NAMED only."""
+    """Choice of tools. ``name`` is set with NAMED only."""
 
     mode: ToolMode = ToolMode.AUTO
     name: str = ""

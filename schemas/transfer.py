@@ -1,4 +1,4 @@
-"""Where blocks of a worker's KV cache can be pulled from, and by whom (``docs/kv-cache.md``)."""
+"""Endpoints from which blocks of a worker's KV cache are pulled (``docs/kv-cache.md``)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class BlockPart(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank has of each block of a KV cache: so many of the model's layers and of their
-    heads of keys and values, from the first ones on."""
+    """Part of each block of a KV cache that one rank has: a range of the model's layers and a range
+    of their heads of keys and values."""
 
     first_layer: int
     num_layers: int
@@ -16,15 +16,16 @@ class BlockPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TransferEndpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a worker's engine serves blocks of its KV cache; it travels in ``WorkerStatus``.
+    """Endpoint at which a worker's engine serves blocks of its KV cache; it travels in
+    ``WorkerStatus``.
 
-    ``layout`` is equal where blocks may be taken: weights, types, block size and, unless workers
-    are told otherwise, all that their bits depend on. How a block is split into ``parts``, one for
-    each rank of the worker's group, may differ then.
-    ``host`` tells machines apart: a peer on the same one may use ``socket``, the path of a Unix
-    socket; others use ``address``, ``host:port`` (empty: not served across machines). A peer shows
-    ``token`` before it may read, which only this cluster's bus tells. ``nixl`` is the name of the
-    NIXL agent by which the memory can be read, too (empty: there is none).
+    Blocks may be pulled between equal ``layout``s: weights, types, block size and, unless workers
+    are configured otherwise, everything that their bits depend on. The split of a block into
+    ``parts``, one for each rank of the worker's group, may then differ. ``host`` identifies a
+    machine: a peer on the same machine may use ``socket``, the path of a Unix socket; other peers
+    use ``address``, ``host:port`` (empty: not served across machines). A peer must show ``token``
+    before it may read; only this cluster's bus carries the token. ``nixl`` is the name of the NIXL
+    agent by which the memory can also be read (empty: none).
     """
 
     layout: str
@@ -37,8 +38,8 @@ class TransferEndpoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class KvSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which worker has the leading blocks of a request's tokens, about ``num_tokens`` of them; it
-    travels in ``Dispatch``. What cannot be pulled from there in time is computed."""
+    """Worker that has the leading blocks of a request's tokens, about ``num_tokens`` of them; it
+    travels in ``Dispatch``. Blocks that cannot be pulled in time are computed."""
 
     worker_id: str
     endpoint: TransferEndpoint

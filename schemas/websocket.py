@@ -1,15 +1,15 @@
-"""The messages of ``/v1/ws``, subprotocol ``millrace.v1``: JSON objects with a ``type``.
+"""Messages of ``/v1/ws``, subprotocol ``millrace.v1``: JSON objects with a ``type``.
 
-A client names its generations by an ``id`` of its own, unique among those that run on the socket.
-Each ``generate`` and ``resume`` is answered by ``accepted``, any ``queued``, ``started``,
-``delta``, ``tool_call``, ``tool_arguments``, ``tool_step`` and ``choice_done``, and one ``done``;
-or by one ``error`` with its id, at any point, after which nothing follows for that id.
+A client names each generation by its own ``id``, unique among the running generations of the
+socket. Each ``generate`` and ``resume`` is answered by ``accepted``, any ``queued``, ``started``,
+``delta``, ``tool_call``, ``tool_arguments``, ``tool_step`` and ``choice_done``, and one ``done``.
+It may be answered by one ``error`` with its id at any point, after which no message for that id
+follows.
 
-Where keys are demanded, the key comes in the header of the handshake or in a first message
-``authenticate``. A socket that is lost is no end: its generations go on for a while, and any
-gateway continues them after a ``resume`` with the ``request_id`` and the index of the first token
-that the client has not got. ``going_away`` says that the gateway shuts down: connect again, then
-resume.
+If keys are required, the key comes in the header of the handshake or in a first message
+``authenticate``. A lost socket does not end its generations at once: they continue for a while, and
+any gateway continues them after a ``resume`` with the ``request_id`` and the index of the client's
+first missing token. ``going_away``: the gateway shuts down; connect again, then resume.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Generate(
     tag_field="type",
     tag="generate",
 ):
-    """Start a generation from ``messages`` or ``prompt`` (text or token ids). Sent again with the
-    same ``idempotency_key``, on any socket, it attaches to the answer that there is. Every field of
-    a chat completion is known: ``stream`` and ``stream_options.include_usage`` change nothing,
-    since an answer is always streamed and ``done`` always has the usage."""
+    """Command to start a generation from ``messages`` or ``prompt`` (text or token ids). A repeated
+    command with the same ``idempotency_key``, on any socket, attaches to the existing answer. Every
+    field of a chat completion is known: ``stream`` and ``stream_options.include_usage`` have no
+    effect, since an answer is always streamed and ``done`` always has the usage."""
 
     id: str
     idempotency_key: str = ""
@@ -56,8 +56,8 @@ class _ClientMessage(
 
 
 class Resume(_ClientMessage, frozen=True, kw_only=True, tag="resume"):
-    """Go on with a request of an earlier socket under a new ``id``. ``next_index`` is the index of
-    the first token that is missing, one for each choice if there are several."""
+    """Command to continue a request of an earlier socket under a new ``id``. ``next_index`` is the
+    index of the first missing token, one for each choice if there are several."""
 
     id: str
     request_id: str
@@ -65,19 +65,20 @@ class Resume(_ClientMessage, frozen=True, kw_only=True, tag="resume"):
 
 
 class Authenticate(_ClientMessage, frozen=True, kw_only=True, tag="authenticate"):
-    """Answered by ``authenticated``, or by an error and the socket's end (1008)."""
+    """Key of the client. The answer is ``authenticated``, or an error and the end of the socket
+    with code 1008."""
 
     token: str
 
 
 class CancelGeneration(_ClientMessage, frozen=True, kw_only=True, tag="cancel"):
-    """Stop a generation; it ends in ``done`` with finish_reason ``cancelled``."""
+    """Command to stop a generation; it ends in ``done`` with finish_reason ``cancelled``."""
 
     id: str
 
 
 class Ping(_ClientMessage, frozen=True, tag="ping"):
-    """Answered by ``pong``."""
+    """Ping, answered by ``pong``."""
 
 
 ClientMessage = Generate | Resume | CancelGeneration | Authenticate | Ping
@@ -90,7 +91,7 @@ class _ServerMessage(
 
 
 class _OfGeneration(_ServerMessage, frozen=True, kw_only=True):
-    """A message about the generation that the client named ``id``."""
+    """Message about the generation that the client named ``id``."""
 
     id: str
     request_id: str
@@ -107,16 +108,16 @@ class _Piece(_OfGeneration, frozen=True, kw_only=True):
 
 
 class Authenticated(_ServerMessage, frozen=True, kw_only=True, tag="authenticated"):
-    """The key is good."""
+    """Notice that the key is valid."""
 
     tenant: str
     tier: Tier
 
 
 class Accepted(_OfGeneration, frozen=True, kw_only=True, tag="accepted"):
-    """The request is stored and will be answered, whatever dies. ``session`` says how the kept
-    conversation was fitted into the context window. ``model`` answers; ``route_reason`` says why,
-    if the choice was left to the gateway."""
+    """Notice that the request is stored and will be answered, even after a crash. ``session`` says
+    how the kept conversation was fitted into the context window. ``model`` answers;
+    ``route_reason`` is the reason for that model, if the gateway chose it."""
 
     session: SessionInfo | None = None
     model: str = ""
@@ -124,31 +125,32 @@ class Accepted(_OfGeneration, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Queued(_OfGeneration, frozen=True, kw_only=True, tag="queued"):
-    """``position`` counts from 0; ``eta_s`` is a guess of the wait left."""
+    """Position of a waiting request. ``position`` counts from 0; ``eta_s`` estimates the remaining
+    wait."""
 
     position: int
     eta_s: float | None = None
 
 
 class Started(_OfGeneration, frozen=True, kw_only=True, tag="started"):
-    """A worker runs the request. A second one: another worker continues it."""
+    """Notice that a worker runs the request. A second notice: another worker continues it."""
 
     prompt_tokens: int
     cached_tokens: int = 0
 
 
 class Delta(_Piece, frozen=True, kw_only=True, tag="delta"):
-    """``num_tokens`` more tokens of a choice from ``index`` on, and the text that they add. Tokens
+    """New tokens of a choice: ``num_tokens`` from ``index`` on, and the text that they add. Tokens
     of tool calls count, but their text is in ``tool_call`` and ``tool_arguments``."""
 
 
 class Reasoning(_Piece, frozen=True, kw_only=True, tag="reasoning"):
-    """As a delta, of the thoughts that come before the answer."""
+    """Delta of the thoughts before the answer."""
 
 
 class ToolCallStarted(_OfGeneration, frozen=True, kw_only=True, tag="tool_call"):
-    """The model calls a tool, the ``call``-th of this choice; its arguments follow, or the text
-    that is the input of a ``custom`` tool."""
+    """Start of a tool call, the ``call``-th of this choice; its arguments follow, or the text input
+    of a ``custom`` tool."""
 
     call: int
     call_id: str
@@ -158,8 +160,8 @@ class ToolCallStarted(_OfGeneration, frozen=True, kw_only=True, tag="tool_call")
 
 
 class ToolArguments(_OfGeneration, frozen=True, kw_only=True, tag="tool_arguments"):
-    """More of the arguments of a call, which are JSON when all are there, or of the text that is
-    the input of a ``custom`` tool."""
+    """Next piece of a call's arguments, which are JSON when complete, or of the text input of a
+    ``custom`` tool."""
 
     call: int
     text: str
@@ -168,8 +170,8 @@ class ToolArguments(_OfGeneration, frozen=True, kw_only=True, tag="tool_argument
 
 
 class ToolStep(_OfGeneration, frozen=True, kw_only=True, tag="tool_step"):
-    """The gateway has run one of its own tools; the model goes on with the result. ``output`` is
-    what the tool returned, or the error that the model gets."""
+    """Notice that the gateway has run one of its own tools; the model continues with the result.
+    ``output`` is the tool's result, or the error that the model gets."""
 
     call_id: str
     name: str
@@ -180,8 +182,8 @@ class ToolStep(_OfGeneration, frozen=True, kw_only=True, tag="tool_step"):
 
 
 class ChoiceDone(_OfGeneration, frozen=True, kw_only=True, tag="choice_done"):
-    """One of several choices has ended; ``done`` follows the last of them. ``stop_reason`` is the
-    stop string or the id of the stop token that ended it, if one did."""
+    """End of one of several choices; ``done`` follows the last of them. ``stop_reason`` is the stop
+    string or the id of the stop token that ended it, if any."""
 
     choice: int
     finish_reason: str
@@ -189,9 +191,10 @@ class ChoiceDone(_OfGeneration, frozen=True, kw_only=True, tag="choice_done"):
 
 
 class Done(_OfGeneration, frozen=True, kw_only=True, tag="done"):
-    """``finish_reason`` of the first choice: stop, length, tool_calls, cancelled; ``stop_reason``
-    is the stop string or the id of the stop token that ended it, if one did. ``usage`` is of
-    all choices; it is there unless it was cancelled. ``notices`` say what the answer leaves out."""
+    """End of a generation. ``finish_reason`` is the first choice's: stop, length, tool_calls,
+    cancelled. ``stop_reason`` is the stop string or the id of the stop token that ended it, if any.
+    ``usage`` covers all choices; it is missing after a cancellation. ``notices`` name the parts
+    that the answer leaves out."""
 
     finish_reason: str
     stop_reason: str | int | None = None
@@ -200,8 +203,8 @@ class Done(_OfGeneration, frozen=True, kw_only=True, tag="done"):
 
 
 class Error(_ServerMessage, frozen=True, kw_only=True, tag="error"):
-    """Without an ``id`` the message could not be assigned to a generation; the socket stays open in
-    any case."""
+    """Error. Without an ``id``, the message could not be assigned to a generation; the socket stays
+    open in any case."""
 
     code: str
     message: str
@@ -216,8 +219,8 @@ class Pong(_ServerMessage, frozen=True, kw_only=True, tag="pong"):
 
 
 class GoingAway(_ServerMessage, frozen=True, kw_only=True, tag="going_away"):
-    """This gateway shuts down; it closes the socket (1012) when its generations have ended or
-    their time is over. Connect again, and resume what has not ended by then."""
+    """Notice that this gateway shuts down; it closes the socket (1012) when its generations have
+    ended or the drain time is over. Connect again, and resume the unfinished generations."""
 
 
 ServerMessage = (

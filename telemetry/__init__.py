@@ -1,1 +1,1 @@
-"""Records on their way to ClickHouse (outbox, Kafka, sink), and the questions asked of them."""
+"""Records on their way to ClickHouse (outbox, Kafka, sink), and queries of them."""

@@ -28,12 +28,12 @@ from millrace.telemetry.store.store import StoreTakenError, StoreUnavailableErro
 logger = logging.getLogger("millrace.telemetry")
 
 _RETRY_S = 0.5
-# Longer than any command reads (see ``ReadLimits.max_execution_s``).
+# Seconds; longer than any command reads (see ``ReadLimits.max_execution_s``).
 _TAKEN_WAIT_S = 45.0
 
 
 def main(arguments: list[str]) -> int:
-    """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
+    """Run until SIGTERM or SIGINT; return the exit code, as in ``runtime.process``."""
     parser = argparse.ArgumentParser(prog="telemetry", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     file = parser.parse_args(arguments).config
@@ -55,7 +55,7 @@ async def _serve(config: Config) -> None:
 
 
 async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> None:
-    # aiokafka retries by itself and says so on every attempt; what matters reaches our own log.
+    # aiokafka logs each of its retries; relevant failures reach our own log.
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)
     instance_id = f"telemetry-{uuid.uuid4().hex[:8]}"
     tracing = open_tracing(config.tracing, "telemetry", instance_id)
@@ -95,15 +95,17 @@ async def _move(config: Config, stopping: asyncio.Event, monitor: Monitor) -> No
 
 
 def _trouble(service: TelemetryService, bus: Bus) -> str:
-    """Why records do not move just now, if so."""
+    """Return why records do not move now; empty if they do."""
     if not bus.connected:
         return "the message bus is unreachable"
     return "; ".join(f"{store} {why}" for store, why in service.stores.troubles().items())
 
 
 async def open_service(config: Config, clock: Clock) -> TelemetryService:
-    """Open the service, and retry for ``nats.connect_timeout_s`` while the store is unavailable. A
-    folder that another process has open is waited for up to 45 s."""
+    """Open the service; retry for ``nats.connect_timeout_s`` while the store is unavailable.
+
+    If another process has the folder open, wait for it up to 45 s.
+    """
     began_s, told = clock.monotonic(), ""
     while True:
         try:

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a telemetry process, read at each scrape from what its parts count."""
+"""Prometheus metrics of a telemetry process, read at each scrape from its parts' counters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from millrace.bus.storage import CLICKHOUSE, KAFKA
 from millrace.bus.store.watch import StoreMetrics
 from millrace.telemetry.service import TelemetryService
 
-# The older name of a counter, for one version: promtool takes "minutes" for a unit.
+# Older name of a counter, kept for one version: promtool takes "minutes" for a unit.
 DEPRECATED = "millrace_telemetry_rollup_minutes"
 
 
 class TelemetryMetrics(Collector):
-    """Labels are topics and tables of ours."""
+    """Collector whose labels are Millrace's topics and tables."""
 
     def __init__(self, service: TelemetryService) -> None:
         self._service = service
@@ -34,7 +34,7 @@ class TelemetryMetrics(Collector):
     def _behind(self) -> Iterator[Metric]:
         lag = GaugeMetricFamily(
             "millrace_telemetry_lag_messages",
-            "Messages in Kafka that are not in ClickHouse so far, of the whole group of sinks",
+            "Messages in Kafka that are not in ClickHouse yet, of the whole group of sinks",
             labels=["topic"],
         )
         for topic, num_behind in self._service.sink.lag().items():
@@ -42,13 +42,13 @@ class TelemetryMetrics(Collector):
         yield lag
         yield GaugeMetricFamily(
             "millrace_telemetry_rollup_age_seconds",
-            "For how long usage by the minute has not been brought up to date without a failure",
+            "Seconds since usage by the minute was last up to date",
             self._service.rollups.age_s,
         )
         num_computed = self._service.rollups.num_computed
         yield CounterMetricFamily(
             "millrace_telemetry_rollup_computations",
-            "How often usage of a minute was computed",
+            "Number of computations of a minute's usage",
             num_computed,
         )
         yield CounterMetricFamily(
@@ -61,10 +61,10 @@ class TelemetryMetrics(Collector):
         bridge = self._service.bridge
         waiting = GaugeMetricFamily(
             "millrace_telemetry_outbox_waiting_records",
-            "Records that are not in Kafka so far: in the outbox, or on their way into it",
+            "Records that are not in Kafka yet: in the outbox, or on their way to it",
         )
         bridged = CounterMetricFamily(
-            "millrace_telemetry_bridged_records", "Records that went from the outbox to Kafka"
+            "millrace_telemetry_bridged_records", "Records sent from the outbox to Kafka"
         )
         if bridge is not None:
             waiting.add_metric([], bridge.num_waiting + self._service.unstored.count())
@@ -80,7 +80,8 @@ class TelemetryMetrics(Collector):
         )
         dead = CounterMetricFamily(
             "millrace_telemetry_dead_letters",
-            "Records that cannot be stored and went to the dead letters, by who found out",
+            "Records that cannot be stored and went to the dead letters, by the part that found "
+            "them",
             labels=["source"],
         )
         dead.add_metric(["sink"], sink.num_dead)
@@ -88,23 +89,24 @@ class TelemetryMetrics(Collector):
         yield dead
         yield CounterMetricFamily(
             "millrace_telemetry_insert_failures",
-            "Writes that ClickHouse did not take, and that were tried again",
+            "Writes that ClickHouse did not accept and that were retried",
             sink.insertion.num_failures,
         )
         yield GaugeMetricFamily(
             "millrace_telemetry_last_stored_timestamp_seconds",
-            "When the latest batch was stored, in seconds of the UTC epoch; 0 before the first",
+            "Time at which the latest batch was stored, in seconds of the UTC epoch; 0 before the "
+            "first",
             sink.last_stored_s,
         )
 
     def _inserts(self) -> Iterator[Metric]:
         took = HistogramMetricFamily(
             "millrace_telemetry_insert_duration_seconds",
-            "How long inserts into a table took",
+            "Duration of inserts into a table, in seconds",
             labels=["table"],
         )
         rows = HistogramMetricFamily(
-            "millrace_telemetry_batch_rows", "How many rows an insert had", labels=["table"]
+            "millrace_telemetry_batch_rows", "Rows of an insert", labels=["table"]
         )
         for table, inserts in self._service.sink.insertion.tables.items():
             inserts.took_s.add_to(took, [table])

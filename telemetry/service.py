@@ -1,4 +1,5 @@
-"""The telemetry process: migrations, bridge, sink, HTTP interface and answers, kept running."""
+"""Telemetry process: migrations, bridge, sink, HTTP interface and answers, restarted after
+failures."""
 
 from __future__ import annotations
 
@@ -43,14 +44,15 @@ logger = logging.getLogger(__name__)
 
 _FLUSH_TIMEOUT_S = 3.0
 _NS_PER_S = 10**9
-# The shortest time for which a condition has to hold is twice that.
+# Half of the shortest time for which an alert's condition must hold.
 _LOOK_EVERY_S = 15.0
 
 
 class RecordFlow(NamedTuple):
-    """How far records have come: ``num_waiting`` are not in Kafka, ``num_behind`` are there and not
-    in ClickHouse, where the latest landed at ``last_stored_s`` (Unix time, 0: none so far).
-    ``usage_age_s`` is for how long usage by the minute lacks what is stored; None: unknown."""
+    """Progress of records: ``num_waiting`` are not in Kafka, ``num_behind`` are in Kafka and not in
+    ClickHouse, where the latest landed at ``last_stored_s`` (Unix time, 0: none so far).
+    ``usage_age_s`` is the lag of usage by the minute behind the stored rows, in seconds; None:
+    unknown."""
 
     now_s: float
     num_waiting: int
@@ -62,7 +64,7 @@ class RecordFlow(NamedTuple):
 
 
 def conditions_of(flow: RecordFlow) -> Iterator[AlertCondition]:
-    """The conditions of a telemetry process."""
+    """Return the alert conditions of a telemetry process."""
     stood_s = flow.now_s - flow.last_stored_s if flow.num_behind and flow.last_stored_s else 0.0
     yield _over("MillraceOutboxFills", flow.num_waiting)
     yield _over("MillraceTelemetryBehind", flow.num_behind)
@@ -78,12 +80,12 @@ def _over(name: str, value: float | None) -> AlertCondition:
 
 
 class TelemetryService:
-    """Owns the store from ``open`` to ``close``; ``run`` moves records until ``stop``."""
+    """Owner of the store from ``open`` to ``close``; ``run`` moves records until ``stop``."""
 
     def __init__(
         self, config: Config, store: Store, clock: Clock, catalogue: Catalogue | None = None
     ) -> None:
-        """``catalogue`` is the one whose prices are noted already."""
+        """Create the service; the prices of ``catalogue`` are recorded already."""
         known = catalogue or Catalogue({})
         self._catalogue = CatalogueWatch(config.catalogue, known, clock, self._on_catalogue)
         self._config = config
@@ -109,7 +111,7 @@ class TelemetryService:
 
     @classmethod
     async def open(cls, config: Config, clock: Clock) -> TelemetryService:
-        """Open the store, bring it up to date, and note the catalogue's prices in it.
+        """Open the store, migrate it, and record the catalogue's prices in it.
 
         Raises ConfigError, StoreUnavailableError, MigrationError.
         """
@@ -125,18 +127,19 @@ class TelemetryService:
         return cls(config, store, clock, catalogue)
 
     def serve_http(self) -> HttpServer | None:
-        """The HTTP interface over an embedded store; a server has its own. Raises ConfigError."""
+        """Return the HTTP interface over an embedded store; None for a server, which has its own.
+        Raises ConfigError."""
         reader = self.store.reader
         if not isinstance(reader, StreamingReader):
             return None
         return HttpServer(reader, self._config.clickhouse, self.store.views)
 
     def stop(self) -> None:
-        """Have ``run`` store what is in hand and return."""
+        """Have ``run`` store the current batch and return."""
         self._stop.set()
 
     async def run(self, bus: Bus) -> None:
-        """Move records and answer questions until ``stop``; a part that fails starts again."""
+        """Move records and answer queries until ``stop``; a failed part is restarted."""
         bridge = self.bridge = self.stores.bridge = Bridge(
             bus=bus,
             config=self._config.kafka,
@@ -150,7 +153,7 @@ class TelemetryService:
         redis = RedisLink(self._config.redis, self._clock)
 
         async def note_budgets() -> None:
-            # The link logs that Redis is away; the next scan finds what changed meanwhile.
+            # The link logs that Redis is away; the next scan finds the changes since.
             with suppress(RedisUnreachableError):
                 await record_budgets(
                     self.store, TenantStore(redis), self._config.gateway.tiers, self._clock
@@ -176,22 +179,22 @@ class TelemetryService:
             bridge.stop()
             self.sink.stop()
             _, late = await asyncio.wait(parts, timeout=_FLUSH_TIMEOUT_S)
-            # All at once: each may wait for a Kafka that is unreachable before it lets go of it.
+            # Stop all at once: each may wait for an unreachable Kafka before it closes.
             for part in late:
                 part.cancel()
-            # After the last batch, which it is to count.
+            # Stop the rollups last, since they must count the last batch.
             self.rollups.stop()
             _, still = await asyncio.wait([rollups], timeout=_FLUSH_TIMEOUT_S)
             for part in still:
                 part.cancel()
             late |= still
             if late:
-                # Nothing is lost by it: what was not committed comes again at the next start, and
-                # what was not counted is found then.
+                # No data is lost: uncommitted records come again at the next start, and uncounted
+                # rows are found then.
                 logger.warning(
                     "stopped without flushing", extra={"parts": [t.get_name() for t in late]}
                 )
-                # Cancelled once: a second time would break off letting go.
+                # Cancel once only: a second time would interrupt the clean-up.
                 await asyncio.wait(late)
         finally:
             await self._catalogue.close()
@@ -216,11 +219,11 @@ class TelemetryService:
         await record_prices(self.store, catalogue, self._clock)
 
     async def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         await self.store.close()
 
     async def _hold(self, subscribing: Awaitable[Subscription]) -> None:
-        """Subscribe, until ``stop``."""
+        """Subscribe until ``stop``."""
         subscription = await subscribing
         try:
             await self._stop.wait()
@@ -229,12 +232,17 @@ class TelemetryService:
 
 
 async def _note_prices(config: Config, store: Store, clock: Clock) -> Catalogue | None:
-    """The catalogue whose prices were noted; None if it cannot be read. Requests are stored with
-    what they cost, whether or not this process knows the prices."""
+    """Record the catalogue's prices and return it; None if it cannot be read.
+
+    Requests are stored with their cost even if this process does not know the prices.
+    """
     try:
         catalogue = load_catalogue(config.catalogue)
     except ConfigError as error:
-        logger.warning("the catalogue's prices are not known here", extra={"reason": error.message})
+        logger.warning(
+            "the catalogue cannot be read, so its prices are not recorded",
+            extra={"reason": error.message},
+        )
         return None
     await record_prices(store, catalogue, clock)
     return catalogue
@@ -244,7 +252,7 @@ _WORKER_SILENCE_S = 10.0
 
 
 class RecordStores:
-    """Kafka and ClickHouse: whether their disks have room, and whether they take what is sent."""
+    """State of Kafka and ClickHouse: room on their disks, and acceptance of records."""
 
     def __init__(self, config: StorageConfig, clock: Clock, insertion: Insertion) -> None:
         self.watch = StoreWatch(config, clock)
@@ -252,7 +260,7 @@ class RecordStores:
         self.bridge: Bridge | None = None
 
     def troubles(self) -> dict[str, str]:
-        """Those of the two that are in trouble, each with the rest of a sentence about it."""
+        """Return each store in trouble, with the rest of a sentence about it."""
         troubles = {
             store: why
             for store, why in self.watch.troubles().items()
@@ -266,8 +274,8 @@ class RecordStores:
 
 
 class UnstoredRecords:
-    """Records that did not get into the outbox so far: workers hold on to requests that are over
-    until their records are stored, and tell how many with every heartbeat."""
+    """Count of records that are not in the outbox yet: workers hold ended requests until their
+    records are stored, and report the number with every heartbeat."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -280,7 +288,7 @@ class UnstoredRecords:
             self._by_worker[status.worker_id] = (status.num_ending, self._clock.monotonic())
 
     def count(self) -> int:
-        """Of the workers that were heard of lately."""
+        """Return the sum over the recently heard workers."""
         oldest_s = self._clock.monotonic() - _WORKER_SILENCE_S
         self._by_worker = {
             worker_id: known for worker_id, known in self._by_worker.items() if known[1] >= oldest_s

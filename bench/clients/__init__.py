@@ -1,3 +1,4 @@
-"""Clients of the servers under load, and what their answers say. ``bench.load`` runs them; they
-import ``bench.prompts`` and ``bench.settings``.
+"""Clients of the servers under load, and parsers of their answers.
+
+``bench.load`` runs them; they import ``bench.prompts`` and ``bench.settings``.
 """

@@ -1,4 +1,4 @@
-"""A client of one server: requests of the wanted API over a pool of kept connections."""
+"""Client of one server: requests of the chosen API over a pool of kept connections."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _HANDSHAKE_S = 30.0
 
 
 class LoadClient:
-    """Owns its connections; ``close`` ends them with whatever runs on them.
+    """Owner of connections; ``close`` ends them with their requests.
 
-    Every request has one connection for as long as it runs; a new one is opened when none is idle.
+    Every request has one connection while it runs; a new one is opened when none is idle.
     """
 
     def __init__(self, settings: LoadSettings) -> None:
@@ -40,7 +40,7 @@ class LoadClient:
         self._busy: set[ClientConnection] = set()
 
     def encode(self, index: int, prompted: Prompted, **fields: Any) -> bytes:
-        """The request for a prompt, with any more ``fields``, ready to be sent."""
+        """Encode the request for a prompt, with further ``fields``."""
         body = self._body(prompted) | fields
         if self._settings.api is TargetApi.WEBSOCKET:
             return msgspec.json.encode({"type": "generate", "id": str(index), **body})
@@ -49,7 +49,7 @@ class LoadClient:
         return self._post(_ROUTES[self._settings.api], payload)
 
     async def run(self, request: bytes, exchange: ClientExchange) -> None:
-        """Send a request and return when its answer has ended; what goes wrong is in the
+        """Send a request and wait until its answer has ended; failures are stored in the
         exchange."""
         settings = self._settings
         connection: ClientConnection | None = None
@@ -76,13 +76,13 @@ class LoadClient:
         exchange.close(time.perf_counter())
 
     async def ask(self, prompted: Prompted) -> ClientExchange:
-        """One answer that is not measured."""
+        """Request one answer that is not measured."""
         exchange = self._exchange()
         await self.run(self.encode(0, prompted), exchange)
         return exchange
 
     async def count_prompt(self, text: str) -> int | None:
-        """The tokens of a prompt as the server counts them; None if it does not say."""
+        """Return the server's token count of a prompt; None if the server does not report it."""
         exchange = self._exchange()
         if self._settings.api is TargetApi.WEBSOCKET:
             await self.run(self.encode(0, Prompted(text=text, max_tokens=1)), exchange)
@@ -95,7 +95,7 @@ class LoadClient:
         return exchange.prompt_tokens if exchange.has_usage and not exchange.error else None
 
     async def first_model(self) -> str:
-        """The first model that the server lists. Raises LoadError if it lists none."""
+        """Return the first model that the server lists. Raises LoadError if it lists none."""
         exchange = self._exchange()
         request = request_bytes(self._target, "GET", "/models", self._headers, b"")
         await self._run_whole(request, exchange, has_usage=False)
@@ -108,14 +108,14 @@ class LoadClient:
             ) from error
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for connection in (*self._idle, *self._busy):
             connection.close()
 
     async def _run_whole(
         self, request: bytes, exchange: ClientExchange, *, has_usage: bool
     ) -> None:
-        """An HTTP request whose answer is not streamed, on a connection of its own."""
+        """Send an HTTP request whose answer is not streamed, on its own connection."""
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 connection = await connect(self._target, HttpConnection)

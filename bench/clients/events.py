@@ -1,4 +1,4 @@
-"""What the server's messages say: OpenAI's chunks, their errors, and messages of millrace.v1."""
+"""Parsers of server messages: OpenAI's chunks, their errors, and messages of millrace.v1."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _decode_message = msgspec.json.Decoder(_Message).decode
 
 
 def read_event(exchange: ClientExchange, data: bytes, now_s: float) -> None:
-    """Take in the data of one server-sent event."""
+    """Process the data of one server-sent event."""
     if data == _DONE:
         exchange.finished = True
         exchange.end_s = now_s
@@ -79,7 +79,7 @@ def read_event(exchange: ClientExchange, data: bytes, now_s: float) -> None:
 
 
 def read_message(exchange: ClientExchange, data: bytes, now_s: float) -> bool:
-    """Take in a message of millrace.v1; True if it is the last of its generation."""
+    """Process a message of millrace.v1; return True if it is the last of its generation."""
     try:
         message = _decode_message(data)
     except msgspec.DecodeError:
@@ -102,7 +102,8 @@ def read_message(exchange: ClientExchange, data: bytes, now_s: float) -> bool:
 
 
 def error_code(error: object) -> str:
-    """The code of an ``error`` object as OpenAI and others write it; its type if it has none."""
+    """Return the code of an ``error`` object in OpenAI's or a similar format; its type if it has
+    none."""
     if isinstance(error, dict):
         for key in ("code", "type"):
             if error.get(key):
@@ -111,7 +112,7 @@ def error_code(error: object) -> str:
 
 
 def read_refusal(exchange: ClientExchange) -> None:
-    """Take in the body of an HTTP status that is not 200."""
+    """Process the body of an HTTP status that is not 200."""
     try:
         body = msgspec.json.decode(exchange.body)
     except msgspec.DecodeError:
@@ -121,7 +122,7 @@ def read_refusal(exchange: ClientExchange) -> None:
 
 
 def read_whole_usage(exchange: ClientExchange) -> None:
-    """Take in the usage of an answer that was not streamed."""
+    """Process the usage of an answer that was not streamed."""
     try:
         answer = _decode_chunk(exchange.body)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""One request and its answer, as a client sees them."""
+"""Request with its answer, as a client sees them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ UNFINISHED = "unfinished"
 
 
 class ClientSample(msgspec.Struct, frozen=True, array_like=True):
-    """What is kept of a request. Times are seconds from the start of the run.
+    """Recorded values of a request. Times are seconds from the start of the run.
 
-    ``due_s`` is when it was meant to be sent, and what its latencies are measured from; ``sent_s``
-    is when its first byte was. ``first_s`` is None if no text came. ``error`` is empty if all went
-    well, ``unfinished`` if the run ended before it did. ``gaps_ms`` (float32) are the times between
-    the parts of the answer after the first, ``part_tokens`` (int32) the tokens of each part if the
-    server says them, else empty. ``num_output_tokens`` is what the server counted, or, without
+    ``due_s`` is the planned time of the request, from which its latencies are measured; ``sent_s``
+    is the time of its first byte. ``first_s`` is None if no text came. ``error`` is empty after
+    success, ``unfinished`` if the run ended first. ``gaps_ms`` (float32) are the times between the
+    parts of the answer after the first, ``part_tokens`` (int32) the tokens of each part if the
+    server reports them, else empty. ``num_output_tokens`` is the server's count, or, without
     ``has_usage``, the number of parts.
     """
 
@@ -41,7 +41,7 @@ class ClientSample(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True, eq=False)
 class ClientExchange:
-    """A request on its way. The connection reports to it; ``done`` is set when nothing follows.
+    """Request in progress. The connection reports to it; ``done`` is set at the end of the answer.
 
     Times are of ``time.perf_counter``, which all processes of a machine share.
     """
@@ -68,21 +68,21 @@ class ClientExchange:
         self.done = loop.create_future()
 
     def part(self, now_s: float) -> None:
-        """A part of the answer has come."""
+        """Record the arrival of a part of the answer."""
         self.parts_s.append(now_s)
 
     def fail(self, code: str) -> None:
-        """It went wrong; the first reason counts."""
+        """Record a failure; the first code counts."""
         self.error = self.error or code
 
     def close(self, now_s: float) -> None:
-        """Nothing follows."""
+        """End the exchange."""
         if not self.done.done():
             self.end_s = self.end_s or now_s
             self.done.set_result(None)
 
     def sample(self, start_s: float) -> ClientSample:
-        """What is kept of it, ``start_s`` being the start of the run."""
+        """Return the recorded values, with times from ``start_s``, the start of the run."""
         parts_s = self.parts_s
         gaps = array("f", [(b - a) * 1e3 for a, b in pairwise(parts_s)])
         return ClientSample(

@@ -1,8 +1,8 @@
-"""An HTTP/1.1 client connection for one request after the other, with server-sent events.
+"""HTTP/1.1 client connection for one request after the other, with server-sent events.
 
-It does what a load needs and little else, so that one core can take in tens of thousands of events
-a second: answers with a length, chunked, or that end with the connection; no redirects, no
-trailers, no compression.
+It has only the features that a load needs, so that one core can receive tens of thousands of events
+a second: answers with a length, chunked, or ended by the connection; no redirects, no trailers, no
+compression.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _Protocol = TypeVar("_Protocol", bound=asyncio.Protocol)
 
 
 class ClientConnection(asyncio.Protocol):
-    """``send`` a request when ``is_idle``; the exchange is closed when its answer has ended."""
+    """Connection: ``send`` a request when ``is_idle``; the exchange is closed when its answer has
+    ended."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -46,7 +47,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.write(request)
 
     def close(self) -> None:
-        """Part with the server, whatever it is doing."""
+        """Abort the connection at once."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
@@ -56,7 +57,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 class HttpConnection(ClientConnection):
-    """A connection for HTTP/1.1, open once it is made."""
+    """Connection for HTTP/1.1, open once it is made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class HttpConnection(ClientConnection):
         self._head_bytes = 0
         super().send(request, exchange)
 
-    # What asyncio calls.
+    # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -101,7 +102,7 @@ class HttpConnection(ClientConnection):
             if self._head_bytes > _MAX_HEAD_BYTES:
                 self._break()
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         self._in_body = self._is_stream = self._is_delimited = False
@@ -143,7 +144,7 @@ class HttpConnection(ClientConnection):
         self._pending = data[start:]
 
     def on_message_complete(self) -> None:
-        if self._in_body:  # not one of those that only announce the answer
+        if self._in_body:  # skip informational (1xx) answers
             keeps = self._parser.should_keep_alive()
             self._finish()
             if not keeps:
@@ -171,7 +172,7 @@ class HttpConnection(ClientConnection):
 
 
 async def connect(target: ServerTarget, protocol: type[_Protocol]) -> _Protocol:
-    """A connection to the server. Raises OSError if there is none to be had."""
+    """Connect to the server. Raises OSError on failure."""
     tls = ssl.create_default_context() if target.is_tls else None
     loop = asyncio.get_running_loop()
     _, made = await loop.create_connection(protocol, target.host, target.port, ssl=tls)
@@ -181,7 +182,7 @@ async def connect(target: ServerTarget, protocol: type[_Protocol]) -> _Protocol:
 def request_bytes(
     target: ServerTarget, method: str, route: str, headers: list[tuple[str, str]], body: bytes
 ) -> bytes:
-    """A whole request; ``route`` is below the base URL's path."""
+    """Return a whole request as bytes; ``route`` is below the base URL's path."""
     lines = [
         f"{method} {target.path}{route} HTTP/1.1",
         f"host: {target.authority}",

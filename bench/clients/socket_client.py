@@ -1,6 +1,6 @@
-"""A WebSocket client connection for millrace.v1, one generation after the other.
+"""WebSocket client connection for millrace.v1, one generation after the other.
 
-Frames are masked with zeros, which costs nothing: masks are for proxies that a load does not pass.
+Frames are masked with zeros, which costs no time: masks protect proxies, and a load passes none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MASKED = 0x80
 
 
 class SocketConnection(ClientConnection):
-    """A connection for millrace.v1, open and ``opened`` after the handshake."""
+    """Connection for millrace.v1, open and ``opened`` after the handshake."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class SocketConnection(ClientConnection):
         exchange.status = 101
         super().send(frame(_TEXT, request), exchange)
 
-    # What asyncio calls.
+    # Callbacks of asyncio.
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self.is_open = False
@@ -63,7 +63,7 @@ class SocketConnection(ClientConnection):
             return
         self._read_frames(now_s)
 
-    # The answer, piece by piece.
+    # Parsing of the answer.
 
     def _read_handshake(self) -> bool:
         end = self._buffer.find(b"\r\n\r\n")
@@ -130,7 +130,7 @@ class SocketConnection(ClientConnection):
 
 
 def frame(kind: int, payload: bytes) -> bytes:
-    """A client's frame."""
+    """Return a client's frame."""
     length = len(payload)
     if length < 126:
         head = bytes([_FIN | kind, _MASKED | length])

@@ -1,4 +1,4 @@
-"""One page of HTML that needs nothing else, neither network nor scripts, and the parts of one."""
+"""Self-contained HTML page, without network or scripts, and its parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import resources
 
 
 def document(title: str, lead: str, content: str, footer: str) -> str:
-    """The whole page; ``lead``, below its heading, and ``content`` are HTML."""
+    """Return the whole page; ``lead``, below its heading, and ``content`` are HTML."""
     style = resources.files("millrace.bench.report").joinpath("page.css").read_text()
     return f"""<!doctype html>
 <html lang="en">
@@ -37,7 +37,7 @@ def escape(text: str) -> str:
 
 
 def card(name: str, value: str, *more: str) -> str:
-    """One figure, large, between its name and what belongs to it."""
+    """Return a card: a name, a large value, and further lines."""
     small = "".join(f"<small>{escape(line)}</small>" for line in more)
     return (
         f"<div class=card><span>{escape(name)}</span><strong>{escape(value)}</strong>{small}</div>"
@@ -45,14 +45,15 @@ def card(name: str, value: str, *more: str) -> str:
 
 
 def figure(title: str, drawn: str) -> str:
-    """A chart below its title."""
+    """Return a chart below its title."""
     return f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"
 
 
 def table(
     rows: Sequence[tuple[str, Sequence[str]]], head: Sequence[str] = (), kind: str = ""
 ) -> str:
-    """Rows of a name and its cells; ``head`` names all columns; ``kind`` is a class of cells."""
+    """Return a table with rows of a name and cells; ``head`` names all columns; ``kind`` is a CSS
+    class of the cells."""
     opening = f"<td class={kind}>" if kind else "<td>"
     named = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(

@@ -1,4 +1,4 @@
-"""From the samples of all processes to a report."""
+"""Computation of a report from the samples of all processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def report_of(
     interrupted: bool,
     keep_samples: bool,
 ) -> LoadReport:
-    """The report of a run whose load ended ``stopped_s`` after its start."""
+    """Return the report of a run whose load ended ``stopped_s`` after its start."""
     ordered = sorted(samples, key=lambda sample: sample.due_s)
     begin_s = settings.warm_up_s
     end_s = _end_of(settings, ordered, stopped_s, interrupted=interrupted)
@@ -76,7 +76,8 @@ def report_of(
 
 
 def distribution_of(values: _Floats, weights: _Floats | None = None) -> Distribution:
-    """Of at least one value, each counted ``weights`` times (once without)."""
+    """Return the distribution of at least one value, each counted ``weights`` times (default:
+    once)."""
     order = np.argsort(values)
     ordered = values[order]
     counts = np.ones_like(ordered) if weights is None else weights[order]
@@ -108,7 +109,7 @@ def distribution_of(values: _Floats, weights: _Floats | None = None) -> Distribu
 def _end_of(
     settings: LoadSettings, ordered: Sequence[ClientSample], stopped_s: float, *, interrupted: bool
 ) -> float:
-    """When the measured time ended."""
+    """Return the end of the measured time."""
     if settings.duration_s is not None:
         planned_s = settings.warm_up_s + settings.duration_s
         return min(stopped_s, planned_s) if interrupted else planned_s
@@ -120,7 +121,8 @@ def _end_of(
 def _latencies(
     settings: LoadSettings, sent: Sequence[ClientSample], good: Sequence[ClientSample]
 ) -> dict[str, Distribution]:
-    """Of what succeeded; the client's own delay of all that was sent."""
+    """Return the latencies of successful requests, and the client's own delay of all sent
+    requests."""
     gaps = [gaps_ms(sample) for sample in good]
     tokens = [tokens_by_part(sample)[1:] for sample in good]
     all_gaps = np.concatenate(gaps) if gaps else np.empty(0)
@@ -128,7 +130,7 @@ def _latencies(
     some = all_tokens > 0
     values: dict[str, tuple[_Floats, _Floats | None]] = {
         "ttft": (_of(ttft_ms, good), None),
-        # Tokens that come together share their gap evenly.
+        # Tokens that arrive together share their gap evenly.
         "itl": (all_gaps[some] / all_tokens[some], all_tokens[some]),
         "gap": (all_gaps, None),
         "tpot": (_of(tpot_ms, good), None),
@@ -194,7 +196,8 @@ def _goodput(slo: Slo, sent: Sequence[ClientSample], measured_s: float) -> Goodp
 
 
 def _keeps(slo: Slo, sample: ClientSample) -> bool:
-    """A request with a single part has no TPOT to miss; one without any missed its TTFT."""
+    """Return whether a request meets the SLO. A request with a single part has no TPOT to miss; one
+    without parts missed its TTFT."""
     first = ttft_ms(sample)
     bounds = (
         (slo.ttft_ms, float("inf") if first is None else first),
@@ -235,14 +238,14 @@ _WIDTHS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0, 30.0, 60.0, 120.0, 300.0
 
 
 class Parts(msgspec.Struct, frozen=True):
-    """When the parts of all answers came, and the tokens of each."""
+    """Arrival times of the parts of all answers, and the tokens of each part."""
 
     at_s: _Floats
     tokens: _Floats
 
 
 def parts_of(samples: Sequence[ClientSample]) -> Parts:
-    """Of every request, whatever became of it."""
+    """Return the parts of every request, also of failed ones."""
     times: list[_Floats] = []
     tokens: list[_Floats] = []
     for sample in samples:
@@ -256,7 +259,7 @@ def parts_of(samples: Sequence[ClientSample]) -> Parts:
 
 
 def timeline_of(samples: Sequence[ClientSample], parts: Parts, end_s: float) -> tuple[Bin, ...]:
-    """From the start to the last end, in about 60 stretches at most."""
+    """Return the run from the start to the last end, in at most about 60 bins."""
     last_s = max([end_s, *(sample.end_s for sample in samples)])
     width_s = next((w for w in _WIDTHS_S if last_s / w <= _MAX_BINS), _WIDTHS_S[-1])
     edges = np.arange(0.0, last_s + width_s, width_s)
@@ -287,7 +290,8 @@ def timeline_of(samples: Sequence[ClientSample], parts: Parts, end_s: float) -> 
 
 
 def _first_medians(samples: Sequence[ClientSample], edges: _Floats) -> list[float | None]:
-    """The median TTFT of the answers that began in each stretch; None where none did."""
+    """Return the median TTFT of the answers that began in each bin; None for a bin without
+    answers."""
     by_bin: list[list[float]] = [[] for _ in range(len(edges) - 1)]
     for sample in samples:
         first_ms = ttft_ms(sample)
@@ -300,29 +304,31 @@ def _first_medians(samples: Sequence[ClientSample], edges: _Floats) -> list[floa
 
 
 def ttft_ms(sample: ClientSample) -> float | None:
-    """From when it was due to the first part of its answer; None if none came."""
+    """Return the time from the due time to the first part of the answer; None if no part came."""
     return None if sample.first_s is None else (sample.first_s - sample.due_s) * 1e3
 
 
 def tpot_ms(sample: ClientSample) -> float | None:
-    """From the first part to the last, over the tokens but one; None with a single token."""
+    """Return the time from the first part to the last, divided by the tokens minus one; None with a
+    single token."""
     if sample.num_output_tokens < 2 or not sample.num_parts:
         return None
     return float(gaps_ms(sample).sum()) / (sample.num_output_tokens - 1)
 
 
 def e2e_ms(sample: ClientSample) -> float:
-    """From when it was due to the end of its answer."""
+    """Return the time from the due time to the end of the answer."""
     return (sample.end_s - sample.due_s) * 1e3
 
 
 def gaps_ms(sample: ClientSample) -> _Floats:
-    """Times between the parts of its answer."""
+    """Return the times between the parts of the answer."""
     return np.frombuffer(sample.gaps_ms, dtype=np.float32).astype(np.float64)
 
 
 def tokens_by_part(sample: ClientSample) -> _Floats:
-    """How many tokens each part brought: as the server said, else the answer's evenly."""
+    """Return the tokens of each part: as the server reports them, else the answer's tokens divided
+    evenly."""
     if sample.part_tokens:
         return np.frombuffer(sample.part_tokens, dtype=np.int32).astype(np.float64)
     count = sample.num_parts

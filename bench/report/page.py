@@ -1,4 +1,4 @@
-"""A report as one page of HTML."""
+"""Report as one page of HTML."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAST_QUANTILE = 99
 
 
 def render_page(report: LoadReport) -> str:
-    """The whole document."""
+    """Return the whole document."""
     settings = report.settings
     lead = f"""<p>{escape(load_in_words(settings))}</p>
 <p class=dim>{escape(settings.url)} · {settings.api.value} · {report.started_at} ·

@@ -19,8 +19,8 @@ _LETTER_WIDTH = 6.2
 
 
 class PlotSeries(msgspec.Struct, frozen=True):
-    """Points of one line, by ascending x. ``colour`` is a class of the style sheet: ``a`` to
-    ``d``. A ``stepped`` line keeps its y until the next x; a ``filled`` one is shaded below."""
+    """Points of one line, by ascending x. ``colour`` is a class of the style sheet: ``a`` to ``d``.
+    A ``stepped`` line keeps its y until the next x; a ``filled`` one is shaded below."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -30,7 +30,7 @@ class PlotSeries(msgspec.Struct, frozen=True):
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """A vertical line at ``x`` with a word beside it."""
+    """Vertical line at ``x`` with a word beside it."""
 
     x: float
     text: str
@@ -47,7 +47,7 @@ def line_chart(
     markers: Sequence[Marker] = (),
     shaded_until: float = 0.0,
 ) -> str:
-    """Lines over one pair of axes that start at 0. ``shaded_until`` greys the start out."""
+    """Draw lines over one pair of axes that start at 0. ``shaded_until`` greys out the start."""
     top = y_max or max((y for one in series for _, y in one.points), default=0.0)
     right = x_max or max((x for one in series for x, _ in one.points), default=0.0)
     frame = _Frame(right or 1.0, top or 1.0, exact_x=True, exact_y=y_max is not None)
@@ -69,7 +69,7 @@ def bar_chart(
     label: str,
     markers: Sequence[Marker] = (),
 ) -> str:
-    """A histogram: ``counts[i]`` lies between ``edges[i]`` and ``edges[i + 1]``."""
+    """Draw a histogram: ``counts[i]`` lies between ``edges[i]`` and ``edges[i + 1]``."""
     frame = _Frame(edges[-1], max(counts, default=0.0) or 1.0, exact_x=True, left=edges[0])
     bars = []
     for low, high, count in zip(edges, edges[1:], counts, strict=False):
@@ -84,7 +84,7 @@ def bar_chart(
 
 
 def number(value: float) -> str:
-    """A figure of three digits or more, without noise behind them."""
+    """Format a number with at least three significant digits and no insignificant ones."""
     size = abs(value)
     if size >= 1_000_000:
         return f"{value / 1e6:.3g}M"
@@ -96,7 +96,7 @@ def number(value: float) -> str:
 
 
 class _Frame:
-    """The axes, and where on the picture a value lies."""
+    """Axes of a chart, and the position of values on it."""
 
     bottom = _TOP + _PLOT_HEIGHT
 
@@ -182,8 +182,8 @@ class _Frame:
 
 
 def _marked(frame: _Frame, markers: Sequence[Marker]) -> list[str]:
-    """Lines with their words, each word a line lower than the one before it, so that none is on
-    another."""
+    """Return lines with their words, each word a line lower than the previous one, so that words do
+    not overlap."""
     drawn = []
     for place, marker in enumerate(m for m in markers if frame.has(m.x)):
         x = frame.x(marker.x)
@@ -197,7 +197,7 @@ def _marked(frame: _Frame, markers: Sequence[Marker]) -> list[str]:
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Names of lines in the upper right corner, on a ground that keeps the lines behind it off."""
+    """Return the names of lines in the upper right corner, on an opaque background."""
     longest = max(len(name) for name, _ in entries)
     width = max(_LEGEND_WIDTH, 34 + math.ceil(_LETTER_WIDTH * longest))
     left, height = _WIDTH - _RIGHT - width, 14 * len(entries) + 6
@@ -212,7 +212,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round values from about ``low`` to at least ``high``."""
+    """Return round values from about ``low`` to at least ``high``."""
     span = (high - low) or 1.0
     raw = span / _WANTED_TICKS
     size = 10 ** math.floor(math.log10(raw))

@@ -1,8 +1,8 @@
-"""The report of a run: what ``--json`` writes, and what tables, pages and comparisons read.
+"""Report of a run: the output of ``--json``, and the input of tables, pages and comparisons.
 
-``schema`` names this layout and its version. Fields may be added to a version; a field that
-changes its meaning makes a new version. All times are in the unit that their name ends in; times
-``at_s`` count from the start of the load, warm-up included.
+``schema`` names this layout and its version. Fields may be added to a version; a field that changes
+its meaning makes a new version. All times are in the unit of their name's suffix; times ``at_s``
+count from the start of the load, warm-up included.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from millrace.schemas.errors import ConfigError
 
 SCHEMA = "millrace.bench/1"
 
-# The distributions of a report, in the order in which they are shown.
+# Distributions of a report, in display order.
 METRICS = ("ttft", "itl", "gap", "tpot", "e2e", "client_delay")
 
 
 class Distribution(msgspec.Struct, frozen=True, kw_only=True):
-    """Of ``count`` measurements in milliseconds. ``quantiles_ms`` are 101, from the smallest to
-    the largest; ``histogram`` counts what lies between neighbouring ``edges_ms``, the last of
-    which leaves the slowest half percent out."""
+    """Distribution of ``count`` measurements in milliseconds. ``quantiles_ms`` are 101 quantiles,
+    from the smallest value to the largest. ``histogram`` counts the values between neighbouring
+    ``edges_ms``; the last edge leaves out the slowest half percent."""
 
     count: int
     mean: float
@@ -39,8 +39,8 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredRequests(msgspec.Struct, frozen=True, kw_only=True):
-    """Those that were due in the measured time. Every one succeeded, failed, or was unfinished
-    when the run ended; ``num_warm_up`` were sent before it and count nowhere."""
+    """Requests due in the measured time. Each succeeded, failed, or was unfinished when the run
+    ended; ``num_warm_up`` were sent earlier and count nowhere."""
 
     num_sent: int
     num_succeeded: int
@@ -50,10 +50,10 @@ class MeasuredRequests(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the requests that succeeded. ``counted_by`` is ``server`` (its usage), ``parts`` if it
-    gave no usage and each part was taken for a token, or ``mixed``; ``parts_counted_by`` likewise
-    says how many tokens the parts of an answer were taken to hold: ``server`` (it says so in each),
-    or ``evenly`` (the answer's tokens over its parts). ``tokens_per_part`` is the mean."""
+    """Tokens of the successful requests. ``counted_by`` is ``server`` (its usage), ``parts`` if it
+    gave no usage and each part counts as a token, or ``mixed``. ``parts_counted_by`` is the source
+    of the tokens of an answer's parts: ``server`` (reported in each part) or ``evenly`` (the
+    answer's tokens divided by its parts). ``tokens_per_part`` is the mean."""
 
     num_prompt: int
     num_cached: int
@@ -64,8 +64,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasuredThroughput(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates over the measured time: requests by when they ended well, output tokens by when they
-    came, of whichever request; prompt tokens by when the answer began."""
+    """Rates over the measured time: requests by their successful end, output tokens of all requests
+    by their arrival, prompt tokens by the start of the answer."""
 
     requests_per_s: float
     output_tokens_per_s: float
@@ -73,8 +73,8 @@ class MeasuredThroughput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that succeeded within all of ``slo``, over the measured time; ``share`` is of all
-    that were sent in it."""
+    """Requests that met all of ``slo``, per second of the measured time; ``share`` is their part of
+    all requests sent in it."""
 
     slo: Slo
     num_good: int
@@ -83,7 +83,7 @@ class Goodput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bin(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch of the run from ``at_s`` on. ``in_flight`` is the mean."""
+    """Bin of the run from ``at_s`` on. ``in_flight`` is the mean."""
 
     at_s: float
     width_s: float
@@ -96,15 +96,15 @@ class Bin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The load processes. ``why_limited`` is empty unless they, and not the server, may have been
-    the limit."""
+    """Health of the load processes. ``why_limited`` is empty unless they, and not the server, may
+    have been the bottleneck."""
 
     processes: tuple[ProcessHealth, ...]
     why_limited: str
 
 
 class RequestSample(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, with ``--samples``. Latencies are from ``due_s``."""
+    """Sample of a request, with ``--samples``. Latencies are from ``due_s``."""
 
     index: int
     due_s: float
@@ -120,8 +120,8 @@ class RequestSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """``measured_s`` is how long requests were measured, after ``settings.warm_up_s``;
-    ``latencies`` has the METRICS that there were measurements of; ``errors`` counts by code."""
+    """Report of a run. ``measured_s`` is the measured time after ``settings.warm_up_s``;
+    ``latencies`` has the METRICS with measurements; ``errors`` counts by code."""
 
     schema: str
     started_at: str
@@ -144,12 +144,12 @@ class _Head(msgspec.Struct):
 
 
 def write_report(report: msgspec.Struct, path: Path) -> None:
-    """Write it as JSON. Raises ConfigError if it cannot be written."""
+    """Write a report as JSON. Raises ConfigError if the file cannot be written."""
     write_file(path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Raises ConfigError if it cannot be written."""
+    """Write a file. Raises ConfigError if it cannot be written."""
     try:
         path.write_bytes(content)
     except OSError as error:
@@ -157,7 +157,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def read_report(path: Path) -> LoadReport:
-    """A report from its file. Raises ConfigError for anything else."""
+    """Read a report from its file. Raises ConfigError for anything else."""
     try:
         raw = path.read_bytes()
     except OSError as error:

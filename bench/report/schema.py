@@ -1,4 +1,4 @@
-"""The JSON Schema of a report, checked in as ``docs/bench-report.schema.json``.
+"""JSON Schema of a report, checked in as ``docs/bench-report.schema.json``.
 
 ``python -m millrace.bench.report.schema`` prints it; a test fails when the file is stale.
 """
@@ -15,7 +15,7 @@ from millrace.bench.report.report import SCHEMA, LoadReport
 
 
 def report_schema() -> dict[str, Any]:
-    """Of what ``--json`` writes."""
+    """Return the schema of the output of ``--json``."""
     schema = msgspec.json.schema(LoadReport)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -25,7 +25,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def to_text(schema: dict[str, Any]) -> str:
-    """As it is checked in."""
+    """Format the schema as it is checked in."""
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 

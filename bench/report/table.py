@@ -1,4 +1,4 @@
-"""A report on the terminal, and two reports side by side."""
+"""Report on the terminal, and two reports side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def render(report: LoadReport) -> str:
-    """The whole report, ending with a line break."""
+    """Render the whole report, ending with a line break."""
     blocks = ["\n".join(_summary(report)) + "\n", _latencies(report)]
     if said := notes(report):
         blocks.append("\n".join(said) + "\n")
@@ -26,7 +26,7 @@ def render(report: LoadReport) -> str:
 
 
 def load_in_words(settings: LoadSettings) -> str:
-    """What was sent, in one line."""
+    """Describe the load in one line."""
     if settings.rate_per_s is not None:
         shape = "" if settings.burstiness == 1 else f", burstiness {settings.burstiness:g}"
         how = f"open loop, {settings.rate_per_s:g} requests/s{shape}"
@@ -41,21 +41,21 @@ def load_in_words(settings: LoadSettings) -> str:
 
 
 def notes(report: LoadReport) -> list[str]:
-    """What a reader of the figures has to know, one sentence each."""
+    """Return the caveats of the report, one sentence each."""
     said = []
     if report.interrupted:
-        said.append("The run was ended early; requests that ran then are left out.")
+        said.append("The run was ended early; requests that were running then are left out.")
     if report.requests.num_unfinished and not report.interrupted:
         said.append(
-            f"{report.requests.num_unfinished} requests had no end when the run ended; latencies "
-            "are of those that had one, which are the faster ones."
+            f"{report.requests.num_unfinished} requests were unfinished when the run ended; "
+            "latencies cover the finished requests, which are the faster ones."
         )
     if report.tokens.counted_by != "server":
-        said.append("The server gave no usage: each part of an answer was taken for one token.")
+        said.append("The server reported no usage: each part of an answer counts as one token.")
     elif report.tokens.parts_counted_by != "server" and report.tokens.tokens_per_part > 1.01:
         said.append(
             f"A part of an answer held {report.tokens.tokens_per_part:.2f} tokens on average; the "
-            "API does not say how many each did, so ITL takes them to be spread evenly."
+            "API does not report the tokens of each part, so ITL assumes an even spread."
         )
     if report.client.why_limited:
         said.append(
@@ -99,7 +99,7 @@ def _summary(report: LoadReport) -> list[str]:
 
 
 def slo_in_words(report: LoadReport) -> str:
-    """Such as ``TTFT 200 ms, TPOT 50 ms``; empty without an SLO."""
+    """Describe the SLO, as in ``TTFT 200 ms, TPOT 50 ms``; empty without an SLO."""
     slo = report.settings.slo
     if slo is None:
         return ""
@@ -118,12 +118,13 @@ def _latencies(report: LoadReport) -> str:
 
 
 _PERCENTILES = ("p50", "p90", "p99")
-# Below this a difference is not worth a sign.
+# A smaller relative difference is not marked.
 _SAME = 0.005
 
 
 def render_comparison(before: LoadReport, after: LoadReport) -> str:
-    """A table of what both measured, with the change in per cent; ends with a line break."""
+    """Render a table of the metrics in both reports, with the change in per cent; ends with a line
+    break."""
     lines = []
     for name, report in (("before", before), ("after", after)):
         settings = report.settings
@@ -176,7 +177,7 @@ def _row(title: str, old: float, new: float) -> tuple[str, str, str, str]:
 
 
 def _differing_settings(before: LoadReport, after: LoadReport) -> list[str]:
-    """The fields in which the two loads were not the same."""
+    """Return the fields in which the two loads differ."""
     learnt = {"tokens_per_word", "tokens_around"}
     return [
         name

@@ -1,3 +1,5 @@
-"""``millrace sql``, ``usage`` and ``migrate``: statements to the analytics store of the system that
-runs, or to the one that it left. ``simulate`` reads its traces here. Imports ``telemetry``.
+"""``millrace sql``, ``usage`` and ``migrate``: queries of the analytics store of a running system,
+or of the store that it left.
+
+``simulate`` reads its traces here. Imports ``telemetry``.
 """

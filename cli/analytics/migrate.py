@@ -1,4 +1,4 @@
-"""``millrace migrate``: bring the tables of an analytics store up to date."""
+"""``millrace migrate``: update the tables of an analytics store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from millrace.schemas.config import ClickHouseConfig
 
 _NUMBERS = "SELECT number FROM schema_migrations"
-# ClickHouse's codes for an unknown table and an unknown database.
+# ClickHouse's error codes for an unknown table and an unknown database.
 _NOT_MADE = frozenset({60, 81})
 
 
@@ -28,23 +28,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace migrate``."""
     parser = subparsers.add_parser(
         "migrate",
-        help="bring the tables of an analytics store up to date",
-        description="Run the migrations that a store lacks, renew comments and views that differ "
-        "from this version's, and say which: on the server that --config or "
-        "MILLRACE_CLICKHOUSE__URL names, else on the store in DIR. Telemetry does the same "
-        "whenever it starts; a store in a folder belongs to the system that runs on it, which "
-        "--dry-run asks.",
+        help="update the tables of an analytics store",
+        description="Run the migrations that a store lacks, update comments and views that differ "
+        "from this version's, and list the changes. The store is the server that --config or "
+        "MILLRACE_CLICKHOUSE__URL names, else the store in DIR. Telemetry does the same at each "
+        "start. A store in a folder belongs to the system that runs on it; --dry-run asks that "
+        "system.",
     )
     parser.add_argument(
-        "--config", type=path_or_name, metavar="FILE", help="the configuration that names the store"
+        "--config",
+        type=path_or_name,
+        metavar="FILE",
+        help="a configuration file that names the store",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would run and change")
+    parser.add_argument("--dry-run", action="store_true", help="only print the pending changes")
     add_data_argument(parser)
     parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0. Raises ConfigError, NoStoreError, StoreUnavailableError, MigrationError."""
+    """Migrate the store; return 0. Raises ConfigError, NoStoreError, StoreUnavailableError,
+    MigrationError."""
     config = _store_of(arguments)
     folder = "" if config.url else config.path or str(arguments.data / "clickhouse")
     where = config.url or folder
@@ -62,8 +66,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _store_of(arguments: argparse.Namespace) -> ClickHouseConfig:
-    """The configuration of the store. It names no store if that is the one in ``--data``. Raises
-    ConfigError if there is no store, MillraceError for one in use that is to be changed."""
+    """Return the configuration of the store; it names no store if the store is the one in
+    ``--data``.
+
+    Raises ConfigError if there is no store, MillraceError if a store to change is in use.
+    """
     from millrace.runtime.settings import load_config
 
     config = load_config(arguments.config, os.environ).clickhouse
@@ -101,8 +108,8 @@ async def _migrate(config: ClickHouseConfig) -> list[str]:
 
 
 def _pending(config: ClickHouseConfig, data: Path) -> list[str]:
-    """The migrations that the store lacks, and what of comments and views differs; nothing is made,
-    nor changed."""
+    """List the migrations that the store lacks and the differences in comments and views. Changes
+    nothing."""
     from millrace.telemetry.store.migrate import lacking
     from millrace.telemetry.store.views import STATE, Changes, Existing
 
@@ -113,7 +120,7 @@ def _pending(config: ClickHouseConfig, data: Path) -> list[str]:
 
 
 def _rows(statement: str, config: ClickHouseConfig, data: Path) -> list[tuple[Any, ...]]:
-    """The store's answer; empty while its database or the table does not exist."""
+    """Return the rows of the store's answer; empty if its database or the table does not exist."""
     from millrace.cli.analytics.rows import parse_rows
     from millrace.telemetry.store.reading import QueryError
 

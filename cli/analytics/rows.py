@@ -19,7 +19,7 @@ _INT64_MIN, _UINT64_MAX = -(2**63), 2**64 - 1
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """Column names, values in their rows, and which columns hold numbers."""
+    """Column names, rows of values, and the columns that hold numbers."""
 
     names: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -27,7 +27,7 @@ class Rows(msgspec.Struct, frozen=True):
 
 
 def parse_rows(answer: bytes) -> Rows:
-    """From ClickHouse's JSONCompact; numbers keep their digits."""
+    """Parse ClickHouse's JSONCompact; numbers keep their digits."""
     try:
         parsed = json.loads(answer, parse_float=Decimal, parse_int=_integer)
         columns = [(str(column["name"]), str(column["type"])) for column in parsed["meta"]]
@@ -43,7 +43,7 @@ def parse_rows(answer: bytes) -> Rows:
 
 
 def render(rows: Rows, form: str) -> str:
-    """``form`` is table, json or csv; each ends with a line break."""
+    """Render rows as table, json or csv, named by ``form``; the text ends with a line break."""
     if form == "json":
         return _json(rows)
     return _csv(rows) if form == "csv" else table(rows)
@@ -63,7 +63,7 @@ def _csv(rows: Rows) -> str:
 
 
 def table(rows: Rows, totals: Sequence[Sequence[Any]] = ()) -> str:
-    """Columns under one another, numbers to the right, ``totals`` below a line of their own."""
+    """Render columns with numbers aligned to the right, and ``totals`` below a separator line."""
     from millrace.runtime.text_table import text_table
 
     body = [[_shown(value, null="NULL") for value in row] for row in rows.rows]
@@ -83,13 +83,13 @@ def _shown(value: Any, null: str) -> str:
 
 
 def _integer(digits: str) -> int | str:
-    """Beyond 64 bits JSON readers lose digits: such a number stays text."""
+    """Parse an integer; keep it as text beyond 64 bits, since JSON readers would lose digits."""
     value = int(digits)
     return value if _INT64_MIN <= value <= _UINT64_MAX else digits
 
 
 def _unquoted(value: Any, kind: str) -> Any:
-    """Older servers quote 64-bit integers."""
+    """Convert a 64-bit integer that older servers quote."""
     if isinstance(value, str) and _bare(kind) in {"Int64", "UInt64"}:
         return _integer(value)
     return value

@@ -1,4 +1,4 @@
-"""``millrace sql``: ask the analytics store."""
+"""``millrace sql``: query the analytics store."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace sql``."""
     parser = subparsers.add_parser(
         "sql",
-        help="ask the analytics store",
+        help="query the analytics store",
         description="Run one reading statement (SELECT, WITH, SHOW, DESCRIBE, EXPLAIN) in the "
-        "database millrace: on the system that runs on DIR, else on the store that it left there. "
-        "A statement takes parameters where it has {name:Type}.",
+        "database millrace: on the system that runs on DIR, else on the store of its last run. A "
+        "statement's parameters have the form {name:Type}.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("query", metavar="SQL", nargs="?")
     what.add_argument(
-        "--file", type=path_or_name, metavar="FILE", help="read the statement from it (- is stdin)"
+        "--file",
+        type=path_or_name,
+        metavar="FILE",
+        help="read the statement from this file (- is stdin)",
     )
     what.add_argument("--saved", metavar="NAME", help="run a saved query; see --list")
-    what.add_argument("--list", action="store_true", help="the saved queries, what they answer")
+    what.add_argument(
+        "--list", action="store_true", help="list the saved queries with their parameters"
+    )
     parser.add_argument(
         "--param",
         action="append",
@@ -47,7 +52,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 if the engine refuses the query. Raises NoStoreError if there is no store."""
+    """Run the query; return 0, or 1 if the engine refuses it. Raises NoStoreError without a
+    store."""
     from millrace.cli.analytics.rows import parse_rows, render
     from millrace.telemetry.store.reading import QueryError
 
@@ -70,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def list_queries() -> str:
-    """The saved queries, one a line: what each answers, and its parameters with their defaults."""
+    """List the saved queries, one per line: its subject, and its parameters with their defaults."""
     from millrace.telemetry.http.answers import load_queries
 
     queries = load_queries()

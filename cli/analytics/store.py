@@ -1,4 +1,4 @@
-"""The analytics store, as commands read it: of the system that runs, or the one that it left."""
+"""Access of commands to the analytics store: of the running system, or of a stopped one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Value = str | int | float
 
 _WIRE_FORMAT = "JSONCompact"
 _TIMEOUT_S = 60.0
-# The time that a system may need to start on a busy machine.
+# Longest start of a system on a busy machine, in seconds.
 _WAIT_S = 60.0
 _SILENT_S = 1.0
 _LOOK_EVERY_S = 0.2
@@ -40,33 +40,36 @@ _UNKNOWN_DATABASE = 81
 
 
 class NoStoreError(MillraceError, code="store_unavailable", retryable=True):
-    """Neither a running store nor a folder of one."""
+    """Error if there is neither a running store nor a folder of a store."""
 
 
 class NotListeningError(NoStoreError):
-    """Nothing listens at the address of a server."""
+    """Error if no server listens at an address."""
 
 
 class NoDatabaseError(NoStoreError):
-    """The folder of a store does not contain the database yet."""
+    """Error if the folder of a store does not contain the database yet."""
 
 
 class _TakenError(Exception):
-    """Another process has the folder of the store open."""
+    """Error if another process has the folder of the store open."""
 
 
 def ask(sql: str, data: Path, parameters: Mapping[str, Value] | None = None) -> bytes:
-    """The JSONCompact answer to a reading statement, of the store that ``MILLRACE_*`` variables
-    name, else of the system on ``data``. Raises what ``ask_store`` does."""
+    """Return the JSONCompact answer to a reading statement.
+
+    The store is the one that ``MILLRACE_*`` variables name, else the one of the system on ``data``.
+    Raises the errors of ``ask_store``.
+    """
     return ask_store(sql, load_config(None, os.environ).clickhouse, data, parameters or {})
 
 
 def ask_store(sql: str, config: ClickHouseConfig, data: Path, given: Mapping[str, Value]) -> bytes:
-    """The answer of the server that ``config`` names, else of the store in the folder that it
-    names, else of the store in ``data``.
+    """Return the answer of the server in ``config``, else of the store in its folder, else of the
+    store in ``data``.
 
-    While a system has the folder, only its telemetry is asked: it is waited for, for a bounded
-    time. The folder is opened once no process has it. Raises NoStoreError, and QueryError if the
+    While a system has the folder, only its telemetry process is asked, with a bounded wait for its
+    start. The folder is opened once no process has it. Raises NoStoreError, and QueryError if the
     engine refuses the query.
     """
     if config.url:
@@ -100,9 +103,12 @@ def ask_store(sql: str, config: ClickHouseConfig, data: Path, given: Mapping[str
 def _server_of(
     config: ClickHouseConfig, data: Path | None, *, runs: bool
 ) -> ClickHouseConfig | None:
-    """Where the telemetry of the system on ``data`` answers, else that of ``config``; None while
-    that is not known. Another system may have the address of ``config`` while that on ``data``
-    ``runs`` without having told its own."""
+    """Return the address of the telemetry of the system on ``data``, else that of ``config``; None
+    while it is unknown.
+
+    If the system on ``data`` ``runs`` but has not published its address yet, the address of
+    ``config`` may belong to another system and is not used.
+    """
     if data is not None and read_endpoints(data) is not None:
         return locate(data).clickhouse
     if runs or not config.path:
@@ -113,7 +119,8 @@ def _server_of(
 def _ask_folder(
     sql: str, folder: Path, database: str, data: Path, given: Mapping[str, Value]
 ) -> bytes:
-    """The answer of a store that no process has open. Raises _TakenError if one was quicker."""
+    """Return the answer of a store that no process has open. Raises _TakenError if another process
+    opened it first."""
     from millrace.telemetry.store.reading import QueryError
 
     if not folder.is_dir():
@@ -137,7 +144,7 @@ def _ask_folder(
 
 
 def saved_query(name: str) -> SavedQuery:
-    """A query of ``telemetry/queries``. Raises ParameterError for a name that is none."""
+    """Return a query of ``telemetry/queries``. Raises ParameterError for an unknown name."""
     from millrace.telemetry.http.answers import load_queries
 
     queries = load_queries()
@@ -147,8 +154,10 @@ def saved_query(name: str) -> SavedQuery:
 
 
 def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
-    """What a saved query answers. Raises ParameterError for parameters that it cannot have, and
-    what ``ask`` does."""
+    """Return the rows of a saved query.
+
+    Raises ParameterError for invalid parameters, and the errors of ``ask``.
+    """
     from millrace.cli.analytics.rows import parse_rows
     from millrace.telemetry.http.parameters import read_values
 
@@ -158,7 +167,7 @@ def ask_saved(name: str, given: Mapping[str, Value], data: Path) -> Rows:
 
 
 def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -> bytes:
-    """The answer of the server at ``config.url``. Raises as ``ask`` does."""
+    """Return the answer of the server at ``config.url``. Raises the errors of ``ask``."""
     from millrace.runtime.addresses import open_directly
     from millrace.runtime.tls import client_context
     from millrace.telemetry.store.clickhouse_server import raise_refusal, server_address
@@ -193,7 +202,8 @@ def ask_server(sql: str, config: ClickHouseConfig, given: Mapping[str, Value]) -
 
 
 def ask_embedded(sql: str, store: Path, database: str, given: Mapping[str, Value]) -> bytes:
-    """The answer of the store in a folder that no other process has. Raises as ``ask`` does."""
+    """Return the answer of a store in a folder that no other process has open. Raises the errors of
+    ``ask``."""
     from millrace.telemetry.store.reading import ReadLimits
     from millrace.telemetry.store.reading_embedded import EmbeddedReader
 

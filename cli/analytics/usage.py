@@ -1,4 +1,4 @@
-"""``millrace usage``: what a tenant used in a range of time, and what it owes for that."""
+"""``millrace usage``: usage and cost of a tenant in a time range."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MONEY = frozenset({"cost", "device_cost", "amount", "by_price_book", "differenc
 _PRICES = frozenset({"input_per_million", "cached_input_per_million", "output_per_million"})
 _CURRENCY = "currency"
 _TOTAL = "total"
-# What Decimal(38, 12) can hold, added up a million times.
+# Digits of a Decimal(38, 12) summed a million times.
 _DIGITS = 60
 _MAX_SHOWN_CHARS = 2_000
 
@@ -41,12 +41,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace usage``."""
     parser = subparsers.add_parser(
         "usage",
-        help="what tenants used, and what they owe for it",
-        description="Add up requests, tokens, what tenants pay and what it cost, exactly, of a "
-        "range of time: on the system that runs on DIR, else on the store that it left there. "
-        "Times are dates (their first moment in UTC) or RFC 3339; TO is not included. Tables and "
-        "JSON end in totals for each currency, and in what was refused; CSV has neither, to be "
-        "added up without them (--by refusal gives a CSV of refusals).",
+        help="show usage and cost of tenants",
+        description="Add up requests, tokens, prices and device costs of a time range exactly: on "
+        "the system that runs on DIR, else on the store of its last run. Times are dates (their "
+        "first moment in UTC) or RFC 3339; TO is not included. Tables and JSON end with totals "
+        "for each currency and with refusals; CSV has neither, so that its columns can be summed "
+        "(--by refusal gives a CSV of refusals).",
     )
     parser.add_argument("--tenant", default="", metavar="T", help="default: all tenants")
     parser.add_argument("--model", default="", metavar="M", help="only of this model")
@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     form.add_argument(
         "--invoice",
         action="store_true",
-        help="by model, adapter, tier and price version, beside the price book's own figures",
+        help="list by model, adapter, tier and price version, with the price book's amounts",
     )
     parser.add_argument("--format", choices=("table", "json", "csv"), default="table")
     add_data_argument(parser)
@@ -65,7 +65,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 if the engine refuses the query. Raises ParameterError and NoStoreError."""
+    """Print the usage; return 0, or 1 if the engine refuses the query. Raises ParameterError and
+    NoStoreError."""
     from millrace.telemetry.store.reading import QueryError
 
     end = arguments.end if arguments.end is not None else _next_minute(time.time())
@@ -74,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
             "from", f"--from {shown(arguments.begin)} must be before --to {shown(end)}"
         )
     if arguments.invoice and arguments.model:
-        raise ParameterError("model", "an invoice is of all models: leave --model out")
+        raise ParameterError("model", "an invoice covers all models: leave --model out")
     of_refusals = arguments.by == "refusal"
     if of_refusals and arguments.model:
-        raise ParameterError("model", "what is refused has no model: leave --model out")
+        raise ParameterError("model", "refusals have no model: leave --model out")
     query = "invoice" if arguments.invoice else f"usage_by_{arguments.by}"
     given = {"from_s": arguments.begin, "to_s": end, "tenant": arguments.tenant}
     of_models = given if arguments.invoice else {**given, "model": arguments.model}
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _whole(query: str, given: dict[str, Any], arguments: argparse.Namespace) -> Rows:
-    """All rows, with money as Decimals. Raises MillraceError rather than leave some out."""
+    """Return all rows, with money as Decimals. Raises MillraceError if rows were cut off."""
     limited = saved_query(query).parameters.get("rows")
     most = None if limited is None else limited.limit
     if most is not None:
@@ -114,7 +115,8 @@ def _whole(query: str, given: dict[str, Any], arguments: argparse.Namespace) -> 
 
 
 def _for_spreadsheets(rows: Rows) -> Rows:
-    """Who uses a tenant's keys calls itself as it likes, and no name may become a formula."""
+    """Escape texts that a spreadsheet would read as formulas: users of a tenant's keys choose their
+    names."""
     from millrace.telemetry.http.answers import harmless
 
     cells = tuple(
@@ -125,7 +127,7 @@ def _for_spreadsheets(rows: Rows) -> Rows:
 
 
 def with_decimals(rows: Rows) -> Rows:
-    """Money is text in ClickHouse's answers, to be exact; here it is a number again."""
+    """Convert money from text to Decimal; ClickHouse's answers carry it as text to stay exact."""
     is_money = [name in _MONEY or name in _PRICES for name in rows.names]
     converted = tuple(
         tuple(
@@ -139,8 +141,8 @@ def with_decimals(rows: Rows) -> Rows:
 
 
 def totals(rows: Rows) -> list[tuple[Any, ...]]:
-    """A row for each currency: sums where they have a meaning, nothing elsewhere. A sum of what is
-    not known for each row is not known."""
+    """Return a row of totals for each currency: sums where they make sense, empty elsewhere. A sum
+    with an unknown part is unknown."""
     if _CURRENCY not in rows.names:
         return [_total(rows.names, rows.rows, "")] if rows.rows else []
     at = rows.names.index(_CURRENCY)
@@ -167,7 +169,8 @@ def _total(names: Sequence[str], rows: Sequence[Sequence[Any]], currency: str) -
 
 
 def as_json(document: dict[str, str], rows: Rows, refused: Rows | None = None) -> str:
-    """One object. Money is text with all its digits: JSON's numbers lose them in most readers."""
+    """Render one JSON object. Money is text with all its digits, since most JSON readers lose
+    digits of numbers."""
     encode: Callable[[Any], bytes] = msgspec.json.Encoder(decimal_format="string").encode
     whole = {
         **document,
@@ -201,7 +204,7 @@ def _moment(text: str) -> int:
 
 
 def _next_minute(at_s: float) -> int:
-    """Now, with the minute that runs in it."""
+    """Return the end of the minute that contains ``at_s``."""
     return (int(at_s) // 60 + 1) * 60
 
 
@@ -212,8 +215,11 @@ _MINUTE_S = 60
 
 
 def parse_minute(text: str) -> int:
-    """Unix time of a date's first moment in UTC, or of an RFC 3339 time on a full minute. Raises
-    ValueError, which says what to write."""
+    """Parse a date (its first moment in UTC) or an RFC 3339 time on a full minute; return Unix
+    time.
+
+    Raises ValueError with the accepted formats.
+    """
     if _DAY.fullmatch(text):
         moment = _read(text).replace(tzinfo=UTC)
     elif _TIME.fullmatch(text):
@@ -233,7 +239,7 @@ def parse_minute(text: str) -> int:
 
 
 def shown(at_s: int) -> str:
-    """A Unix time as RFC 3339 in UTC."""
+    """Format a Unix time as RFC 3339 in UTC."""
     return datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 

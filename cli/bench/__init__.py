@@ -1,3 +1,1 @@
-"""``millrace bench``: its arguments, and the calls of ``bench`` that they ask for. Called by
-``cli.main``. Imports ``bench``.
-"""
+"""``millrace bench``: its arguments and its calls of ``bench``. Imports ``bench``."""

@@ -1,4 +1,4 @@
-"""The command line of ``millrace bench``."""
+"""Command line of ``millrace bench``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace bench``."""
     parser = subparsers.add_parser(
         "bench",
-        help="load a server and measure what its clients see",
+        help="load a server and measure the clients' latencies",
         description=_DESCRIPTION,
     )
     _add_server(parser.add_argument_group("the server"))
@@ -64,7 +64,9 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", default="", help="default: the first that the server lists")
     group.add_argument("--api-key", help=f"default: ${_KEY_VARIABLE}, if it is set")
     group.add_argument("--header", action="append", default=[], metavar="NAME: VALUE")
-    group.add_argument("--timeout", default="600s", help="of one request (default: %(default)s)")
+    group.add_argument(
+        "--timeout", default="600s", help="timeout of one request (default: %(default)s)"
+    )
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
@@ -74,26 +76,38 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=1.0,
         metavar="SHAPE",
-        help="of --rate: the shape of gamma distributed gaps; 1 is Poisson, lower is burstier",
+        help="shape of the gamma distributed gaps of --rate; 1 is Poisson, lower is burstier",
     )
     group.add_argument("--concurrency", type=whole_number, metavar="N", help="closed loop: clients")
-    group.add_argument("--duration", metavar="TIME", help="such as 30s or 5m (default: 30s)")
     group.add_argument(
-        "--requests", type=whole_number, metavar="N", help="stop after so many instead"
+        "--duration", metavar="TIME", help="length of the load, such as 30s or 5m (default: 30s)"
     )
     group.add_argument(
-        "--warm-up", default="0s", metavar="TIME", help="load before it that is not counted"
+        "--requests",
+        type=whole_number,
+        metavar="N",
+        help="number of requests, instead of --duration",
+    )
+    group.add_argument(
+        "--warm-up",
+        default="0s",
+        metavar="TIME",
+        help="length of the load before it that is not measured",
     )
     group.add_argument(
         "--drain",
         default="30s",
         metavar="TIME",
-        help="how long to wait for answers after the load (default: %(default)s)",
+        help="longest wait for answers after the load (default: %(default)s)",
     )
     group.add_argument(
-        "--processes", type=whole_number, default=1, metavar="N", help="load processes (default: 1)"
+        "--processes",
+        type=whole_number,
+        default=1,
+        metavar="N",
+        help="number of load processes (default: 1)",
     )
-    group.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths")
+    group.add_argument("--seed", type=int, default=0, help="seed of arrivals, prompts and lengths")
 
 
 def _add_prompts(group: argparse._ArgumentGroup) -> None:
@@ -113,16 +127,20 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
         "--output-tokens",
         default="64",
         metavar="SPREAD",
-        help="max_tokens, likewise (default: %(default)s)",
+        help="max_tokens, in the same forms (default: %(default)s)",
     )
     group.add_argument(
         "--shared-prefix-tokens",
         type=whole_number,
         default=0,
         metavar="N",
-        help="of the input: tokens that all prompts begin with",
+        help="tokens of the input that all prompts begin with",
     )
-    group.add_argument("--ignore-eos", action="store_true", help="answers of the full length")
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        help="ignore the end of sequence, so that answers have the full length",
+    )
     group.add_argument(
         "--extra-body", default="{}", metavar="JSON", help="fields to add to each request"
     )
@@ -130,19 +148,23 @@ def _add_prompts(group: argparse._ArgumentGroup) -> None:
 
 def _add_results(group: argparse._ArgumentGroup) -> None:
     add_report_arguments(group)
-    group.add_argument("--samples", action="store_true", help="every request in the file of --json")
+    group.add_argument(
+        "--samples", action="store_true", help="write every request to the file of --json"
+    )
     group.add_argument(
         "--compare",
         nargs=2,
         type=as_path,
         metavar=("BEFORE.json", "AFTER.json"),
-        help="send nothing; print what differs between two reports",
+        help="compare two reports without sending load",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if a request was answered well, 1 if none was. Raises MillraceError for what cannot be
-    done at all."""
+    """Run the load; return 0 if a request succeeded, else 1.
+
+    Raises MillraceError if the load cannot run at all.
+    """
     from millrace.bench.report.page import render_page
     from millrace.bench.report.report import read_report, write_file, write_report
     from millrace.bench.report.table import render, render_comparison
@@ -164,7 +186,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def settings_of(arguments: argparse.Namespace) -> LoadSettings:
-    """What the arguments ask for. Raises ConfigError, naming the argument at fault."""
+    """Return the load settings of the arguments. Raises ConfigError, naming the argument at
+    fault."""
     from millrace.bench.arrivals import check_number_of_arrivals
     from millrace.bench.settings import LoadSettings, TargetApi, target_of
     from millrace.bench.spread import parse_spread
@@ -176,7 +199,7 @@ def settings_of(arguments: argparse.Namespace) -> LoadSettings:
         asked = arguments.duration
         duration_s = _DEFAULT_DURATION_S if asked is None else seconds("--duration", asked)
         if duration_s <= 0:
-            raise ConfigError("--duration must be more than nothing")
+            raise ConfigError("--duration must be above 0")
         if arguments.rate is not None:
             check_number_of_arrivals(arguments.rate, duration_s)
     key = arguments.api_key
@@ -225,7 +248,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.shared_prefix_tokens < 0:
         raise ConfigError("--shared-prefix-tokens cannot be negative")
     if arguments.samples and arguments.json is None:
-        raise ConfigError("--samples go into the file of --json")
+        raise ConfigError("--samples needs --json, whose file it extends")
 
 
 def _extra_body(text: str) -> dict[str, Any]:

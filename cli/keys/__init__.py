@@ -1,3 +1,4 @@
-"""``millrace keys``: API keys and what tenants may use, kept in Redis. Called by ``cli.main``.
-Imports ``bus.tenancy``, and from ``gateway`` how limits are shown.
+"""``millrace keys``: API keys and tenants' limits, kept in Redis.
+
+Imports ``bus.tenancy``, and from ``gateway`` the format of limits.
 """

@@ -1,4 +1,4 @@
-"""``millrace keys``: API keys, and what tenants may use."""
+"""``millrace keys``: API keys and tenants' limits."""
 
 from __future__ import annotations
 
@@ -32,46 +32,49 @@ _DEFAULT = "default"
 
 
 class KeyNotFoundError(MillraceError, code="key_not_found"):
-    """No key of that id was ever made here."""
+    """Error for an unknown key id."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``millrace keys`` and its own commands."""
+    """Declare ``millrace keys`` and its subcommands."""
     from millrace.schemas.tenants import KEY_LIMITS, LIMITS
 
     parser = subparsers.add_parser(
         "keys",
-        help="make and revoke API keys, and set what tenants may use",
-        description="Make, list and revoke API keys, and set what tenants may use, in the Redis of "
-        "the system that runs on DIR or of the one that --redis, --config or MILLRACE_REDIS__URL "
-        "names. Limits: a number, none (no limit) or default (what the tier says).",
+        help="make and revoke API keys, and set limits of tenants",
+        description="Make, list and revoke API keys, and set limits of tenants, in the Redis of "
+        "the system that runs on DIR or in the Redis that --redis, --config or "
+        "MILLRACE_REDIS__URL names. Limits: a number, none (no limit) or default (the tier's "
+        "limit).",
     )
     commands = parser.add_subparsers(metavar="COMMAND", dest="keys_command", required=True)
 
-    create = commands.add_parser("create", help="make a key; it is printed once")
+    create = commands.add_parser("create", help="make a key, which is printed once")
     create.add_argument("--tenant", required=True, metavar="T")
-    create.add_argument("--name", default="", metavar="N", help="what the key is for")
-    create.add_argument("--tier", choices=TIERS, help="of a tenant that is new; else of this key")
-    create.add_argument("--admin", action="store_true", help="may see other tenants' figures")
+    create.add_argument("--name", default="", metavar="N", help="name of the key")
+    create.add_argument("--tier", choices=TIERS, help="tier of a new tenant; else of this key")
+    create.add_argument("--admin", action="store_true", help="may see the usage of other tenants")
     _add_limits(create, KEY_LIMITS)
     add_store_arguments(create, _create)
 
-    listing = commands.add_parser("list", help="keys, without their secrets")
+    listing = commands.add_parser("list", help="list keys, without their secrets")
     listing.add_argument("--tenant", metavar="T", help="only this tenant's")
     add_store_arguments(listing, _list)
 
-    revoke = commands.add_parser("revoke", help="have a key open nothing from now on")
-    revoke.add_argument("key_id", metavar="KEY_ID", help="the key's first part, after mr-")
+    revoke = commands.add_parser("revoke", help="revoke a key")
+    revoke.add_argument("key_id", metavar="KEY_ID", help="id of the key: its first part, after mr-")
     add_store_arguments(revoke, _revoke)
 
-    tenant = commands.add_parser("tenant", help="set or show what a tenant may use")
+    tenant = commands.add_parser("tenant", help="set or show the limits of a tenant")
     tenant.add_argument("tenant", metavar="T")
     tenant.add_argument("--tier", choices=TIERS)
-    tenant.add_argument("--show", action="store_true", help="what is used now, and this month")
+    tenant.add_argument(
+        "--show", action="store_true", help="show the current usage, and the spending of this month"
+    )
     tenant.add_argument(
         "--keep-transcripts",
         choices=("on", "off"),
-        help="whether the words of its requests and answers are kept for analytics, for 30 days",
+        help="keep the text of its requests and answers for analytics, for 30 days",
     )
     _add_limits(tenant, LIMITS)
     add_store_arguments(tenant, _tenant)
@@ -80,7 +83,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_limits(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     from millrace.schemas.tenants import BUDGET, parse_budget
 
-    group = parser.add_argument_group("limits", "a number, none, or default: what the tier says")
+    group = parser.add_argument_group("limits", "a number, none, or default: the tier's limit")
     for name in names:
         option = f"--{name.replace('_', '-')}"
         if name == BUDGET:
@@ -90,7 +93,8 @@ def _add_limits(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
                 type=partial(
                     _limit, parse_budget, "amount such as 100, '50 EUR' or '100 USD, 50 EUR'"
                 ),
-                help="money a month in USD, or with a currency; several currencies with commas",
+                help="budget of a month in USD or a given currency; several amounts are separated "
+                "by commas",
             )
         else:
             group.add_argument(option, metavar="N", type=partial(_limit, int, "number"))
@@ -126,9 +130,9 @@ def _create(arguments: argparse.Namespace) -> int:
         elif key_tier and known.record.tier and is_above(key_tier, known.record.tier):
             raise ParameterError(
                 "tier",
-                f"tenant {arguments.tenant} is {known.record.tier.value}, and its keys cannot be "
-                f"more; raise it with millrace keys tenant {arguments.tenant} --tier "
-                f"{key_tier.value}",
+                f"tenant {arguments.tenant} is {known.record.tier.value}, and its keys cannot have "
+                f"a higher tier; raise the tenant's with millrace keys tenant {arguments.tenant} "
+                f"--tier {key_tier.value}",
             )
         made = await store.create_key(
             arguments.tenant,
@@ -190,14 +194,12 @@ def _revoke(arguments: argparse.Namespace) -> int:
 
     found = with_store(arguments, revoke)
     if found is None:
-        raise KeyNotFoundError(
-            f"there is no key {arguments.key_id}; millrace keys list shows those that there are"
-        )
+        raise KeyNotFoundError(f"there is no key {arguments.key_id}; see millrace keys list")
     record, owner, used_ns = found
     if arguments.json:
         _print_json(_shown_key(arguments, record, owner, used_ns))
     else:
-        print(f"Key {record.key_id} of tenant {record.tenant} opens nothing any more.")
+        print(f"Key {record.key_id} of tenant {record.tenant} is revoked.")
     return 0
 
 
@@ -265,7 +267,7 @@ def _check_tenant(tenant: str) -> None:
 
 
 def _overrides(arguments: argparse.Namespace) -> LimitOverrides:
-    """The limits that the arguments set. Raises ParameterError."""
+    """Return the limits that the arguments set. Raises ParameterError."""
     from millrace.schemas.tenants import LIMITS, LimitOverrides
 
     given = {name: getattr(arguments, name, None) for name in LIMITS}
@@ -288,21 +290,21 @@ def _back_to_default(arguments: argparse.Namespace) -> set[str]:
 
 
 def _tiers(arguments: argparse.Namespace) -> tuple[TierLimits, str]:
-    """What tenants of each tier may use at the instance whose Redis is used, and what says so."""
+    """Return the tiers' limits of the system whose Redis is used, and their source."""
     from millrace.runtime.settings import FILE_VARIABLE
 
     config = locate_store(arguments)
     if arguments.config is not None:
         return config.gateway.tiers, f"as in {arguments.config}"
     if any(name.startswith(_NAMES_TIERS) for name in os.environ):
-        return config.gateway.tiers, "as the environment says"
+        return config.gateway.tiers, "from environment variables"
     if FILE_VARIABLE in os.environ:
         return config.gateway.tiers, f"as in {os.environ[FILE_VARIABLE]}"
     endpoints = read_endpoints(arguments.data)
     running = running_config(arguments.data)
     if endpoints is not None and running is not None and config.redis.url == endpoints.redis:
-        return running.gateway.tiers, f"as of what runs on {arguments.data}"
-    return config.gateway.tiers, "the built-in ones: --config names the file of this instance"
+        return running.gateway.tiers, f"as in the system that runs on {arguments.data}"
+    return config.gateway.tiers, "the built-in defaults; --config sets the file of this instance"
 
 
 def _shown_key(

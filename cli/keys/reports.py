@@ -1,4 +1,4 @@
-"""What ``millrace keys`` shows of a key and of a tenant."""
+"""Reports of ``millrace keys`` on a key and on a tenant."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from millrace.schemas.tenants import (
 
 
 class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A key without its secret. ``tier`` and ``limits`` were set for this key alone;
-    ``effective_tier`` and ``effective_limits`` are what holds, the lower of the key's and its
-    tenant's. ``last_used`` is right to within a minute; None: not since this is noted."""
+    """Key without its secret. ``tier`` and ``limits`` were set for this key alone;
+    ``effective_tier`` and ``effective_limits`` are the lower of the key's and its tenant's.
+    ``last_used`` is accurate to a minute; None: no use was noted."""
 
     key_id: str
     tenant: str
@@ -52,7 +52,7 @@ class KeyReport(msgspec.Struct, frozen=True, kw_only=True):
 def key_report(
     key: KeyRecord, owner: TenantRecord, tiers: TierLimits, used_ns: int | None = None
 ) -> KeyReport:
-    """``tiers`` should be the gateways' own."""
+    """Build the report of a key; ``tiers`` should be the gateways' own."""
     return KeyReport(
         key_id=key.key_id,
         tenant=key.tenant,
@@ -70,7 +70,7 @@ def key_report(
 
 
 def as_table(keys: Sequence[KeyReport]) -> str:
-    """A line for each key."""
+    """Render a line for each key."""
     names = (
         *("key_id", "tenant", "name", "tier", "admin", "transcripts"),
         *("created", "last used", "revoked", "limits"),
@@ -102,8 +102,8 @@ def _moment(time_ns: int) -> str:
 
 
 class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant's tier and limits, which of these were set for it alone, what the limits of its tier
-    were taken from, whether its transcripts are kept, and, if it was asked for, what it uses."""
+    """Report of a tenant: tier, limits, the limits set for it alone, the source of its tier's
+    limits, storage of transcripts, and, if requested, its usage."""
 
     tenant: str
     tier: Tier | None
@@ -117,7 +117,8 @@ class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
 async def read_usage(
     link: RedisLink, store: TenantStore, tenant: str, tiers: TierLimits
 ) -> AccountLimits:
-    """What the tenant uses now, and has spent this month. Raises RedisUnreachableError."""
+    """Read the tenant's current usage and its spending of this month. Raises
+    RedisUnreachableError."""
     account = tenant_account(tenant, await store.tenant(tenant), tiers)
     return account_limits(
         account, await read_account_usage(link, account, month_of(time.time_ns()))
@@ -131,7 +132,8 @@ def tenant_report(
     tiers_from: str,
     usage: AccountLimits | None,
 ) -> TenantReport:
-    """``tiers`` should be the gateways' own; ``tiers_from`` says where they were found."""
+    """Build the report of a tenant. ``tiers`` should be the gateways' own; ``tiers_from`` names
+    their source."""
     return TenantReport(
         tenant=tenant,
         tier=record.tier,
@@ -144,7 +146,7 @@ def tenant_report(
 
 
 def as_text(report: TenantReport) -> str:
-    """A line for the tenant and one for each limit."""
+    """Render a line for the tenant and one for each limit."""
     tier = "none" if report.tier is None else report.tier.value
     lines = [f"Tenant {report.tenant}, tier {tier}"]
     budget = budgets_of(report.limits.monthly_budget) or None

@@ -1,3 +1,5 @@
-"""``millrace up``: the whole system on one machine, its stores included, each service in a process
-that is started again when it ends. Called by ``cli.main``. Imports every service's entry point.
+"""``millrace up``: the whole system on one machine, with its stores. Each service has a process
+that is restarted when it ends.
+
+Imports every service's entry point.
 """

@@ -1,5 +1,7 @@
-"""How commands talk to a ``millrace up`` that runs: over a socket in its data folder, which only
-its user can reach. A request is a line of JSON, and so is each thing that is said in answer."""
+"""Control socket of a running ``millrace up``, in its data folder and accessible to its user only.
+
+A request is a line of JSON, and so is each message of the answer.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="status"):
-    """How does everything stand? Answered by a ``SystemReport``."""
+    """Request for the state of the system, answered by a ``SystemReport``."""
 
 
 class AddModelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add_model"):
-    """Serve another model. ``model`` is a name of the catalogue, a hub id or an absolute path;
-    without ``engine`` it is run as the others are, without ``quantization`` with the weights as the
-    catalogue says. Answered by ``Said``, then ``ControlDone``."""
+    """Request to serve another model. ``model`` is a name of the catalogue, a hub id or an absolute
+    path. Without ``engine`` it runs on the engine of the other models; without ``quantization`` its
+    weights are as in the catalogue. Answered by ``Said``, then ``ControlDone``."""
 
     name: str
     model: str
@@ -43,7 +45,7 @@ class AddModelRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add_model"
 
 
 class RemoveModelRequest(msgspec.Struct, frozen=True, tag="remove_model"):
-    """Serve a model no more; with ``when_idle`` its workers stop when they have nothing to do.
+    """Request to stop serving a model; with ``when_idle`` its workers stop once they are idle.
     Answered by ``Said``, then ``ControlDone``."""
 
     name: str
@@ -54,9 +56,9 @@ Request = StatusRequest | AddModelRequest | RemoveModelRequest
 
 
 class PartReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One process; ``memory_bytes`` are its own and those of all that it started. ``health`` is
-    ``ok``, or says in words what is wrong; ``address`` and ``metrics`` are host:port. A worker
-    computes on ``num_devices`` at a time."""
+    """State of a process; ``memory_bytes`` includes its child processes. ``health`` is ``ok`` or a
+    description of the problem; ``address`` and ``metrics`` are host:port. A worker computes on
+    ``num_devices`` at a time."""
 
     name: str
     pid: int
@@ -72,8 +74,8 @@ class PartReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One model. ``state`` is ``serving``, ``at rest`` (no worker, until a request comes),
-    ``starting``, ``stopping`` or ``no worker``; ``added``: by ``millrace models add``, and kept for
+    """State of a model. ``state`` is ``serving``, ``at rest`` (no worker until a request comes),
+    ``starting``, ``stopping`` or ``no worker``. ``added``: by ``millrace models add``, and kept for
     the next start."""
 
     name: str
@@ -85,8 +87,8 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SystemReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """The whole system. ``state`` is ``starting``, ``running`` or ``stopping``; ``addresses`` are
-    without passwords."""
+    """State of the whole system. ``state`` is ``starting``, ``running`` or ``stopping``;
+    ``addresses`` have no passwords."""
 
     state: str
     pid: int
@@ -97,7 +99,7 @@ class SystemReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
     @property
     def is_well(self) -> bool:
-        """Everything is up, and does its work."""
+        """True if all parts are healthy and all models are served."""
         is_served = all(model.state in ("serving", "at rest") for model in self.models)
         return (
             self.state == "running" and is_served and all(one.health == "ok" for one in self.parts)
@@ -105,19 +107,19 @@ class SystemReport(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
 
 
 class Said(msgspec.Struct, frozen=True, tag="said"):
-    """What is being done."""
+    """Progress of a request."""
 
     text: str
 
 
 class ControlDone(msgspec.Struct, frozen=True, tag="done"):
-    """It is done; ``text`` says what."""
+    """Success of a request; ``text`` says what was done."""
 
     text: str
 
 
 class ControlRefusal(msgspec.Struct, frozen=True, tag="refused"):
-    """It was not done, and why; nothing else has changed."""
+    """Refusal of a request, with the reason; the system is unchanged."""
 
     message: str
 
@@ -127,16 +129,19 @@ Handler = Callable[[Request, Callable[[str], None]], Awaitable[SystemReport | Co
 
 
 class ControlError(MillraceError, code="refused_by_system"):
-    """A running system said no, or nothing."""
+    """Error if a running system refuses a command or does not answer."""
 
 
 class ControlServer:
-    """Answers commands until ``close``. Owns the socket and what is being answered; what a command
-    began goes on when the command is broken off."""
+    """Server of commands until ``close``. It owns the socket and the answers in progress; work that
+    a command started continues if the command is broken off."""
 
     def __init__(self, run_dir: Path, handler: Handler) -> None:
-        """``handler`` answers a request, and says meanwhile what it does; it raises MillraceError
-        to refuse."""
+        """Create a server.
+
+        Args:
+            handler: Answers a request and reports its progress; raises MillraceError to refuse it.
+        """
         self._run_dir = run_dir
         self._handler = handler
         self._answers = Tasks()
@@ -183,8 +188,10 @@ class ControlServer:
 def ask(
     data: Path, request: Request, say: Callable[[str], None], timeout_s: float | None
 ) -> SystemReport | ControlDone:
-    """What the system on ``data`` answers; ``say`` gets what it tells meanwhile. Raises
-    ControlError if it refuses, ends, or says nothing for ``timeout_s``."""
+    """Send a request to the system on ``data`` and return its answer; pass progress to ``say``.
+
+    Raises ControlError if the system refuses, ends, or sends nothing for ``timeout_s``.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout_s)
     try:
@@ -211,8 +218,8 @@ def ask(
 
 @contextmanager
 def _short_path(folder: Path) -> Iterator[str]:
-    """The socket's path in few characters, whatever the folder is called: an address of a socket
-    has 107 of them at most."""
+    """Yield a short path of the socket for any folder name: socket addresses have at most 107
+    characters."""
     handle = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{handle}/{SOCKET_FILE}"

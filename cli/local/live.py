@@ -1,4 +1,4 @@
-"""What commands ask of a system that runs: how it stands, and models that come and go."""
+"""Commands to a running system: its state, and models to add or remove."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ from millrace.schemas.pooling import Pooling
 from millrace.schemas.sampling import SamplingOptions
 from millrace.schemas.tenants import own_reply
 
-# A catalogue is read again once a second.
+# Processes read the catalogue again once a second.
 _HEARD_WITHIN_S = 15.0
 _LOOK_EVERY_S = 0.1
-# Gateways learn within a second that a version has no share any more; between two turns of an
-# answer a tool of theirs may run.
+# Gateways learn within a second that a version has no share of the traffic any more. Between two
+# rounds of an answer one of their tools may run.
 _IDLE_FOR_S, _IDLE_WITH_TOOLS_S = 2.0, 30.0
 
 
 @dataclass
 class SystemState:
-    """How far a system has come: ``starting``, ``running`` or ``stopping``; where it is reached,
-    and where each of its parts listens (host:port, by name)."""
+    """State of a system: its phase (``starting``, ``running`` or ``stopping``), its endpoints, and
+    the address of each part (host:port, by name)."""
 
     phase: str = "starting"
     endpoints: Endpoints | None = None
@@ -79,7 +79,7 @@ class SystemState:
 
 
 class LiveSystem:
-    """Answers commands. The processes are the supervisor's, the workers the pool's."""
+    """Handler of commands. The supervisor owns the processes, the pool the workers."""
 
     def __init__(
         self,
@@ -124,29 +124,32 @@ class LiveSystem:
         return done
 
     async def start_workers(self, model: str, count: int) -> None:
-        """Raises StartError, with none of them left."""
+        """Start workers of a model. Raises StartError after stopping all of them."""
         await self._workers.start(model, count)
 
     async def stop_workers(self, model: str) -> int:
-        """Let them drain; how many there were."""
+        """Drain and stop the workers of a model; return their number."""
         return await self._workers.stop(model)
 
     async def serve_one(self, model: str) -> None:
-        """Raises TimeoutError if a first request is not answered."""
+        """Send a first request to a model. Raises TimeoutError if it is not answered."""
         assert self.system_state.bus is not None
         known = msgspec.structs.replace(
             self._config, catalogue=str(self._data / "run" / KNOWN_FILE)
         )
         pooling = probe_pooling(known, model)
         is_one_of_several = model in Versions(load_catalogue(known.catalogue).names()).models()
-        # Its name stands for others as well, of which one may answer already.
+        # The plain name also stands for other versions, which may already answer.
         asked = f"{model}{SEPARATOR}{INITIAL}" if is_one_of_several else model
         await serve_one(self.system_state.bus, asked, pooling)
 
     async def wait_until_idle(self, model: str) -> None:
-        """Until schedulers and workers have said for a while that no request of a model waits or
-        runs; those that were accepted a moment before it was offered no more are counted by then.
-        No longer than a request may take."""
+        """Wait until schedulers and workers report for a while that the model has no waiting or
+        running request.
+
+        Requests accepted just before the model was withdrawn are counted by then. Waits at most for
+        the timeout of a request.
+        """
         assert self.system_state.bus is not None
         idle = asyncio.Event()
         idle_for_s = _IDLE_WITH_TOOLS_S if self._config.gateway.tools else _IDLE_FOR_S
@@ -167,13 +170,13 @@ class LiveSystem:
             async with asyncio.timeout(self._config.gateway.request_timeout_s):
                 await idle.wait()
         except TimeoutError:
-            self._say(f"{model} has requests though none may take so long; going on")
+            self._say(f"{model} still has requests after the longest timeout; continuing")
         finally:
             await heard.close()
 
     async def wait_until_heard(self, part: str, model: str, *, is_there: bool) -> None:
-        """Until all processes of ``part`` that are up know whether there is the model; those that
-        are not read it when they start."""
+        """Wait until all running processes of ``part`` know whether the model exists. Processes
+        that start later read it at their start."""
         deadline = time.monotonic() + _HEARD_WITHIN_S
         waiting = {
             name: address
@@ -187,7 +190,7 @@ class LiveSystem:
                     del waiting[name]
             await asyncio.sleep(_LOOK_EVERY_S if waiting else 0.0)
         if waiting:
-            raise TimeoutError(f"{', '.join(waiting)} did not hear of the change")
+            raise TimeoutError(f"{', '.join(waiting)} did not read the new catalogue")
 
     async def _report(self) -> SystemReport:
         parts = self._supervisor.parts()
@@ -216,12 +219,13 @@ def _wish(request: AddModelRequest | RemoveModelRequest) -> str:
 
 
 PROBE_TENANT = "system"
-# For the first answer of a model, whose worker may still warm up.
+# Timeout of the first answer of a model, whose worker may still warm up.
 _FIRST_ANSWER_S = 60.0
 
 
 def probe_pooling(config: Config, model: str) -> Pooling | None:
-    """Models that make no tokens are asked for an embedding or labels. Raises MillraceError."""
+    """Return the pooling of a probe request for models that make no tokens. Raises
+    MillraceError."""
     entry = load_catalogue(config.catalogue).get(model)
     outline = outline_of(entry, resolve(entry))
     if outline.has_head:
@@ -230,8 +234,11 @@ def probe_pooling(config: Config, model: str) -> Pooling | None:
 
 
 async def serve_one(bus: Bus, model: str, pooling: Pooling | None) -> None:
-    """One token, or what else the model makes, by the whole path: queue, scheduler, worker, frames.
-    Raises TimeoutError."""
+    """Request one token, embedding or set of labels on the full path: queue, scheduler, worker,
+    frames.
+
+    Raises TimeoutError.
+    """
     request_id = f"probe-{os.getpid()}-{random.getrandbits(32):08x}"
     reply = own_reply(PROBE_TENANT, request_id)
     ended = asyncio.get_running_loop().create_future()
@@ -263,8 +270,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StartingModels:
-    """What a system begins with: ``known`` is what models are looked up in, ``entries`` are those
-    that it serves, ``engine`` runs whatever does not say otherwise."""
+    """Models of a starting system: ``known`` is the catalogue for lookups, ``entries`` are the
+    served models, ``engine`` runs every model without an engine of its own."""
 
     known: Catalogue
     entries: Mapping[str, ModelEntry]
@@ -274,12 +281,12 @@ class StartingModels:
 
 
 class ModelChanges:
-    """One change at a time; one that fails leaves everything as it was.
+    """Changes of the served models, one at a time; a failed change leaves everything as it was.
 
-    A model is offered by the gateways after a worker has answered for it, and workers stop when no
-    gateway offers it any more. Schedulers know it from before the first moment until after the
-    last, so no request of it is refused that a gateway has accepted; what still waits when the
-    workers are gone is ended by them.
+    Gateways offer a model after a worker has answered for it, and workers stop when no gateway
+    offers it any more. Schedulers know it before the first and after the last gateway, so no
+    accepted request is refused. Requests that still wait when the workers are gone are ended by the
+    schedulers.
     """
 
     def __init__(self, data: Path, models: StartingModels, host: LiveSystem) -> None:
@@ -297,21 +304,21 @@ class ModelChanges:
         self._passing: ModelEntry | None = None  # known to schedulers and workers, not offered
 
     def num_workers(self, model: str) -> int:
-        """How many a model starts with."""
+        """Return the initial number of workers of a model."""
         return self._workers[model]
 
     def runs_by_itself(self, model: str) -> bool:
-        """Whether what runs it is said of this model alone."""
+        """Return whether the model has its own engine setting."""
         added = self._saved.added.get(model)
         return added is not None and added.own_engine
 
     def write(self) -> None:
-        """Write both catalogues, for parts that start."""
+        """Write both catalogues, which starting parts read."""
         self._write_served()
         self._write_known()
 
     async def add(self, request: AddModelRequest, say: Say) -> ControlDone:
-        """Raises MillraceError if it cannot be; nothing has changed then."""
+        """Add a model. Raises MillraceError if it cannot be added; nothing has changed then."""
         if request.workers < 1:
             raise ControlError("--workers must be at least 1")
         name = checked_name(request.name)
@@ -352,8 +359,10 @@ class ModelChanges:
         return ControlDone(f"{name} is served, by {_count(request.workers, 'worker')}")
 
     async def remove(self, name: str, say: Say, *, when_idle: bool = False) -> ControlDone:
-        """With ``when_idle`` its workers stay until nothing waits for them. Raises ControlError if
-        there is no such model, or no other."""
+        """Remove a model; with ``when_idle`` its workers stay until no request waits for them.
+
+        Raises ControlError if there is no such model, or if it is the only one.
+        """
         entry = self._served.get(name)
         if entry is None:
             raise ControlError(f"there is no model {name!r}. Models: {', '.join(self._served)}")
@@ -370,9 +379,9 @@ class ModelChanges:
             write_saved(self._data, self._saved)
             await self._have_heard("gateway", name, say, is_there=False)
             if when_idle:
-                say(f"no gateway takes requests for {name} any more; waiting for those it has")
+                say(f"gateways accept no more requests for {name}; waiting for its open requests")
                 await self._host.wait_until_idle(name)
-            say(f"no gateway takes requests for {name} any more; its workers drain")
+            say(f"gateways accept no more requests for {name}; its workers drain")
             count = await self._host.stop_workers(name)
             del self._workers[name]
             self._passing = None
@@ -383,8 +392,8 @@ class ModelChanges:
     def report(
         self, num_workers: Callable[[str], int], *, may_rest: bool
     ) -> tuple[ModelReport, ...]:
-        """All models, and the one that comes or goes. ``may_rest``: a model without requests has
-        no worker."""
+        """Report all models, including the one that is being added or removed. ``may_rest``: a
+        model without requests has no worker."""
         entries = dict(self._served)
         unserved = "at rest" if may_rest else "no worker"
         changing = {}
@@ -405,7 +414,7 @@ class ModelChanges:
         )
 
     def _entry(self, request: AddModelRequest) -> tuple[ModelEntry, bool]:
-        """The model under its name; whether it is run by itself, whatever runs the others."""
+        """Return the model under its name, and whether it has its own engine setting."""
         entry = msgspec.structs.replace(self._known.entry_for(request.model), name=request.name)
         if request.quantization is not None:
             check_quantization(request.quantization, request.engine or entry.engine_kind)
@@ -429,11 +438,12 @@ class ModelChanges:
         await self._host.serve_one(name)
 
     async def _have_heard(self, part: str, name: str, say: Say, *, is_there: bool) -> None:
-        """As far as they hear at all: one that hangs holds nobody up."""
+        """Wait until the processes have read the change; a process that hangs is skipped after a
+        timeout."""
         try:
             await self._host.wait_until_heard(part, name, is_there=is_there)
         except TimeoutError as error:
-            say(f"{error}; going on without")
+            say(f"{error}; continuing without")
 
     async def _give_up(self, name: str) -> None:
         self._passing = None

@@ -1,4 +1,4 @@
-"""The logs of a local system: what ``millrace up`` itself says, and how large they may grow."""
+"""Logs of a local system: messages of ``millrace up``, and the size limit of log files."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from pathlib import Path
 from millrace.runtime.logs import JsonFormatter
 
 UP_LOG = "up.log"
-# Of each part there are two files of this size at most, the older one with OLDER behind its name.
+# Maximum size of a log file in bytes. Each part has a current file and an older one with the suffix
+# OLDER.
 MOST_BYTES = 64 << 20
 OLDER = ".1"
 CHECK_EVERY_S = 10.0
 
 
 def bound_logs(folder: Path, most_bytes: int = MOST_BYTES) -> None:
-    """Move what is in each file that is larger to a second one, over what that held.
+    """Move the contents of each file over the limit to a second file, whose contents are replaced.
 
-    The file itself stays, since a process has it open, to write at its end; what it writes in the
-    moment between is lost."""
+    The first file itself stays, since a process has it open for appending; lines written in between
+    are lost.
+    """
     for file in folder.glob("*.log"):
         with contextlib.suppress(OSError):
             if file.stat().st_size > most_bytes:
@@ -30,18 +32,18 @@ def bound_logs(folder: Path, most_bytes: int = MOST_BYTES) -> None:
 
 
 class UpLog:
-    """Says what ``millrace up`` does, on the terminal and in a log beside those of the parts."""
+    """Messages of ``millrace up``, on the terminal and in a log beside those of the parts."""
 
     def __init__(self, folder: Path) -> None:
         self._handler = logging.FileHandler(folder / UP_LOG, encoding="utf-8", delay=True)
         self._handler.setFormatter(JsonFormatter("up"))
 
     def say(self, text: str) -> None:
-        """One thing, on a line of the log if it is one."""
+        """Write an event to the terminal, and to the log if it is a single line."""
         self._tell(text, logging.INFO)
 
     def warn(self, text: str) -> None:
-        """The same of what should not have happened."""
+        """Write a problem to the terminal, and to the log if it is a single line."""
         self._tell(text, logging.WARNING)
 
     def _tell(self, text: str, level: int) -> None:
@@ -51,7 +53,7 @@ class UpLog:
             self.note(text, level)
 
     def note(self, text: str, level: int = logging.INFO) -> None:
-        """Only in the log."""
+        """Write a message to the log only."""
         record = logging.LogRecord("millrace.cli.local.up", level, __file__, 0, text, None, None)
         self._handler.handle(record)
 

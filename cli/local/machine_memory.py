@@ -1,4 +1,4 @@
-"""What the processes take of this machine's memory, and whether a model's weights fit."""
+"""Memory use of the processes on this machine, and the check that a model's weights fit."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from millrace.runtime.process import available_bytes
 from millrace.schemas.errors import MillraceError
 
 _GIB = 1 << 30
-# Of /proc/PID/stat, counted from the state.
+# Index of the session in /proc/PID/stat, counted from the state.
 _SESSION_FIELD = 3
 
 
 class MemoryTooSmallError(MillraceError, code="memory_too_small"):
-    """The weights alone are more than what is free."""
+    """Error if the weights alone need more than the free memory."""
 
 
 def check_memory(checkpoint: Path, num_workers: int, free_bytes: int | None = None) -> None:
-    """Raises MemoryTooSmallError if the weights of so many workers do not fit into ``free_bytes``
-    of main memory (None: what is free now). On a machine with a GPU, which holds them, the engine
-    itself says what fits."""
+    """Raise MemoryTooSmallError if the weights of ``num_workers`` workers exceed ``free_bytes`` of
+    main memory (None: the memory that is free now).
+
+    On a machine with a GPU, which holds the weights, the engine checks this itself.
+    """
     if has_gpu():
         return
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
@@ -34,13 +36,13 @@ def check_memory(checkpoint: Path, num_workers: int, free_bytes: int | None = No
 
 
 def memory_of_session(session: int) -> int:
-    """Bytes that a process and all that it started take, if it leads a session of its own; what
-    several share is divided among them."""
+    """Return the bytes of memory of a session: a process with all its descendants. Shared memory is
+    divided among its users."""
     total = 0
     for process in Path("/proc").iterdir():
         if not process.name.isdecimal():
             continue
-        # Processes end while we look.
+        # Processes may end during the loop.
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = (process / "stat").read_text().rpartition(")")[2].split()
             if int(fields[_SESSION_FIELD]) == session:
@@ -57,5 +59,5 @@ def _proportional_bytes(process: Path) -> int:
 
 
 def has_gpu() -> bool:
-    """Whether the driver of an NVIDIA device is there."""
+    """Return whether the driver of an NVIDIA device is present."""
     return Path("/dev/nvidiactl").exists()

@@ -1,5 +1,5 @@
-"""Which models ``millrace up`` runs, the catalogues that its parts read, and what is remembered of
-models that were added and removed while it ran."""
+"""Models of ``millrace up``, the catalogues of its parts, and the record of models that were added
+and removed while it ran."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from millrace.schemas.engines import (
 )
 from millrace.schemas.errors import MillraceError
 
-# What gateways offer, and what schedulers and workers know: a model that is being added or removed
-# is in the second one only.
+# SERVED_FILE is the gateways' catalogue. Schedulers and workers read another one, which also has
+# the model that is being added or removed.
 SERVED_FILE = "models.yaml"
 KNOWN_FILE = "known-models.yaml"
 _SAVED_FILE = "models.json"
 
 
 class AddedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model that was added to a running system. ``own_engine``: it is run by what ``entry`` says,
-    whatever runs the others; else by that."""
+    """Model that was added to a running system. ``own_engine``: the engine of ``entry`` runs it;
+    otherwise the engine of all models does."""
 
     entry: ModelEntry
     workers: int = 1
@@ -39,30 +39,32 @@ class AddedModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SavedModels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the models of a data folder differ from what the command line says; ``removed`` are
-    names."""
+    """Changes of a data folder's models since the command line; ``removed`` are names."""
 
     added: dict[str, AddedModel] = {}
     removed: tuple[str, ...] = ()
 
 
 def read_saved(data: Path) -> SavedModels:
-    """Raises ConfigError for a file that is not ours."""
+    """Read the saved changes. Raises ConfigError for a file in another format."""
     advice = "Remove it, and add the models again."
     return read_json(data / _SAVED_FILE, SavedModels, advice) or SavedModels()
 
 
 def write_saved(data: Path, saved: SavedModels) -> None:
-    """Remember it for the next start."""
+    """Save the changes for the next start."""
     write_private(data / _SAVED_FILE, formatted_json(saved))
 
 
 def models_to_run(
     named: Sequence[str] | None, default: str, saved: SavedModels
 ) -> tuple[list[str], dict[str, AddedModel], list[str]]:
-    """What to look up in the catalogue, the added models that still can be served, and what to say
-    of those that cannot. ``named`` are those of the command line; a default that was removed stays
-    away as long as there is another model."""
+    """Return the models to look up in the catalogue, the added models that can still be served, and
+    messages about the others.
+
+    ``named`` are the models of the command line. A removed default stays away as long as there is
+    another model.
+    """
     added, said = {}, []
     for name, model in saved.added.items():
         try:
@@ -83,14 +85,14 @@ def catalogue_for(
     engine: CatalogueEngine | None = None,
     added: Mapping[str, AddedModel] | None = None,
 ) -> tuple[str, tuple[str, ...]]:
-    """The catalogue file for all parts and the names of ``models``, each a name, a folder, a GGUF
-    file or a hub id, and of those that were ``added`` earlier, unless they are named here. With
-    ``engine`` it is that which runs them.
+    """Return the catalogue file of all parts, and the names of ``models`` and of ``added`` models.
 
-    The catalogue that is written to ``file`` holds these models and no other, and the routes among
-    them, so that none is offered which no worker serves. Fetches what is not on this machine, so
-    that nothing starts before the weights are here. Raises ConfigError, ModelNotFoundError or
-    CheckpointError.
+    Each of ``models`` is a name, a folder, a GGUF file or a hub id, and takes precedence over an
+    added model. ``engine``, if given, runs all of them.
+
+    The catalogue written to ``file`` holds these models and the routes among them only, so that
+    every offered model has a worker. Missing files are downloaded first, so that nothing starts
+    before the weights are here. Raises ConfigError, ModelNotFoundError or CheckpointError.
     """
     known = load_catalogue(catalogue)
     chosen = {entry.name: entry for entry in map(known.entry_for, models)}
@@ -106,8 +108,8 @@ def catalogue_for(
 
 
 def engine_of_all(config: EngineConfig) -> CatalogueEngine | None:
-    """What the catalogue of a system says of the engine that runs all its models, so that every
-    part knows it; None: Millrace's own."""
+    """Return the catalogue's entry for the engine that runs all models, so that every part knows
+    it; None: Millrace's own."""
     if config.kind is EngineKind.REAL:
         return None
     return CatalogueEngine(
@@ -120,8 +122,11 @@ def engine_of_all(config: EngineConfig) -> CatalogueEngine | None:
 
 
 def run_by(entry: ModelEntry, engine: CatalogueEngine | None) -> ModelEntry:
-    """The entry, with the engine that runs all models, if there is one. Raises ConfigError if that
-    cannot quantize, speculate or compute on several devices as the entry says."""
+    """Return the entry with the engine of all models, if there is one.
+
+    Raises ConfigError if that engine does not support the entry's quantization, speculation or
+    number of devices.
+    """
     if engine is not None:
         check_quantization(entry.quantization, engine.kind)
         check_speculation(entry.speculation, engine.kind)
@@ -131,7 +136,7 @@ def run_by(entry: ModelEntry, engine: CatalogueEngine | None) -> ModelEntry:
 
 
 def without(saved: SavedModels, named: Collection[str]) -> SavedModels:
-    """What the command line names is as that says, whatever was done to it earlier."""
+    """Return the changes without the models named on the command line, which override them."""
     return SavedModels(
         added={name: model for name, model in saved.added.items() if name not in named},
         removed=tuple(name for name in saved.removed if name not in named),
@@ -139,6 +144,6 @@ def without(saved: SavedModels, named: Collection[str]) -> SavedModels:
 
 
 def with_removed(saved: SavedModels, name: str) -> SavedModels:
-    """The model stays away from now on, also if it is the one that is served by default."""
+    """Return the changes with the model removed, even if it is the default model."""
     added = {one: model for one, model in saved.added.items() if one != name}
     return SavedModels(added=added, removed=tuple(dict.fromkeys((*saved.removed, name))))

@@ -1,4 +1,4 @@
-"""Ports of this machine: choosing free ones, and what listens at the others."""
+"""Ports of this machine: choice of free ports, and processes that listen on the others."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from millrace.schemas.errors import ConfigError
 
 _TRIES = 200
 _PORTS = 65_536
-# Where a port is looked for when any will do: below those that connections go out from.
+# Range for any free port, below the range of outgoing connections.
 _ANY = range(20_000, 30_000)
 
 
 class PortTakenError(ConfigError):
-    """A port that was asked for by its number is somebody else's."""
+    """Error if a requested port is already in use."""
 
 
 @dataclass
 class PortPicker:
-    """Hands out ports of one host, until ``close`` none of them again, here or in another process;
-    ``moved`` tells what was taken.
+    """Allocator of ports of one host. No port is handed out twice until ``close``, here or in
+    another process; ``moved`` records replaced ports.
 
-    Between the choice of a port and the server that listens there is a moment in which another
-    system may choose it, too, and its parts would talk to our server. So a port is claimed by
-    binding the UDP port of the same number, which no server here uses: the kernel gives it to one
-    at a time, and takes it back however we end.
+    Between the choice of a port and the start of its server, another system could choose it, too,
+    and its parts would talk to the wrong server. So a port is claimed by binding the UDP port of
+    the same number, which no server here uses: the kernel gives it to one process at a time and
+    releases it when the process ends.
     """
 
     host: str = "127.0.0.1"
@@ -44,7 +44,7 @@ class PortPicker:
     _claims: list[socket.socket] = field(default_factory=list)
 
     def pick_any(self, what: str) -> int:
-        """A free port, whichever it is. Raises ConfigError as ``pick`` does."""
+        """Return any free port. Raises ConfigError as ``pick`` does."""
         self._check(what, _ANY[0])
         for port in random.sample(_ANY, _TRIES):
             if self._claim(port):
@@ -52,8 +52,11 @@ class PortPicker:
         raise ConfigError(f"{what}: no port between {_ANY[0]} and {_ANY[-1]} is free.")
 
     def pick_exactly(self, what: str, wanted: int) -> int:
-        """``wanted``. Raises PortTakenError, which says who has it, if that can be known, and
-        ConfigError as ``pick`` does."""
+        """Claim ``wanted`` and return it.
+
+        Raises PortTakenError, which names the process if it is known, and ConfigError as ``pick``
+        does.
+        """
         self._check(what, wanted)
         if self._claim(wanted):
             return wanted
@@ -64,8 +67,11 @@ class PortPicker:
         )
 
     def pick(self, what: str, wanted: int) -> int:
-        """``wanted`` or the next free port above it. Raises ConfigError for what is no port, for a
-        host that is not this machine's, and when all are taken."""
+        """Return ``wanted`` or the next free port above it.
+
+        Raises ConfigError for an invalid port, for a host that is not this machine's, and if all
+        ports are taken.
+        """
         self._check(what, wanted)
         for port in range(wanted, min(wanted + _TRIES, _PORTS)):
             if self._claim(port):
@@ -76,7 +82,7 @@ class PortPicker:
         raise ConfigError(f"{what}: no port between {wanted} and {last} is free.")
 
     def close(self) -> None:
-        """Nothing is started on these ports any more."""
+        """Release all claims."""
         for claim in self._claims:
             claim.close()
         self._claims.clear()
@@ -107,7 +113,7 @@ class PortPicker:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+    """Return whether a server could listen there now."""
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -126,8 +132,8 @@ _MOST_SHOWN = 80
 
 
 def holder_of(port: int) -> str | None:
-    """The process that listens on a TCP port: its pid and command line. None if nobody does, or if
-    it is another user's."""
+    """Return the pid and command line of the process that listens on a TCP port; None if the port
+    is free or the process belongs to another user."""
     inodes = {inode for table in ("tcp", "tcp6") for inode in _listening(table, port)}
     if not inodes:
         return None
@@ -139,7 +145,7 @@ def holder_of(port: int) -> str | None:
 
 
 def _has_open(process: Path, wanted: set[str]) -> bool:
-    # Processes end and files close while we look, and those of others show nothing.
+    # Processes and files may disappear during the loop, and those of other users are not readable.
     with contextlib.suppress(OSError):
         for file in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
@@ -168,7 +174,7 @@ def _command_line(process: Path) -> str:
 
 
 async def listens(port: int) -> bool:
-    """Whether a server of this machine listens there."""
+    """Return whether a server of this machine listens there."""
     try:
         _reader, writer = await asyncio.open_connection(LOOPBACK, port)
     except OSError:
@@ -178,15 +184,15 @@ async def listens(port: int) -> bool:
 
 
 def _any_certificate() -> ssl.SSLContext:
-    """Nothing is told to our own parts: whether the certificate suits the name by which others know
-    this machine is not asked here."""
+    """Return a TLS context that accepts any certificate: for connections to our own parts, whose
+    certificate names other hosts."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
 
 
 async def answers(address: str, gateway: str | None = None) -> bool:
-    """Whether a GET says 200, and the gateway of that name said it."""
+    """Return whether a GET is answered with 200, by the gateway of that name if given."""
 
     def get() -> bool:
         try:
@@ -203,13 +209,13 @@ async def answers(address: str, gateway: str | None = None) -> bool:
 
 
 def port_of(address: str) -> int:
-    """The port in a URL."""
+    """Return the port of a URL."""
     port = urlsplit(address).port
     assert port is not None
     return port
 
 
 def front_url(gateway: GatewayConfig) -> str:
-    """Where a local client reaches the gateways."""
+    """Return the URL at which a local client reaches the gateways."""
     address = url(gateway.host, gateway.port)
     return address.replace("http://", "https://", 1) if gateway.certificate_file else address

@@ -1,4 +1,4 @@
-"""Files and folders that only their owner may read: passwords, and the configuration of the servers
+"""Files and folders readable by their owner only: passwords, and the configuration of the servers
 that ``millrace up`` starts."""
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from millrace.schemas.redaction import Secret, shown
 FILE_NAME = "credentials.json"
 _FOLDER_MODE = 0o700
 _FILE_MODE = 0o600
-# An address with name and password in it, and the same as variables of the environment, for the
-# many clients that read neither from an address.
+# An address with name and password, and the same as environment variables for clients that do not
+# read them from an address.
 NATS_URL_FILE, NATS_ENV_FILE = "nats.url", "nats.env"
 CLICKHOUSE_URL_FILE, CLICKHOUSE_ENV_FILE = "clickhouse.url", "clickhouse.env"
 _NAMES = (NATS_URL_FILE, NATS_ENV_FILE, CLICKHOUSE_URL_FILE, CLICKHOUSE_ENV_FILE)
 
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The passwords of a system's own servers: drawn once for each data folder, and kept, so that
-    clients which were told one stay right."""
+    """Passwords of a system's own servers: drawn once for each data folder and kept, so that
+    clients can store them."""
 
     nats: Secret
     redis: Secret
@@ -40,7 +40,10 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def credentials_of(data: Path) -> Credentials:
-    """Those of the folder; drawn if it has none. Raises ConfigError for a file that is not ours."""
+    """Read the passwords of the folder; draw them if there are none.
+
+    Raises ConfigError for a file in another format.
+    """
     file = data / FILE_NAME
     try:
         file.chmod(_FILE_MODE)
@@ -57,7 +60,8 @@ def credentials_of(data: Path) -> Credentials:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Whole or not at all, since others may read it at any moment, and never readable by others."""
+    """Write a file atomically, since others may read it at any moment, and readable by its owner
+    only."""
     fresh = path.with_suffix(path.suffix + ".new")
     fresh.unlink(missing_ok=True)
     with open(fresh, "x", encoding="utf-8", opener=_open_private) as file:
@@ -66,8 +70,8 @@ def write_private(path: Path, text: str) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder if it is not there, and close it to other users. What is in it can be reached
-    through it only, so that older files in it are closed, too."""
+    """Create the folder if needed and close it to other users, which also protects older files in
+    it."""
     folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
     folder.chmod(_FOLDER_MODE)
 
@@ -77,7 +81,7 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def write_access_files(folder: Path, endpoints: Endpoints) -> None:
-    """Write the files of a system's run folder."""
+    """Write the access files of a system's run folder."""
     write_private(folder / NATS_URL_FILE, f"{endpoints.nats}\n")
     write_private(folder / NATS_ENV_FILE, environment("NATS", endpoints.nats))
     write_private(folder / CLICKHOUSE_URL_FILE, f"{endpoints.clickhouse}\n")
@@ -85,14 +89,14 @@ def write_access_files(folder: Path, endpoints: Endpoints) -> None:
 
 
 def remove_access_files(folder: Path) -> None:
-    """Remove the files of a run that is over."""
+    """Remove the access files after a run."""
     for name in _NAMES:
         (folder / name).unlink(missing_ok=True)
 
 
 def environment(prefix: str, url: str) -> str:
-    """The address, user and password of a URL as lines ``PREFIX_URL=…``, which a shell can read,
-    and ``--env-file`` of Docker and Node."""
+    """Return address, user and password of a URL as lines ``PREFIX_URL=…`` for a shell, and for
+    ``--env-file`` of Docker and Node."""
     parts = urlsplit(url)
     values = {
         "URL": without_user(url),
@@ -103,9 +107,10 @@ def environment(prefix: str, url: str) -> str:
 
 
 def nats_config(url: str, store: Path) -> str:
-    """For nats-server to listen at ``url``, for whoever has the name and password in it."""
+    """Return the configuration of a nats-server that listens at ``url`` and requires its name and
+    password."""
     place = urlsplit(url)
-    # A JSON string is a string of NATS's configuration too, but for the escapes of letters.
+    # A JSON string is also a string of NATS's configuration, except for the escapes of letters.
     user, password = json.dumps(place.username), json.dumps(place.password)
     folder = json.dumps(str(store), ensure_ascii=False)
     return "\n".join(
@@ -114,8 +119,8 @@ def nats_config(url: str, store: Path) -> str:
             "server_name: millrace",
             f"authorization {{ user: {user}, password: {password} }}",
             "max_payload: 8MB",
-            # An accepted job is on the disk before its publisher hears so.
-            # How full the disk may be is for ``storage.min_free_bytes`` to say.
+            # An accepted job is on the disk before its publisher is told. The limit of the disk is
+            # ``storage.min_free_bytes``.
             f"jetstream {{ store_dir: {folder}, sync_interval: always",
             "max_file_store: 1PB }",
             "",
@@ -124,10 +129,12 @@ def nats_config(url: str, store: Path) -> str:
 
 
 def redis_config(url: str, store: Path) -> str:
-    """For redis-server to listen at ``url``, for whoever has the password in it. It is not on the
-    command line, which every user of the machine can read."""
+    """Return the configuration of a redis-server that listens at ``url`` and requires its password.
+
+    A password on the command line would be readable by every user of the machine.
+    """
     place = urlsplit(url)
-    # Redis reads bytes as they are, and JSON's escapes of what it must.
+    # Redis reads bytes unchanged, and understands JSON's escapes.
     folder = json.dumps(str(store), ensure_ascii=False)
     return "\n".join(
         [
@@ -137,7 +144,7 @@ def redis_config(url: str, store: Path) -> str:
             f"dir {folder}",
             "appendonly yes",
             'save ""',
-            # It looks after what expires once a second: what is asked for is looked at then, too.
+            # Check for expired keys once a second; a key that is accessed is also checked then.
             "hz 1",
             "",
         ]

@@ -1,4 +1,4 @@
-"""How a local system stands: what ``millrace status`` shows."""
+"""State of a local system for ``millrace status``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _SILENT = "does not answer"
 
 
 class PartHealth(NamedTuple):
-    """What a part says of itself: ``ok`` or what is wrong, and the models that it knows."""
+    """Health of a part: ``ok`` or a description of the problem, and the models that it knows."""
 
     status: str
     models: frozenset[str] = frozenset()
 
     @property
     def answers(self) -> bool:
-        """Whether it says anything."""
+        """True if the part answered."""
         return self.status != _SILENT
 
 
 async def health_at(address: str) -> PartHealth:
-    """What the process says that shows its metrics at host:port."""
+    """Return the health of the process with its metrics at host:port."""
 
     def get() -> PartHealth:
         try:
@@ -57,7 +57,7 @@ async def part_reports(
     addresses: Mapping[str, str],
     worker_status: Callable[[str], WorkerStatus | None],
 ) -> tuple[PartReport, ...]:
-    """Ask all of them, side by side. ``metrics`` and ``addresses`` have host:port by name."""
+    """Ask all parts concurrently. ``metrics`` and ``addresses`` have host:port by name."""
 
     async def report(part: PartView) -> PartReport:
         name = part.process.name

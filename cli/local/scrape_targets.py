@@ -1,4 +1,4 @@
-"""Where Prometheus finds the parts of a local system, also those that come and go."""
+"""Scrape targets for Prometheus: all parts of a local system, including temporary ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from millrace.cli.local.supervisor import Process, Supervisor
 from millrace.schemas.config import MetricsConfig
 
 FILE_NAME = "metrics-targets.json"
-# Where exporters of OpenTelemetry are found; for a gateway on another port as far above that.
+# OpenTelemetry's usual exporter port; a gateway on another port shifts it by the same distance.
 FIRST_PORT = 9464
 _GATEWAY_PORT = 8000
 _MOST_PORT = 65_000
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of a file of Prometheus' ``file_sd_configs``."""
+    """Entry of a file of Prometheus' ``file_sd_configs``."""
 
     targets: tuple[str, ...]
     labels: dict[str, str]
@@ -28,10 +28,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class ScrapeTargets:
-    """A port for each part, the same in all of its lives, and the file that tells of them.
+    """Ports of all parts, the same at each of their starts, and the file that lists them.
 
-    The file has those that were told to run and not to go. ``wanted.port`` is the first port to
-    try; 0: one by the port of the gateway, so that systems side by side do not meet.
+    The file lists parts between ``add`` and ``remove``. ``wanted.port`` is the first port to try;
+    0: derived from the gateway's port, so that systems on one machine do not collide.
     """
 
     file: Path
@@ -44,7 +44,7 @@ class ScrapeTargets:
         self._picker = PortPicker(host=self.wanted.host)
 
     def add(self, name: str, part: str) -> int:
-        """The port for a part of this name. Raises ConfigError if none is free."""
+        """Return the port of a part of this name. Raises ConfigError if no port is free."""
         port = self._ports.get(name)
         if port is None:
             first = (self.wanted.port or self._first_port()) + len(self._ports)
@@ -57,16 +57,17 @@ class ScrapeTargets:
         return port
 
     def addresses(self) -> dict[str, str]:
-        """Where each part of the file shows its metrics: host:port, by its name."""
+        """Return the metrics address of each part in the file: host:port, by name."""
         return {name: target.targets[0] for name, target in self._targets.items()}
 
     def remove(self, name: str) -> None:
-        """It is stopped for good. Its port is kept for the next one of its name."""
+        """Remove a part that has stopped for good. Its port stays reserved for the next part of its
+        name."""
         if self._targets.pop(name, None) is not None:
             self._write()
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Remove the file and release the ports."""
         self._targets.clear()
         self._picker.close()
         self.file.unlink(missing_ok=True)
@@ -76,7 +77,7 @@ class ScrapeTargets:
         return port if port <= _MOST_PORT else FIRST_PORT
 
     def _write(self) -> None:
-        """Whole or not at all: Prometheus may read it at any moment."""
+        """Write the file atomically, since Prometheus may read it at any moment."""
         encoded = msgspec.json.encode(list(self._targets.values()))
         fresh = self.file.with_suffix(".new")
         fresh.write_bytes(msgspec.json.format(encoded, indent=2) + b"\n")
@@ -85,13 +86,13 @@ class ScrapeTargets:
 
 @dataclass
 class TargetedProcesses:
-    """A supervisor's processes that leave the file of targets when they are stopped for good."""
+    """Processes of a supervisor that leave the targets' file when they are stopped for good."""
 
     supervisor: Supervisor
     targets: ScrapeTargets
 
     async def start(self, process: Process) -> None:
-        """Raises StartError."""
+        """Start a process. Raises StartError."""
         await self.supervisor.start(process)
 
     async def remove(self, name: str) -> None:
@@ -100,5 +101,5 @@ class TargetedProcesses:
 
 
 def metrics_env(port: int) -> Mapping[str, str]:
-    """Tells a process where to show its metrics."""
+    """Return the environment variables that set a process's metrics port."""
     return {"MILLRACE_METRICS__PORT": str(port)}

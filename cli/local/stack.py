@@ -1,4 +1,4 @@
-"""The embedded stack: which processes make up Millrace on one machine, and when each is ready."""
+"""Embedded stack: the processes of Millrace on one machine, and their readiness checks."""
 
 from __future__ import annotations
 
@@ -67,13 +67,15 @@ _NATS_ACCESS = (
     *("user", "password", "token", "nkey_seed", "creds_file"),
     *("ca_file", "certificate_file", "key_file"),
 )
-# What clients talk to is stopped first, one gateway after the other, as each hands its streams on.
+# Order of the stop, from the highest stage down. Gateways stop first, one after the other, as each
+# hands over its streams.
 _TELEMETRY, _SCHEDULERS, _WORKERS, _GATEWAYS = range(1, 5)
-# Most starts have records soon after they serve: commands that read them work from the first then.
+# Time to wait for records after the start in seconds, so that commands that read them usually work
+# from the start.
 _RECORDS_GRACE_S = 10.0
-# What a worker may take to end when it has drained.
+# Time for a worker to end after draining, in seconds.
 _GOODBYE_S = 4.0
-# Puts nothing in the place of what the catalogue says of a model's engine.
+# Resets the engine of all models, so that the catalogue's entry of a model sets its engine.
 _OWN_ENGINE = {
     "MILLRACE_WORKER__ENGINE__KIND": "real",
     "MILLRACE_WORKER__ENGINE__URL": "",
@@ -85,15 +87,15 @@ _OWN_ENGINE = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: ``models`` are catalogue names, each with ``num_workers`` workers at first, and
-    then as many as the schedulers want if ``config`` has ``scheduler.autoscale.max_workers``.
+    """Configuration of a run. ``models`` are catalogue names, each with ``num_workers`` workers at
+    first. If ``config`` has ``scheduler.autoscale.max_workers``, the schedulers then set the
+    number.
 
-    ``roles`` are those of a model's first workers, in whose shares others get theirs; workers of
-    models that are added have both. ``config`` is what the user
-    set; the addresses in it are chosen when the stack starts. ``port_is_fixed``: the gateway's port
-    was asked for, and no other will do. ``serving`` is what the models are, and what others are
-    added from. ``adapters`` are offered from the start, beside those that were added before.
-    ``kafka`` is what runs Apache Kafka; None: its stand-in runs.
+    ``roles`` are the roles of a model's first workers, and give the shares for further workers;
+    workers of added models have both roles. ``config`` is the user's; its addresses are chosen when
+    the stack starts. ``port_is_fixed``: the gateway must use its configured port. ``serving`` holds
+    the models and the catalogue for further models. ``adapters`` are offered from the start, beside
+    those added earlier. ``kafka`` is the program of Apache Kafka; None: its stand-in runs.
     """
 
     data: Path
@@ -111,8 +113,8 @@ class Plan:
 
 @dataclass
 class Stack:
-    """Starts the servers, then the parts. The supervisor owns the processes; the stack owns the
-    connection by which it sees whether a worker, also one that was restarted, is there."""
+    """Starter of the servers, then of the parts. The supervisor owns the processes; the stack owns
+    the bus connection through which it sees started and restarted workers."""
 
     plan: Plan
     supervisor: Supervisor
@@ -150,14 +152,17 @@ class Stack:
         )
 
     async def start(self) -> Endpoints:
-        """Bring everything up that serving needs, and return once a request was really served;
-        ``records`` may come later. Raises StartError."""
+        """Start everything that serving needs; return once a request was served. ``records`` may
+        come later.
+
+        Raises StartError.
+        """
         config = self._choose_addresses()
         self._write_config(config)
         self.live.changes.write()
         await self._start_servers(config)
         await self._offer_adapters(config)
-        # It sets the streams up as a scheduler does: the NATS server is its own.
+        # The stack creates the streams itself, as a scheduler does, since it owns the NATS server.
         bus = await nats_bus.connect(config.nats, "millrace-up", part=Part.SCHEDULER)
         self.system_state.bus = bus
         await bus.workers.watch(self._pool.note)
@@ -188,7 +193,7 @@ class Stack:
         return self.system_state.endpoints
 
     async def close(self) -> None:
-        """Let go of the bus; the processes are the supervisor's to stop."""
+        """Close the bus connection; the supervisor stops the processes."""
         self.system_state.phase = "stopping"
         (self.plan.data / "run" / ENDPOINTS_FILE).unlink(missing_ok=True)
         remove_access_files(self.plan.data / "run")
@@ -209,14 +214,14 @@ class Stack:
         gateway_port = _front_port(front, wanted.gateway.port, is_fixed=self.plan.port_is_fixed)
         if wanted.gateway.port == 0:
             self._targets.gateway_port = gateway_port
-        # What was asked for goes before what merely has a usual place.
+        # Requested ports are claimed before default ports.
         ports = PortPicker()
         replace = msgspec.structs.replace
         secret = credentials_of(self.plan.data)
         nats, redis = ports.pick("nats", 4222), ports.pick("redis", 6379)
         config = replace(
             wanted,
-            # Our servers and no others: how somebody else's is reached does not count here.
+            # Only servers of this stack are used, so the user's access settings do not apply.
             nats=replace(
                 wanted.nats,
                 **dict.fromkeys(_NATS_ACCESS, ""),
@@ -230,14 +235,14 @@ class Stack:
                 serve_host=LOOPBACK,
                 serve_port=ports.pick("clickhouse", wanted.clickhouse.serve_port),
             ),
-            # Open streams may end before all stops; what then still runs at the workers is given
-            # back to the queue, and goes on in the next life.
+            # Open streams may finish during the stop. Requests that still run at the workers then
+            # go back to the queue and continue after the next start.
             gateway=replace(
                 wanted.gateway,
                 port=gateway_port,
                 drain_timeout_s=min(3.0, wanted.gateway.drain_timeout_s),
             ),
-            # Those of the catalogue, whichever these are just now.
+            # Schedule all models of the catalogue at any time.
             scheduler=replace(wanted.scheduler, models=()),
             storage=with_folders(
                 wanted.storage, self.plan.data, keeps_kafka=self.plan.kafka is not None
@@ -303,7 +308,7 @@ class Stack:
             await link.close()
 
     async def _start_parts(self, config: Config) -> None:
-        """All at once, since each loads for a while."""
+        """Start all parts at once, since each takes a while to load."""
         parts = [
             self._part(f"scheduler-{i}", "scheduler", env=self._known_catalogue, stage=_SCHEDULERS)
             for i in range(1, self.plan.num_schedulers + 1)
@@ -353,7 +358,8 @@ class Stack:
 
     @property
     def _known_catalogue(self) -> dict[str, str]:
-        """Tells a part of the models, too, that come and go just now."""
+        """Return the variable that gives a part the catalogue with models that are being added or
+        removed."""
         return {"MILLRACE_CATALOGUE": str(self.plan.data / "run" / KNOWN_FILE)}
 
     def _part(self, name: str, package: str, **options: Any) -> Process:
@@ -374,12 +380,12 @@ class Stack:
         return msgspec.yaml.decode((self.plan.data / "run" / CONFIG_FILE).read_bytes(), type=Config)
 
     def _write_run_file(self, name: str, text: str) -> None:
-        """Whole or not at all: a restarting part may read it at any moment."""
+        """Write a file atomically, since a restarting part may read it at any moment."""
         write_private(self.plan.data / "run" / name, text)
 
 
 def _front_port(picker: PortPicker, wanted: int, *, is_fixed: bool) -> int:
-    """The gateway's port; 0 asks for any that is free."""
+    """Return the gateway's port; 0 asks for any free port."""
     if wanted == 0:
         return picker.pick_any("gateway")
     if is_fixed:

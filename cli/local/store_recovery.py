@@ -1,4 +1,5 @@
-"""Keeps the stores of an embedded stack going: room to start with, and again after a full disk."""
+"""Recovery of an embedded stack's stores: free space at the start, and restarts after a full
+disk."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ from millrace.runtime.tasks import Tasks
 from millrace.schemas.config import StorageConfig
 
 _MIB = 1024 * 1024
-# What nats-server may take to come back, before it is started once more.
+# Time for nats-server to come back, in seconds, before it is restarted once more.
 _RESTART_GAP_S = 6.0
 
 
 def with_folders(config: StorageConfig, data: Path, *, keeps_kafka: bool = False) -> StorageConfig:
-    """Where the stores of a stack on ``data`` are; Kafka's is there if it is no stand-in. Raises
-    StartError if its disk has no room."""
+    """Return the settings with the folders of the stores on ``data``; Kafka's only if it is Apache
+    Kafka.
+
+    Raises StartError if its disk has no room.
+    """
     free = free_bytes(str(data))
     if free < config.min_free_bytes:
         raise StartError(
@@ -40,8 +44,8 @@ def with_folders(config: StorageConfig, data: Path, *, keeps_kafka: bool = False
 
 
 class StoreRecovery:
-    """Starts nats-server again when it has given streams up and there is room for them: it would
-    not try them again by itself. What was acknowledged to anybody is on its disk."""
+    """Restarter of a nats-server that gave up streams because its disk was full: it does not retry
+    by itself. Acknowledged data is on its disk."""
 
     def __init__(
         self,
@@ -51,7 +55,11 @@ class StoreRecovery:
         clock: Clock,
         say: Callable[[str], None] = print,
     ) -> None:
-        """``restart`` ends a process of that name, which is then started again."""
+        """Create the recovery.
+
+        Args:
+            restart: Ends a process by name; its supervisor then starts it again.
+        """
         self._watch = StoreWatch(config, clock, storage)
         self._restart = restart
         self._clock = clock
@@ -60,7 +68,7 @@ class StoreRecovery:
         self._tasks = Tasks()
 
     def start(self) -> None:
-        """Look after the stores in a task, which ``close`` ends."""
+        """Watch the stores in a task, which ``close`` ends."""
         check = partial(self.check, spares_bus=True)
         self._tasks.repeat(check, self._watch.rest_s, self._clock, "store recovery")
 
@@ -68,7 +76,7 @@ class StoreRecovery:
         await self._tasks.close()
 
     async def check(self, *, spares_bus: bool = False) -> None:
-        """Look at the stores once, as ``StoreWatch.look`` does; restart NATS where that helps."""
+        """Check the stores once, as ``StoreWatch.look`` does, and restart NATS if that helps."""
         await self._watch.look(spares_bus=spares_bus)
         streams = self._watch.failed_streams
         if not streams or self._watch.is_short(NATS):

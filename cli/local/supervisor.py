@@ -1,4 +1,4 @@
-"""Runs processes: starts them, writes their pids and logs, restarts what dies, stops them all."""
+"""Supervisor of processes: starts them, writes their pids and logs, restarts them, stops them."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ Ready = Callable[[], Awaitable[bool]]
 
 
 class StartError(Exception):
-    """A process did not come up; the message says which, and where its log is."""
+    """Error if a process did not come up; the message names it and its log."""
 
 
 @dataclass
 class Process:
-    """One supervised process.
+    """Supervised process.
 
     ``before_start`` runs in a thread before each start, ``ready`` is polled until it holds,
     ``on_restart`` runs after each later start, once the process is ready again. ``stop_timeout_s``
-    is how long it may take to end after SIGTERM. When all stop, those of a higher ``stage`` do
-    before the others, and one with ``force_after_s`` gets a second SIGTERM: no process is left that
-    could take over. ``niceness`` above 0 has it give way to the others where they want the same
-    core.
+    is the time to end after SIGTERM. When all processes stop, a higher ``stage`` stops first. A
+    process with ``force_after_s`` then gets a second SIGTERM after that time, since no other
+    process could take over its work. ``niceness`` above 0 gives other processes precedence on the
+    same core.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Process:
 
 @dataclass(frozen=True)
 class PartView:
-    """How a supervised process stands. ``code`` is how it ended if it does not run just now;
-    ``is_ready``: it has come up in this life."""
+    """State of a supervised process. ``code`` is its return code if it does not run now;
+    ``is_ready``: it has come up since its latest start."""
 
     process: Process
     pid: int
@@ -70,8 +70,8 @@ class PartView:
 
 
 class Lost(NamedTuple):
-    """A process that has ended without being asked to, and its return code. ``oom_kills`` is what
-    ``num_oom_kills`` said when it began."""
+    """Process that ended unexpectedly, with its return code. ``oom_kills`` is the value of
+    ``num_oom_kills`` at its start."""
 
     name: str
     code: int
@@ -79,7 +79,7 @@ class Lost(NamedTuple):
 
 
 class Supervisor:
-    """Owns the processes that it starts: none outlives it, even if it is killed."""
+    """Owner of the processes that it starts: none outlives it, even if it is killed."""
 
     def __init__(
         self,
@@ -90,8 +90,12 @@ class Supervisor:
         *,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        """``say`` tells of what happens as it should, ``warn`` of the rest: ``say`` too if it is
-        None."""
+        """Create a supervisor.
+
+        Args:
+            say: Gets messages about expected events.
+            warn: Gets messages about problems; None: ``say`` gets them.
+        """
         self._env = python_environment(env)
         self._run_dir = run_dir
         self._log_dir = log_dir
@@ -112,7 +116,7 @@ class Supervisor:
         running.watcher = asyncio.create_task(self._watch(running), name=f"watch {process.name}")
 
     def parts(self) -> list[PartView]:
-        """All that are to run, in the order of their starts."""
+        """List all processes that should run, in the order of their starts."""
         now_s = time.monotonic()
         return [
             PartView(
@@ -128,23 +132,23 @@ class Supervisor:
         ]
 
     async def restart(self, name: str) -> None:
-        """End a process, in an orderly way if it can; its watcher starts it again. One that has not
-        been started yet needs nothing."""
+        """End a process with SIGTERM, then SIGKILL; its watcher starts it again. Does nothing if it
+        has not been started yet."""
         running = self._running.get(name)
         if running is not None and running.handle is not None and running.handle.returncode is None:
             running.is_asked_to_end = True
             await _end(running.handle, running.process.stop_timeout_s)
 
     async def remove(self, name: str) -> None:
-        """Stop one process for good, in an orderly way if it can. One that is not there needs
-        nothing; a ``start`` of it that still waits is to be cancelled first."""
+        """Stop one process for good, with SIGTERM, then SIGKILL. Does nothing if it is unknown;
+        cancel a waiting ``start`` of it first."""
         running = self._running.get(name)
         if running is not None:
             await self._halt(running, running.process.stop_timeout_s)
             self._running.pop(name, None)
 
     async def stop(self, within_s: float) -> None:
-        """Stop all, stage by stage; whatever is left at the end is killed."""
+        """Stop all processes, stage by stage; kill those that remain at the end."""
         self._stopping = True
         deadline = time.monotonic() + within_s
         by_stage = sorted(self._running.values(), key=_stage, reverse=True)
@@ -212,7 +216,7 @@ class Supervisor:
         while True:
             assert running.handle is not None
             code = await running.handle.wait()
-            # Whatever the process had started must not outlive it.
+            # Child processes must not outlive it.
             _signal_group(running.handle.pid, signal.SIGKILL)
             if self._stopping:
                 return
@@ -234,7 +238,7 @@ class Supervisor:
                 if running.process.on_restart is not None:
                     await running.process.on_restart()
             except (StartError, OSError) as error:
-                # It is ended, so that the next turn starts it once more.
+                # End it, so that the next turn restarts it.
                 self._warn(str(error))
                 if running.handle.returncode is None:
                     _signal_group(running.handle.pid, signal.SIGKILL)
@@ -268,12 +272,12 @@ def _stage(running: _Running) -> int:
 
 
 def begin_child(niceness: int) -> None:
-    """What a child does before it becomes the program: it dies with its parent."""
+    """Prepare a child before its exec: it dies with its parent."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if niceness:
         os.nice(niceness)
-        # Where Linux shares the cores among sessions, of which it has one of its own, only theirs
-        # counts.
+        # If Linux shares the cores among sessions (autogroups), only the session's niceness counts,
+        # and the child has its own session.
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(niceness))
 
@@ -281,8 +285,8 @@ def begin_child(niceness: int) -> None:
 async def _end(
     handle: asyncio.subprocess.Process, within_s: float, force_after_s: float | None = None
 ) -> None:
-    """SIGTERM, once more after ``force_after_s``, then SIGKILL for the process and whatever it had
-    started."""
+    """Send SIGTERM, a second one after ``force_after_s``, then SIGKILL to the process and its
+    descendants."""
     force_after_s = min(within_s, force_after_s or within_s)
     for wait_s in (force_after_s, within_s - force_after_s):
         if handle.returncode is None and wait_s > 0:
@@ -295,6 +299,6 @@ async def _end(
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    """Signal a process and all that it started; it leads its own session."""
+    """Signal a process and its descendants; it leads its own session."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from millrace.telemetry.kafka.apache.broker import KafkaProgram
 
 _STOP_WITHIN_S = 9.0
-# Each is a process of this machine.
+# Each worker is a process of this machine.
 _MOST_WORKERS = 256
 _OWN_ADDRESSES = (
     "MILLRACE_NATS__URL",
@@ -63,16 +63,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "up",
         help="run everything on this machine",
         description="Run all of Millrace on this machine, from packages alone: gateways, "
-        "schedulers, workers, telemetry and the servers that they need. It stays until Ctrl-C, "
-        "SIGTERM or millrace down; what it was given is kept in DIR.",
+        "schedulers, workers, telemetry and their servers. It runs until Ctrl-C, SIGTERM or "
+        "millrace down; its data is kept in DIR.",
     )
     where = parser.add_argument_group("where")
     where.add_argument("--host", help="address of the gateway (default: 127.0.0.1)")
     where.add_argument(
         "--port",
         type=whole_number,
-        help="port of the gateway, which must be free; 0: any that is (default: 8000, or the next "
-        "free one)",
+        help="port of the gateway, which must be free; 0: any free port (default: 8000, or the "
+        "next free one)",
     )
     add_data_argument(where)
     _add_models(parser.add_argument_group("models"))
@@ -82,9 +82,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     settings.add_argument(
         "--kafka",
         choices=("embedded", "apache"),
-        help="the Kafka that is started: a stand-in in memory, for clients of librdkafka and "
-        "aiokafka, or Apache Kafka, for all clients, which needs Java 17 (default: embedded; "
-        "docs/kafka.md)",
+        help="the Kafka to start: embedded, a stand-in in memory for clients of librdkafka and "
+        "aiokafka, or apache, Apache Kafka for all clients, which needs Java 17 (default: "
+        "embedded; docs/kafka.md)",
     )
     settings.add_argument(
         "--config", type=path_or_name, help="a YAML or TOML file of settings for all parts"
@@ -109,11 +109,15 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
-        help="what runs the models: Millrace's own engine (real), nothing that computes "
-        "(simulated), or a server of another engine, which is started here (default: real)",
+        help="engine of the models: Millrace's own (real), one that computes nothing (simulated), "
+        "or a server of another engine, which is started here (default: real)",
     )
     add_own_engine(group)
-    add_adapter_option(group, "requests name it as their model; MODEL:NAME=PATH of several models")
+    add_adapter_option(
+        group,
+        "requests name the adapter as their model; write MODEL:NAME=PATH if "
+        "there are several models",
+    )
 
 
 def _add_size(group: argparse._ArgumentGroup) -> None:
@@ -121,32 +125,36 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
         "--workers",
         type=workers_option,
         metavar="N|ROLE:N,ROLE:N",
-        help="workers per model, with --autoscale at first (default: 1), or so many of each role: "
-        "prefill:1,decode:2 computes long prompts apart from streams (docs/kv-cache.md)",
+        help="workers per model, with --autoscale at first (default: 1), or a number for each "
+        "role: prefill:1,decode:2 computes long prompts apart from streams (docs/kv-cache.md)",
     )
     group.add_argument(
         "--autoscale",
         metavar="MIN:MAX",
-        help="as many workers per model as the schedulers want; MIN 0: none for an idle model",
+        help="let the schedulers set the number of workers per model, from MIN to MAX; MIN 0: "
+        "none for an idle model",
     )
     group.add_argument(
         "--switch-roles",
         action="store_true",
-        help="have schedulers change the roles that --workers gives, by the load of each",
+        help="let schedulers change the roles of --workers by the load of each role",
     )
     group.add_argument(
-        "--gateways", type=whole_number, default=1, help="gateways that share the port (default: 1)"
+        "--gateways",
+        type=whole_number,
+        default=1,
+        help="number of gateways, which share the port (default: 1)",
     )
     group.add_argument(
         "--schedulers",
         type=whole_number,
         default=1,
-        help="schedulers that share the work (default: 1)",
+        help="number of schedulers, which share the work (default: 1)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run until Ctrl-C or SIGTERM; 0 after an orderly stop, 1 if a part did not start."""
+    """Run until Ctrl-C or SIGTERM. Return 0 after an orderly stop, 1 if a part did not start."""
     counts = {"gateways": arguments.gateways, "schedulers": arguments.schedulers}
     if arguments.workers is not None:
         counts["workers"] = arguments.workers.number
@@ -154,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
         if count < 1:
             raise MillraceError(f"--{name} must be at least 1")
     data: Path = arguments.data.resolve()
-    # What the servers write is for nobody else on this machine: they get this from us.
+    # Files of the servers are private to this user; the servers inherit this umask.
     usual = os.umask(0o077)
     try:
         return _run_private(arguments, data)
@@ -191,7 +199,7 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
     catalogue, models = local_models.catalogue_for(config.catalogue, wanted, file, engine, added)
     known, entries = load_catalogue(config.catalogue), load_catalogue(catalogue)
     for model in models:
-        # A setting that its engine does not have is said here, before anything starts.
+        # Report a setting that the model's engine does not support before anything starts.
         entries.get(model).engine_config(config.worker.engine)
     named = {known.entry_for(model).name for model in wanted}
     first = arguments.workers or FirstWorkers(1)
@@ -222,7 +230,7 @@ def _plan(arguments: argparse.Namespace, data: Path) -> Plan:
 
 
 def _kafka_program(config: KafkaConfig) -> KafkaProgram | None:
-    """Find or fetch the program that runs Apache Kafka, if the settings ask for it."""
+    """Find or download the program of Apache Kafka, if the settings ask for it."""
     if config.server != "apache":
         return None
     from millrace.telemetry.kafka.apache.broker import KafkaProgram
@@ -234,7 +242,7 @@ def _kafka_program(config: KafkaConfig) -> KafkaProgram | None:
 
 
 def _check_roles(config: Config) -> None:
-    """Raise ConfigError where streams cannot go on behind prompts that others have computed."""
+    """Raise ConfigError if streams cannot continue at decode workers with this configuration."""
     if config.worker.engine.kind is not EngineKind.REAL:
         raise ConfigError(
             "--workers: roles are for Millrace's own engine, from which blocks can be pulled; give "
@@ -252,8 +260,10 @@ def _adapters(options: list[str], models: Catalogue) -> tuple[Adapter, ...]:
 
 
 def _settings(arguments: argparse.Namespace) -> Config:
-    """File and variables, then the command line. The addresses of servers are not for the user to
-    set here, since this command starts its own."""
+    """Read the configuration from file and variables, then the command line.
+
+    The user cannot set addresses of servers here, since this command starts its own.
+    """
     for name in _OWN_ADDRESSES:
         if name in os.environ:
             raise ConfigError(
@@ -278,7 +288,8 @@ def _settings(arguments: argparse.Namespace) -> Config:
 
 
 def _is_port_fixed(arguments: argparse.Namespace, config: Config) -> bool:
-    """Whether somebody asked for the gateway's port: the usual one may give way to the next."""
+    """Return whether the user set the gateway's port; the default port may give way to the next
+    free one."""
     return (
         arguments.port is not None
         or names_setting("gateway.port", os.environ)
@@ -309,7 +320,7 @@ async def _run(plan: Plan) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    # What the user set is in the configuration file of the parts; a variable would override it.
+    # The user's settings are in the parts' configuration file; a variable would override it.
     env = {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
     logs = plan.data / "logs"
     make_private(logs)
@@ -363,7 +374,7 @@ def _take_lock(lock: TextIO, data: Path) -> None:
 
 
 def _who(data: Path) -> str:
-    """Who has the folder, and where it is reached."""
+    """Return the pid, uptime and address of the system that has the folder."""
     running = supervising(data)
     if running is None:
         return ""

@@ -1,5 +1,5 @@
-"""The worker processes of a local system: started and stopped by command, or scaled to what the
-schedulers want."""
+"""Worker processes of a local system: started and stopped by command, or scaled to the number that
+the schedulers want."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NewWorker = Callable[[str, str, WorkerRole], Process]
 
 
 class WorkerPool:
-    """Owns what is known of the workers, and the scaler if they are scaled; the processes are the
-    supervisor's."""
+    """Owner of the workers' states, and of the scaler if there is one; the supervisor owns the
+    processes."""
 
     def __init__(
         self,
@@ -34,7 +34,11 @@ class WorkerPool:
         run_dir: Path,
         say: Callable[[str], None],
     ) -> None:
-        """``new_worker`` makes a process of a name, a model and a role."""
+        """Create a pool.
+
+        Args:
+            new_worker: Makes a process of a name, a model and a role.
+        """
         self.new_worker = new_worker
         self._processes = processes
         self._run_dir = run_dir
@@ -46,8 +50,8 @@ class WorkerPool:
         self._scaler: WorkerScaler | None = None
 
     def new_workers(self, model: str, count: int, shares: RoleShares = NO_ROLES) -> list[Process]:
-        """As many workers for the model, under names that are free, not started so far; the first
-        of them in the roles that come first."""
+        """Make ``count`` workers for the model under free names, without starting them; the first
+        ones have the first roles."""
         self._shares[model] = shares
         made = []
         for index in range(count):
@@ -62,19 +66,19 @@ class WorkerPool:
         return made
 
     def note(self, status: WorkerStatus) -> None:
-        """A worker tells how it stands."""
+        """Store a worker's status."""
         self._statuses[status.name] = status
 
     def status(self, name: str) -> WorkerStatus | None:
-        """What the worker of that name told last."""
+        """Return the latest status of the worker of that name."""
         return self._statuses.get(name)
 
     def shares(self, model: str) -> RoleShares:
-        """How the workers of a model share its roles out."""
+        """Return the role shares of a model's workers."""
         return self._shares.get(model, NO_ROLES)
 
     async def is_there(self, name: str) -> bool:
-        """Whether the process that was started last under the name has told that it serves."""
+        """Return whether the latest process under the name reports that it serves."""
         status = self._statuses.get(name)
         pid_file = self._run_dir / f"{name}.pid"
         return (
@@ -84,7 +88,7 @@ class WorkerPool:
         )
 
     async def start_scaling(self, bus: Bus, max_workers: int) -> None:
-        """Have as many workers from now on as the schedulers want."""
+        """Follow the number of workers that the schedulers want from now on."""
         scaler = self._scaler = WorkerScaler(
             self._processes,
             self,
@@ -97,7 +101,7 @@ class WorkerPool:
         await bus.control.subscribe_queue_status(scaler.on_queue)
 
     async def start(self, model: str, count: int) -> None:
-        """Raises StartError if one of them does not come up; none of them is left then."""
+        """Start workers. Raises StartError if one does not come up, after stopping all of them."""
         try:
             async with asyncio.TaskGroup() as group:
                 for process in self.new_workers(model, count):
@@ -107,7 +111,7 @@ class WorkerPool:
             raise StartError(str(failed.exceptions[0])) from None
 
     async def stop(self, model: str) -> int:
-        """Have all workers of a model drain, side by side; how many there were."""
+        """Drain all workers of a model at once; return their number."""
         names = {name for name, of in self._models.items() if of == model}
         if self._scaler is not None:
             names |= await self._scaler.release_model(model)
@@ -119,7 +123,7 @@ class WorkerPool:
         return len(names)
 
     def num_held(self, model: str) -> int:
-        """How many requests the workers of a model have, as they told last."""
+        """Return the number of requests at a model's workers, by their latest statuses."""
         return sum(
             status.num_running + status.num_waiting
             for status in self._statuses.values()
@@ -127,7 +131,7 @@ class WorkerPool:
         )
 
     async def close(self) -> None:
-        """Start and stop nothing more; what is there stays to the supervisor."""
+        """Start and stop nothing more; the supervisor keeps the running workers."""
         if self._scaler is not None:
             await self._scaler.close()
 
@@ -136,7 +140,7 @@ class WorkerPool:
         return name in self._models or name in scaled
 
 
-# How long after a start that failed another one is tried: the first time, and at most.
+# Seconds until a failed start is tried again: the first time, and at most.
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -149,8 +153,7 @@ class _State(Enum):
 
 @dataclass
 class _Place:
-    """A worker process, from before its start until it is gone. ``role`` is what it is started
-    with."""
+    """Worker process, from before its start until it is gone. ``role`` is its initial role."""
 
     name: str
     model: str
@@ -160,14 +163,14 @@ class _Place:
 
 
 class WorkerScaler:
-    """Starts and stops workers as queue statuses are heard; it owns the tasks that do so, while the
-    processes are the supervisor's.
+    """Scaler that starts and stops workers by queue statuses; it owns the tasks that do so, and the
+    supervisor owns the processes.
 
-    New workers start at once, side by side. Those of a model are stopped one after the other, as
-    each drains: its streams go to the others meanwhile. First are those that are not there yet,
-    then those that hold least, of these the youngest. Where workers have roles, those that come and
-    go keep to their model's shares. A name is free again when its process is gone. A start that
-    fails is said, and tried again later.
+    New workers start at once, side by side. Workers of a model are stopped one after the other, as
+    each drains: its streams move to the others meanwhile. Workers that have not come up yet are
+    stopped first, then those with the fewest requests, and of equals the youngest. Added and
+    removed workers keep to their model's role shares. A name is free again when its process is
+    gone. A failed start is reported and tried again later.
     """
 
     def __init__(
@@ -191,17 +194,17 @@ class WorkerScaler:
         self._closed = False
 
     def adopt(self, name: str, model: str, role: WorkerRole) -> None:
-        """Take over a worker that is up, or being started, with a role."""
+        """Take over a worker that is up or starting, with a role."""
         self._released.discard(model)
         self._places[name] = _Place(name, model, _State.UP, role)
 
     def names(self) -> Collection[str]:
-        """Of all that are here, come or go."""
+        """Names of all workers that are up, starting or stopping."""
         return self._places.keys()
 
     async def release_model(self, model: str) -> set[str]:
-        """Start and stop nothing of a model from now on, until a worker of it is taken over; the
-        names of those that are here, which are for others to stop."""
+        """Leave a model alone until a worker of it is adopted again; return the names of its
+        workers, which the caller stops."""
         self._released.add(model)
         places = [place for place in self._places.values() if place.model == model]
         starting = [place.starting for place in places if place.starting is not None]
@@ -214,7 +217,7 @@ class WorkerScaler:
         return {place.name for place in places}
 
     def on_queue(self, status: QueueStatus) -> None:
-        """Follow what the schedulers want. Returns at once."""
+        """Follow the number that the schedulers want. Returns at once."""
         if self._closed or status.model in self._released:
             return
         now_s = self._clock.monotonic()
@@ -234,7 +237,7 @@ class WorkerScaler:
             self._stop(self._least_needed(self._in_spare_role(here)), desired)
 
     async def close(self) -> None:
-        """Start and stop nothing more; what is there stays to the supervisor."""
+        """Start and stop nothing more; the supervisor keeps the running workers."""
         self._closed = True
         await self._tasks.close()
 
@@ -279,7 +282,7 @@ class WorkerScaler:
         except (StartError, OSError) as error:
             self._say(str(error))
             self._pause(place.model)
-            # From here on it counts no more, and nobody but this task stops it.
+            # From here on it does not count, and only this task stops it.
             place.state = _State.STOPPING
             await self._processes.remove(place.name)
             self._places.pop(place.name, None)

@@ -1,4 +1,5 @@
-"""``millrace generate`` and ``embed``: a file of requests on ``millrace.engine.LLM``, without bus;
-and ``quantize``, which makes checkpoints. Called by ``cli.main``. Imports ``engine`` and
-``registry``.
+"""``millrace generate`` and ``embed``: a file of requests on ``millrace.engine.LLM``, without a
+bus. ``millrace quantize``: makes checkpoints.
+
+Imports ``engine`` and ``registry``.
 """

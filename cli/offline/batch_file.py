@@ -1,4 +1,4 @@
-"""The lines of ``millrace generate``: requests in, answers out."""
+"""Lines of ``millrace generate``: requests in, answers out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_PRIORITY = 1_000
 
 
 class _Row(ChatRow, frozen=True):
-    """What a line says besides the fields of SamplingOptions."""
+    """Fields of a line besides those of SamplingOptions."""
 
     id: str | int | None = None
     prompt: str | None = None
@@ -46,12 +46,12 @@ _line_decoder = msgspec.json.Decoder(dict[str, Any])
 def read_requests(
     file: Path, served: ServedModel, adapters: Adapters, *, keep_bad: bool = False
 ) -> list[OfflineRequest | BadLine]:
-    """Every request of ``file``, checked and tokenised; blank lines are skipped. ``adapters`` are
-    those that a line may name.
+    """Read, check and tokenise every request of ``file``; blank lines are skipped.
 
-    A request without an id gets its line number. Raises ConfigError if the file cannot be read.
-    A line that is no request for this model is in the list as such with ``keep_bad``; without it
-    BadLinesError is raised, with the number of each.
+    ``adapters`` are the adapters that a line may name. A request without an id gets its line
+    number. With ``keep_bad``, the list contains a BadLine for each invalid line. Raises ConfigError
+    if the file cannot be read, and without ``keep_bad`` BadLinesError with the number of each
+    invalid line.
     """
     read: list[OfflineRequest | BadLine] = []
     seen: dict[str | int, int] = {}
@@ -71,7 +71,8 @@ def read_requests(
 
 
 def answer_line(generated: Generated) -> str:
-    """An answer as one line of JSON: the completion, or ``choices`` if several were asked for."""
+    """Render an answer as one line of JSON: the completion, or ``choices`` if several were
+    requested."""
     request, choices = generated.request, generated.choices
     assert request.job.prompt_token_ids is not None
     answer: dict[str, Any] = {"id": request.id}
@@ -94,8 +95,8 @@ def answer_line(generated: Generated) -> str:
 
 
 def _completion(choice: OfflineCompletion, generated: Generated) -> dict[str, Any]:
-    """``tool_calls``, ``cancelled``, ``logprobs``, ``error``, and ``cumulative_logprob`` of a beam
-    search's answer are there if there are any."""
+    """Return a completion's fields. ``tool_calls``, ``cancelled``, ``logprobs``, ``error``, and
+    ``cumulative_logprob`` of a beam search are present only if set."""
     text = "".join(choice.text)
     shown: dict[str, Any] = {
         "token_ids": choice.token_ids,

@@ -1,4 +1,4 @@
-"""The lines of ``millrace quantize --calibrate``: texts as token ids."""
+"""Lines of ``millrace quantize --calibrate``: texts as token ids."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _decoder = msgspec.json.Decoder(_Line)
 
 
 def read_calibration(file: Path, tokenizer: Tokenizer, num_samples: int) -> list[list[int]]:
-    """Token ids of the first ``num_samples`` lines, each an object with ``text``, ``prompt`` or
-    ``messages`` (answers among them); other fields are left alone.
+    """Return the token ids of the first ``num_samples`` lines.
 
-    Raises ConfigError if the file cannot be read, and BadLinesError for lines that are no text.
+    Each line is an object with ``text``, ``prompt`` or ``messages`` (including answers); other
+    fields are ignored. Raises ConfigError if the file cannot be read, and BadLinesError for lines
+    without a text.
     """
     texts: list[list[int]] = []
     bad = []

@@ -1,4 +1,4 @@
-"""The fields of a line that belong to a conversation, as OpenAI's clients write it."""
+"""Fields of a line that belong to a conversation, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace.engine.offline.chat import OfflineChat, read_chat
 
 
 class ChatRow(msgspec.Struct, frozen=True):
-    """The fields as they were written."""
+    """Unparsed fields of a conversation."""
 
     messages: list[Any] | None = None
     tools: tuple[dict[str, Any], ...] | None = None
@@ -18,7 +18,7 @@ class ChatRow(msgspec.Struct, frozen=True):
     parallel_tool_calls: bool | None = None
 
     def read(self) -> OfflineChat:
-        """Raises ParameterError."""
+        """Parse the fields. Raises ParameterError."""
         return read_chat(
             self.messages,
             self.tools or (),

@@ -1,4 +1,4 @@
-"""``millrace embed``: the embeddings of a file of texts, straight from the engine."""
+"""``millrace embed``: embeddings of a file of texts, on an engine in this process."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--pooling",
         choices=get_args(EmbeddingPooling),
-        help="the last token's hidden state or the mean over all (default: as the catalogue or "
-        "the checkpoint's modules.json and 1_Pooling/config.json say)",
+        help="pooling: the last token's hidden state or the mean over all tokens (default: from "
+        "the catalogue or the checkpoint's modules.json and 1_Pooling/config.json)",
     )
     parser.add_argument(
         "--normalize",
@@ -56,8 +56,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if every text was embedded, 1 if some failed; a bad line raises before any has run, unless
-    it is to be answered."""
+    """Embed all texts; return 0 if every text was embedded, 1 if some failed.
+
+    A bad line raises before the first text runs, unless bad lines are to be answered.
+    """
     from millrace.engine.offline.inputs import load_served
 
     config = engine_config(arguments, speculation="off")
@@ -83,8 +85,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _embed(
     llm: LLM, lines: Sequence[EmbedText | BadLine], pooling: Pooling
 ) -> Iterator[tuple[EmbedText, Generated] | BadLine]:
-    """Each text with what became of it and each bad line, in order, as soon as those before it are
-    there."""
+    """Yield each text with its result and each bad line, in order, as soon as all earlier ones are
+    done."""
     from millrace.engine.offline.generated import OfflineRequest
     from millrace.schemas.jobs import Job
 

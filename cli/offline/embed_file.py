@@ -1,4 +1,4 @@
-"""The lines of ``millrace embed``: texts in, embeddings out."""
+"""Lines of ``millrace embed``: texts in, embeddings out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace.schemas.errors import ContextLengthError, MillraceError, Parameter
 
 
 class EmbedText(msgspec.Struct, frozen=True):
-    """One text as token ids, and the id that the caller gave it or its line number."""
+    """Text as token ids, with the caller's id or its line number."""
 
     id: str | int
     number: int
@@ -34,11 +34,12 @@ _decoder = msgspec.json.Decoder(_Line)
 def read_texts(
     file: Path, served: ServedModel, *, keep_bad: bool = False
 ) -> list[EmbedText | BadLine]:
-    """Every text of ``file``, tokenised with the special tokens that the model expects; blank
-    lines are skipped.
+    """Read and tokenise every text of ``file``, with the special tokens that the model expects;
+    blank lines are skipped.
 
-    Raises ConfigError if the file cannot be read. A line that is no text for this model is in the
-    list as such with ``keep_bad``; without it BadLinesError is raised, with the number of each.
+    With ``keep_bad``, the list contains a BadLine for each invalid line. Raises ConfigError if the
+    file cannot be read, and without ``keep_bad`` BadLinesError with the number of each invalid
+    line.
     """
     texts = [_read_line(number, line, served) for number, line in numbered_lines(file)]
     bad = [(line.number, line.message) for line in texts if isinstance(line, BadLine)]
@@ -75,7 +76,7 @@ def _token_ids(line: _Line, served: ServedModel) -> tuple[int, ...]:
 
 
 def embedding_line(text: EmbedText, embedding: Sequence[float], *, normalize: bool) -> str:
-    """An embedding as one line of JSON, scaled to length 1 if ``normalize``."""
+    """Render an embedding as one line of JSON, scaled to length 1 if ``normalize``."""
     values = unit_vector(embedding) if normalize else embedding
     answer = {"id": text.id, "embedding": values, "prompt_tokens": len(text.token_ids)}
     return on_one_line(msgspec.json.encode(answer)).decode() + "\n"

@@ -1,5 +1,4 @@
-"""What the commands that run an engine in their own process share: options, model, lines in and
-out."""
+"""Options, model loading and file handling of the commands that run an engine in their process."""
 
 from __future__ import annotations
 
@@ -25,18 +24,18 @@ _PARALLEL = ("tensor_parallel", "pipeline_parallel")
 
 
 class BadLinesError(MillraceError, code="invalid_input", http_status=400):
-    """Lines of the input cannot be run; the message names each by its number."""
+    """Error for invalid lines of the input; the message names each by its number."""
 
     @classmethod
     def of(cls, file: Path, bad: Sequence[tuple[int, str]]) -> BadLinesError:
-        """Of these lines, each with what is wrong with it."""
+        """Make the error for these lines, each with its problem."""
         shown = [f"{file}, line {number}: {why}" for number, why in bad[:_MAX_SHOWN]]
         more = [f"and {len(bad) - _MAX_SHOWN} more"] if len(bad) > _MAX_SHOWN else []
         return cls("\n".join([*shown, *more]))
 
 
 class BadLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that cannot be run, and why; ``id`` is its own if it has one, else its number."""
+    """Invalid line with its problem; ``id`` is the line's own, else its number."""
 
     id: str | int
     number: int
@@ -53,7 +52,7 @@ _PRINTER = _Printer()
 
 
 def add_file_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--input`` and ``--catalogue``."""
+    """Declare ``--input`` and ``--catalogue``."""
     parser.add_argument("--input", type=as_path, required=True, metavar="IN.jsonl")
     parser.add_argument("--catalogue", default="", help="a models.yaml instead of the built-in one")
 
@@ -63,14 +62,14 @@ def add_bad_lines_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--answer-bad-lines",
         action="store_true",
-        help="answer a line that cannot be run with an error and run the others (default: run "
-        "nothing then)",
+        help="answer invalid lines with an error and run the others (default: run nothing if a "
+        "line is invalid)",
     )
 
 
 def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, each with its number. Raises ConfigError if the file cannot be
-    read."""
+    """Yield the lines that are not blank, each with its number. Raises ConfigError if the file
+    cannot be read."""
     try:
         lines = file.read_bytes().split(b"\n")
     except OSError as error:
@@ -79,13 +78,13 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def error_line(line_id: str | int, code: str, message: str) -> str:
-    """What is answered to a line that could not be run."""
+    """Render the answer to a line that could not be run."""
     answer = {"id": line_id, "error": {"code": code, "message": message}}
     return on_one_line(msgspec.json.encode(answer)).decode() + "\n"
 
 
 def open_output(path: Path) -> TextIO:
-    """Raises ConfigError."""
+    """Open the output file. Raises ConfigError."""
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:
@@ -93,8 +92,10 @@ def open_output(path: Path) -> TextIO:
 
 
 def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._ArgumentGroup:
-    """Declare how much runs at a time, and on what; ``what`` runs: requests, texts. Returns the
-    group of these options."""
+    """Declare the options for the engine's size and device; return their group.
+
+    ``what`` names the inputs in help texts: requests, texts.
+    """
     group = parser.add_argument_group("the engine")
     group.add_argument(
         "--max-batch",
@@ -104,14 +105,13 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._
     group.add_argument(
         "--max-batch-tokens",
         type=whole_number,
-        help="tokens that one step computes (default: 384 on a CPU, 4096 on a GPU)",
+        help="most tokens of a step (default: 384 on a CPU, 4096 on a GPU)",
     )
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     group.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="round wide weights when they are loaded (default: as the catalogue says, else as the "
-        "checkpoint is)",
+        help="quantize wide weights at load (default: from the catalogue, else none)",
     )
     group.add_argument("--device", default="auto", help="auto, cpu or cuda")
     group.add_argument(
@@ -133,30 +133,35 @@ def add_engine_options(parser: argparse.ArgumentParser, what: str) -> argparse._
         "--gpu-memory-fraction",
         type=float,
         default=DEFAULTS.gpu_memory_fraction,
-        help="of a GPU's memory, for weights, work and KV cache together (default: %(default)s)",
+        help="share of a GPU's memory for weights, work space and KV cache (default: %(default)s)",
     )
     group.add_argument(
         "--kv-cache-dtype",
         default=DEFAULTS.kv_cache_dtype,
-        help="auto (as the weights), or 8 bits, fp8 on a GPU and int8 on a CPU: half the bytes, a "
-        "little less exact",
+        help="auto (the type of the weights), or 8 bits: fp8 on a GPU and int8 on a CPU, with "
+        "half the bytes and slightly less exact",
     )
     group.add_argument(
         "--deterministic",
         action="store_true",
-        help="on a GPU, have a request's tokens not depend on what else is in the batch; slower",
+        help="on a GPU, make a request's tokens independent of the rest of the batch "
+        "(batch-invariant); slower",
     )
     group.add_argument(
-        "--no-cuda-graphs", action="store_true", help="launch each kernel of each step"
+        "--no-cuda-graphs",
+        action="store_true",
+        help="launch each kernel of a step separately instead of replaying CUDA graphs",
     )
     group.add_argument(
-        "--no-overlap", action="store_true", help="read each step before the next is launched"
+        "--no-overlap",
+        action="store_true",
+        help="read the results of each step before the next is launched",
     )
     return group
 
 
 def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
-    """The settings that ``add_engine_options`` and ``others`` say. Raises MillraceError for an
+    """Return the settings of ``add_engine_options`` and ``others``. Raises MillraceError for an
     option out of range."""
     for name in ("max_batch", "max_batch_tokens", "kv_cache_bytes", *_PARALLEL):
         value = getattr(arguments, name, None)
@@ -185,7 +190,7 @@ def engine_config(arguments: argparse.Namespace, **others: Any) -> EngineConfig:
 
 
 def print_start_of_engine() -> None:
-    """Have what an engine says of its start (weights, memory, recorded steps, times) printed."""
+    """Print the engine's messages about its start (weights, memory, recorded steps, times)."""
     said = logging.getLogger("millrace.engine")
     said.addHandler(_PRINTER)
     said.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""``millrace generate``: a file of requests straight on the engine."""
+"""``millrace generate``: a file of requests on an engine in this process."""
 
 from __future__ import annotations
 
@@ -53,47 +53,52 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_file_arguments(parser)
     parser.add_argument("--output", type=as_path, required=True, metavar="OUT.jsonl")
     add_adapter_option(
-        parser, "lines name it as adapter, and those that name none have it if it is the only one"
+        parser,
+        "lines select it by the field adapter; lines without the field use it if it is "
+        "the only one",
     )
     engine = add_engine_options(parser, "requests")
     engine.add_argument(
         "--speculation",
         type=speculation_option,
         metavar="|".join(SPECULATIONS),
-        help="whether tokens are proposed and checked several a step, which changes none of them, "
-        "and by which draft or EAGLE-3 head (default: as the catalogue says, else ngram where a "
-        "row is computed the same in all company)",
+        help="speculative decoding, which does not change the tokens: its method, with the path "
+        "of a draft or EAGLE-3 head (default: from the catalogue, else ngram if rows are "
+        "batch-invariant)",
     )
     memory = parser.add_argument_group("memory")
     memory.add_argument(
         "--kv-cache-bytes",
         type=whole_number,
-        help="memory for keys and values (default: 1 GiB on a CPU, what is left on a GPU)",
+        help="memory of the KV cache in bytes (default: 1 GiB on a CPU, the rest on a GPU)",
     )
     memory.add_argument(
         "--num-blocks",
         type=whole_number,
         default=DEFAULTS.num_blocks,
-        help="blocks of keys and values, instead of --kv-cache-bytes",
+        help="blocks of the KV cache, instead of --kv-cache-bytes",
     )
     memory.add_argument(
         "--host-cache-bytes",
         type=whole_number,
         default=DEFAULTS.host_cache_bytes,
-        help="memory for blocks of preempted and idle requests (default: %(default)s)",
+        help="main memory in bytes for blocks of preempted and idle requests (default: "
+        "%(default)s)",
     )
     memory.add_argument(
         "--no-prefix-cache",
         action="store_true",
-        help="compute every prompt, also what earlier ones have in common with it",
+        help="compute every prompt completely, without the prefix cache",
     )
     add_bad_lines_argument(parser)
     parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if every request was answered, 1 if some failed, 2 if a line is bad and was not to be
-    answered: then none has run."""
+    """Run all requests; return 0 if every request was answered, 1 if some failed.
+
+    Return 2 before the first request runs if a line is bad, unless bad lines are to be answered.
+    """
     from millrace.engine.offline.inputs import load_served, with_adapter_slots
     from millrace.engine.threads.choice import choose_threads
 
@@ -107,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     served = load_served(arguments.model, arguments.catalogue, asker="this command")
     config = served.entry.described(config)
-    # Before anything imports torch: it reads its thread settings once.
+    # Must run before torch is imported, which reads its thread settings once.
     threads = choose_threads(config, shared=False)
     from millrace.cli.offline.batch_file import read_requests
 
@@ -153,7 +158,8 @@ def _generate(
 
 
 def _write_answers(llm: LLM, lines: list[OfflineRequest | BadLine], output: TextIO) -> int:
-    """In the order of the lines, each as soon as those before it are there; how many were bad."""
+    """Write answers in the order of the lines, each as soon as all earlier ones are done; return
+    the number of bad lines."""
     from tqdm import tqdm
 
     from millrace.cli.offline.batch_file import answer_line

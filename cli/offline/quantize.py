@@ -1,4 +1,4 @@
-"""``millrace quantize``: a checkpoint with weights of few bits, made of a wide one."""
+"""``millrace quantize``: quantize a checkpoint's weights and save it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace quantize``."""
     parser = subparsers.add_parser(
         "quantize",
-        help="make a checkpoint with weights of few bits",
-        description="Reads a wide checkpoint in Hugging Face layout and writes one in the layout "
-        "of compressed-tensors, which this engine, vLLM, SGLang and transformers read. The linear "
-        "maps of the layers are quantized; embeddings, heads and routers of experts stay wide.",
+        help="quantize a checkpoint's weights",
+        description="Read a wide checkpoint in Hugging Face layout and write a quantized one in "
+        "the layout of compressed-tensors, which this engine, vLLM, SGLang and transformers read. "
+        "The linear maps of the layers are quantized; embeddings, heads and routers of experts "
+        "stay wide.",
     )
     parser.add_argument(
         "--model", type=path_or_name, required=True, metavar="PATH|NAME", help="the wide one"
@@ -33,30 +34,30 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--scheme",
         required=True,
         choices=[scheme.value for scheme in QuantizerScheme],
-        help="bits of weights (w) and of what they multiply (a): both in int8 or in fp8 with a "
-        "scale for each output, or weights alone in int4 with a scale for each group of inputs",
+        help="bits of weights (w) and activations (a): both in int8 or in fp8 with a scale for "
+        "each output, or weights alone in int4 with a scale for each group of inputs",
     )
     parser.add_argument(
         "--group",
         type=whole_number,
         default=_GROUP_INPUTS,
         metavar="INPUTS",
-        help="inputs that share a scale in int4, a multiple of 32; fewer, or all, where that does "
-        "not divide the inputs (default: %(default)s)",
+        help="inputs that share a scale in int4, a multiple of 32; fewer, or all, if it does not "
+        "divide the inputs (default: %(default)s)",
     )
     parser.add_argument(
         "--calibrate",
         type=as_path,
         metavar="IN.jsonl",
-        help="texts to calibrate int4 by (GPTQ): each line has text, prompt or messages; use what "
-        "the model will be asked (default: round to nearest)",
+        help="texts to calibrate int4 with (GPTQ): each line has text, prompt or messages; use "
+        "texts like the expected requests (default: round to nearest)",
     )
     parser.add_argument(
         "--samples",
         type=whole_number,
         default=_NUM_SAMPLES,
         metavar="N",
-        help="how many lines of it count, each up to 1024 tokens (default: %(default)s)",
+        help="number of lines to use, each up to 1024 tokens (default: %(default)s)",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument(
@@ -67,13 +68,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 when the checkpoint is written; whatever keeps it from being so raises."""
+    """Quantize and return 0 when the checkpoint is written; raise an error otherwise."""
     from millrace.engine.threads.choice import configure_threads
 
     for name, least in (("samples", 1), ("threads", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name} must be at least {least}")
-    # Before anything imports torch: it reads its thread settings once.
+    # Must run before torch is imported, which reads its thread settings once.
     configure_threads(EngineConfig(num_threads=arguments.threads), shared=False)
     from tqdm import tqdm
 
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _entry(arguments: argparse.Namespace) -> ModelEntry:
-    """Raises ModelNotFoundError, and CheckpointError for a GGUF file."""
+    """Return the model's entry. Raises ModelNotFoundError, and CheckpointError for a GGUF file."""
     entry = load_catalogue(arguments.catalogue).entry_for(arguments.model)
     if entry.is_gguf:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""``millrace adapters``: which LoRA adapters a system offers, one more, or one less."""
+"""``millrace adapters``: list, add and remove LoRA adapters of a running system."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from millrace.cli.store_access import (
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``millrace adapters`` and its own commands."""
+    """Declare ``millrace adapters`` and its subcommands."""
     parser = subparsers.add_parser(
         "adapters",
         help="list, add or remove LoRA adapters of a running system",
-        description="LoRA adapters that requests may name as their model, by their own name or as "
-        "MODEL:NAME, while the system runs: in the Redis of the system that runs on DIR or of the "
-        "one that --redis, --config or MILLRACE_REDIS__URL names.",
+        description="LoRA adapters of a running system, which requests name as their model, as "
+        "NAME or MODEL:NAME. They are kept in the Redis of the system that runs on DIR or in the "
+        "Redis that --redis, --config or MILLRACE_REDIS__URL names.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", dest="adapters_command", required=True)
     listing = commands.add_parser("list", help="all adapters")
@@ -34,27 +34,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "path",
         type=path_or_name,
         metavar="PATH",
-        help="its folder in PEFT's layout, there on the machines of gateways and workers, or its "
-        "address in an object store (s3://bucket/path), or its hub id",
+        help="its folder in PEFT's layout on the machines of gateways and workers, its address in "
+        "an object store (s3://bucket/path), or its hub id",
     )
-    add.add_argument("--model", metavar="NAME", help="whose it is, where there are several models")
+    add.add_argument("--model", metavar="NAME", help="its model, if there are several models")
     add.add_argument(
         "--tenant",
         action="append",
         default=[],
         metavar="T",
-        help="whom it is for alone; may be given several times (default: all)",
+        help="tenant that may use it; may be given several times (default: all)",
     )
     add.add_argument("--description", default="", metavar="TEXT")
     add.add_argument(
         "--replace",
         action="store_true",
-        help="take the place of the adapter of that name; what runs with it goes on with it",
+        help="replace the adapter of that name; running requests keep the old one",
     )
     add_store_arguments(add, _add)
 
     remove = commands.add_parser(
-        "remove", help="offer an adapter no more; what runs with it goes on"
+        "remove", help="stop offering an adapter; running requests keep it"
     )
     remove.add_argument("name", metavar="NAME")
     add_store_arguments(remove, _remove)
@@ -103,5 +103,5 @@ def _remove(arguments: argparse.Namespace) -> int:
     from millrace.bus.fleet.adapters import AdapterStore
 
     removed = with_store(arguments, lambda link: AdapterStore(link).remove(arguments.name))
-    said = f"{removed.name} is offered no more; what runs with it goes on"
+    said = f"{removed.name} is no longer offered; running requests keep it"
     return answer(arguments, removed, said)

@@ -1,4 +1,4 @@
-"""``millrace down``: stop the system on a data folder, in order."""
+"""``millrace down``: stop the system on a data folder in order."""
 
 from __future__ import annotations
 
@@ -19,20 +19,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace down``."""
     parser = subparsers.add_parser(
         "down",
-        help="stop what millrace up started",
-        description="Stop the system that runs on DIR as Ctrl-C at its terminal does: open streams "
-        "may end, what was accepted is kept and goes on at the next start. The exit code is 0 when "
-        "nothing runs there any more, also if nothing did, and 1 if it still runs after the wait.",
+        help="stop the system that millrace up started",
+        description="Stop the system that runs on DIR as Ctrl-C at its terminal does: open "
+        "streams may end, and accepted requests are kept and continue at the next start. The exit "
+        "code is 0 if no system runs there any more or none did, and 1 if it still runs after the "
+        "wait.",
     )
     parser.add_argument(
-        "--wait", default="30s", metavar="TIME", help="how long it may take (default: %(default)s)"
+        "--wait",
+        default="30s",
+        metavar="TIME",
+        help="time to wait for its end (default: %(default)s)",
     )
     add_data_argument(parser)
     parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0, or 1 if it still runs. Raises ConfigError for a time that is none."""
+    """Stop the system; return 0, or 1 if it still runs. Raises ConfigError for an invalid time."""
     within_s = seconds("--wait", arguments.wait)
     data: Path = arguments.data
     running = supervising(data)
@@ -49,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     took_s = time.monotonic() - began_s
     if has_ended:
-        print(f"Stopped in {took_s:.1f} s. Its data stay in {data}.")
+        print(f"Stopped in {took_s:.1f} s. Its data is kept in {data}.")
         return _STOPPED
     print(
         f"It still runs after {took_s:.0f} s; it was told to stop. See millrace logs up --data "

@@ -1,5 +1,5 @@
-"""The lines of a system's logs, with the time of each: ours are JSON, the servers have their own
-forms."""
+"""Log lines of a system with their times: Millrace's are JSON, the servers have their own
+formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _NEVER_S = 0.0
 
 
 class LogLine(NamedTuple):
-    """``time_s``: Unix time; of a line without one, that of the line before it."""
+    """Line of a log. ``time_s`` is Unix time; a line without a time has that of the line before
+    it."""
 
     time_s: float
     part: str
@@ -30,11 +31,11 @@ class LogLine(NamedTuple):
 
 
 def time_of(line: bytes) -> float | None:
-    """When a line was written, if it says so."""
+    """Return the time of a line, if it contains one."""
     try:
         if (found := _OURS.match(line)) is not None:
             return datetime.fromisoformat(found[1].decode()).timestamp()
-        # The servers tell the time of the machine's own zone.
+        # The servers write times in the machine's time zone.
         if (found := _NATS.match(line)) is not None:
             return datetime.strptime(found[1].decode(), "%Y/%m/%d %H:%M:%S.%f").timestamp()  # noqa: DTZ007
         if (found := _REDIS.match(line)) is not None:
@@ -45,8 +46,8 @@ def time_of(line: bytes) -> float | None:
 
 
 def last_lines(file: Path, count: int | None, since_s: float) -> list[LogLine]:
-    """The last ``count`` lines (None: all) that are not older than ``since_s``, oldest first; of
-    the file and of the older one beside it."""
+    """Return the last ``count`` lines (None: all) not older than ``since_s``, oldest first, from
+    the file and its older file."""
     found: list[LogLine] = []
     pending: list[bytes] = []  # lines without a time, which belong to an earlier one
     for line in _backwards(file):
@@ -67,12 +68,12 @@ def last_lines(file: Path, count: int | None, since_s: float) -> list[LogLine]:
 
 
 def merged(logs: Iterable[list[LogLine]]) -> list[LogLine]:
-    """The lines of several, in the order of time; those of one keep theirs."""
+    """Merge the lines of several logs by time; each log keeps its order."""
     return list(heapq.merge(*logs, key=lambda line: line.time_s))
 
 
 class Follower:
-    """Reads what is added to a log, also after it was moved to the older file."""
+    """Reader of lines appended to a log, also after the log was moved to the older file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -81,7 +82,7 @@ class Follower:
         self._time_s = _NEVER_S
 
     def new_lines(self) -> list[LogLine]:
-        """What has come since, whole lines only."""
+        """Return the complete lines since the last call."""
         size = _size_of(self._file)
         if size < self._at:
             self._at, self._rest = 0, b""
@@ -100,7 +101,7 @@ class Follower:
 
 
 def readable(line: LogLine, width: int) -> str:
-    """A line for a person; ``width`` is that of the longest name of a part."""
+    """Format a line for a person; ``width`` is the width of the part's name column."""
     text = line.text
     if text.startswith("{"):
         try:

@@ -1,4 +1,4 @@
-"""``millrace logs``: what the parts of a system have said."""
+"""``millrace logs``: messages of a system's parts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace logs``."""
     parser = subparsers.add_parser(
         "logs",
-        help="what the parts have said",
-        description="Show the logs of the system that runs on DIR, or that ran there: of all parts "
-        "in the order of time, or of those that are named (worker: all workers; up: millrace up "
-        "itself). They are files in DIR/logs, of 64 MiB and one older one for each part at most.",
+        help="show the logs of the parts",
+        description="Show the logs of the system that runs or ran on DIR: of all parts in the "
+        "order of time, or of the named parts (worker: all workers; up: millrace up itself). The "
+        "files are in DIR/logs: for each part a current and an older one of at most 64 MiB.",
     )
     parser.add_argument("parts", metavar="PART", nargs="*", help="such as gateway-1, worker, up")
     parser.add_argument(
-        "-f", "--follow", action="store_true", help="go on with what comes, until all has ended"
+        "-f", "--follow", action="store_true", help="follow new lines until all parts have ended"
     )
     parser.add_argument(
         "--since", metavar="TIME", help="10m, 2h, or a moment such as 2026-11-25T10:00:00+00:00"
@@ -44,13 +44,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=whole_number,
         help=f"the last N lines in all (default: {_USUAL_LINES}, or all with --since)",
     )
-    parser.add_argument("--raw", action="store_true", help="the lines as they are in the files")
+    parser.add_argument(
+        "--raw", action="store_true", help="print the lines unchanged, as in the files"
+    )
     add_data_argument(parser)
     parser.set_defaults(handler=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0. Raises MillraceError if there are no logs, or none of such a part."""
+    """Print the logs; return 0. Raises MillraceError if there are no logs, or none of a named
+    part."""
     from millrace.cli.operate.log_lines import Follower, last_lines, merged
 
     since_s = _since_s(arguments.since)
@@ -65,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     _show(shown if count is None else shown[-count:], files, arguments.raw)
     is_over = not arguments.follow
     while not is_over:
-        # Asked before the last look, so that nothing is missed that was said at the end.
+        # Check before the last read, so that final messages are not missed.
         is_over = supervising(arguments.data) is None
         for file in _files(arguments.data, arguments.parts):
             if file not in followers:
@@ -91,7 +94,7 @@ def _show(lines: Iterable[LogLine], files: Iterable[Path], is_raw: bool) -> None
 
 
 def _files(data: Path, wanted: list[str]) -> list[Path]:
-    """Raises MillraceError."""
+    """Return the log files of the wanted parts. Raises MillraceError."""
     files = {file.stem: file for file in sorted((data / "logs").glob("*.log"))}
     if not files:
         raise MillraceError(f"there are no logs in {data / 'logs'}; has millrace up run there?")
@@ -113,7 +116,7 @@ def _files(data: Path, wanted: list[str]) -> list[Path]:
 
 
 def _since_s(text: str | None) -> float:
-    """Unix time. Raises ConfigError."""
+    """Return the start of the time range as Unix time. Raises ConfigError."""
     if text is None:
         return 0.0
     try:

@@ -1,4 +1,4 @@
-"""``millrace models``: which models a running system serves, one more, or one less."""
+"""``millrace models``: list, add and remove models of a running system."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _ANSWERS_WITHIN_S = 10.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare ``millrace models`` and its own commands."""
+    """Declare ``millrace models`` and its subcommands."""
     parser = subparsers.add_parser(
         "models",
         help="list, add, remove and roll out models while the system runs",
-        description="List the models of the system that runs on DIR, add one or remove one, "
-        "while it serves the others. What is added and removed stays so when millrace up is "
-        "started again on the folder; what its --model names is served whatever was removed.",
+        description="List the models of the system that runs on DIR, add one or remove one, while "
+        "it serves the others. Changes are kept when millrace up is started again on the folder; "
+        "models of its --model are always served, even if they were removed.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", dest="models_command", required=True)
 
-    listing = commands.add_parser("list", help="the models, their workers and sources")
+    listing = commands.add_parser("list", help="list the models, their workers and sources")
     listing.add_argument("--json", action="store_true", help="answer in JSON")
     _add_common(listing, _list)
 
@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add.add_argument(
         "name",
         metavar="NAME",
-        help="what clients will call it; NAME@VERSION is a version of the model NAME",
+        help="name for clients; NAME@VERSION is a version of the model NAME",
     )
     add.add_argument(
         "--model",
@@ -52,28 +52,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "(default: the model NAME of the catalogue)",
     )
     add.add_argument(
-        "--workers", type=whole_number, default=1, help="how many (default: %(default)s)"
+        "--workers", type=whole_number, default=1, help="number of workers (default: %(default)s)"
     )
     add.add_argument(
         "--engine",
         choices=[kind.value for kind in EngineKind],
-        help="what runs it (default: what runs the others)",
+        help="its engine (default: the engine of the other models)",
     )
-    add.add_argument("--engine-url", metavar="URL", default="", help="a server that runs already")
+    add.add_argument("--engine-url", metavar="URL", default="", help="URL of a running server")
     add.add_argument("--engine-command", metavar="PROGRAM", default="", help="what starts one")
     add.add_argument("--engine-arguments", metavar="TEXT", default="", help="its command line")
     add.add_argument(
         "--quantization",
         choices=QUANTIZATIONS,
-        help="round the weights when they are loaded (default: as the catalogue says)",
+        help="quantize the weights at load (default: from the catalogue)",
     )
     _add_common(add, _add)
 
     remove = commands.add_parser(
         "remove",
         help="serve one less",
-        description="Stop offering a model, let its workers finish what they run, within their "
-        "drain time, and stop them. What still waits then ends with the error model_not_found.",
+        description="Stop offering a model, let its workers finish their requests within their "
+        "drain time, and stop them. Requests that still wait then end with the error "
+        "model_not_found.",
     )
     remove.add_argument("name", metavar="NAME")
     _add_common(remove, _remove)
@@ -145,8 +146,11 @@ def _remove(arguments: argparse.Namespace) -> int:
 
 
 def _forget(data: Path, name: str) -> bool:
-    """Nothing runs: whether the model was added earlier, and will not be served at the next start.
-    One whose workers do not come up any more would keep everything from starting."""
+    """Forget a model that was added earlier to a system that does not run; return whether it was
+    added.
+
+    Without this, a model whose workers no longer come up would block every start.
+    """
     from millrace.cli.local.models import read_saved, with_removed, write_saved
 
     saved = read_saved(data)

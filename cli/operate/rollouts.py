@@ -1,4 +1,4 @@
-"""``millrace models promote``, ``rollback``, ``retire`` and ``rollouts``: traffic moves from one
+"""``millrace models promote``, ``rollback``, ``retire`` and ``rollouts``: move traffic from one
 version of a model to another, and back."""
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ _LOOK_EVERY_S = 0.5
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Declare them."""
+    """Declare the rollout commands."""
     promote = commands.add_parser(
         "promote",
-        help="move a model's traffic to another version of it",
-        description="Give NAME@VERSION a share of the requests for NAME, once a worker of it is "
-        "up, and more of them step by step, until it has all. If --abort-if comes true the old "
-        "version has all of them again. Streams stay with the version that they began with. Shows "
-        "what happens until the end; interrupted, it goes on. The exit code is 1 if it is aborted.",
+        help="move a model's traffic to another version",
+        description="Give NAME@VERSION a share of the requests for NAME, once one of its workers "
+        "is up, and increase the share step by step to 100 %. If --abort-if becomes true, the old "
+        "version gets all requests again. Streams stay with their first version. The command "
+        "shows the progress until the end; the rollout continues if the command is interrupted. "
+        "The exit code is 1 if the rollout is aborted.",
     )
     promote.add_argument("version", metavar="NAME@VERSION")
     promote.add_argument(
         "--model",
         type=path_or_name,
         metavar="NAME|PATH",
-        help="serve the version first, as millrace models add does (default: it is served already)",
+        help="start serving the version first, as millrace models add does (default: it is served "
+        "already)",
     )
     promote.add_argument(
-        "--workers", type=whole_number, default=1, help="with --model (default: 1)"
+        "--workers", type=whole_number, default=1, help="workers, with --model (default: 1)"
     )
     promote.add_argument(
         "--canary", type=float, default=100.0, metavar="PERCENT", help="first share (default: all)"
@@ -57,35 +59,35 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=float,
         default=20.0,
         metavar="PERCENT",
-        help="what is added to it each time (default: 20)",
+        help="percentage added at each step (default: 20)",
     )
     promote.add_argument(
         "--interval",
         default="5m",
         metavar="TIME",
-        help="how long each share stays, as in 90s, 5m or 1h (default: %(default)s)",
+        help="duration of each step, as in 90s, 5m or 1h (default: %(default)s)",
     )
     promote.add_argument(
         "--min-requests",
         type=whole_number,
         default=10,
         metavar="N",
-        help="how many requests of the version have to end before more follow (default: 10)",
+        help="requests of the version that must end before the next step (default: 10)",
     )
     promote.add_argument(
         "--abort-if",
         default="",
         metavar="RULE",
         help="conditions joined by or, such as 'error_rate>0.01 or ttft_p95>1.5x': error_rate, or "
-        "ttft, tpot or total with _p50, _p90, _p95 or _p99, over a share, a time (800ms), or so "
-        "many times (1.5x) what the old version has",
+        "ttft, tpot or total with _p50, _p90, _p95 or _p99, above a share, a time (800ms), or a "
+        "multiple (1.5x) of the old version's value",
     )
     promote.add_argument("--no-wait", action="store_true", help="do not wait for the end")
     add_store_arguments(promote, _promote)
 
     rollback = commands.add_parser(
         "rollback",
-        help="give a model's traffic back to the version that had it before",
+        help="return a model's traffic to its previous version",
         description="Abort the rollout of NAME, or undo the last one.",
     )
     rollback.add_argument("name", metavar="NAME")
@@ -93,14 +95,14 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     retire = commands.add_parser(
         "retire",
-        help="serve a version no more, once nothing waits for it",
-        description="Stop the workers of a version that has no share of its model's requests, "
-        "after what they run and what waits for them.",
+        help="stop serving a version once no requests wait for it",
+        description="Stop the workers of a version without a share of its model's requests, after "
+        "its waiting and running requests have ended.",
     )
     retire.add_argument("version", metavar="NAME@VERSION", help="or NAME for the first version")
     add_store_arguments(retire, _retire)
 
-    listing = commands.add_parser("rollouts", help="the latest rollout of each model")
+    listing = commands.add_parser("rollouts", help="show the latest rollout of each model")
     add_store_arguments(listing, _list)
 
 
@@ -149,7 +151,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 async def _follow(
     store: RolloutStore, rollout: Rollout, arguments: argparse.Namespace
 ) -> RolloutReport:
-    """Tell what becomes of it, to its end."""
+    """Print the progress of a rollout to its end."""
     from millrace.schemas.models.rollouts import RolloutReport
 
     report, told = RolloutReport(rollout=rollout), ""
@@ -167,7 +169,7 @@ async def _follow(
 
 
 def _told(rollout: Rollout) -> str:
-    """How it stands, in a line."""
+    """Describe the state of a rollout in a line."""
     from millrace.schemas.models.rollouts import RolloutState
 
     model, candidate = rollout.model, rollout.candidate
@@ -234,7 +236,7 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _rows(report: RolloutReport) -> list[tuple[str, ...]]:
-    """One for each version, the candidate first."""
+    """Return a row for each version, the candidate first."""
     rollout, seen = report.rollout, {one.version: one for one in report.figures}
     shares = {rollout.candidate: rollout.percent, rollout.stable: 100.0 - rollout.percent}
     rows: list[tuple[str, ...]] = []

@@ -1,4 +1,4 @@
-"""``millrace status``: how the system on a data folder stands."""
+"""``millrace status``: state of the system on a data folder."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace status``."""
     parser = subparsers.add_parser(
         "status",
-        help="what runs, where, and whether it is well",
-        description="Show the parts, addresses and models of the system that runs on DIR. The exit "
-        "code is 0 if all is well, 1 if a part is down, starting or not able to do its work, and 3 "
-        "if nothing runs there.",
+        help="show the parts of the system, their addresses and health",
+        description="Show the parts, addresses and models of the system that runs on DIR. The "
+        "exit code is 0 if all parts are healthy, 1 if a part is down, starting or unhealthy, and "
+        "3 if no system runs there.",
     )
     parser.add_argument("--json", action="store_true", help="answer in JSON")
     add_data_argument(parser)
@@ -34,7 +34,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """WELL, UNWELL or NOT_RUNNING. Raises ControlError if the system does not answer."""
+    """Print the state; return WELL, UNWELL or NOT_RUNNING. Raises ControlError if the system does
+    not answer."""
     import msgspec
 
     from millrace.cli.local.control import StatusRequest, SystemReport, ask
@@ -63,22 +64,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def nothing_runs(data: Path) -> str:
-    """That it does not, and how to start it; what is said of one that was killed differs."""
+    """Return the message that no system runs on ``data`` and how to start it; it differs if the
+    system was killed."""
     if (data / "run" / ENDPOINTS_FILE).exists():
         return (
-            f"{rests(data)} What ran there was killed. millrace up --data {data} starts it again, "
-            "with all that was accepted."
+            f"{rests(data)} The system there was killed. Start it again with millrace up --data "
+            f"{data}; its accepted requests are kept."
         )
     return f"{rests(data)} Start it with millrace up --data {data}."
 
 
 def rests(data: Path) -> str:
-    """That nothing runs there."""
+    """Return the message that no system runs on ``data``."""
     return f"Nothing runs on {data}."
 
 
 def _as_text(data: Path, report: SystemReport) -> str:
-    well = "" if report.is_well or report.state != "running" else ", not all of it well"
+    well = "" if report.is_well or report.state != "running" else ", with problems"
     lines = [
         f"Millrace on {data} is {report.state}{well}: pid {report.pid}, for {lasting(report.up_s)}"
     ]
@@ -130,7 +132,8 @@ def _table(names: Sequence[str], rows: Sequence[Sequence[str]], is_right: Sequen
 
 
 def change(data: Path, request: Request) -> int:
-    """Have it done, and say what was. Raises what ``ask_system`` does."""
+    """Have the system carry out a request and print its result. Raises the errors of
+    ``ask_system``."""
     from millrace.cli.local.control import ControlDone
 
     done = ask_system(data, request, None)  # weights may take minutes to load
@@ -140,7 +143,8 @@ def change(data: Path, request: Request) -> int:
 
 
 def ask_system(data: Path, request: Request, timeout_s: float | None) -> SystemReport | ControlDone:
-    """Raises ConfigError if nothing runs there, and what ``ask`` does."""
+    """Send a request to the system. Raises ConfigError if no system runs there, and the errors of
+    ``ask``."""
     from millrace.cli.local.control import ask
 
     if supervising(data) is None:
@@ -149,8 +153,8 @@ def ask_system(data: Path, request: Request, timeout_s: float | None) -> SystemR
 
 
 def from_anywhere(path_or_name: str) -> str:
-    """Return a path as the system, which runs in another folder, finds it; a name and an empty text
-    as they are."""
+    """Make a path absolute, since the system runs in another folder; return a name or an empty text
+    unchanged."""
     if not path_or_name:
         return ""
     path = Path(path_or_name).expanduser()

@@ -1,4 +1,4 @@
-"""``millrace workers``: who serves what and in which role, and streams that go on elsewhere."""
+"""``millrace workers``: list workers with their roles, switch roles, move streams."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ if TYPE_CHECKING:
 
 _COMMAND_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 0.1
-# Who said nothing for this long has ended: a worker at rest beats once a second.
+# Nanoseconds without a heartbeat after which a worker counts as ended; an idle worker sends one a
+# second.
 _SILENT_NS = 3_000_000_000
-# A move is over when so long nothing has left.
+# Seconds without a departing stream after which a move is over.
 _SETTLED_S = 2.5
 
 
 class NoSuchWorkerError(MillraceError, code="worker_not_found"):
-    """No live worker has that name."""
+    """Error if no live worker has that name."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Declare ``millrace workers`` and its commands."""
     parser = subparsers.add_parser(
         "workers",
-        help="see the workers, change their roles, and have their streams go on elsewhere",
-        description="See the workers of a running system, change their roles, and have their "
-        "streams go on elsewhere.",
+        help="list workers, change their roles, and move their streams",
+        description="List the workers of a running system, change their roles, and move their "
+        "streams to other workers.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", dest="workers_command", required=True)
 
@@ -46,10 +47,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     drain = commands.add_parser(
         "drain",
-        help="have a worker take no new work",
-        description="Have a worker take no new work. Its streams go on at other workers as far as "
-        "there is room, the rest ends there. It stays, empty, until its process is stopped. The "
-        "exit code is 1 if it has not become empty in time.",
+        help="drain a worker",
+        description="Drain a worker: it accepts no new work, and its streams move to other "
+        "workers as far as there is room; the rest end there. It stays, empty, until its process "
+        "is stopped. The exit code is 1 if it is not empty in time.",
     )
     drain.add_argument("name", metavar="NAME")
     drain.add_argument(
@@ -63,9 +64,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     move = commands.add_parser(
         "move",
-        help="have other workers go on with what a worker runs now",
-        description="Have other workers of the same model go on with what a worker runs now, as "
-        "far as there is room. It goes on taking work.",
+        help="move a worker's streams to other workers now",
+        description="Move a worker's streams to other workers of the same model, as far as there "
+        "is room. The worker keeps accepting work.",
     )
     move.add_argument("name", metavar="NAME")
     move.add_argument("--to", metavar="OTHER", help="to this worker alone")
@@ -73,10 +74,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
     role = commands.add_parser(
         "role",
-        help="have a worker prefer other work",
-        description="Have a worker prefer prompts, streams behind them, or both alike, while it "
-        "serves. What it runs goes on. When it is started again, it has the role of its "
-        "configuration; with scheduler.switch_roles, schedulers may change it, too.",
+        help="change the role of a worker",
+        description="Let a worker prefer prompts, streams after them, or both alike, while it "
+        "serves. Its running requests continue. After a restart it has the role of its "
+        "configuration. With scheduler.switch_roles, schedulers may change the role, too.",
     )
     role.add_argument("name", metavar="NAME")
     role.add_argument("role", choices=[one.value for one in WorkerRole])
@@ -138,8 +139,8 @@ def _move(arguments: argparse.Namespace) -> int:
         to = None if arguments.to is None else await _find(bus, arguments.to)
         if to is not None and (to.model != worker.model or to.worker_id == worker.worker_id):
             raise MillraceError(
-                f"{worker.name} serves {worker.model}: its streams go on at another worker of that "
-                f"model, not at {to.name}, which serves {to.model}."
+                f"{worker.name} serves {worker.model}: its streams can move to another worker of "
+                f"that model, not to {to.name}, which serves {to.model}."
             )
         num_before = _num_held(worker)
         to_worker_id = "" if to is None else to.worker_id
@@ -170,11 +171,11 @@ def _set_role(arguments: argparse.Namespace) -> int:
     return _on_bus(arguments, set_role)
 
 
-# --- what workers say -----------------------------------------------------------------------------
+# --- answers of workers --------------------------------------------------------------------------
 
 
 async def _live(bus: Bus) -> list[WorkerStatus]:
-    """The last status of each live worker, by name."""
+    """Return the last status of each live worker, by name."""
     now_ns = time.time_ns()
     known = await bus.workers.known()
     live = [status for status in known if now_ns - status.sent_ns <= _SILENT_NS]
@@ -191,7 +192,7 @@ async def _find(bus: Bus, name: str) -> WorkerStatus:
 
 
 async def _command(bus: Bus, worker: WorkerStatus, command: WorkerCommand) -> str:
-    """Why a worker does not do as it is told; empty: it does."""
+    """Send a command to a worker; return why it refused, empty if it complied."""
     reply = await bus.control.command(worker.worker_id, command, _COMMAND_TIMEOUT_S)
     if reply is None:
         return "it does not answer"
@@ -199,7 +200,7 @@ async def _command(bus: Bus, worker: WorkerStatus, command: WorkerCommand) -> st
 
 
 async def _num_left(bus: Bus, worker: WorkerStatus) -> int:
-    """What a worker has now; none if it is gone."""
+    """Return the number of requests at a worker now; 0 if it is gone."""
     for status in await _live(bus):
         if status.worker_id == worker.worker_id:
             return _num_held(status)
@@ -207,7 +208,7 @@ async def _num_left(bus: Bus, worker: WorkerStatus) -> int:
 
 
 async def _settled(bus: Bus, worker: WorkerStatus) -> int:
-    """What a worker has once nothing leaves it any more."""
+    """Wait until no more requests leave a worker; return the number of the rest."""
     left, since_s = _num_held(worker), time.monotonic()
     while left and time.monotonic() - since_s < _SETTLED_S:
         await asyncio.sleep(_LOOK_EVERY_S)
@@ -218,7 +219,7 @@ async def _settled(bus: Bus, worker: WorkerStatus) -> int:
 
 
 def _without_token(status: WorkerStatus) -> WorkerStatus:
-    """What a peer has to show before it may read is for peers alone."""
+    """Remove the transfer token from a status, which is for peers only."""
     from msgspec.structs import replace
 
     if status.transfer is None:

@@ -1,3 +1,4 @@
-"""``millrace publish`` and ``result``: jobs put straight on the bus, and the frames that answer
-them. Called by ``cli.main``. Imports ``bus``.
+"""``millrace publish`` and ``result``: jobs published directly on the bus, and their frames.
+
+Imports ``bus``.
 """

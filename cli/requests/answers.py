@@ -1,4 +1,4 @@
-"""Answers to asynchronous jobs on the terminal, as they stream or once they are stored."""
+"""Output of asynchronous jobs' answers on the terminal, streamed or stored."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _REPLAY_INTERVAL_S = 0.2
 
 
 class StreamPrinter:
-    """Writes the text of one request as its frames come, each token once.
+    """Writer of one request's text as its frames come, each token once.
 
-    ``gap`` is set while tokens are missing; until they come, nothing after them is written.
+    ``gap`` is set while tokens are missing; later tokens are held back until they come.
     """
 
     def __init__(self, write: Callable[[str], object]) -> None:
@@ -43,17 +43,17 @@ class StreamPrinter:
 
     @property
     def worker_id(self) -> str:
-        """The worker that runs the request; "" before it started."""
+        """Id of the worker that runs the request; "" before it started."""
         started = self._reader.started
         return started.worker_id if started is not None else ""
 
     @property
     def next_index(self) -> int:
-        """The index of the first token that is missing."""
+        """Index of the first missing token."""
         return self._reader.next_index
 
     def on_frame(self, _request_id: str, frame: Frame) -> None:
-        """Take a frame; it is the callback of the subscription."""
+        """Take a frame; callback of the subscription."""
         outcome = self._reader.feed(frame)
         if outcome is Outcome.GAP:
             self.gap.set()
@@ -66,11 +66,11 @@ class StreamPrinter:
             self._show(self._reader.take().text)
 
     def resume_point(self, _request_id: str) -> ResumePoint:
-        """What was written, for a worker that goes on with the request."""
+        """Return the tokens written so far, for a worker that continues the request."""
         return ResumePoint(token_ids=tuple(self._reader.token_ids))
 
     def show_rest(self, text: str) -> None:
-        """Write what the whole ``text`` has beyond what was written, if anything."""
+        """Write the part of the whole ``text`` that is not written yet."""
         if text.startswith(self._text):
             self._show(text[len(self._text) :])
         else:
@@ -82,7 +82,7 @@ class StreamPrinter:
 
 
 async def stream_answer(bus: Bus, job: Job, timeout_s: float) -> int:
-    """Publish ``job`` and write its text as it comes; the command's exit code."""
+    """Publish ``job`` and write its text as it comes; return the exit code."""
 
     def write(text: str) -> None:
         sys.stdout.write(text)
@@ -95,7 +95,8 @@ async def stream_answer(bus: Bus, job: Job, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     try:
         await bus.jobs.publish(job)
-        # Stored soon after the stream's end; it comes alone if the last frames were lost.
+        # The result is stored soon after the stream's end, and is the only source if the last
+        # frames were lost.
         result = await _wait_for_result(bus, job.tenant, job.request_id, deadline, printer.ended)
     finally:
         filling.cancel()
@@ -112,22 +113,22 @@ async def stream_answer(bus: Bus, job: Job, timeout_s: float) -> int:
 
 
 async def _fill_gaps(bus: Bus, job: Job, printer: StreamPrinter) -> None:
-    """Ask the worker that runs ``job`` for what was lost, for as long as something is missing.
-    What no worker has any more is in the stored result."""
+    """Ask the worker of ``job`` for lost frames while tokens are missing. The stored result has the
+    tokens that no worker has any more."""
     while True:
         await printer.gap.wait()
         if printer.worker_id:
             replay = Replay(
                 request_id=job.request_id, from_index=printer.next_index, reply=job.reply
             )
-            # The worker or the bus is unreachable: asked again.
+            # Retry while the worker or the bus is unreachable.
             with contextlib.suppress(MillraceError):
                 await bus.control.command(printer.worker_id, replay, _REPLAY_TIMEOUT_S)
         await asyncio.sleep(_REPLAY_INTERVAL_S)
 
 
 async def print_result(bus: Bus, tenant: str, request_id: str, timeout_s: float) -> int:
-    """Wait for a stored result and print it; the command's exit code."""
+    """Wait for a stored result and print it; return the exit code."""
     result = await _wait_for_result(bus, tenant, request_id, time.monotonic() + timeout_s)
     if result is None:
         return _timed_out(tenant, request_id, timeout_s)
@@ -136,8 +137,8 @@ async def print_result(bus: Bus, tenant: str, request_id: str, timeout_s: float)
 
 
 def _shown(result: JobResult) -> str:
-    """The text, and behind it tool calls as JSON; an embedding, or the texts of a beam search, the
-    best first, as JSON."""
+    """Return the text with tool calls as JSON after it, or as JSON an embedding or the texts of a
+    beam search, the best first."""
     if result.embedding:
         return json.dumps(_numbers(result.embedding))
     if result.beams:
@@ -162,7 +163,7 @@ async def _wait_for_result(
     deadline: float,
     ended: asyncio.Event | None = None,
 ) -> JobResult | None:
-    """The stored result, or None at the deadline; ``ended`` says to look again at once."""
+    """Return the stored result, or None at the deadline; ``ended`` triggers a look at once."""
     pause_s = _FIRST_POLL_S
     while True:
         result = await bus.results.fetch(tenant, request_id)
@@ -195,7 +196,7 @@ def _exit_code(result: JobResult) -> int:
 
 def _timed_out(tenant: str, request_id: str, timeout_s: float) -> int:
     print(
-        f"no result after {timeout_s:g} s; the job goes on. Fetch it later with: "
+        f"no result after {timeout_s:g} s; the job continues. Fetch it later with: "
         f"millrace result {request_id} --tenant {tenant}",
         file=sys.stderr,
     )

@@ -1,4 +1,4 @@
-"""``millrace publish``: a job on the bus, as any other service publishes one."""
+"""``millrace publish``: publish a job on the bus, as any service does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "millrace result.",
     )
     what = parser.add_argument_group("the job")
-    what.add_argument("--model", metavar="NAME", help="default: that of --body, else demo")
+    what.add_argument("--model", metavar="NAME", help="default: the model of --body, else demo")
     what.add_argument("--adapter", default="", metavar="NAME", help="a LoRA adapter of the model")
     prompt = what.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what to ask")
@@ -41,11 +41,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=path_or_name,
         metavar="F",
         help="read the body of a chat completion, in JSON, from file F (- is stdin); it may have "
-        "tools, and the other options of the job are added to it",
+        "tools, and the job's other options are added to it",
     )
     what.add_argument("--raw", action="store_true", help="a plain prompt, not a chat message")
     what.add_argument(
-        "--max-tokens", type=whole_number, help="default: what the model's window leaves"
+        "--max-tokens", type=whole_number, help="default: the rest of the model's context window"
     )
     what.add_argument("--temperature", type=float, help="default: the model's")
     what.add_argument("--seed", type=int, help="default: drawn from the request id")
@@ -53,13 +53,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     answer = parser.add_argument_group("the answer")
     waiting = answer.add_mutually_exclusive_group()
     waiting.add_argument("--stream", action="store_true", help="print the text as it comes")
-    waiting.add_argument("--no-wait", action="store_true", help="print the id and leave")
+    waiting.add_argument("--no-wait", action="store_true", help="print the id and exit at once")
     add_bus_arguments(parser)
     parser.set_defaults(handler=run)
 
 
 def add_bus_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what every command needs that waits for a job of a tenant."""
+    """Declare the options of commands that wait for a tenant's job."""
     group = parser.add_argument_group("whose it is, and where")
     group.add_argument("--tenant", default="local", help="default: %(default)s")
     group.add_argument(
@@ -74,7 +74,8 @@ def add_bus_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 once the job is answered (or stored, with --no-wait); 1 if it failed or took too long."""
+    """Publish the job. Return 0 once it is answered (or stored, with --no-wait), 1 if it failed or
+    took too long."""
     import uvloop
 
     job = build_job(arguments)
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def build_job(arguments: argparse.Namespace) -> Job:
-    """The job that the arguments describe. Raises ParameterError for a bad value."""
+    """Build the job of the arguments. Raises ParameterError for a bad value."""
     from millrace.bus import codec
     from millrace.schemas.jobs import Job, Source, Tier
     from millrace.schemas.sampling import SamplingOptions
@@ -113,13 +114,13 @@ def build_job(arguments: argparse.Namespace) -> Job:
             received_ns=time.time_ns(),
         )
     except ValueError as error:
-        # A model with an adapter is named by both.
+        # The model name with an adapter consists of both options.
         why = str(error).replace("model_requested", "--model and --adapter together")
         raise ParameterError("job", f"the job is not valid: {why}") from error
 
 
 def check_names(**names: str) -> None:
-    """Raises ParameterError for a name that no job has: the bus has no subject for it."""
+    """Raise ParameterError for a name that has no subject on the bus."""
     from millrace.schemas.jobs import MAX_NAME_CHARACTERS, check_length
 
     for name, value in names.items():
@@ -132,7 +133,7 @@ def check_names(**names: str) -> None:
 
 
 def _requested(model: str, adapter: str) -> str:
-    """As clients name it over HTTP."""
+    """Return the model name as HTTP clients write it."""
     from millrace.schemas.models.adapters import SEPARATOR
 
     return f"{model}{SEPARATOR}{adapter}" if adapter else model
@@ -154,8 +155,11 @@ async def _publish(job: Job, arguments: argparse.Namespace) -> int:
 
 
 def _read_body(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The body of a chat, or with ``--raw`` of a completion. Raises ConfigError for a file that
-    cannot be read or has no such body, and for ``--raw`` beside ``--body``."""
+    """Read the body of a chat, or with ``--raw`` of a completion.
+
+    Raises ConfigError for a file that cannot be read or has no such body, and for ``--raw``
+    together with ``--body``.
+    """
     if arguments.body is None:
         text = _read(arguments.file) if arguments.prompt is None else str(arguments.prompt)
         if arguments.raw:
@@ -176,7 +180,7 @@ def _read_body(arguments: argparse.Namespace) -> dict[str, Any]:
     except msgspec.DecodeError as error:
         raise ConfigError(f"{arguments.body} is not the body of a chat: {error}") from error
     for name in sorted(body.keys() & set(JobFields.__struct_encode_fields__)):
-        raise ConfigError(f"{arguments.body} has {name}, which options of this command say")
+        raise ConfigError(f"{arguments.body} sets {name}; use this command's option instead")
     if not isinstance(body.get("model", ""), str):
         raise ConfigError(f"{arguments.body}: model must be text")
     return body

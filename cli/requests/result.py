@@ -1,4 +1,4 @@
-"""``millrace result``: the result of a job that was published before."""
+"""``millrace result``: print the result of a published job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "result",
         help="fetch the result of a published job",
-        description="Print the result of a job, waiting for it if it is not there yet. Results "
+        description="Print the result of a job, and wait for it if it is not stored yet. Results "
         "are kept for a day.",
     )
     parser.add_argument("request_id", metavar="REQUEST_ID")
@@ -22,8 +22,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 once it is printed; 1 if the request failed or there is no result in time. Raises
-    ParameterError for a name that no job has."""
+    """Print the result; return 0, or 1 if the request failed or has no result in time.
+
+    Raises ParameterError for an invalid name.
+    """
     import uvloop
 
     check_names(request_id=arguments.request_id, tenant=arguments.tenant)

@@ -1,4 +1,4 @@
-"""``millrace simulate``: its arguments, where its trace comes from, and the calls of
-``simulation``. Called by ``cli.main``. Imports ``simulation``, ``bench``, and ``analytics`` for
-the stored history.
+"""``millrace simulate``: its arguments, its trace, and its calls of ``simulation``.
+
+Imports ``simulation``, ``bench``, and ``analytics`` for the stored history.
 """

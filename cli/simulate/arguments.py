@@ -1,4 +1,4 @@
-"""The command line of ``millrace simulate``."""
+"""Command line of ``millrace simulate``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace simulate``."""
     parser = subparsers.add_parser(
         "simulate",
-        help="try policies and fleets on a trace, in virtual time",
+        help="simulate policies and fleets on a trace, in virtual time",
         description=_DESCRIPTION,
     )
     parser.set_defaults(handler=run)
@@ -57,14 +57,14 @@ def _add_trace(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--since", metavar="TIME", help="such as 2026-01-31T18:30:00, in UTC")
     group.add_argument("--until", metavar="TIME")
     group.add_argument(
-        "--save-trace", type=as_path, metavar="FILE.jsonl", help="write it there, too"
+        "--save-trace", type=as_path, metavar="FILE.jsonl", help="also write the trace to this file"
     )
     group.add_argument("--seed", type=int, default=0, help="of failures and texts (default: 0)")
     group.add_argument(
         "--drain",
         default="1h",
         metavar="TIME",
-        help="how long answers are waited for after the last arrival (default: %(default)s)",
+        help="longest wait for answers after the last arrival (default: %(default)s)",
     )
 
 
@@ -81,7 +81,9 @@ def _add_policy(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--max-queued-jobs", type=whole_number, metavar="N", help="more are shed")
     group.add_argument(
-        "--autoscale", metavar="MIN:MAX", help="as many workers as the scheduler's autoscaler wants"
+        "--autoscale",
+        metavar="MIN:MAX",
+        help="let the scheduler's autoscaler set the number of workers",
     )
 
 
@@ -90,13 +92,13 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
         "--workers",
         default="1",
         metavar="N|ROLE:N,ROLE:N",
-        help="of each model, or demo=8,large=2 (default: 1); prefill:2,decode:2 computes long "
-        "prompts apart from streams (docs/kv-cache.md)",
+        help="workers of each model, or demo=8,large=2 (default: 1); prefill:2,decode:2 computes "
+        "long prompts apart from streams (docs/kv-cache.md)",
     )
     group.add_argument(
         "--switch-roles",
         action="store_true",
-        help="have the scheduler change the roles that --workers gives, by the load of each",
+        help="let the scheduler change the roles of --workers by the load of each role",
     )
     group.add_argument(
         "--kv-bytes-per-token",
@@ -108,7 +110,7 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
         "--link-gbytes-per-s",
         type=float,
         metavar="R",
-        help="what a worker's link carries in each direction (default: 50, 400 Gbit/s)",
+        help="bandwidth of a worker's link in each direction (default: 50, 400 Gbit/s)",
     )
     group.add_argument(
         "--pull-overhead", metavar="TIME", help="of each pull beside its bytes (default: 5ms)"
@@ -130,14 +132,14 @@ def _add_workers(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="worker=N@TIME",
-        help="the N-th worker dies then; may be given again",
+        help="time at which the N-th worker dies; may be given again",
     )
     group.add_argument("--mtbf", metavar="TIME", help="mean time between failures of a worker")
     group.add_argument(
         "--restart-time",
         default="5s",
         metavar="TIME",
-        help="until a dead worker is started again (default: %(default)s)",
+        help="time until a dead worker is restarted (default: %(default)s)",
     )
     group.add_argument(
         "--heartbeat", default="1s", metavar="TIME", help="of workers (default: %(default)s)"
@@ -150,24 +152,26 @@ def _add_group(group: argparse._ArgumentGroup) -> None:
         type=whole_number,
         metavar="N",
         help="devices that compute each layer together; the times of steps and prompts, which are "
-        "of one device, are divided by it, and what is exchanged is added (docs/parallelism.md)",
+        "for one device, are divided by it, and the time of collectives is added "
+        "(docs/parallelism.md)",
     )
     group.add_argument(
         "--model-shape",
         metavar="LAYERS,HIDDEN,VOCABULARY",
-        help="what is exchanged follows from it (default: 32,4096,128256, a Llama 8B)",
+        help="shape of the model, which determines the size of collectives (default: "
+        "32,4096,128256, a Llama 8B)",
     )
     group.add_argument(
         "--group-gbytes-per-s",
         type=float,
         metavar="R",
-        help="what a device sends to the others of its group (default: 450, NVLink 4 each way)",
+        help="bandwidth from a device to the others of its group (default: 450, NVLink 4 each way)",
     )
     group.add_argument(
         "--collective-us",
         type=float,
         metavar="US",
-        help="what an exchange takes beside its bytes (default: as NCCL's model of a ring has it)",
+        help="latency of a collective besides its bytes (default: NCCL's model of a ring)",
     )
 
 
@@ -233,8 +237,10 @@ def _add_synthesise(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if every request got its end, 1 if some were unfinished. Raises MillraceError for what
-    cannot be done at all."""
+    """Simulate; return 0 if every request ended, 1 if some were unfinished.
+
+    Raises MillraceError if the simulation cannot run at all.
+    """
     from millrace.cli.simulate.command import compare
     from millrace.cli.simulate.options import settings_of
     from millrace.simulation.settings import parse_policies
@@ -270,7 +276,7 @@ def _trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
 
 
 def run_synthesise(arguments: argparse.Namespace) -> int:
-    """Print a trace; 0. Raises ConfigError, naming the argument at fault."""
+    """Print a trace; return 0. Raises ConfigError, naming the argument at fault."""
     from millrace.cli.simulate.options import recipe_of
     from millrace.simulation.traces.synthesise import synthesise
     from millrace.simulation.traces.trace import write_trace

@@ -1,4 +1,4 @@
-"""What ``millrace simulate`` does once its arguments are read."""
+"""Execution of ``millrace simulate`` after its arguments are parsed."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ def compare(
     json_file: Path | None,
     html_file: Path | None,
 ) -> int:
-    """Run the trace under each policy, and print and write what came of it; 1 if requests were
-    unfinished. Raises ConfigError."""
+    """Run the trace under each policy, print the results and write the reports.
+
+    Returns 1 if requests were unfinished. Raises ConfigError.
+    """
     models = sorted({request.model for request in trace})
     if PUBLIC_MODEL_AUTO in models:
         raise ConfigError("a trace names the models that answered, none of which is auto")
     settings.check(models)
-    # As in the scheduler's own process: most of what is made is freed by reference counts.
+    # The scheduler's process sets the same thresholds: most objects are freed by reference counts.
     gc.set_threshold(*_GC_THRESHOLDS)
     reports = []
     with _quiet():
@@ -62,7 +64,7 @@ def compare(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What the scheduler logs of deaths and refusals is what the report is about."""
+    """Silence the scheduler's log of losses and refusals, which the report covers."""
     loggers = [logging.getLogger(name) for name in ("scheduler", "bus")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Traces of what was really asked: the requests of a time range, from the analytics store."""
+"""Traces of real requests: a time range of the analytics store."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _PAGE_ROWS = 10_000
 
 
 def read_history(data: Path, since: str, until: str) -> list[TraceRequest]:
-    """The requests that were received from ``since`` until ``until`` (UTC) and got an answer of
-    some length, as a trace. Prompts are not kept in the store, so what is known to be shared is
-    what the turns of a session share. Raises ConfigError for times that are none, and if there
-    were no requests."""
+    """Return the answered requests received from ``since`` until ``until`` (UTC) as a trace.
+
+    The store has no prompts, so the only known shared prefixes are those of a session's turns.
+    Raises ConfigError for invalid times, and if there were no requests.
+    """
     begin, end = _time("--since", since), _time("--until", until)
     rows: list[tuple[Any, ...]] = []
     while len(rows) % _PAGE_ROWS == 0:
@@ -59,7 +60,7 @@ def _request(row: tuple[Any, ...], start_us: int) -> TraceRequest:
 
 
 def _time(name: str, text: str) -> str:
-    """As ClickHouse reads it."""
+    """Return a time in ClickHouse's format."""
     if not _TIME.fullmatch(text):
         raise ConfigError(f"{name}: {text!r} is no time; write 2026-01-31 or 2026-01-31T18:30:00")
     plain = text.removesuffix("Z").replace("T", " ")

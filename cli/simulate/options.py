@@ -1,4 +1,4 @@
-"""From the command line's arguments to settings and recipes; each error names its argument."""
+"""Conversion of command-line arguments to settings and recipes; each error names its argument."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from millrace.simulation.settings import Failure, KvLink, SimulationSettings
 from millrace.simulation.traces.synthesise import TraceKind, TraceRecipe, parse_tenants
 from millrace.workers.simulated.latency_model import LatencyModel
 
-# What engines of a GPU have where a configuration leaves the choice to the device.
+# Engine settings of a GPU, for values that a configuration leaves to the device.
 _ENGINE_DEFAULTS = {"max_num_sequences": 256, "max_batch_tokens": 4_096, "num_blocks": 16_384}
 _SIMULATION = (
     "prefill_tokens_per_s",
@@ -34,8 +34,8 @@ _SIMULATION = (
     "step_ms_per_sequence",
     "step_ms_per_kv_token",
 )
-# In a simulation nobody dies without our knowing, so leases need not be short, and each extension
-# that is not made is time that the simulation does not take.
+# A simulation learns of every loss at once, so leases may be long, and fewer extensions make the
+# simulation faster.
 _ACK_WAIT_S, _LEASE_EXTEND_S = 120.0, 40.0
 _FAILURE = re.compile(r"worker=(\d+)@(.+)")
 _MAX_WORKERS = 100_000
@@ -43,7 +43,7 @@ _MAX_DEVICES = 1_024
 
 
 def settings_of(arguments: argparse.Namespace) -> SimulationSettings:
-    """What to simulate. Raises ConfigError."""
+    """Return the simulation's settings. Raises ConfigError."""
     if not 0 <= arguments.seed < 1 << 63:
         raise ConfigError("--seed must be between 0 and 2^63 - 1")
     num_workers, roles = _workers(arguments.workers)
@@ -69,7 +69,7 @@ def settings_of(arguments: argparse.Namespace) -> SimulationSettings:
 
 
 def _price(name: str, text: str) -> tuple[str, float]:
-    """The currency and the amount of one price."""
+    """Parse one price into its currency and amount."""
     try:
         [(currency, amount)] = budgets_of(parse_budget(text)).items()
         check_currency(currency)
@@ -142,7 +142,8 @@ def _autoscale(text: str, config: AutoscaleConfig, start_s: float) -> AutoscaleC
 
 
 def _workers(text: str) -> tuple[dict[str, int], tuple[WorkerRole, ...]]:
-    """Of each model by name, "" for those that are not named; and the roles of each model's."""
+    """Parse the number of workers of each model by name ("" for all other models), and the roles of
+    a model's workers."""
     if "=" not in text:
         first = _first_workers(text.strip())
         return {"": first.number}, first.roles
@@ -169,8 +170,11 @@ def _first_workers(text: str) -> FirstWorkers:
 
 
 def _group_of(arguments: argparse.Namespace) -> tuple[int, dict[str, float]] | None:
-    """How many devices a worker has, and the settings of ``worker.engine.simulation`` that follow;
-    None: the arguments leave that to the configuration. Raises ConfigError."""
+    """Return the devices per worker and the resulting settings of ``worker.engine.simulation``;
+    None: the configuration decides.
+
+    Raises ConfigError.
+    """
     num_devices = arguments.tensor_parallel
     if num_devices is None:
         for name in ("model_shape", "group_gbytes_per_s", "collective_us"):
@@ -215,8 +219,10 @@ def _link(arguments: argparse.Namespace) -> KvLink:
 def _above_0_in(
     arguments: argparse.Namespace, units: Mapping[str, tuple[str, float]]
 ) -> dict[str, float]:
-    """The values of fields that are given, each by the name of its argument and the unit of that.
-    Raises ConfigError for a value that is not above 0."""
+    """Return the given values by field. ``units`` has each field's argument name and factor.
+
+    Raises ConfigError for a value that is not above 0.
+    """
     given = {}
     for field, (name, unit) in units.items():
         value = getattr(arguments, name)
@@ -246,7 +252,7 @@ def _slo(arguments: argparse.Namespace) -> Slo | None:
 
 
 def recipe_of(arguments: argparse.Namespace) -> TraceRecipe:
-    """What to draw. Raises ConfigError."""
+    """Return the recipe of a synthetic trace. Raises ConfigError."""
     swing = arguments.swing
     if not 0 <= swing <= 1:
         raise ConfigError(f"--swing must be between 0 and 1, got {swing:g}")

@@ -1,3 +1,5 @@
 """``millrace top``: snapshots of a running system (``source``), as tables (``view``), on a screen
-(``live``). Called by ``cli.main``. Imports ``bus``, and from ``gateway`` who is alive.
+(``live``).
+
+Imports ``bus``, and from ``gateway`` the list of live workers.
 """

@@ -1,4 +1,4 @@
-"""``millrace top``: how a running system does, live in a terminal."""
+"""``millrace top``: live state of a running system in a terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Declare ``millrace top``."""
     parser = subparsers.add_parser(
         "top",
-        help="how a running system does, live",
-        description="Show requests, latencies, queues, workers and tenants of the system that runs "
-        "on DIR, or of the one on the message bus that --nats or MILLRACE_NATS__URL names. q "
-        "quits; where standard output is no terminal, it is printed once.",
+        help="show a running system live",
+        description="Show requests, latencies, queues, workers and tenants of the system that "
+        "runs on DIR, or of the one on the message bus that --nats or MILLRACE_NATS__URL names. "
+        "Press q to quit. If standard output is not a terminal, the state is printed once.",
     )
     parser.add_argument("--once", action="store_true", help="print it once, as plain text")
     parser.add_argument(
@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=float,
         default=2.0,
         metavar="S",
-        help="seconds between two looks (default: %(default)g)",
+        help="seconds between two updates (default: %(default)g)",
     )
     parser.add_argument("--nats", metavar="URL", help="the server to use instead")
     add_data_argument(parser)
@@ -35,8 +35,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 after q, or once it is printed; 128 and its number after a signal. Raises ParameterError,
-    ConfigError and BusUnavailableError."""
+    """Run until q and return 0, or print once; return 128 and its number after a signal.
+
+    Raises ParameterError, ConfigError and BusUnavailableError.
+    """
     if not arguments.interval >= _MIN_INTERVAL_S:
         raise ParameterError("interval", f"--interval must be at least {_MIN_INTERVAL_S} s")
     return asyncio.run(_run(arguments))

@@ -1,4 +1,4 @@
-"""``millrace top`` on a terminal: a screen that is drawn anew until a key or a signal ends it."""
+"""Screen of ``millrace top`` on a terminal, redrawn until a key or a signal ends it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class LiveView:
-    """Draws snapshots until a key or a signal ends it; the terminal is left as it was before."""
+    """View that draws snapshots until a key or a signal ends it, and then restores the terminal."""
 
     def __init__(self, source: SnapshotSource, interval_s: float) -> None:
         self._source = source
@@ -96,10 +96,10 @@ _LFLAG, _CC = 3, 6
 
 
 class Screen:
-    """The alternate screen of standard output, while it is entered, and the keys of standard input.
+    """Alternate screen of standard output while it is entered, and keys of standard input.
 
-    It owns how both are set: ``leave`` puts everything back, and may be called again. ``on_key``
-    gets a key as bytes; ^C comes as a key, ^Z suspends the program as a shell does.
+    It owns the settings of both: ``leave`` restores them and may be called again. ``on_key`` gets a
+    key as bytes; ^C comes as a key, ^Z suspends the program as a shell does.
     """
 
     def __init__(self, on_key: Callable[[bytes], None], redraw: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ class Screen:
 
     @property
     def input_fd(self) -> int | None:
-        """Where keys come from; None: from nowhere."""
+        """File descriptor of the keys; None: no keys."""
         return self._input_fd
 
     def enter(self) -> None:
@@ -136,7 +136,7 @@ class Screen:
             return  # The terminal is gone, and there is nothing to give back.
 
     def read_keys(self) -> bool:
-        """Handle what was typed, when ``input_fd`` is readable; False if the terminal is gone."""
+        """Handle typed keys when ``input_fd`` is readable; return False if the terminal is gone."""
         assert self._input_fd is not None
         try:
             typed = os.read(self._input_fd, _MAX_KEYS)
@@ -157,7 +157,7 @@ class Screen:
         self._redraw()
 
     def show(self, shown: Sequence[RenderableType]) -> None:
-        """Put these in the place of what was there; what does not fit is cut off."""
+        """Replace the screen's contents; rows that do not fit are cut off."""
         self._console.size = width, height = os.get_terminal_size(sys.stdout.fileno())
         lines = self._console.render_lines(Group(*shown))
         if len(lines) > height:

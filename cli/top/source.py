@@ -1,4 +1,4 @@
-"""Where ``millrace top`` gets its snapshots from."""
+"""Source of the snapshots of ``millrace top``."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ _MOST_TENANTS = 20
 
 
 class SnapshotSource:
-    """Where snapshots come from: heartbeats and queue statuses, which are listened to, and
-    telemetry, which is asked."""
+    """Source of snapshots: received heartbeats and queue statuses, and telemetry queries."""
 
     def __init__(self, bus: Bus, fleet: FleetView, place: str) -> None:
         self._bus = bus
@@ -35,14 +34,14 @@ class SnapshotSource:
         self._place = place
 
     async def first_reports(self) -> None:
-        """Return when both workers and schedulers were heard of, or should have been."""
+        """Wait until both workers and schedulers were heard of, or should have been."""
         for _ in range(round(_FIRST_REPORTS_S / _POLL_S)):
             if self._fleet.queues() and self._fleet.live_workers():
                 return
             await asyncio.sleep(_POLL_S)
 
     async def snapshot(self) -> Snapshot:
-        """The system as it is now. What cannot be had is among the problems."""
+        """Return the current state of the system; missing data is among the problems."""
         problems = [] if self._bus.connected else ["The message bus is unreachable; trying again."]
         window = {"from_s": -_WINDOW_S}
         try:

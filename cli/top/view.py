@@ -1,4 +1,4 @@
-"""What ``millrace top`` shows. Pure: from a snapshot to what rich draws."""
+"""Tables of ``millrace top``: pure functions from a snapshot to what rich draws."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN_WIDTH = 10_000
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the row of the saved query ``totals``, what is shown."""
+    """Displayed columns of the row of the saved query ``totals``."""
 
     requests: int = 0
     done: int = 0
@@ -40,7 +40,7 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of the saved query ``top_tenants``."""
+    """Row of the saved query ``top_tenants``."""
 
     tenant: str
     requests: int
@@ -51,15 +51,15 @@ class TenantRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a row of the saved query ``workers_now``, what heartbeats do not tell."""
+    """Columns of a row of the saved query ``workers_now`` that heartbeats do not contain."""
 
     worker: str
     busy_share: float = 0.0
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """A moment of a system. ``totals`` and ``tenants`` are of the last ``window_s``; ``problems``
-    say what is missing, and why."""
+    """State of a system at a moment. ``totals`` and ``tenants`` cover the last ``window_s``;
+    ``problems`` explain missing data."""
 
     at_s: float
     place: str
@@ -73,7 +73,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def view(snapshot: Snapshot) -> list[RenderableType]:
-    """All there is to show, the most telling first."""
+    """Render the whole snapshot, the most important parts first."""
     now = datetime.fromtimestamp(snapshot.at_s, UTC)
     title = _line(f"millrace top  {snapshot.place}  {now:%Y-%m-%d %H:%M:%S} UTC", "reverse")
     title.justify = "left"  # as wide as the screen
@@ -97,7 +97,7 @@ def view(snapshot: Snapshot) -> list[RenderableType]:
 
 
 def as_text(shown: Sequence[RenderableType]) -> str:
-    """Without a terminal."""
+    """Render as plain text, for output without a terminal."""
     return plain_text(*shown, width=_PLAIN_WIDTH)
 
 
@@ -149,7 +149,8 @@ def _queue(queue: QueueStatus) -> tuple[str, ...]:
 
 
 def _workers(snapshot: Snapshot) -> list[RenderableType]:
-    """Devices only where a worker has several, adapters only where one takes some."""
+    """Render workers; the devices column only if a worker has several, adapters only if one takes
+    some."""
     names = ["WORKER", "MODEL", "BATCH", "", "WAITING", "KV", "", "BUSY", "", "STEP"]
     busy = {row.worker: row.busy_share for row in snapshot.samples}
     workers = sorted(snapshot.workers, key=lambda worker: worker.name)
@@ -199,7 +200,7 @@ def _tenant(row: TenantRow, window_s: int) -> tuple[str, ...]:
 def _section(
     names: Sequence[str], rows: Sequence[tuple[str, ...]], if_empty: str
 ) -> list[RenderableType]:
-    """A table: the first columns to the left, figures to the right, bars beside theirs."""
+    """Render a table: the first columns to the left, numbers to the right, bars beside them."""
     if not rows:
         return ["", _line(if_empty)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")

@@ -1,4 +1,4 @@
-"""What is on each board: saved queries over ClickHouse, and what only Prometheus knows at once."""
+"""Contents of each board: saved queries over ClickHouse, and live values of Prometheus."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def latency() -> Sequence[Panel]:
         stat("E2E, 95 %", "totals", "e2e_p95_ms", unit="ms"),
         stat("Answered", "totals", "done / greatest(requests, 1)", unit="percentunit"),
         stat("Shed", "totals", "shed"),
-        row("What users wait for"),
+        row("Latency for users"),
         series("Time to the first token", "latency", _percentiles("ttft"), unit="ms"),
         series("Time per output token", "latency", _percentiles("tpot"), unit="ms"),
         series("Time between tokens", "latency", _percentiles("itl"), unit="ms"),
         series("Whole requests", "latency", _percentiles("e2e"), unit="ms"),
         series("Time in the queue", "latency", _percentiles("queue"), unit="ms"),
         series(
-            "Served as promised",
+            "Objectives met",
             "slo_attainment",
             ("attainment", "ttft_attainment", "tpot_attainment"),
             by=("model",),
@@ -36,7 +36,7 @@ def latency() -> Sequence[Panel]:
         live(
             "First tokens as gateways see them",
             _quantiles("millrace_time_to_first_token_seconds", "model"),
-            description="From receipt to the first token given out.",
+            description="From receipt to the first token sent.",
             unit="s",
         ),
         live(
@@ -46,20 +46,20 @@ def latency() -> Sequence[Panel]:
                 "engine 99 %": _quantile(0.99, "millrace_engine_inter_token_latency_seconds"),
                 "engine 50 %": _quantile(0.5, "millrace_engine_inter_token_latency_seconds"),
             },
-            description="What the way from the engine to the client adds shows as the difference.",
+            description="The difference is added on the way from the engine to the client.",
             unit="s",
         ),
         live(
-            "First tokens that were late",
+            "Late first tokens",
             {"{{model}}": "millrace:late_first_tokens:ratio_rate5m"},
-            description="The share that came later than the promise that the alerts hold us to.",
+            description="The share later than the objective of the alerts.",
             unit="percentunit",
             most=1,
         ),
         live(
-            "Predicted for a request that comes now",
+            "Predicted TTFT of a new request",
             {"{{model}} {{tier}}": "max by (model, tier) (millrace_predicted_ttft_seconds)"},
-            description="What schedulers predict for its first token.",
+            description="Prediction of the schedulers.",
             unit="s",
         ),
     )
@@ -80,7 +80,7 @@ def capacity() -> Sequence[Panel]:
         by_model("Batch", "batch_size"),
         by_model("KV cache in use", "kv_use_percent", "percent", 100),
         by_model("Busy", "busy_percent", "percent", 100),
-        by_model("Device, as its driver says", "device_percent", "percent", 100),
+        by_model("Device utilisation (driver)", "device_percent", "percent", 100),
         by_model("Device memory", "device_memory_bytes", "bytes"),
         by_model("Step", "step_ms", "ms"),
         by_model("Found in the prefix cache", "prefix_hit_percent", "percent", 100),
@@ -98,13 +98,13 @@ def capacity() -> Sequence[Panel]:
         table("Workers now", "workers_now", height=7),
         row("Just now, from the processes themselves"),
         live(
-            "The oldest wait",
+            "Oldest wait",
             {"{{model}} {{tier}}": "max by (model, tier) (millrace_scheduler_oldest_wait_seconds)"},
-            description="Of the jobs that schedulers hold.",
+            description="The longest wait of a job that schedulers hold.",
             unit="s",
         ),
         live(
-            "Workers: there, draining, wanted",
+            "Workers: live, draining, wanted",
             {
                 "{{model}}": "max by (model) (millrace_scheduler_workers)",
                 "{{model}} draining": "max by (model) (millrace_scheduler_draining_workers)",
@@ -115,7 +115,7 @@ def capacity() -> Sequence[Panel]:
         live(
             "KV cache by worker",
             {"{{worker}}": "millrace_kv_cache_usage_perc"},
-            description="The share of the blocks that live requests hold.",
+            description="The share of the blocks in use by running requests.",
             unit="percentunit",
             most=1,
         ),
@@ -124,7 +124,7 @@ def capacity() -> Sequence[Panel]:
             {
                 "{{worker}}": "sum by (worker) (rate(millrace_kv_peer_pulled_bytes_total[5m]))",
             },
-            description="What each worker pulled of other workers' KV caches.",
+            description="KV blocks that each worker pulled from other workers.",
             unit="Bps",
         ),
         live(
@@ -132,7 +132,7 @@ def capacity() -> Sequence[Panel]:
             {
                 "{{worker}}": "sum by (worker) (increase(millrace_kv_peer_failed_pulls_total[5m]))",
             },
-            description="Within 5 minutes; what did not come was computed.",
+            description="Within 5 minutes; missing blocks were computed.",
         ),
         live(
             "Prefix cache hits by tier",
@@ -144,19 +144,19 @@ def capacity() -> Sequence[Panel]:
                 ),
             },
             description=(
-                "Tokens per second that were looked for: found on the device, in host memory, on "
-                "disk, in an object store or with a peer, or computed."
+                "Prompt tokens per second by the tier that had them: the device, host memory, "
+                "disk, an object store or a peer; or computed."
             ),
             stack=True,
         ),
         live(
-            "Streams that moved",
+            "Moved streams",
             {
                 "{{model}} {{source}}": (
                     "sum by (model, source) (rate(millrace_scheduler_moves_total[5m]))"
                 ),
             },
-            description="By whether their context was to be pulled from the former worker.",
+            description="By source of their context: pulled from the former worker, or computed.",
             unit="ops",
         ),
         live(
@@ -165,15 +165,15 @@ def capacity() -> Sequence[Panel]:
                 "{{model}} 50 %": _quantile(0.5, "millrace_engine_step_duration_seconds", "model"),
                 "{{model}} 99 %": _quantile(0.99, "millrace_engine_step_duration_seconds", "model"),
             },
-            description="How long steps of the engines took.",
+            description="Duration of the engines' steps.",
             unit="s",
         ),
         live(
             "Fairness gap",
             {"{{model}} {{tier}}": "max by (model, tier) (millrace_scheduler_fairness_gap_tokens)"},
             description=(
-                "How many more tokens the tenant served most has been served than the one served "
-                "least, of those who want to be."
+                "Difference between the most and the least virtual tokens served, among tenants "
+                "with waiting jobs."
             ),
         ),
         live(
@@ -194,7 +194,7 @@ def cost() -> Sequence[Panel]:
         stat("Output tokens", "totals", "completion_tokens", width=6),
         row("Over time"),
         series(
-            "What tenants pay",
+            "Revenue from tenants",
             "cost_by_model",
             {"cost": "toFloat64(cost)"},
             by=("model", "currency"),
@@ -203,7 +203,7 @@ def cost() -> Sequence[Panel]:
             step="1m",
         ),
         series(
-            "What it cost us in device time",
+            "Device cost",
             "cost_by_model",
             {"device_cost": "toFloat64(device_cost)"},
             by=("model", "currency"),
@@ -211,11 +211,11 @@ def cost() -> Sequence[Panel]:
             bars=True,
             step="1m",
         ),
-        row("What a million tokens cost, and what idles"),
+        row("Cost of a million tokens, and idle devices"),
         table("Unit cost, four ways", "unit_cost"),
         table("Busy, idle and uncharged device time", "idle_cost"),
         table("Saved by the prefix cache", "cache_savings", height=7),
-        row("Who used what"),
+        row("Usage"),
         table("By tenant", "usage_by_tenant", width=12),
         table("By user", "usage_by_user", width=12),
         table("By model", "usage_by_model", width=12),
@@ -234,10 +234,10 @@ def reliability() -> Sequence[Panel]:
         stat("Expired", "totals", "expired", width=6),
         stat("Shed", "totals", "shed", width=6),
         stat("Moved", "totals", "moved", width=6),
-        row("What went wrong, and what was made good"),
-        by_model("Requests that did not end well", ("shed", "failed", "expired")),
-        by_model("Runs that went on elsewhere", ("moves", "preemptions")),
-        by_model("What clients saw", ("resumes", "replays", "stalls")),
+        row("Failures and recoveries"),
+        by_model("Unsuccessful requests", ("shed", "failed", "expired")),
+        by_model("Moved and preempted requests", ("moves", "preemptions")),
+        by_model("Effects on clients", ("resumes", "replays", "stalls")),
         series(
             "Interruptions, all together", "interruptions", _INTERRUPTIONS, bars=True, step="1m"
         ),
@@ -245,21 +245,21 @@ def reliability() -> Sequence[Panel]:
         table("Deliveries", "deliveries_health"),
         row("Just now, from the processes themselves"),
         live(
-            "Parts that are well",
+            "Healthy parts",
             {"{{part}} {{instance}}": "millrace_healthy"},
             description="1: /healthz says ok.",
             most=1,
         ),
         live(
-            "Why runs left their workers",
+            "Reasons for moved attempts",
             {"{{why}}": "sum by (why) (rate(millrace_scheduler_reruns_total[5m]))"},
-            description="Moved from a worker that drains, lost with one, or given back.",
+            description="Moved from a draining worker, lost with a worker, or released.",
             unit="ops",
         ),
         live(
             "Dispatches by result",
             {"{{result}}": "sum by (result) (rate(millrace_scheduler_dispatches_total[5m]))"},
-            description="What workers answered to schedulers.",
+            description="Answers of workers to schedulers.",
             unit="ops",
         ),
         live(
@@ -282,11 +282,11 @@ def reliability() -> Sequence[Panel]:
         live(
             "Refused by a limit",
             {"{{limit}}": "sum by (limit) (rate(millrace_limit_refusals_total[5m]))"},
-            description="Requests of tenants who were over a limit.",
+            description="Requests of tenants over a limit.",
             unit="reqps",
         ),
         live(
-            "Telemetry: what is not stored so far",
+            "Telemetry: records not stored yet",
             {
                 "Kafka {{topic}}": "max by (topic) (millrace_telemetry_lag_messages)",
                 "outbox": "max(millrace_telemetry_outbox_waiting_records)",
@@ -307,7 +307,7 @@ def reliability() -> Sequence[Panel]:
 
 
 def _money(column: str) -> str:
-    """Each amount with its currency, rounded; the tables have it exact."""
+    """Format each amount with its currency, rounded; the tables have the exact amounts."""
     amount = "concat(toString(round(toFloat64OrZero(amount), 4)), ' ', currency)"
     amounts = f"arrayMap((currency, amount) -> {amount}, currencies, {column})"
     return f"arrayStringConcat({amounts}, ', ')"

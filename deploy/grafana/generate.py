@@ -1,6 +1,6 @@
-"""Makes the boards of Grafana from the saved queries: ``python deploy/grafana/generate.py``.
+"""Generator of Grafana's boards from the saved queries: ``python deploy/grafana/generate.py``.
 
-With ``--check`` nothing is written, and boards that are not as they would be made are named.
+With ``--check`` it writes nothing and names the boards that are not up to date.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BOARDS = {
 
 
 def board(uid: str) -> dict[str, Any]:
-    """A board as Grafana reads it."""
+    """Return a board in Grafana's JSON format."""
     title, make = _BOARDS[uid]
     panels = laid_out(make())
     sql = json.dumps(panels)
@@ -73,7 +73,8 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def _filter(kind: str, label: str) -> dict[str, Any]:
-    """One name or all; all is the empty text, which filters nothing."""
+    """Return a variable that selects one name or all; all is the empty text, which filters
+    nothing."""
     names = f"SELECT name FROM\n(\n{saved('tenants_models')}\n)\nWHERE kind = '{kind}'"
     return {
         "type": "query",
@@ -104,7 +105,7 @@ def _number(name: str, label: str, value: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """0, or 1 if a board is not as it would be made."""
+    """Generate or check the boards; return 0, or 1 if a board is not up to date."""
     parser = argparse.ArgumentParser(prog="deploy/grafana/generate.py", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, say what is stale")
     is_check = parser.parse_args().check

@@ -1,4 +1,4 @@
-"""Panels of Grafana over saved queries and over Prometheus, as the JSON that Grafana reads."""
+"""Panels of Grafana over saved queries and over Prometheus, in Grafana's JSON format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLUMNS = 24
 _TABLE_ROWS = "200"
 _PARAMETER = re.compile(r"\{(\w+):\s*\w+\}")
 
-# What Grafana puts in the place of a saved query's parameters.
+# Grafana's variables for a saved query's parameters.
 PLACES = {
     "from_s": "${__from:date:seconds}",
     "to_s": "${__to:date:seconds}",
@@ -33,7 +33,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel's JSON without its place, and how much of the grid it takes."""
+    """JSON of a panel without its place, and its size on the grid."""
 
     body: dict[str, Any]
     width: int
@@ -41,12 +41,12 @@ class Panel:
 
 
 def saved(name: str) -> str:
-    """A saved query with Grafana's variables for its parameters, without the comments."""
+    """Return a saved query with Grafana's variables for its parameters, without the comments."""
     return _PARAMETER.sub(lambda match: PLACES[match[1]], without_comments(QUERIES[name].sql))
 
 
 def described(name: str) -> str:
-    """What a saved query says of itself."""
+    """Return a saved query's description from its comments."""
     lines = [line[2:].strip() for line in QUERIES[name].sql.splitlines() if line.startswith("--")]
     return " ".join(line for line in lines if not line.startswith("param "))
 
@@ -64,7 +64,8 @@ def series(
     most: float | None = None,
     bars: bool = False,
 ) -> Panel:
-    """Columns of a saved query over time, ``by`` its labels; a mapping has SQL for each name."""
+    """Make a chart of a saved query's columns over time, with the columns ``by`` as labels; a
+    mapping has SQL for each name."""
     named = columns if isinstance(columns, Mapping) else {name: name for name in columns}
     chosen = [f"CAST({label}, 'String') AS {label}" for label in by]
     chosen += [sql if sql == name else f"{sql} AS {name}" for name, sql in named.items()]
@@ -88,7 +89,7 @@ def series(
 
 
 def table(title: str, query: str, *, width: int = 24, height: int = 9) -> Panel:
-    """A saved query as it is."""
+    """Make a table of a saved query."""
     return Panel(
         {
             **_head(title, "table", described(query), CLICKHOUSE),
@@ -107,7 +108,7 @@ def table(title: str, query: str, *, width: int = 24, height: int = 9) -> Panel:
 def stat(
     title: str, query: str, sql: str, *, unit: str = "short", width: int = 4, text: bool = False
 ) -> Panel:
-    """One figure of a saved query of one row, or a text."""
+    """Make a panel of one number, or a text, of a saved query with one row."""
     whole = f"SELECT {sql} AS value\nFROM\n(\n{_indented(saved(query))}\n)"
     return Panel(
         {
@@ -139,7 +140,7 @@ def live(
     stack: bool = False,
     most: float | None = None,
 ) -> Panel:
-    """Expressions of Prometheus by their legends."""
+    """Make a chart of Prometheus expressions by their legends."""
     targets = [
         {
             "datasource": PROMETHEUS,
@@ -163,12 +164,12 @@ def live(
 
 
 def row(title: str) -> Panel:
-    """A heading."""
+    """Make a heading."""
     return Panel({"type": "row", "title": title, "collapsed": False, "panels": []}, _COLUMNS, 1)
 
 
 def laid_out(panels: Sequence[Panel]) -> list[dict[str, Any]]:
-    """From left to right, a line below the other; ids by their order."""
+    """Place panels from left to right, line by line; ids follow their order."""
     placed: list[dict[str, Any]] = []
     x = y = height = 0
     for number, panel in enumerate(panels, start=1):
@@ -225,7 +226,7 @@ def _fields(
 
 
 def _table_units() -> list[dict[str, Any]]:
-    """Units by how columns are named."""
+    """Return the units of table columns, by patterns of column names."""
     units = {"/_ms$/": "ms", "/_us$/": "µs", "/_percent$/": "percent", "/_bytes$/": "bytes"}
     units |= {"/(_share|attainment)$/": "percentunit"}
     return [

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API, as far as it is honoured."""
+"""Anthropic's Messages API: the supported part."""

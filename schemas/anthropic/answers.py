@@ -12,14 +12,14 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class ThinkingTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """How many of the output's tokens the model thought with."""
+    """Number of the output's tokens that are thoughts."""
 
     thinking_tokens: int
 
 
 class MessagesUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one answer. Those of the prompt that were found in the prefix cache are
-    ``cache_read_input_tokens`` and not among ``input_tokens``."""
+    """Tokens of one answer. ``cache_read_input_tokens`` counts the prompt tokens found in the
+    prefix cache; ``input_tokens`` does not include them."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -33,23 +33,23 @@ class _Typed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class Text(_Typed, frozen=True, kw_only=True, tag="text"):
-    """What the model said."""
+    """Text block of an answer."""
 
     text: str
     citations: None = None
 
 
 class ThinkingText(_Typed, frozen=True, kw_only=True, tag="thinking"):
-    """What the model thought. ``signature`` proves nothing: it is there for clients that will not
-    send thoughts without one back."""
+    """Thinking block of an answer. ``signature`` proves nothing: it exists for clients that refuse
+    to send a thinking block back without one."""
 
     thinking: str
     signature: str
 
 
 class ToolUse(_Typed, frozen=True, kw_only=True, tag="tool_use"):
-    """A call that the model made. If the model's input is not a JSON object, ``input`` has its
-    text under ``INVALID_JSON``."""
+    """Tool call by the model. If the model's input is not a JSON object, ``input`` has its text
+    under ``INVALID_JSON``."""
 
     id: str
     name: str
@@ -60,7 +60,7 @@ AnswerBlock = Text | ThinkingText | ToolUse
 
 
 class MessageAnswer(_Typed, frozen=True, kw_only=True, tag="message"):
-    """An answer that is not streamed, or what a stream begins with."""
+    """Answer that is not streamed, or the start of a stream."""
 
     id: str
     model: str
@@ -73,38 +73,38 @@ class MessageAnswer(_Typed, frozen=True, kw_only=True, tag="message"):
 
 
 class MessageStart(_Typed, frozen=True, kw_only=True, tag="message_start"):
-    """The first event. The usage is what is known by then."""
+    """First event of a stream. ``usage`` holds the counts known at that time."""
 
     message: MessageAnswer
 
 
 class ContentBlockStart(_Typed, frozen=True, kw_only=True, tag="content_block_start"):
-    """A block, of which nothing is there yet."""
+    """Start of a content block, without content."""
 
     index: int
     content_block: AnswerBlock
 
 
 class BlockTextDelta(_Typed, frozen=True, kw_only=True, tag="text_delta"):
-    """More of what is said."""
+    """Next piece of the answer's text."""
 
     text: str
 
 
 class ThinkingDelta(_Typed, frozen=True, kw_only=True, tag="thinking_delta"):
-    """More of what is thought."""
+    """Next piece of the thoughts."""
 
     thinking: str
 
 
 class SignatureDelta(_Typed, frozen=True, kw_only=True, tag="signature_delta"):
-    """The signature of a block of thoughts."""
+    """Signature of a thinking block."""
 
     signature: str
 
 
 class InputJsonDelta(_Typed, frozen=True, kw_only=True, tag="input_json_delta"):
-    """More of the JSON of a call's input."""
+    """Next piece of a tool call's input, as JSON text."""
 
     partial_json: str
 
@@ -113,40 +113,41 @@ Delta = BlockTextDelta | ThinkingDelta | SignatureDelta | InputJsonDelta
 
 
 class ContentBlockDelta(_Typed, frozen=True, kw_only=True, tag="content_block_delta"):
-    """More of a block."""
+    """Next piece of a content block."""
 
     index: int
     delta: Delta
 
 
 class ContentBlockStop(_Typed, frozen=True, kw_only=True, tag="content_block_stop"):
-    """All of a block is there."""
+    """End of a content block."""
 
     index: int
 
 
 class MessageEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the answer ended; ``stop_sequence`` is the one that did it, if one did."""
+    """Stop reason of an answer. ``stop_sequence`` is the stop string that ended it, if any."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageEnding(_Typed, frozen=True, kw_only=True, tag="message_delta"):
-    """The end of an answer that ended well, and what it used."""
+    """End of a successful answer, with its usage."""
 
     delta: MessageEnd
     usage: MessagesUsage
 
 
 class MessageStop(_Typed, frozen=True, kw_only=True, tag="message_stop"):
-    """The last event of an answer that ended well."""
+    """Last event of a successful answer."""
 
     notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class MessagesErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``type`` is one of Anthropic's; ``code`` and ``param`` are those of the other APIs here."""
+    """Error of the Messages API. ``type`` is one of Anthropic's error types; ``code`` and ``param``
+    are the same as in Millrace's other APIs."""
 
     type: str
     message: str
@@ -155,7 +156,7 @@ class MessagesErrorInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesError(_Typed, frozen=True, kw_only=True, tag="error"):
-    """Why there is no answer, or why a stream goes on no more."""
+    """Error in place of an answer, or in the middle of a stream."""
 
     error: MessagesErrorInfo
 
@@ -172,16 +173,16 @@ MessageEvent = (
 
 
 class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /v1/messages/count_tokens``."""
+    """Answer of ``POST /v1/messages/count_tokens``."""
 
     input_tokens: int
     notices: Notices | msgspec.UnsetType = msgspec.field(name=NOTICE_NAME, default=msgspec.UNSET)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A model. ``created_at`` is a time of RFC 3339; ``max_input_tokens`` and ``max_tokens`` are
-    what the caller may have of the context window, null: it is not known yet. Fields that nothing
-    is known of are null."""
+    """Model card. ``created_at`` is an RFC 3339 time. ``max_input_tokens`` and ``max_tokens`` are
+    the caller's share of the context window, null while it is unknown. Fields without a known value
+    are null."""
 
     id: str
     display_name: str
@@ -197,7 +198,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of ``GET /v1/models``. ``has_more``: there are more in the direction of the page."""
+    """Page of ``GET /v1/models``. ``has_more``: further pages exist in the same direction."""
 
     data: tuple[ModelInfo, ...]
     has_more: bool

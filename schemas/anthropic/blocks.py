@@ -22,13 +22,13 @@ class _Block(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class TextBlock(_Block, frozen=True, kw_only=True, tag="text"):
-    """A piece of text of a turn."""
+    """Piece of text of a turn."""
 
     text: str
 
 
 class SearchResultBlock(_Block, frozen=True, kw_only=True, tag="search_result"):
-    """A result of the client's own search. The model reads title, source and text."""
+    """Result of the client's own search. The model reads title, source and text."""
 
     source: str
     title: str
@@ -36,7 +36,7 @@ class SearchResultBlock(_Block, frozen=True, kw_only=True, tag="search_result"):
 
 
 class DocumentBlock(_Block, frozen=True, kw_only=True, tag="document"):
-    """A document. Its ``source`` must have the type ``text`` or ``content``."""
+    """Document. Its ``source`` must have the type ``text`` or ``content``."""
 
     source: dict[str, Any]
     title: str | None = None
@@ -44,20 +44,21 @@ class DocumentBlock(_Block, frozen=True, kw_only=True, tag="document"):
 
 
 class ToolReferenceBlock(_Block, frozen=True, kw_only=True, tag="tool_reference"):
-    """A search found the tool ``tool_name``. The model is told of the tool from then on."""
+    """Reference to the tool ``tool_name`` that a search found. The model sees the tool from then
+    on."""
 
     tool_name: str
 
 
 class BrowserStateBlock(_Block, frozen=True, kw_only=True, tag="browser_state"):
-    """The tabs of the client's browser. The model reads them as JSON."""
+    """Tabs of the client's browser. The model reads them as JSON."""
 
     tabs: tuple[dict[str, Any], ...]
     state_changes: tuple[dict[str, Any], ...] | None = None
 
 
 class ImageBlock(_Block, frozen=True, kw_only=True, tag="image"):
-    """An image. In a tool's result and in an answer the model reads a sentence in its place."""
+    """Image. In a tool result and in an answer the model reads a sentence in its place."""
 
 
 ReadableBlock = (
@@ -69,8 +70,8 @@ ReadableBlock = (
 
 
 class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
-    """A call that the model made. ``input`` is an object. Of a call that was cut it may be empty
-    or a string of partial JSON."""
+    """Tool call by the model. ``input`` is an object. A truncated call may have an empty input or a
+    string of partial JSON."""
 
     id: str
     name: str
@@ -78,7 +79,7 @@ class ToolUseBlock(_Block, frozen=True, kw_only=True, tag="tool_use"):
 
 
 class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
-    """The result of the call ``tool_use_id``, or its error with ``is_error``."""
+    """Result of the call ``tool_use_id``, or its error with ``is_error``."""
 
     tool_use_id: str
     content: str | tuple[ReadableBlock | ImageBlock, ...] | None = None
@@ -89,7 +90,7 @@ class ToolResultBlock(_Block, frozen=True, kw_only=True, tag="tool_result"):
 
 
 class ServerToolUseBlock(_Block, frozen=True, kw_only=True, tag="server_tool_use"):
-    """A call that the provider's server ran. Its result follows in the history."""
+    """Call that the provider's server ran. Its result follows in the history."""
 
     id: str
     name: str
@@ -97,7 +98,7 @@ class ServerToolUseBlock(_Block, frozen=True, kw_only=True, tag="server_tool_use
 
 
 class McpToolUseBlock(_Block, frozen=True, kw_only=True, tag="mcp_tool_use"):
-    """A call that the provider's server sent to the MCP server ``server_name``."""
+    """Call that the provider's server sent to the MCP server ``server_name``."""
 
     id: str
     name: str
@@ -106,7 +107,7 @@ class McpToolUseBlock(_Block, frozen=True, kw_only=True, tag="mcp_tool_use"):
 
 
 class _ServerResult(_Block, frozen=True, kw_only=True):
-    """The result of the call ``tool_use_id``. The model reads it as text or as JSON."""
+    """Result of the call ``tool_use_id``. The model reads it as text or as JSON."""
 
     tool_use_id: str
     content: Any = None
@@ -136,7 +137,7 @@ class EditorResult(
 
 
 class ToolSearchResult(_ServerResult, frozen=True, kw_only=True, tag="tool_search_tool_result"):
-    """The result of a search for tools. The model is told of the found tools from then on."""
+    """Result of a tool search. The model sees the found tools from then on."""
 
 
 class AdvisorResult(_ServerResult, frozen=True, kw_only=True, tag="advisor_tool_result"):
@@ -160,18 +161,18 @@ ServerResult = (
 )
 
 
-# --- tools that come and go ----------------------------------------------------------------------
+# --- added and removed tools ---------------------------------------------------------------------
 
 
 class ToolAdditionBlock(_Block, frozen=True, kw_only=True, tag="tool_addition"):
-    """From here on the model is told of a tool: one of the request's ``tools`` by its name, or one
-    that ``tool.definition`` defines."""
+    """Tool that the model sees from this turn on. It is named in the request's ``tools`` or defined
+    by ``tool.definition``."""
 
     tool: dict[str, Any]
 
 
 class ToolRemovalBlock(_Block, frozen=True, kw_only=True, tag="tool_removal"):
-    """From here on the model is not told of a tool."""
+    """Tool that the model no longer sees from this turn on."""
 
     tool: dict[str, Any]
 
@@ -179,7 +180,7 @@ class ToolRemovalBlock(_Block, frozen=True, kw_only=True, tag="tool_removal"):
 ToolChange = ToolAdditionBlock | ToolRemovalBlock
 
 
-# --- thoughts, and what a provider notes ---------------------------------------------------------
+# --- thoughts and provider notes ----------------------------------------------------------------
 
 
 class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
@@ -190,8 +191,8 @@ class ThinkingBlock(_Block, frozen=True, kw_only=True, tag="thinking"):
 
 
 class CompactionBlock(_Block, frozen=True, kw_only=True, tag="compaction"):
-    """A summary in place of all messages before it; null: no summary. ``tool_changes`` are the
-    changes of tools in those messages."""
+    """Summary that replaces all messages before it; null: no summary. ``tool_changes`` are the tool
+    changes in those messages."""
 
     content: str | None = None
     encrypted_content: str | None = None
@@ -203,15 +204,15 @@ class RedactedThinkingBlock(_Block, frozen=True, kw_only=True, tag="redacted_thi
 
 
 class FallbackBlock(_Block, frozen=True, kw_only=True, tag="fallback"):
-    """The provider changed the model here."""
+    """Mark of a model change by the provider."""
 
 
 class McpToolListingBlock(_Block, frozen=True, kw_only=True, tag="mcp_tool_listing"):
-    """The tools of an MCP server that the provider's server asked."""
+    """Tools of an MCP server that the provider's server called."""
 
 
 class ContainerUploadBlock(_Block, frozen=True, kw_only=True, tag="container_upload"):
-    """A file in the provider's container."""
+    """File in the provider's container."""
 
 
 UnreadableBlock = RedactedThinkingBlock | FallbackBlock | McpToolListingBlock | ContainerUploadBlock

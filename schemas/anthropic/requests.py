@@ -1,6 +1,6 @@
-"""What clients of Anthropic's Messages API send.
+"""Requests of Anthropic's Messages API.
 
-An unknown field of the request is refused by name.
+An unknown field of the request raises an error that names it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ ROLES = ("user", "assistant", "system")
 
 
 class TurnOutputConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``effort`` is for the answer to this turn."""
+    """Output options of one turn. ``effort`` applies to the answer to this turn."""
 
     effort: str | None = None
 
 
 class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A turn of the conversation. ``clear_at`` and ``output_config`` are a system's turn's: with
-    ``next_user_message`` the model reads its text only until the user's next turn."""
+    """Turn of the conversation. ``clear_at`` and ``output_config`` belong to system turns: with
+    ``next_user_message`` the model reads the turn's text only until the next user turn."""
 
     role: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | tuple[ContentBlock, ...] | None = None
@@ -32,11 +32,10 @@ class GivenMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs. ``input_schema`` is the JSON Schema of its input, an object.
-    Tools of other types than ``custom`` have none: the client's ``bash``, ``text_editor`` and
-    ``memory``, whose input is known, and tools that only Anthropic's server can run, which are left
-    out. The fields after ``strict`` are hints, which change nothing here, and fields of tools that
-    are left out."""
+    """Tool that the client runs. ``input_schema`` is the JSON Schema of its input, an object. Tools
+    of other types than ``custom`` have no schema: the client's ``bash``, ``text_editor`` and
+    ``memory`` have a known input, and tools that only Anthropic's server can run are left out. The
+    fields after ``strict``, and all fields of left-out tools, have no effect."""
 
     name: str = ""
     input_schema: dict[str, Any] | None = None
@@ -71,14 +70,15 @@ class MessagesTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     user_location: Any = None
 
 
-# Fields that only tools of other types than ``custom`` have.
+# Fields of tools of other types than ``custom``.
 OF_PROVIDER_TOOLS = MessagesTool.__struct_fields__[
     MessagesTool.__struct_fields__.index("allowed_domains") :
 ]
 
 
 class MessagesToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``any``: the model must call some tool; ``tool``: the one that ``name`` says."""
+    """Tool choice. ``any``: the model must call some tool. ``tool``: the model must call the tool
+    ``name``."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -86,8 +86,8 @@ class MessagesToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whether a model that can think before it answers does so, for ``budget_tokens`` tokens at
-    most, and whether its thoughts are told."""
+    """Thinking of the model before its answer: on or off, its budget in tokens (``budget_tokens``,
+    a maximum), and the display of its thoughts."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
@@ -95,31 +95,32 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The JSON Schema that the text of the answer matches."""
+    """JSON Schema that the answer's text matches."""
 
     schema: dict[str, Any]
     type: Literal["json_schema"]
 
 
 class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``effort`` is what chat completions call ``reasoning_effort``."""
+    """Output options. ``effort`` is called ``reasoning_effort`` in chat completions."""
 
     effort: str | None = None
     format: OutputFormat | None = None
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``user_id`` stands in the records as whose request it was."""
+    """Metadata of a request. ``user_id`` is recorded as the request's user."""
 
     user_id: str | None = None
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/messages``, and without ``max_tokens`` also ``POST /v1/messages/count_tokens``.
+    """Body of ``POST /v1/messages``, and without ``max_tokens`` of ``POST
+    /v1/messages/count_tokens``.
 
-    ``service_tier`` is a name of chat completions or Anthropic's ``standard_only``.
+    ``service_tier`` takes the names of chat completions, or Anthropic's ``standard_only``.
     ``cache_control``, ``context_management``, ``diagnostics``, ``inference_geo`` and ``speed`` are
-    hints that change nothing here; ``container`` and ``mcp_servers`` are known but not honoured.
+    hints without effect; ``container`` and ``mcp_servers`` are known but not supported.
     """
 
     model: str

@@ -1,1 +1,1 @@
-"""Batches of requests, and the files that they are read from and written to."""
+"""Batches of requests, with their input and output files."""

@@ -9,14 +9,14 @@ import msgspec
 
 
 class FilePurpose(StrEnum):
-    """What a file is for. Clients upload those of BATCH; BATCH_OUTPUT are made here."""
+    """Purpose of a file. Clients upload BATCH files; the gateway writes BATCH_OUTPUT files."""
 
     BATCH = "batch"
     BATCH_OUTPUT = "batch_output"
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A file's entry. Times are UTC epoch in seconds; it is removed at ``expires_at``."""
+    """Entry of a file. Times are UTC epoch in seconds; the file is removed at ``expires_at``."""
 
     id: str
     bytes: int
@@ -29,7 +29,7 @@ class FileObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileList(msgspec.Struct, frozen=True, kw_only=True):
-    """One page; ``after=last_id`` asks for the next one."""
+    """Page of files; ``after=last_id`` asks for the next page."""
 
     data: tuple[FileObject, ...]
     first_id: str | None
@@ -48,8 +48,8 @@ MAX_LINES = 50_000
 
 
 class BatchStatus(StrEnum):
-    """``VALIDATING -> IN_PROGRESS -> FINALIZING -> COMPLETED``; the others are CANCELLING before
-    CANCELLED, EXPIRED for one that ran out of time, and FAILED for a file that is no batch."""
+    """Status of a batch: ``VALIDATING -> IN_PROGRESS -> FINALIZING -> COMPLETED``. CANCELLING
+    precedes CANCELLED, EXPIRED is a batch that ran out of time, FAILED an invalid input file."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -71,7 +71,7 @@ _FINAL = frozenset(
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/batches``."""
+    """Body of ``POST /v1/batches``."""
 
     input_file_id: str
     endpoint: str
@@ -80,7 +80,7 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One request of the input file; ``body`` is what its endpoint takes."""
+    """Line of the input file: one request. ``body`` is the body of its endpoint."""
 
     custom_id: str
     method: str
@@ -89,7 +89,7 @@ class BatchLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a file is no batch; ``line`` counts from 1."""
+    """Error of an input file. ``line`` counts from 1."""
 
     code: str
     message: str
@@ -103,7 +103,7 @@ class BatchErrors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Lines in all, answered well, and ended in an error."""
+    """Number of lines: in all, completed, and failed."""
 
     total: int = 0
     completed: int = 0
@@ -111,7 +111,7 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch as it stands. Times are UTC epoch in seconds."""
+    """State of a batch. Times are UTC epoch in seconds."""
 
     id: str
     endpoint: str
@@ -136,7 +136,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchList(msgspec.Struct, frozen=True, kw_only=True):
-    """One page, newest first; ``after=last_id`` asks for the next one."""
+    """Page of batches, newest first; ``after=last_id`` asks for the next page."""
 
     data: tuple[Batch, ...]
     first_id: str | None
@@ -146,7 +146,7 @@ class BatchList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineResponse(msgspec.Struct, frozen=True):
-    """What the endpoint would have answered."""
+    """Response of the endpoint to one line."""
 
     status_code: int
     request_id: str
@@ -154,14 +154,14 @@ class LineResponse(msgspec.Struct, frozen=True):
 
 
 class LineError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a line was not run."""
+    """Error of a line that was not run."""
 
     code: str
     message: str
 
 
 class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the output file, or of the error file."""
+    """Line of the output file or of the error file."""
 
     id: str
     custom_id: str

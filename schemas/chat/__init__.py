@@ -1,1 +1,1 @@
-"""What chat clients send: the messages of a conversation."""
+"""Messages of a conversation, as chat clients send them."""

@@ -1,4 +1,4 @@
-"""How a request was asked, for its row in analytics."""
+"""Form of a request, for its row in analytics."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import msgspec
 
 
 class Api(StrEnum):
-    """The interface that a request was written for. UNKNOWN is that of a record of a version that
-    did not note it, JOB a job that a service published, GATEWAY a generation of the gateway's own,
-    such as the summary of a session."""
+    """API of a request. UNKNOWN stands in records of versions that did not note the API. JOB is a
+    job published by a service. GATEWAY is a generation of the gateway's own, such as the summary of
+    a session."""
 
     UNKNOWN = ""
     CHAT = "chat"
@@ -28,7 +28,7 @@ class Api(StrEnum):
 
     @property
     def path(self) -> str:
-        """The route of an API that answers with generations; the name of another API."""
+        """Route of an API that answers with generations; the name of another API."""
         return _PATHS.get(self, self.value)
 
 
@@ -42,11 +42,11 @@ _PATHS = {
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How a request was asked; only its record reads it.
+    """Form of a request, for its record only.
 
-    ``stream``: its client reads tokens as they come. ``max_tokens`` is what its caller wrote, or
-    the default of its API; None: neither. ``reads_calls``: a part that reads the answer tells tool
-    calls from text, so its record does the same; ``must_call``: the answer is held to calls.
+    ``stream``: the client reads tokens as they come. ``max_tokens`` is the caller's value or the
+    default of its API; None: neither. ``reads_calls``: tool calls are parsed out of the answer's
+    text, so the record does the same. ``must_call``: the answer must be tool calls.
     """
 
     api: Api = Api.UNKNOWN

@@ -10,9 +10,10 @@ MAX_TITLE_CHARACTERS = 200
 
 
 class ChatUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/chats/{id}``: what takes the place of ``revision``, or is new (0).
+    """Body of ``POST /v1/chats/{id}``: the new contents of a chat in place of ``revision`` (0: a
+    new chat).
 
-    ``document`` is a JSON object of the front end's own.
+    ``document`` is a JSON object that only the front end interprets.
     """
 
     revision: int
@@ -21,8 +22,8 @@ class ChatUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ChatInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A chat without its document. ``revision`` grows with each change, ``updated_at`` is the UTC
-    epoch of the last one, in seconds."""
+    """Chat without its document. ``revision`` grows with each change; ``updated_at`` is the time of
+    the last change, UTC epoch in seconds."""
 
     id: str
     title: str
@@ -32,13 +33,13 @@ class ChatInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Chat(ChatInfo, frozen=True, kw_only=True):
-    """A chat with its document."""
+    """Chat with its document."""
 
     document: msgspec.Raw
 
 
 class ChatList(msgspec.Struct, frozen=True, kw_only=True):
-    """Chats, the last changed first."""
+    """List of chats, the last changed first."""
 
     data: tuple[ChatInfo, ...]
     first_id: str | None = None
@@ -48,7 +49,7 @@ class ChatList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDeleted(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a deletion."""
+    """Answer to a deletion."""
 
     id: str
     object: Literal["chat.deleted"] = "chat.deleted"
@@ -56,26 +57,26 @@ class ChatDeleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/conversations``: a new one, of at most 20 items."""
+    """Body of ``POST /v1/conversations``: a new conversation with at most 20 items."""
 
     items: tuple[msgspec.Raw, ...] | None = None
     metadata: dict[str, str] | None = None
 
 
 class ConversationUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/conversations/{id}``: other metadata, in the place of what it has."""
+    """Body of ``POST /v1/conversations/{id}``: metadata that replaces the current metadata."""
 
     metadata: dict[str, str] | None
 
 
 class NewItems(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/conversations/{id}/items``: at most 20 more items."""
+    """Body of ``POST /v1/conversations/{id}/items``: at most 20 more items."""
 
     items: tuple[msgspec.Raw, ...]
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation without its items. ``created_at`` is UTC epoch, in seconds."""
+    """Conversation without its items. ``created_at`` is UTC epoch in seconds."""
 
     id: str
     created_at: int

@@ -1,4 +1,4 @@
-"""The answer to a chat completion, as OpenAI's clients read it."""
+"""Answer to a chat completion, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from millrace.schemas.sessions import SessionInfo
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """``reasoning_content`` and ``reasoning`` are both the thoughts before the answer."""
+    """Message of the assistant. ``reasoning_content`` and ``reasoning`` both hold the thoughts
+    before the answer."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -24,7 +25,7 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolStepInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway ran one of its own tools. ``output`` is what the model got."""
+    """Run of one of the gateway's own tools. ``output`` is the text given to the model."""
 
     call_id: str
     name: str
@@ -35,8 +36,8 @@ class ToolStepInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """``stop_reason`` is the stop string or the id of the stop token that ended it, if one did;
-    ``token_ids`` are there if they were asked for."""
+    """Choice of a chat completion. ``stop_reason`` is the stop string or the id of the stop token
+    that ended it, if any. ``token_ids`` are present if requested."""
 
     message: AssistantMessage
     finish_reason: str
@@ -47,9 +48,10 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a chat completion that is not streamed. ``session`` and ``tool_steps`` are
-    ours: how the kept conversation was fitted, and which of its own tools the gateway ran.
-    ``prompt_logprobs`` and ``prompt_token_ids`` are there if they were asked for."""
+    """Answer to a chat completion that is not streamed. ``session`` and ``tool_steps`` are
+    Millrace's own fields: how the saved conversation was fitted into the context window, and which
+    of its own tools the gateway ran. ``prompt_logprobs`` and ``prompt_token_ids`` are present if
+    requested."""
 
     id: str
     created: int
@@ -67,9 +69,9 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/tokenize``: a prompt, or messages as the model's chat template renders them, with
-    what begins an answer if ``add_generation_prompt``, or up to the end of the last message's text
-    if ``continue_final_message``."""
+    """Body of ``POST /v1/tokenize``: a prompt, or messages rendered by the model's chat template.
+    ``add_generation_prompt`` appends the start of an answer. ``continue_final_message`` stops at
+    the end of the last message's text."""
 
     model: str
     prompt: str | None = None
@@ -84,7 +86,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """``token_strs`` are the tokens as the tokenizer spells them, if they were asked for."""
+    """Answer to a tokenization. ``token_strs`` are the tokens as the tokenizer spells them, if
+    requested."""
 
     tokens: tuple[int, ...]
     count: int
@@ -94,7 +97,7 @@ class TokenizeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/detokenize``: token ids back to text."""
+    """Body of ``POST /v1/detokenize``: token ids to convert to text."""
 
     model: str
     tokens: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""The messages of a conversation as OpenAI's clients send them, told apart by their role.
+"""Messages of a conversation in OpenAI's format, told apart by their role.
 
-A client sends an assistant's messages and tools' results back as its SDK keeps them, with fields
-that the SDK or another server added: what is not known in these is ignored. A field of another
-role's message that is not known is refused by name.
+A client sends assistant messages and tool results back as its SDK stored them, with fields that the
+SDK or another server added. Unknown fields of these messages are ignored. An unknown field of
+another role's message raises an error that names it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import msgspec
 
 
 class TextPart(msgspec.Struct, frozen=True):
-    """A piece of a message's content."""
+    """Text part of a message's content."""
 
     text: str
     type: Literal["text"] = "text"
 
 
 class EchoedPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of an assistant's message: ``text``, or a ``refusal``, which the model reads as
-    text. In place of a piece of another type without ``text`` the model reads a sentence."""
+    """Part of an assistant message: ``text``, or a ``refusal``, which the model reads as text. A
+    part of another type without ``text`` is replaced by a sentence."""
 
     text: str = ""
     refusal: str = ""
@@ -38,8 +38,8 @@ class EchoedPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a tool's result: ``text``. In place of a piece of another type without ``text``,
-    such as ``image_url``, the model reads a sentence."""
+    """Part of a tool result: ``text``. A part of another type without ``text``, such as
+    ``image_url``, is replaced by a sentence."""
 
     text: str | msgspec.UnsetType = msgspec.UNSET
     type: str = "text"
@@ -54,21 +54,21 @@ class ToolPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """``arguments`` is JSON in a string."""
+    """Called function. ``arguments`` is JSON in a string."""
 
     name: str
     arguments: str
 
 
 class CalledCustom(msgspec.Struct, frozen=True, kw_only=True):
-    """``input`` is text."""
+    """Called custom tool. ``input`` is text."""
 
     name: str
     input: str
 
 
 class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that an assistant made, of a ``function`` or of a ``custom`` tool."""
+    """Tool call by an assistant, of a ``function`` or a ``custom`` tool."""
 
     id: str
     function: CalledFunction | msgspec.UnsetType = msgspec.UNSET
@@ -77,8 +77,8 @@ class MessageToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _AnyMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
-    """``tool_calls`` belong to an assistant's message and ``tool_call_id`` to a tool's: they stand
-    here so that they can be refused elsewhere."""
+    """Message of any role. ``tool_calls`` belong to assistant messages and ``tool_call_id`` to tool
+    messages; both are declared here so that other roles can refuse them."""
 
     name: str | None = None
     tool_calls: tuple[MessageToolCall, ...] | None = None
@@ -90,7 +90,7 @@ class _AnyMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role"):
 
 
 class UserMessage(_AnyMessage, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="user"):
-    """What a user says. Fields of type Any are known but not honoured."""
+    """Message of the user. Fields of type Any are known but not supported."""
 
     content: str | tuple[TextPart, ...] | None = None
     refusal: Any = None
@@ -104,14 +104,14 @@ class SystemMessage(UserMessage, frozen=True, kw_only=True, tag="system"):
 
 
 class DeveloperMessage(UserMessage, frozen=True, kw_only=True, tag="developer"):
-    """The newer name of a system's message."""
+    """Newer name of a system message."""
 
 
 class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
-    """An earlier answer, sent back; null content is no text. ``reasoning_content`` and
-    ``reasoning`` are its thoughts, by either name; a value that is not text is ignored as unknown
+    """Earlier answer, sent back; null content is empty text. ``reasoning_content`` and
+    ``reasoning`` are two names of its thoughts; a value that is not text is ignored, as unknown
     fields are. ``refusal`` is the text of an answer that has neither content nor calls. ``audio``
-    and ``function_call`` are refused where they are all that the answer has."""
+    and ``function_call`` are refused if the answer has nothing else."""
 
     content: str | tuple[EchoedPart, ...] | None = None
     refusal: Any = None
@@ -122,7 +122,7 @@ class EchoedMessage(_AnyMessage, frozen=True, kw_only=True, tag="assistant"):
 
 
 class ToolMessage(_AnyMessage, frozen=True, kw_only=True, tag="tool"):
-    """The result of the call ``tool_call_id``; null is no text."""
+    """Result of the call ``tool_call_id``; null is empty text."""
 
     content: str | tuple[ToolPart, ...] | None = None
 

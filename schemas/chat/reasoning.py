@@ -1,4 +1,4 @@
-"""How a model's thoughts are told apart from its answer."""
+"""Markers that separate a model's thoughts from its answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _MAX_MARKER_CHARACTERS = 64
 
 
 class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Thoughts stand between ``start`` and ``end`` at the beginning of a completion. ``is_open``:
-    the prompt has begun them already.
+    """Markers of thoughts, which stand between ``start`` and ``end`` at the beginning of a
+    completion. ``is_open``: the prompt already contains ``start``.
 
     Raises ValueError for a marker that is empty, blank or too long.
     """

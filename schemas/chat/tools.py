@@ -1,4 +1,4 @@
-"""Tools of a chat completion as OpenAI's clients give them."""
+"""Tools of a chat completion, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import msgspec
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs. ``parameters`` is the JSON Schema of its arguments."""
+    """Tool that the client runs. ``parameters`` is the JSON Schema of its arguments."""
 
     function: FunctionFields
     type: Literal["function"] = "function"
 
 
 class FunctionFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The description of a function."""
+    """Description of a function."""
 
     name: str
     description: str | None = None
@@ -30,7 +30,7 @@ class CustomTextFormat(
 
 
 class CustomGrammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A grammar of a text, in Lark's notation or as a regular expression."""
+    """Grammar of a text, in Lark's notation or as a regular expression."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -44,13 +44,13 @@ class CustomGrammarFormat(
     tag_field="type",
     tag="grammar",
 ):
-    """A text that matches ``grammar``."""
+    """Text that matches ``grammar``."""
 
     grammar: CustomGrammar
 
 
 class CustomFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The description of a tool whose input is text."""
+    """Description of a tool whose input is text."""
 
     name: str
     description: str | None = None
@@ -58,7 +58,7 @@ class CustomFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CustomTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool that the client runs, and whose input is one text."""
+    """Tool that the client runs and whose input is one text."""
 
     custom: CustomFields
     type: Literal["custom"]

@@ -1,4 +1,4 @@
-"""What the model reads in place of pictures and other content that no model here reads."""
+"""Sentences in place of images and other content that no model here reads."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NAMES = {
 
 
 def sentence_for(kind: str) -> str:
-    """Return what the model reads in place of content of the type ``kind``."""
+    """Return the sentence that replaces content of the type ``kind``."""
     return f"[{_NAMES.get(kind, 'Content')} was here. This model reads text only.]"
 
 
 class UnreadPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """A part of an item of the Responses API. The model reads ``text`` in its place; its own fields
-    are ignored."""
+    """Part of an item of the Responses API that no model here reads. The model reads ``text`` in
+    its place; the part's own fields are ignored."""
 
     @property
     def kind(self) -> str:
@@ -36,12 +36,12 @@ class UnreadPart(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 
 
 class InputImage(UnreadPart, frozen=True, kw_only=True, tag="input_image"):
-    """An image in the history. The model reads a sentence in its place."""
+    """Image in the history. The model reads a sentence in its place."""
 
 
 class InputFile(UnreadPart, frozen=True, kw_only=True, tag="input_file"):
-    """A file in the history. The model reads a sentence in its place."""
+    """File in the history. The model reads a sentence in its place."""
 
 
 class InputAudio(UnreadPart, frozen=True, kw_only=True, tag="input_audio"):
-    """An audio clip in the history. The model reads a sentence in its place."""
+    """Audio clip in the history. The model reads a sentence in its place."""

@@ -1,7 +1,8 @@
-"""The one typed configuration tree, a file for each group of sections.
+"""Typed configuration tree, with a file for each group of sections.
 
 Every process imports its own sections from here, and ``runtime.settings`` reads ``Config`` from a
-file and variables. Imports ``schemas`` only. ``docs/configuration.md`` is made from the texts here.
+file and from environment variables. This package imports ``schemas`` only.
+``docs/configuration.md`` is generated from the texts here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gateway: how clients reach it, what they may send, and what it keeps for them."""
+"""Gateway settings: access, request limits, and stored conversations, files and batches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ OldTurns = Literal["window", "summary"]
 
 
 class SessionContexts(Section, frozen=True, kw_only=True):
-    """What becomes of the oldest turns of a session, by the caller's tier, when they do not fit the
-    context window any more: ``window`` leaves them out, ``summary`` has the model summarise them.
-    """
+    """Treatment of a session's oldest turns that no longer fit the context window, by the caller's
+    tier. ``window`` leaves them out; ``summary`` has the model summarise them."""
 
     free: OldTurns = "window"
     """Tier ``free``."""
@@ -29,9 +28,9 @@ class SessionContexts(Section, frozen=True, kw_only=True):
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):
-    """Sizes bound what one client may send or make us hold."""
+    """Settings of the gateway. Sizes limit a client's requests and the memory that they use."""
 
-    # Who may connect.
+    # Access.
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -46,36 +45,37 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Private key (PEM) of the certificate."""
 
     trusted_proxies: tuple[str, ...] = ()
-    """Addresses or networks whose ``X-Forwarded-For`` and ``X-Forwarded-Proto`` are believed. Where
-    only callers of this machine need no key, a forwarded request needs one."""
+    """Addresses or networks whose ``X-Forwarded-For`` and ``X-Forwarded-Proto`` are believed. Even
+    if callers of this machine need no key, a forwarded request needs one."""
 
     gateway_id: str = ""
-    """Name of this gateway; empty: one is drawn at start."""
+    """Name of this gateway; empty: a random name at each start."""
 
     auth: Literal["auto", "required", "none"] = "auto"
-    """Whether API keys are demanded: ``auto`` unless ``host`` is loopback."""
+    """API keys: ``required``, ``none``, or ``auto``, which requires them unless ``host`` is
+    loopback."""
 
     tiers: TierLimits = TierLimits()
     """Limits of a tenant of each tier, unless its own record says otherwise."""
 
     allowed_origins: tuple[str, ...] = ()
-    """Origins whose pages may use the gateway from a browser, beside its own
+    """Origins whose pages may use the gateway from a browser, besides its own
     (``https://app.example``; ``*``: any)."""
 
     max_sockets_per_address: int = 4_096
     """WebSockets open at a time from one address; 0: no limit."""
 
-    # Requests and their answers.
+    # Requests and answers.
 
     max_body_bytes: int = 4 * 1024 * 1024
-    """Size of a request's body."""
+    """Largest body of a request, in bytes."""
 
     body_timeout_s: float = 30.0
-    """Time in which a body must be whole, and as much more as what has come of it takes at
-    ``body_bytes_per_s``."""
+    """Seconds in which a body must arrive completely. The time grows by the bytes received divided
+    by ``body_bytes_per_s``."""
 
     body_bytes_per_s: int = 32 * 1024
-    """Slowest rate at which a large body may come."""
+    """Lowest accepted rate of a large body, in bytes per second."""
 
     max_ws_message_bytes: int = 1024 * 1024
     """Size of a WebSocket message with all its fragments; a larger one closes the socket (1009)."""
@@ -84,115 +84,122 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     """Generations open at a time on one WebSocket."""
 
     client_buffer_bytes: int = 256 * 1024
-    """What may wait for a client to read it; a client with more is cut off as too slow."""
-
-    client_stall_timeout_s: float = 30.0
-    """How long a client may read nothing while something waits for it."""
-
-    request_timeout_s: float = 600.0
-    """Deadline of a request."""
-
-    trust_request_chat_template: bool = False
-    """Whether requests may bring a ``chat_template`` of their own. Templates are programs: they run
-    in a sandbox that keeps them from everything else, but not from taking long or much memory, so
-    this is for gateways whose callers are all trusted."""
-
-    replay_probe_s: float = 2.0
-    """Silence after which the worker is asked for what is missing of an answer."""
-
-    resume_grace_s: float = 20.0
-    """How long an answer whose WebSocket was lost goes on for a client that comes back."""
-
-    orphan_grace_s: float = 60.0
-    """How long an answer goes on after its gateway is gone, for a client that comes back at any
-    gateway. Workers and schedulers read this and cancel it then. 0: it goes on to its end."""
-
-    idempotency_ttl_s: float = 86_400.0
-    """How long the answer to an Idempotency-Key is kept; it is made to its end, client or not."""
-
-    drain_timeout_s: float = 8.0
-    """How long a gateway that stops goes on with open answers before clients have to go elsewhere.
+    """Largest backlog of a client in bytes; a client with a larger one is disconnected as too slow.
     """
 
-    telemetry_timeout_s: float = 5.0
-    """How long a query of analytics may take."""
+    client_stall_timeout_s: float = 30.0
+    """Seconds that a client may read nothing while data waits for it."""
 
-    # Kept responses, files and batches.
+    request_timeout_s: float = 600.0
+    """Deadline of a request, in seconds after its receipt."""
+
+    trust_request_chat_template: bool = False
+    """Allow requests to bring their own ``chat_template``. Templates are programs. They run in a
+    sandbox, which does not limit their time or memory, so allow this only if every caller is
+    trusted."""
+
+    replay_probe_s: float = 2.0
+    """Seconds without a frame after which the gateway asks the worker for the missing part of an
+    answer."""
+
+    resume_grace_s: float = 20.0
+    """Seconds that an answer continues after its WebSocket was lost, so that the client can resume
+    it."""
+
+    orphan_grace_s: float = 60.0
+    """Seconds that an answer continues after its gateway is gone, so that the client can resume it
+    at any gateway. Workers and schedulers read this setting and cancel the answer after that time.
+    0: it continues to its end."""
+
+    idempotency_ttl_s: float = 86_400.0
+    """Seconds that the answer to an Idempotency-Key is kept. Such an answer is completed even if
+    its client disconnects."""
+
+    drain_timeout_s: float = 8.0
+    """Seconds that a stopping gateway continues open answers before their clients have to reconnect
+    elsewhere."""
+
+    telemetry_timeout_s: float = 5.0
+    """Timeout of a query of analytics, in seconds."""
+
+    # Stored responses, files and batches.
 
     response_ttl_s: float = 86_400.0
-    """How long answers of the Responses API are kept."""
+    """Seconds that answers of the Responses API are kept."""
 
     response_max_bytes: int = 8 * 1024 * 1024
-    """Size of such an answer, with the conversation before it, above which it is not kept."""
+    """Largest such answer that is kept, in bytes, with the conversation before it."""
 
     conversation_ttl_s: float = 30 * 86_400.0
-    """How long a conversation of the Conversations API is kept after its last change."""
+    """Seconds that a conversation of the Conversations API is kept after its last change."""
 
     max_file_bytes: int = 100 * 1024 * 1024
-    """Size of an uploaded file."""
+    """Largest uploaded file, in bytes."""
 
     max_stored_file_bytes: int = 10 * 1024 * 1024 * 1024
-    """Size of all files of a tenant."""
+    """Total size of a tenant's files, in bytes."""
 
     max_stored_files: int = 10_000
-    """Files of a tenant."""
+    """Number of files of a tenant."""
 
     max_open_batches: int = 100
-    """Unfinished batches of a tenant."""
+    """Number of unfinished batches of a tenant."""
 
     max_batches_at_once: int = 8
-    """Batches, of all tenants, that a gateway works on at a time."""
+    """Batches of all tenants that a gateway processes at a time."""
 
     batch_lines_at_once: int = 128
     """Requests of each batch that are open at a time."""
 
     batch_lease_s: float = 10.0
-    """How soon another gateway goes on with the batches of one that died."""
+    """Lease of a batch in seconds: another gateway continues the batches of a dead gateway after
+    this time."""
 
     batch_scan_s: float = 1.0
-    """How often a gateway looks for batches that no gateway runs; where there are none, five times
-    less often. One that it created itself it begins at once."""
+    """Seconds between two scans for batches that no gateway runs; five times as long while there
+    are none. A gateway starts a batch that it created itself at once."""
 
     # Sessions.
 
     session_ttl_s: float = 3_600.0
-    """How long a session is kept after its last request."""
+    """Seconds that a session is kept after its last request."""
 
     session_max_bytes: int = 4 * 1024 * 1024
-    """Size of a session."""
+    """Largest session, in bytes."""
 
     session_max_messages: int = 2_000
-    """Messages of a session."""
+    """Most messages of a session."""
 
     chat_ttl_s: float = 90 * 86_400.0
-    """How long what the chat page keeps of a conversation is there after its last change."""
+    """Seconds that a conversation of the chat page is kept after its last change."""
 
     chat_max_bytes: int = 2 * 1024 * 1024
-    """Size of such a chat, with all versions of its turns."""
+    """Largest such conversation, in bytes, with all versions of its turns."""
 
     max_chats: int = 1_000
-    """Chats of a tenant."""
+    """Saved chats of a tenant."""
 
     session_reserve_tokens: int = 1_024
-    """What the prompt leaves, where it can, for a completion of no stated length."""
+    """Tokens of the context window that a session's prompt leaves, if possible, for a completion
+    without a given length."""
 
     session_context: SessionContexts = SessionContexts()
-    """What becomes of the oldest turns, by tier."""
+    """Treatment of the oldest turns, by tier."""
 
     session_summary_share: float = 0.6
     """Share of the context window, 0 to 1, that messages must fill before the oldest are
     summarised."""
 
     session_summary_tokens: int = 256
-    """Tokens of a summary at most."""
+    """Most tokens of a summary."""
 
-    # Tools that the gateway runs.
+    # Server-side tools.
 
     tools: str = ""
     """File of HTTP tools that the gateway runs itself; empty: none."""
 
     tool_allowed_hosts: tuple[str, ...] = ()
-    """Hosts that tools may call, where ``*.name`` stands for all below a name; empty: any."""
+    """Hosts that tools may call, where ``*.name`` matches every host below a name; empty: any."""
 
     max_tool_runs: int = 32
     """Tools that run at a time."""

@@ -1,4 +1,4 @@
-"""What every section of the configuration is: frozen, and it refuses unknown keys."""
+"""Base of every section of the configuration: frozen, refuses unknown keys."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from millrace.schemas.redaction import shown
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The text below a field is its documentation: ``docs/configuration.md`` is made from it."""
+    """Section of the configuration. The text below a field is its documentation:
+    ``docs/configuration.md`` is generated from it."""
 
     def __repr__(self) -> str:
         return shown(self)
 
 
 class TlsSettings(Section, frozen=True, kw_only=True):
-    """PEM files of a connection; any of them demands TLS."""
+    """PEM files of a connection; setting any of them requires TLS."""
 
     ca_file: str = ""
-    """Authorities that may have signed the server's certificate; empty: those of this machine."""
+    """Certificate authorities trusted for the server's certificate; empty: the machine's own."""
 
     certificate_file: str = ""
-    """Our own certificate, for servers that demand one."""
+    """Client certificate, for servers that require one."""
 
     key_file: str = ""
-    """The private key of our own certificate."""
+    """Private key of the client certificate."""

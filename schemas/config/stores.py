@@ -1,4 +1,4 @@
-"""Where NATS, Redis, Kafka and ClickHouse are, who we are to them, and what they keep."""
+"""Settings of NATS, Redis, Kafka and ClickHouse: addresses, credentials and retention."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from millrace.schemas.redaction import Secret
 
 
 class NatsConfig(TlsSettings, frozen=True, kw_only=True):
-    """The bus. One of ``user`` with ``password``, ``token``, ``nkey_seed`` and ``creds_file`` says
-    who we are."""
+    """Settings of the bus. Credentials are one of: ``user`` with ``password``, ``token``,
+    ``nkey_seed``, ``creds_file``."""
 
     url: str = "nats://127.0.0.1:4222"
-    """One server or several, comma separated; ``tls://`` demands TLS, as the PEM files do."""
+    """Server address, or several, comma separated; ``tls://`` requires TLS, as the PEM files do."""
 
     user: str = ""
     """User name."""
@@ -28,50 +28,51 @@ class NatsConfig(TlsSettings, frozen=True, kw_only=True):
     """Seed of an NKey."""
 
     creds_file: str = ""
-    """File with a user's JWT and seed, read again at each connect."""
+    """File with a user's JWT and seed, read again at each connection."""
 
     inbox_prefix: str = ""
-    """Prefix of the subjects on which replies come to us, which the server may let only one user
-    read; empty: that of the process's part (see ``bus.nats.permissions``)."""
+    """Prefix of the subjects for replies to this process; the server can restrict them to one user.
+    Empty: the prefix of the process's part (see ``bus.nats.permissions``)."""
 
     connect_timeout_s: float = 5.0
-    """How long a process tries to connect when it starts, and an administrative call waits for a
+    """Seconds that a starting process tries to connect, and that an administrative call waits for a
     lost connection."""
 
     replicas: int = 1
-    """Servers of the cluster that keep a copy of each stream and bucket. A scheduler applies it to
-    streams that are there; the default, as of any limit of a stream, never shrinks one."""
+    """Servers of the cluster that keep a copy of each stream and bucket. A scheduler also applies
+    it to existing streams; the default never shrinks a stream, nor does the default of any other
+    limit of a stream."""
 
     ack_wait_s: float = 6.0
-    """The lease: how long the job of a holder that has died waits before it is delivered again."""
+    """Lease in seconds: time until the job of a dead lease holder is redelivered."""
 
     max_deliver: int = 8
-    """Deliveries of a job; after as many without an end it goes to the dead letters."""
+    """Deliveries of a job; a job without an end after that many becomes a dead letter."""
 
     max_stored_jobs: int = 4_000_000
-    """Jobs that the queue holds, of all models; a publisher of more is refused. Above what one
-    tenant's services may have waiting (``max_waiting_jobs`` of the tier ``batch``), so that no
-    tenant fills it alone."""
+    """Jobs that the queue holds, of all models; the queue refuses further jobs. It is larger than
+    the limit of waiting jobs of one tenant's services (``max_waiting_jobs`` of the tier ``batch``),
+    so that no tenant fills the queue alone."""
 
     results_ttl_s: float = 86_400.0
-    """How long the results of asynchronous jobs are kept."""
+    """Seconds that the results of asynchronous jobs are kept."""
 
     files_ttl_s: float = 30 * 86_400.0
-    """How long uploaded files, batches and their results are kept."""
+    """Seconds that uploaded files, batches and their results are kept."""
 
     outbox_max_age_s: float = 7 * 86_400.0
-    """How long records wait for Kafka at most, and can be replayed."""
+    """Seconds that records wait for Kafka at most, and can be replayed."""
 
 
 class RedisConfig(TlsSettings, frozen=True, kw_only=True):
-    """Request state, limits, keys, sessions. With ``sentinels`` these say which server is the
-    master now, and ``url`` is used for its database and TLS only."""
+    """Settings of Redis: request state, limits, keys, sessions. With ``sentinels``, the sentinels
+    name the current master, and ``url`` only gives the database and TLS."""
 
     url: str = "redis://127.0.0.1:6379/0"
-    """Server and database; ``rediss://`` demands TLS, as the PEM files do."""
+    """Server and database; ``rediss://`` requires TLS, as the PEM files do."""
 
     user: str = ""
-    """A user of Redis's access control list; without it ``password`` is the default user's."""
+    """User of Redis's access control list; empty: ``password`` is the default user's."""
 
     password: Secret = ""
     """Password of the user."""
@@ -80,7 +81,7 @@ class RedisConfig(TlsSettings, frozen=True, kw_only=True):
     """Addresses of the Sentinels, ``host:port`` each."""
 
     sentinel_master: str = ""
-    """The name under which the Sentinels know the master."""
+    """Name of the master at the Sentinels."""
 
     sentinel_user: str = ""
     """User name at the Sentinels."""
@@ -90,17 +91,17 @@ class RedisConfig(TlsSettings, frozen=True, kw_only=True):
 
 
 class KafkaConfig(TlsSettings, frozen=True, kw_only=True):
-    """The log of records, which analytics reads."""
+    """Settings of Kafka, the log of records that analytics reads."""
 
     bootstrap_servers: str = "127.0.0.1:9092"
-    """Brokers to ask first, ``host:port`` each, comma separated."""
+    """First brokers to contact, ``host:port`` each, comma separated."""
 
     tls: bool = False
-    """Demand TLS, as the PEM files do."""
+    """Require TLS, as the PEM files do."""
 
     sasl_mechanism: Literal["", "PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"] = ""
-    """How ``user`` and ``password`` are proved; empty: not at all. PLAIN shows the password to
-    whoever reads along, so it wants TLS."""
+    """SASL mechanism for ``user`` and ``password``; empty: no authentication. PLAIN sends the
+    password in clear text, so use it with TLS only."""
 
     user: str = ""
     """User name."""
@@ -118,19 +119,21 @@ class KafkaConfig(TlsSettings, frozen=True, kw_only=True):
     """Consumer group of the processes that write rows."""
 
     server: Literal["embedded", "apache"] = "embedded"
-    """Which Kafka ``millrace up`` starts: a stand-in in memory for clients of librdkafka and
-    aiokafka, or Apache Kafka, which needs Java 17 and serves all clients."""
+    """Kafka that ``millrace up`` starts: ``embedded`` is a stand-in in memory for clients of
+    librdkafka and aiokafka; ``apache`` is Apache Kafka, which needs Java 17 and serves all clients.
+    """
 
     maven_url: str = "https://repo1.maven.org/maven2"
-    """Maven repository from which ``millrace up`` fetches Apache Kafka, once for a machine."""
+    """Maven repository from which ``millrace up`` downloads Apache Kafka, once per machine."""
 
 
 class ClickHouseConfig(TlsSettings, frozen=True, kw_only=True):
-    """Where rows go: a server at ``url``, or an embedded store at ``path`` that the telemetry
-    process owns and serves to others on ``serve_host`` and ``serve_port``."""
+    """Settings of ClickHouse: a server at ``url``, or an embedded store at ``path``. The telemetry
+    process owns the embedded store and serves it to other processes on ``serve_host`` and
+    ``serve_port``."""
 
     url: str = ""
-    """URL of a server; ``https://`` for TLS, by the PEM files."""
+    """URL of a server; ``https://`` for TLS with the PEM files."""
 
     path: str = ""
     """Folder of the embedded store."""
@@ -151,7 +154,7 @@ class ClickHouseConfig(TlsSettings, frozen=True, kw_only=True):
     """Port of that interface."""
 
     analyst_username: str = "analyst"
-    """Name of a second user of that interface, who reads all tables but ``transcripts``."""
+    """Name of a second user of that interface, which reads all tables but ``transcripts``."""
 
     analyst_password: Secret = ""
     """Password of ``analyst_username``; empty: there is no such user."""
@@ -174,12 +177,12 @@ class ClickHouseConfig(TlsSettings, frozen=True, kw_only=True):
     """Queries of one user at one address that run at once."""
 
     max_query_wait_s: float = 10.0
-    """How long a query waits for its turn before it is refused."""
+    """Seconds that a query waits for its turn before it is refused."""
 
 
 class StorageConfig(Section, frozen=True, kw_only=True):
-    """Free space on the disks of the stores whose folders this process can see (``millrace up``
-    knows them; empty: not watched)."""
+    """Free space on the disks of the stores whose folders this process can see. ``millrace up``
+    sets the folders; an empty folder is not watched."""
 
     nats_dir: str = ""
     """Data folder of NATS."""
@@ -194,20 +197,20 @@ class StorageConfig(Section, frozen=True, kw_only=True):
     """Data folder of ClickHouse."""
 
     min_free_bytes: int = 128 * 1024 * 1024
-    """Free space on NATS's disk below which gateways accept nothing new: what is left is for what
-    was accepted. Below half of it the queue itself refuses jobs, whoever publishes them."""
+    """Free space on NATS's disk below which gateways accept no new requests; the rest is reserved
+    for accepted requests. Below half of it the queue itself refuses jobs from every publisher."""
 
     check_interval_s: float = 1.0
-    """How often the disks are looked at; up to five times less often while they have so much room
-    that nothing could fill them meanwhile."""
+    """Seconds between two checks of the disks; up to five times as long while they have so much
+    free space that they cannot fill up in between."""
 
 
 class ArtifactsConfig(Section, frozen=True, kw_only=True):
-    """Copies of models and adapters that are in object stores, shared by all processes of a
-    machine."""
+    """Local copies of models and adapters from object stores, shared by a machine's processes."""
 
     path: str = ""
-    """Their folder; empty: ``millrace/artifacts`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Folder of the copies; empty: ``millrace/artifacts`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    """
 
     max_bytes: int = 200 * 1024**3
-    """How much of them stays; what was used least recently goes first."""
+    """Largest total size in bytes; the least recently used copies are removed first."""

@@ -1,1 +1,1 @@
-"""What is served under a name: adapters, versions and how traffic moves among them."""
+"""Adapters, model versions and rollouts between versions."""

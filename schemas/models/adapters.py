@@ -1,4 +1,4 @@
-"""LoRA adapters as the parts of the system name them to one another."""
+"""Messages about LoRA adapters between parts of the system."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import msgspec
 
 from millrace.schemas.errors import MillraceError
 
-# Between a model's name and an adapter's, where a client names both.
+# Separates a model's name from an adapter's in a client's model name.
 SEPARATOR = ":"
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An adapter as a worker is to load it.
+    """Adapter to load at a worker.
 
-    ``version`` names its weights: another fine-tuning of the same ``name`` has another one, so
-    neither cached prompts nor a stream that moves ever mix the two. ``source`` is a folder.
-    ``prices`` are those of a price book of its own, as JSON has it (None: the model's).
+    ``version`` names its weights. Another fine-tuning of the same ``name`` has another version, so
+    neither cached prompts nor a moving stream mix the two. ``source`` is a folder. ``prices`` is
+    the adapter's own price book as JSON (None: the model's).
     """
 
     name: str
@@ -27,9 +27,9 @@ class AdapterRef(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Adapter(AdapterRef, frozen=True, kw_only=True, omit_defaults=True):
-    """An adapter of ``model`` that requests may name, for ``tenants`` only (empty: for all), to
-    anyone else it does not exist. ``rank`` is the highest of its matrices, ``size_bytes`` that of
-    its file; ``created_ns`` is when it was added."""
+    """Adapter of ``model``. Only ``tenants`` may use it (empty: all); for other tenants it does not
+    exist. ``rank`` is the highest rank of its matrices, ``size_bytes`` the size of its file,
+    ``created_ns`` the time it was added."""
 
     model: str
     tenants: tuple[str, ...] = ()
@@ -45,13 +45,13 @@ class Adapter(AdapterRef, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def is_for(self, tenant: str) -> bool:
-        """Whether a tenant may know of it."""
+        """Return whether a tenant may use the adapter."""
         return not self.tenants or tenant in self.tenants
 
 
 class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter that a worker has in a slot; ``num_running`` sequences use it now, so that it
-    cannot make room for another."""
+    """Adapter in a slot of a worker. ``num_running`` sequences use it now; while there are any, it
+    cannot make room for another adapter."""
 
     name: str
     version: str
@@ -59,11 +59,11 @@ class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadLoraAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``lora_path`` is a folder in PEFT's layout, by its absolute path, there on the machines of
-    gateway and workers, its address in an object store, or its hub id. ``base_model_name`` may be
-    left out where there is one model. Only ``tenants`` know of it, if any are named. With
-    ``load_inplace`` it takes the place of an adapter of that name; what runs with that one goes on
-    with it."""
+    """Request to load an adapter. ``lora_path`` is the absolute path of a folder in PEFT's layout
+    on the machines of gateway and workers, an address in an object store, or a hub id.
+    ``base_model_name`` may be left out if there is one model. If ``tenants`` are named, only they
+    see the adapter. ``load_inplace`` replaces an adapter of the same name; running requests keep
+    the old one."""
 
     lora_name: str
     lora_path: str
@@ -77,29 +77,30 @@ class LoadLoraAdapterRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_u
 class UnloadLoraAdapterRequest(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """The adapter is offered no more; what runs with it goes on."""
+    """Request to unload an adapter: it is no longer offered, and running requests keep it."""
 
     lora_name: str
 
 
 class AdapterList(msgspec.Struct, frozen=True, kw_only=True):
-    """All adapters, by name."""
+    """List of all adapters, by name."""
 
     data: tuple[Adapter, ...]
     object: Literal["list"] = "list"
 
 
 class AdapterTakenError(MillraceError, code="adapter_exists", http_status=409):
-    """Another adapter, or a model, has that name."""
+    """Error for a name that another adapter, or a model, already has."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"The name {name!r:.200} is taken. Remove what has it, or choose another name."
+            f"The name {name!r:.200} is taken. Remove the adapter or model of that name, or choose "
+            "another name."
         )
 
 
 class AdapterNotFoundError(MillraceError, code="adapter_not_found", http_status=404):
-    """No adapter has that name."""
+    """Error for an unknown adapter name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"There is no adapter {name!r:.200}.")

@@ -1,4 +1,4 @@
-"""What ``/v1/models`` tells of models."""
+"""Model cards of ``/v1/models``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.schemas.sampling import SamplingDefaults
 
 
 class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine of a model, and what its streams can rely on: see ``EnginePromises``.
+    """Engine of a model with the guarantees for its streams: see ``EnginePromises``.
     ``unsupported`` are the parameters that a request may not set."""
 
     kind: EngineKind
@@ -24,20 +24,20 @@ class EngineCard(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, kind: EngineKind) -> EngineCard:
-        """That of every engine of this kind."""
+        """Return the card shared by all engines of this kind."""
         told = {name: getattr(PROMISES[kind], name) for name in cls.__struct_fields__[1:-1]}
         return cls(kind=kind, unsupported=tuple(sorted(PROMISES[kind].unsupported)), **told)
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """A model of the catalogue; ``max_model_len`` is its context window in tokens, and
-    ``tier_context_tokens`` what of that tenants of each tier may have (null: no limit).
-    ``adapters`` are those that can be asked for with it, each with a card of its own, whose
-    ``parent`` it is; ``versions`` are those that the name stands for, with the percentage of its
-    requests that each answers (empty: it stands for itself), each with a card of its own, whose
-    ``parent`` it is; ``engine`` is what runs it (null for a route, which leads to other models),
-    ``sampling_defaults`` what requests are sampled with that do not say: by the checkpoint's
-    generation_config.json, once it is loaded."""
+    """Model of the catalogue. ``max_model_len`` is its context window in tokens;
+    ``tier_context_tokens`` is the limit for tenants of each tier (null: no limit). ``adapters`` are
+    the adapters of the model; each has its own card, with the model as ``parent``. ``versions`` are
+    the versions behind the name, with the percentage of its requests that each version answers
+    (empty: the name has no versions); each has its own card, with the model as ``parent``.
+    ``engine`` runs the model (null for a route, which leads to other models). ``sampling_defaults``
+    are the defaults of unset sampling parameters, from the checkpoint's generation_config.json,
+    once it is loaded."""
 
     id: str
     created: int

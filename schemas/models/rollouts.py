@@ -1,4 +1,4 @@
-"""How traffic moves from one version of a model to another, as the parts of the system tell it."""
+"""Messages about rollouts: traffic that moves from one version of a model to another."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from millrace.schemas.errors import MillraceError
 
 
 class RolloutState(StrEnum):
-    """``waiting``: for a worker of the new version, so it has no traffic. ``aborted``: all traffic
-    is the old version's again. ``completed``: it is the new version's."""
+    """State of a rollout. ``waiting``: no worker of the new version is up, so it has no traffic.
+    ``aborted``: all traffic goes to the old version again. ``completed``: all traffic goes to the
+    new version."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -21,14 +22,15 @@ class RolloutState(StrEnum):
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The latest rollout of ``model``, a name that stands for several versions.
+    """Latest rollout of ``model``, a name with several versions.
 
-    Requests for ``model`` go to ``stable``, but for ``percent`` of them that go to ``candidate``
-    while it runs; both are names in the catalogue. It begins with ``canary_percent`` and grows by
-    ``step_percent`` each ``interval_s`` in which at least ``min_requests`` of the candidate have
-    ended and ``abort_if`` (see ``registry.rollouts.abort_rule``; empty: nothing) did not hold. Once
-    completed, the candidate is ``stable`` and ``former`` what was so before. ``reason`` says why it
-    was aborted. ``stepped_ns`` is when the share changed last; ``revision`` rises with each change.
+    Requests for ``model`` go to ``stable``, except for ``percent`` of them that go to ``candidate``
+    while the rollout runs; both are names in the catalogue. The share begins at ``canary_percent``
+    and grows by ``step_percent`` after each ``interval_s`` in which at least ``min_requests`` of
+    the candidate ended and ``abort_if`` (see ``registry.rollouts.abort_rule``; empty: no rule) did
+    not hold. After completion the candidate is ``stable``, and ``former`` is the previous stable
+    version. ``reason`` explains an abort. ``stepped_ns`` is the time of the share's last change;
+    ``revision`` rises with each change.
     """
 
     model: str
@@ -50,13 +52,13 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_open(self) -> bool:
-        """Whether it goes on."""
+        """True while the rollout waits or runs."""
         return self.state in (RolloutState.WAITING, RolloutState.RUNNING)
 
 
 class VersionFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was seen of a version since the share changed last, in ``num_requests`` that have ended.
-    Percentiles, by names such as ``ttft_p95``, are in milliseconds."""
+    """Measurements of a version since the share's last change, over ``num_requests`` ended
+    requests. Percentiles, by names such as ``ttft_p95``, are in milliseconds."""
 
     version: str
     num_requests: int = 0
@@ -65,15 +67,17 @@ class VersionFigures(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class RolloutReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollout and what schedulers saw of its versions lately; no ``figures`` after its end."""
+    """Rollout with the schedulers' recent measurements of its versions; ``figures`` is empty after
+    its end."""
 
     rollout: Rollout
     figures: tuple[VersionFigures, ...] = ()
 
 
 class StartRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Move the traffic of a model to ``version`` (``name@version``), as ``Rollout`` says; without
-    ``canary_percent`` all of it at once, when a worker of the version is up."""
+    """Request to move the traffic of a model to ``version`` (``name@version``), as described in
+    ``Rollout``. Without ``canary_percent``, all traffic moves at once when a worker of the version
+    is up."""
 
     version: str
     canary_percent: float = 100.0
@@ -84,18 +88,18 @@ class StartRolloutRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class RolloutList(msgspec.Struct, frozen=True, kw_only=True):
-    """The latest rollout of each model that has had one, by name."""
+    """Latest rollout of each model that has had a rollout, by name."""
 
     data: tuple[RolloutReport, ...]
     object: Literal["list"] = "list"
 
 
 class RolloutConflictError(MillraceError, code="rollout_conflict", http_status=409):
-    """What was asked for does not go with how the versions of the model stand."""
+    """Error for a command that conflicts with the state of the model's versions."""
 
 
 class RolloutNotFoundError(MillraceError, code="rollout_not_found", http_status=404):
-    """The model has had no rollout."""
+    """Error for a model that has had no rollout."""
 
     def __init__(self, model: str) -> None:
         super().__init__(f"There is no rollout of {model!r:.200}.")

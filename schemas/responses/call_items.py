@@ -1,6 +1,6 @@
 """Calls of tools that the client runs, and their outputs, as items of a conversation.
 
-Items that are sent back may have fields that an SDK or another server added: these are ignored.
+Items that clients send back may have fields that an SDK or another server added: they are ignored.
 A field with null counts as left out.
 """
 
@@ -25,7 +25,7 @@ class _Call(_Item, frozen=True, kw_only=True):
 
 
 class CustomToolCallItem(_Call, frozen=True, kw_only=True, tag="custom_tool_call"):
-    """A call whose ``input`` is text."""
+    """Call whose ``input`` is text."""
 
     name: str
     input: str
@@ -33,58 +33,59 @@ class CustomToolCallItem(_Call, frozen=True, kw_only=True, tag="custom_tool_call
 
 
 class LocalShellCallItem(_Call, frozen=True, kw_only=True, tag="local_shell_call"):
-    """``action``: ``{"type": "exec", "command": […], "env": {…}}``, maybe with
-    ``working_directory``, ``timeout_ms`` and ``user``."""
+    """Call of the local shell. ``action``: ``{"type": "exec", "command": […], "env": {…}}``,
+    optionally with ``working_directory``, ``timeout_ms`` and ``user``."""
 
     action: dict[str, Any]
 
 
 class ShellCallItem(_Call, frozen=True, kw_only=True, tag="shell_call"):
-    """``action``: ``{"commands": […]}``, maybe with ``timeout_ms`` and ``max_output_length``."""
+    """Call of a shell. ``action``: ``{"commands": […]}``, optionally with ``timeout_ms`` and
+    ``max_output_length``."""
 
     action: dict[str, Any]
 
 
 class ApplyPatchCallItem(_Call, frozen=True, kw_only=True, tag="apply_patch_call"):
-    """``operation``: ``{"type": "create_file", "path": …, "diff": …}``, or ``update_file``, or
-    ``delete_file`` without ``diff``."""
+    """Call to change a file. ``operation``: ``{"type": "create_file", "path": …, "diff": …}``, or
+    ``update_file``, or ``delete_file`` without ``diff``."""
 
     operation: dict[str, Any]
 
 
 class ToolSearchCallItem(_Call, frozen=True, kw_only=True, tag="tool_search_call"):
-    """The client is to look for tools."""
+    """Call to search the client's tools."""
 
     arguments: Any
     execution: Literal["server", "client"] = "client"
 
 
 class OutputPiece(msgspec.Struct, frozen=True, tag_field="type", tag="input_text"):
-    """A piece of a call's output."""
+    """Piece of a call's output."""
 
     text: str
 
 
 class EchoedPiece(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
-    """A piece of a call's output, as text of an answer."""
+    """Piece of a call's output, as text of an answer."""
 
     text: str
 
 
 class CustomToolCallOutputItem(_Call, frozen=True, kw_only=True, tag="custom_tool_call_output"):
-    """The output of a call of a custom tool."""
+    """Output of a call of a custom tool."""
 
     output: str | tuple[OutputPiece | EchoedPiece | InputImage | InputFile | InputAudio, ...] = ""
 
 
 class LocalShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="local_shell_call_output"):
-    """The output of the command. Without a ``call_id``, ``id`` is the id of the call."""
+    """Output of the command. Without a ``call_id``, ``id`` is the id of the call."""
 
     output: str = ""
 
 
 class ShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="shell_call_output"):
-    """The outputs of the commands: objects of ``stdout``, ``stderr`` and ``outcome``."""
+    """Outputs of the commands: objects of ``stdout``, ``stderr`` and ``outcome``."""
 
     output: tuple[dict[str, Any], ...]
     max_output_length: int | None = None
@@ -93,7 +94,7 @@ class ShellCallOutputItem(_Call, frozen=True, kw_only=True, tag="shell_call_outp
 class ApplyPatchCallOutputItem(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="apply_patch_call_output"
 ):
-    """Whether the change was made, and an optional text about it."""
+    """Result of a change to a file, with an optional text."""
 
     id: str = ""
     call_id: str = ""
@@ -102,7 +103,7 @@ class ApplyPatchCallOutputItem(
 
 
 class ToolSearchOutputItem(_Call, frozen=True, kw_only=True, tag="tool_search_output"):
-    """The tools that a search found. The model is told of them from then on."""
+    """Tools found by a search. The model sees them from then on."""
 
     tools: tuple[dict[str, Any], ...]
     execution: Literal["server", "client"] = "client"

@@ -1,9 +1,9 @@
-"""The events of a streamed answer of the Responses API.
+"""Events of a streamed answer of the Responses API.
 
-``sequence_number`` grows along a stream, by one for most events and by the number of characters for
-text, thoughts and arguments: so it depends on what was said before, and not on
-how that was cut into events. A client that continues a stream after its last token gets the
-end again, with the same numbers.
+``sequence_number`` grows along a stream: by one for most events, and by the number of characters
+for text, thoughts and arguments. So it depends on the text before it, not on the cuts between
+events. A client that continues a stream after its last token gets the rest again, with the same
+numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ResponseCompleted(_Event, frozen=True, kw_only=True, tag="response.complet
 
 
 class ResponseIncomplete(_Event, frozen=True, kw_only=True, tag="response.incomplete"):
-    """The answer ended before the model was done: ``response.incomplete_details`` says why."""
+    """Early end of an answer: ``response.incomplete_details`` has the reason."""
 
     response: ResponseAnswer
 
@@ -109,7 +109,7 @@ class InputDone(_OfItem, frozen=True, kw_only=True, tag="response.custom_tool_ca
 
 
 class StreamError(_Event, frozen=True, kw_only=True, tag="error"):
-    """The stream fails; ``response.failed`` follows."""
+    """Failure of the stream; ``response.failed`` follows."""
 
     code: str
     message: str

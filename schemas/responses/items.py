@@ -1,6 +1,6 @@
-"""OpenAI's Responses API, as far as it is honoured: requests, items of a conversation, answers.
+"""OpenAI's Responses API, the supported part: requests, items of a conversation, answers.
 
-As in ``schemas.openai``, a field of type Any is known but not honoured: it is taken only when its
+As in ``schemas.openai``, a field of type Any is known but not supported: it is accepted only if its
 value asks for nothing.
 """
 
@@ -20,7 +20,7 @@ from millrace.schemas.openai import (
 )
 from millrace.schemas.responses.call_items import ItemStatus, OtherItem
 
-# --- items: what a conversation is made of ---------------------------------------------------
+# --- items of a conversation -----------------------------------------------------------------
 
 
 class _Typed(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
@@ -28,13 +28,13 @@ class _Typed(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_field
 
 
 class InputText(_Typed, frozen=True, tag="input_text"):
-    """Text that was given."""
+    """Text from the client."""
 
     text: str
 
 
 class OutputText(_Typed, frozen=True, tag="output_text"):
-    """Text that a model made; ``logprobs`` has an entry for each token if they were asked for."""
+    """Text from a model; ``logprobs`` has an entry for each token if requested."""
 
     text: str
     annotations: tuple[()] = ()
@@ -45,7 +45,7 @@ Content = InputText | OutputText
 
 
 class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """A turn in words."""
+    """Turn in words."""
 
     id: str
     role: str
@@ -56,8 +56,8 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 class FunctionCallItem(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"
 ):
-    """A call that a model made; ``arguments`` is JSON as the model wrote it. A function of a
-    namespace has its ``namespace``."""
+    """Call by a model; ``arguments`` is JSON as the model wrote it. A function of a namespace has
+    its ``namespace``."""
 
     id: str
     call_id: str
@@ -70,7 +70,7 @@ class FunctionCallItem(
 class FunctionCallOutputItem(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"
 ):
-    """What the call ``call_id`` gave."""
+    """Output of the call ``call_id``."""
 
     id: str
     call_id: str
@@ -85,8 +85,8 @@ class ReasoningText(_Typed, frozen=True, tag="reasoning_text"):
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """What a model thought before it went on; ``summary`` is always empty. ``encrypted_content``
-    is the same thoughts for clients that send nothing else back, if it was asked for."""
+    """Thoughts of a model before its next item; ``summary`` is always empty. ``encrypted_content``,
+    if requested, has the same thoughts for clients that send back nothing else."""
 
     id: str
     content: tuple[ReasoningText, ...]
@@ -102,28 +102,28 @@ Item = MessageItem | ReasoningItem | FunctionCallItem | FunctionCallOutputItem |
 
 
 class EchoedText(msgspec.Struct, frozen=True, tag_field="type", tag="output_text"):
-    """Text of an earlier answer, sent back; what an SDK added to it is ignored."""
+    """Text of an earlier answer, sent back; fields added by an SDK are ignored."""
 
     text: str
     logprobs: tuple[LogprobInfo, ...] | None = None
 
 
 class EchoedRefusal(msgspec.Struct, frozen=True, tag_field="type", tag="refusal"):
-    """The refusal of an earlier answer, sent back. The model reads it as text."""
+    """Refusal of an earlier answer, sent back. The model reads it as text."""
 
     refusal: str
 
 
 class _GivenItem(msgspec.Struct, frozen=True, kw_only=True):
-    """``id`` and ``status`` come from items of earlier answers, which may be sent back with what an
-    SDK added to them: fields that are not known are ignored, but not in what a user says."""
+    """Item from the client. ``id`` and ``status`` come from items of earlier answers, which may
+    have fields added by an SDK: unknown fields are ignored, except in user messages."""
 
     id: str | None = None
     status: ItemStatus | None = None
 
 
 class _GivenMessage(_GivenItem, frozen=True, kw_only=True, tag_field="role"):
-    """Its ``type`` may be left out."""
+    """Message from the client. Its ``type`` may be left out."""
 
     @property
     def role(self) -> str:
@@ -135,7 +135,7 @@ class _GivenMessage(_GivenItem, frozen=True, kw_only=True, tag_field="role"):
 class GivenUserMessage(
     _GivenMessage, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="user"
 ):
-    """What a user says."""
+    """Message of the user."""
 
     content: str | tuple[InputText | EchoedText, ...]
     phase: Any = None
@@ -147,11 +147,11 @@ class GivenSystemMessage(GivenUserMessage, frozen=True, kw_only=True, tag="syste
 
 
 class GivenDeveloperMessage(GivenUserMessage, frozen=True, kw_only=True, tag="developer"):
-    """The newer name of a system's message."""
+    """Newer name of a system message."""
 
 
 class GivenAnswer(_GivenMessage, frozen=True, kw_only=True, tag="assistant"):
-    """A message of an earlier answer; null content is no text."""
+    """Message of an earlier answer; null content is empty text."""
 
     content: (
         str
@@ -164,7 +164,7 @@ GivenMessage = GivenUserMessage | GivenSystemMessage | GivenDeveloperMessage | G
 
 
 class GivenCall(_GivenItem, frozen=True, kw_only=True):
-    """A call of an earlier answer."""
+    """Call of an earlier answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -174,7 +174,7 @@ class GivenCall(_GivenItem, frozen=True, kw_only=True):
 
 
 class GivenCallOutput(_GivenItem, frozen=True, kw_only=True):
-    """The result of a call; null is no text."""
+    """Result of a call; null is empty text."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -189,9 +189,8 @@ class GivenReasoningText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GivenReasoning(_GivenItem, frozen=True, kw_only=True):
-    """What a model thought before the item that follows: its ``content``, or, where a client does
-    not keep that, ``encrypted_content`` as an answer of ours had it. A summary says nothing to a
-    model."""
+    """Thoughts of a model before the next item: its ``content``, or ``encrypted_content`` of an
+    answer if the client does not keep the content. The model does not see a summary."""
 
     type: Literal["reasoning"]
     content: tuple[GivenReasoningText, ...] | None = None
@@ -200,14 +199,14 @@ class GivenReasoning(_GivenItem, frozen=True, kw_only=True):
 
 
 class ItemReference(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An item that is kept of an earlier answer; its ``type`` may be left out."""
+    """Reference to a saved item of an earlier answer; its ``type`` may be left out."""
 
     id: str
     type: Literal["item_reference"] | None = None
 
 
 class GivenAgentMessage(_GivenItem, frozen=True, kw_only=True):
-    """What another agent of the client's says; the model reads it as the user's words."""
+    """Message of another agent of the client; the model reads it as a user message."""
 
     type: Literal["agent_message"]
     content: tuple[InputText | EchoedText, ...]
@@ -215,7 +214,7 @@ class GivenAgentMessage(_GivenItem, frozen=True, kw_only=True):
     recipient: str = ""
 
 
-# Given items that a conversation holds in another form.
+# Items from the client that a conversation stores in another form.
 RewrittenItem = (
     GivenMessage | GivenReasoning | GivenCall | GivenCallOutput | ItemReference | GivenAgentMessage
 )
@@ -223,7 +222,7 @@ GivenItem = RewrittenItem | OtherItem
 
 
 class SchemaFormat(_Typed, frozen=True, kw_only=True, tag="json_schema"):
-    """An answer in JSON that ``schema`` describes; see ``schemas.openai.JsonSchema``."""
+    """Answer in JSON that matches ``schema``; see ``schemas.openai.JsonSchema``."""
 
     name: str
     schema: msgspec.Raw
@@ -232,15 +231,15 @@ class SchemaFormat(_Typed, frozen=True, kw_only=True, tag="json_schema"):
 
 
 class TextConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form of the answer's text. ``verbosity`` is a hint that changes nothing."""
+    """Form of the answer's text. ``verbosity`` is a hint without effect."""
 
     format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
     verbosity: str | None = None
 
 
 class Reasoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to think: ``effort`` as the model's chat template knows it. The others are hints, which
-    change nothing: thoughts are told as they are."""
+    """Reasoning options. ``effort`` is passed to the model's chat template. The other fields are
+    hints without effect: thoughts are returned unchanged."""
 
     effort: str | None = None
     summary: str | None = None
@@ -249,29 +248,28 @@ class Reasoning(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ResponsesStreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``reasoning_summary_delivery`` is a hint that changes nothing."""
+    """Options of a stream. ``reasoning_summary_delivery`` is a hint without effect."""
 
     include_obfuscation: Any = None
     reasoning_summary_delivery: str | None = None
 
 
 class ConversationReference(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A conversation by its id."""
+    """Reference to a conversation by its id."""
 
     id: str
 
 
 class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/responses``.
+    """Body of ``POST /v1/responses``.
 
-    ``input`` is text or a list of items. With ``previous_response_id`` it continues that answer's
-    conversation, whose ``instructions`` do not count any more. ``truncation`` ``auto`` leaves out
-    the oldest items of a conversation that does not fit the context window. ``prompt_cache_key``
-    and ``prompt_cache_retention`` are hints that change nothing here, and so is
-    ``client_metadata``. ``enable_thinking``,
-    ``chat_template_kwargs`` and ``thinking_token_budget`` are those of chat completions.
-    ``conversation`` is one that goes before the input, and that input and output are added to. With
-    ``background`` the answer is made whether or not anybody waits for it.
+    ``input`` is text or a list of items. ``previous_response_id`` continues that answer's
+    conversation, without its ``instructions``. ``truncation`` ``auto`` leaves out the oldest items
+    of a conversation that does not fit the context window. ``prompt_cache_key``,
+    ``prompt_cache_retention`` and ``client_metadata`` are hints without effect.
+    ``enable_thinking``, ``chat_template_kwargs`` and ``thinking_token_budget`` are those of chat
+    completions. ``conversation`` precedes the input, and input and output are added to it. With
+    ``background`` the answer is completed even without a waiting client.
     """
 
     input: str | tuple[msgspec.Raw, ...]
@@ -308,7 +306,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def conversation_id(self) -> str:
-        """Of the conversation that it names; empty: it names none."""
+        """Id of the request's conversation; empty: none."""
         given = self.conversation
         return given.id if isinstance(given, ConversationReference) else given or ""
 
@@ -317,7 +315,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True, forbid_unkno
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing is ever charged for filling the cache."""
+    """Details of the input's tokens. Cache writes are never charged."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
@@ -328,7 +326,7 @@ class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one answer, as the worker counted them."""
+    """Token counts of one answer, from the worker."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -338,8 +336,8 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FailureInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """``code`` is one of OpenAI's few: server_error, rate_limit_exceeded, invalid_prompt,
-    context_length_exceeded."""
+    """Error of a failed answer. ``code`` is one of OpenAI's codes: server_error,
+    rate_limit_exceeded, invalid_prompt, context_length_exceeded."""
 
     code: str
     message: str
@@ -349,8 +347,8 @@ IncompleteReason = Literal["max_output_tokens", "stop"]
 
 
 class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Why an answer ended before the model was done. ``stop``: within a call, by a string of
-    ``stop`` or because the model ended there."""
+    """Reason of an early end. ``stop``: the answer ended within a call, by a string of ``stop`` or
+    because the model ended there."""
 
     reason: IncompleteReason
 
@@ -359,8 +357,8 @@ ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "fa
 
 
 class ResponseAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer with what asked for it. ``store`` says whether it can be referred to later,
-    ``conversation`` which one it is added to."""
+    """Answer with the fields of its request. ``store``: later requests can refer to it.
+    ``conversation``: the conversation that it is added to."""
 
     id: str
     created_at: int
@@ -398,7 +396,7 @@ class ResponseDeleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
-    """``POST /v1/responses/input_tokens``."""
+    """Answer of ``POST /v1/responses/input_tokens``."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
@@ -406,7 +404,7 @@ class InputTokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemList(msgspec.Struct, frozen=True, kw_only=True):
-    """``GET /v1/responses/{id}/input_items``."""
+    """Answer of ``GET /v1/responses/{id}/input_items``."""
 
     data: tuple[Item, ...]
     first_id: str | None
@@ -416,9 +414,9 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """What is kept of an answer: the ``response`` as it was sent, and all the items before it; of
-    one in the background also the ``request``, without its input, and how many of the items are not
-    of that (``num_earlier``)."""
+    """Stored answer: the ``response`` as sent, and all items before it. For a background answer it
+    also has the ``request`` without its input, and ``num_earlier``, the number of items that are
+    not part of that request."""
 
     response: msgspec.Raw
     input: tuple[Item, ...]

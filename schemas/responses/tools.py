@@ -1,7 +1,7 @@
-"""Tools as clients of OpenAI's Responses API give them.
+"""Tools in the format of OpenAI's Responses API.
 
-Fields that say who may call a tool, or that it may be looked for before it is told of, are hints
-that change nothing here.
+Fields about who may call a tool, or about a search before the model sees it, are hints without
+effect.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class _Tool(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 class FlatFunctionTool(
     _Tool, frozen=True, kw_only=True, tag="function", forbid_unknown_fields=True
 ):
-    """A tool that the client runs; ``parameters`` is the JSON Schema of its arguments.
-    ``output_schema`` is a hint that changes nothing."""
+    """Tool that the client runs; ``parameters`` is the JSON Schema of its arguments.
+    ``output_schema`` is a hint without effect."""
 
     name: str
     description: str | None = None
@@ -45,14 +45,14 @@ class FlatGrammarFormat(
     tag_field="type",
     tag="grammar",
 ):
-    """A text that matches ``definition``, in Lark's notation or as a regular expression."""
+    """Text that matches ``definition``, in Lark's notation or as a regular expression."""
 
     syntax: Literal["lark", "regex"]
     definition: str
 
 
 class FlatCustomTool(_Tool, frozen=True, kw_only=True, tag="custom", forbid_unknown_fields=True):
-    """A tool that the client runs, and whose input is one text."""
+    """Tool that the client runs and whose input is one text."""
 
     name: str
     description: str | None = None
@@ -60,7 +60,7 @@ class FlatCustomTool(_Tool, frozen=True, kw_only=True, tag="custom", forbid_unkn
 
 
 class NamespaceTool(_Tool, frozen=True, kw_only=True, tag="namespace", forbid_unknown_fields=True):
-    """Functions and custom tools under one name; a call of one names the namespace, too."""
+    """Functions and custom tools under one name; a call also names the namespace."""
 
     name: str
     tools: tuple[msgspec.Raw, ...]
@@ -72,8 +72,8 @@ class LocalShellTool(_Tool, frozen=True, kw_only=True, tag="local_shell"):
 
 
 class ShellTool(_Tool, frozen=True, kw_only=True, tag="shell", forbid_unknown_fields=True):
-    """Commands that the client runs, or in an ``environment`` of another type than ``local`` the
-    provider."""
+    """Commands that the client runs, or the provider if the ``environment`` has another type than
+    ``local``."""
 
     environment: dict[str, Any] | None = None
 
@@ -85,7 +85,7 @@ class ApplyPatchTool(_Tool, frozen=True, kw_only=True, tag="apply_patch"):
 class ToolSearchTool(
     _Tool, frozen=True, kw_only=True, tag="tool_search", forbid_unknown_fields=True
 ):
-    """Looks for tools. The client does it if ``execution`` says so, else the provider."""
+    """Search for tools. The client runs it if ``execution`` says so, else the provider."""
 
     execution: Literal["server", "client"] = "server"
     description: str | None = None
@@ -93,7 +93,7 @@ class ToolSearchTool(
 
 
 class NamedServerTool(_Tool, frozen=True, kw_only=True, tag="server", forbid_unknown_fields=True):
-    """A tool of the gateway's own, which it runs itself."""
+    """Tool that the gateway runs itself."""
 
     name: str
 

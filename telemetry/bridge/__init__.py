@@ -1,1 +1,1 @@
-"""From the outbox on NATS to Kafka."""
+"""Bridge from the outbox on NATS to Kafka."""

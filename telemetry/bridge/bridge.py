@@ -1,4 +1,4 @@
-"""From the outbox to Kafka: a record is acknowledged in the outbox only after Kafka has it."""
+"""Bridge from the outbox to Kafka: it acknowledges records in the outbox after Kafka has them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from millrace.telemetry.kafka.kafka import (
 )
 from millrace.telemetry.store.outbox_ledger import OutboxLedger
 
-# The embedded cluster drops a partition's oldest messages past 5 MB. The outbox holds the rest.
+# The embedded cluster drops a partition's oldest messages beyond 5 MB. The outbox holds the rest.
 _MOST_BYTES = 3_000_000
 logger = logging.getLogger(__name__)
 
 _PULL_RECORDS = 1_000
 _FIRST_PULL_TIMEOUT_S = 0.5
-# Behind a pull that was not full others gather for this long: a pull, a message to Kafka and their
-# acknowledgements cost about the same for one record as for hundreds.
+# After a pull that was not full, wait this long for further records: a pull, a message to Kafka and
+# their acknowledgements cost about the same for one record as for hundreds.
 _LINGER_S = 0.25
-# Where all that was sent has landed, nothing is to be done but to wait for more.
+# Pull timeout after all sent records have landed: nothing else is left to do.
 _IDLE_PULL_TIMEOUT_S = 30.0
 _SHIP_BYTES = 1_000_000
 _CHECK_INTERVAL_S = 2.0
 _COMPACTION_INTERVAL_S = 60.0
-# Fewer records than this are not worth rewriting the ledger each time.
+# With fewer records, rewriting the ledger is rarely worth its cost.
 _COMPACTION_RECORDS = 500
 _LONGEST_COMPACTION_INTERVAL_S = 600.0
 _BACKLOG_POLL_S = 0.02
@@ -54,7 +54,7 @@ _SLOW_S = 5.0
 
 
 class InFlightBytes:
-    """The bytes of each partition that the sink has not stored yet."""
+    """Bytes of each partition that the sink has not stored yet."""
 
     def __init__(self, num_behind: Callable[[Offsets], int]) -> None:
         self._num_behind = num_behind
@@ -66,7 +66,7 @@ class InFlightBytes:
 
     @property
     def is_full(self) -> bool:
-        """Whether some partition holds as much as it may."""
+        """True if a partition holds its maximum."""
         return any(self._held_bytes(partition) >= _MOST_BYTES for partition in self._loads)
 
     def _held_bytes(self, partition: TopicPartition) -> int:
@@ -77,24 +77,25 @@ class InFlightBytes:
 
 
 class Promise(msgspec.Struct, frozen=True, kw_only=True):
-    """Once the sink has stored everything before ``ends``, all up to ``sequence`` has landed."""
+    """Condition under which records have landed: once the sink has stored everything before
+    ``ends``, every record up to ``sequence`` has landed."""
 
     sequence: int
     ends: Offsets
 
 
 class Bridge:
-    """Moves records and watches that none is lost on the way.
+    """Bridge that moves records and watches that none is lost on the way.
 
-    Kafka may forget (the embedded cluster is volatile) and a former bridge may have died holding
-    records. Whenever the sink has stored all that Kafka held and the ledger's mark is still below
-    what was sent, the outbox is rewound to the mark: the tables merge what comes twice.
+    Kafka may lose records (the embedded cluster is volatile), and a former bridge may have died
+    holding records. If the sink has stored everything in Kafka and the ledger's mark is still below
+    the last sent record, the outbox is rewound to the mark. The tables merge duplicates.
 
-    ``num_bridged`` counts records that went to Kafka, ``num_dead`` those that went to the dead
-    letters instead. ``num_waiting`` are in the outbox and not in Kafka yet, as of a second ago, or
-    longer while nothing comes or NATS is unreachable. ``is_waiting`` while all that was sent has
-    landed and it waits for more. ``on_shipped`` is told where the partitions end that messages were
-    put into.
+    ``num_bridged`` counts records sent to Kafka, ``num_dead`` those sent to the dead letters
+    instead. ``num_waiting`` records are in the outbox and not in Kafka yet, as of a second ago, or
+    longer while no record comes or NATS is unreachable. ``is_waiting``: all sent records have
+    landed and the bridge waits for more. ``on_shipped`` is called with the new ends of the
+    partitions that got messages.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Bridge:
 
     @property
     def trouble(self) -> str:
-        """Why Kafka takes nothing; empty while it does."""
+        """Reason why Kafka takes no records; empty while it does."""
         if self._failure:
             return f"takes no records ({self._failure})"
         since_s = self._sending_since_s
@@ -140,11 +141,11 @@ class Bridge:
         return ""
 
     def stop(self) -> None:
-        """End after the batch in hand."""
+        """Stop after the current batch."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Bridge until ``stop``; raises what Kafka, the bus or the store raises."""
+        """Bridge until ``stop``; raise the errors of Kafka, the bus and the store."""
         try:
             await self._run()
         except (KafkaError, OSError) as error:
@@ -155,7 +156,7 @@ class Bridge:
 
     async def _run(self) -> None:
         watching = Tasks()
-        # Also while Kafka is unreachable.
+        # Keep counting while Kafka is unreachable.
         watching.repeat(self._count_waiting, _WATCH_INTERVAL_S, self._clock, "bridge-watch")
         try:
             is_durable = await ensure_topics(self._config)
@@ -192,17 +193,17 @@ class Bridge:
                 next_check_s = self._clock.monotonic() + _CHECK_INTERVAL_S
             since_s = self._clock.monotonic() - compacted_s
             if _is_worth_compacting(self.num_bridged - num_compacted, since_s):
-                # Here, where the ledger is also cleared: neither may undo the other.
+                # Compact in the task that also clears the ledger, so that neither undoes the other.
                 await self._ledger.compact()
                 compacted_s, num_compacted = self._clock.monotonic(), self.num_bridged
 
     @property
     def _has_landed(self) -> bool:
-        """Whether all that was sent is known to be stored."""
+        """True if all sent records are known to be stored."""
         return self._rewound_to is None and self._bridged_sequence <= self._landed_sequence
 
     async def _pull(self, check_in_s: float) -> list[OutboxMessage]:
-        """What comes, or nothing when it is time to look after what was sent."""
+        """Return the next messages, or nothing when it is time to check on sent records."""
         self.is_waiting = self._has_landed
         if self.is_waiting:
             timeout_s = _IDLE_PULL_TIMEOUT_S
@@ -226,7 +227,7 @@ class Bridge:
         self._bridged_sequence = 0
         self._landed_sequence = -1
         if await self._bus.outbox.last_sequence() < await self._ledger.mark():
-            logger.warning("the outbox has been made anew: the ledger starts again")
+            logger.warning("the outbox was recreated: the ledger starts again")
             await self._ledger.clear()
         else:
             await self._ledger.compact()
@@ -248,16 +249,16 @@ class Bridge:
         if self._rewound_to is not None and messages:
             first = min(message.sequence for message in messages)
             if first > self._rewound_to + 1:
-                # The outbox is asked for all after the mark and answers in order: what it skips
-                # has grown too old and is not there any more.
+                # The outbox delivers everything after the mark in order, so the records that it
+                # skips have expired there.
                 logger.warning(
-                    "records grew too old in the outbox before they were stored",
+                    "records expired in the outbox before they were stored",
                     extra={"first_sequence": self._rewound_to + 1, "last_sequence": first - 1},
                 )
                 await self._ledger.void(self._rewound_to + 1, first - 1)
             self._rewound_to = None
         if self._bridged_sequence == 0:
-            # All before what the outbox delivers first has been delivered to somebody before.
+            # Records before the outbox's first delivery were delivered earlier.
             self._bridged_sequence = (
                 messages[0].sequence - 1 if messages else await self._bus.outbox.last_sequence()
             )
@@ -278,11 +279,11 @@ class Bridge:
                 continue
             num_bytes = len(message.payload)
             if num_bytes > LARGEST_MESSAGE_BYTES:
-                reason = f"it has {num_bytes} bytes, and {LARGEST_MESSAGE_BYTES} are the most"
+                reason = f"it has {num_bytes} bytes, and the limit is {LARGEST_MESSAGE_BYTES}"
                 letters.append(_letter(message, reason))
                 continue
             await batch.add(topic, message)
-        # An idempotent producer tries for ever: that a broker is gone is not told.
+        # An idempotent producer retries forever and does not report a missing broker.
         self._sending_since_s = self._clock.monotonic()
         landed = await batch.send()
         self._sending_since_s = None
@@ -312,7 +313,7 @@ class Bridge:
 
     async def _count_waiting(self) -> None:
         now_s = self._clock.monotonic()
-        # A pull that waits would have what there is.
+        # A pull that waits would have returned waiting records.
         is_known = self.is_waiting and not self.num_waiting
         if is_known and now_s - self._counted_s < _IDLE_WATCH_INTERVAL_S:
             return
@@ -324,7 +325,7 @@ class Bridge:
 
 
 def _is_worth_compacting(num_records: int, since_s: float) -> bool:
-    """Whether so many records in so much time have made the ledger long enough."""
+    """Return whether the ledger has grown enough for a compaction."""
     interval_s = (
         _COMPACTION_INTERVAL_S
         if num_records >= _COMPACTION_RECORDS
@@ -334,7 +335,7 @@ def _is_worth_compacting(num_records: int, since_s: float) -> bool:
 
 
 def _parts(messages: Sequence[OutboxMessage]) -> Iterator[Sequence[OutboxMessage]]:
-    """In order, of about ``_SHIP_BYTES`` each."""
+    """Split messages in order into parts of about ``_SHIP_BYTES``."""
     first, num_bytes = 0, 0
     for number, message in enumerate(messages, start=1):
         num_bytes += len(message.payload)

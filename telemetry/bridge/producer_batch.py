@@ -1,7 +1,7 @@
-"""Many outbox messages to Kafka at once, a batch for each partition.
+"""Batches of outbox messages to Kafka, one for each partition.
 
-A message that is sent by itself costs the producer a future of its own and a good share of the
-time that it takes to store it; one in a batch costs next to nothing.
+A message sent alone costs the producer a future of its own and a large part of the time that
+storing it takes; in a batch the cost is negligible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from millrace.telemetry.kafka.kafka import SEQUENCE_HEADER, SUBJECT_HEADER
 
 
 class _Key(msgspec.Struct):
-    """What a record is keyed by in Kafka; the other fields are the sink's business."""
+    """Fields that make a record's Kafka key; only the sink reads the others."""
 
     request_id: str = ""
     worker_id: str = ""
@@ -31,21 +31,21 @@ _KEYS = msgspec.msgpack.Decoder(_Key)
 
 
 class Landed(msgspec.Struct, frozen=True):
-    """What a partition was sent: up to where it goes now, and how many bytes came to it."""
+    """New end of a partition, and the number of bytes sent to it."""
 
     end: int
     num_bytes: int
 
 
 class _Load:
-    """A batch that is being filled, and the bytes in it."""
+    """Batch being filled, with its number of bytes."""
 
     def __init__(self, builder: BatchBuilder) -> None:
         self.builder = builder
         self.num_bytes = 0
 
     def take(self, key: bytes | None, message: OutboxMessage, timestamp_ms: int) -> bool:
-        """Whether there was room."""
+        """Add a message; return False if there is no room."""
         headers = [
             (SEQUENCE_HEADER, str(message.sequence).encode()),
             (SUBJECT_HEADER, message.subject.encode()),
@@ -59,7 +59,7 @@ class _Load:
 
 
 class ProducerBatch:
-    """Messages on their way to Kafka. The producer is somebody else's."""
+    """Messages on their way to Kafka. The caller owns the producer."""
 
     def __init__(self, producer: AIOKafkaProducer) -> None:
         self._producer = producer
@@ -69,7 +69,8 @@ class ProducerBatch:
         self._timestamp_ms = time.time_ns() // 1_000_000
 
     async def add(self, topic: str, message: OutboxMessage) -> None:
-        """Records with the same key go to the same partition, in the order of the outbox."""
+        """Add a message. Records with the same key go to the same partition, in the order of the
+        outbox."""
         key = _key(message)
         partitions = self._partitions.get(topic)
         if partitions is None:
@@ -87,7 +88,7 @@ class ProducerBatch:
             raise ValueError(f"a message of {len(message.payload)} bytes fits no batch")
 
     async def send(self) -> dict[TopicPartition, Landed]:
-        """Returns when Kafka has all of it; raises what the producer raises."""
+        """Send all batches and wait until Kafka has them; raise the producer's errors."""
         for partition, load in self._loads.items():
             await self._send(partition, load)
         self._loads.clear()
@@ -111,7 +112,8 @@ class ProducerBatch:
 
 
 def _key(message: OutboxMessage) -> bytes | None:
-    """The request's id, or the worker's; None for what is no record: the sink will say why."""
+    """Return the request's id, or the worker's; None for a malformed record, which the sink rejects
+    with the reason."""
     try:
         key = _KEYS.decode(message.payload)
     except (msgspec.DecodeError, UnicodeDecodeError):

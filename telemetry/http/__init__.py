@@ -1,1 +1,1 @@
-"""The store's HTTP interface and the answers to saved queries."""
+"""HTTP interface of the store, and answers to saved queries."""

@@ -1,7 +1,8 @@
-"""Who may use the store's HTTP interface: who has its name and password, and no web page.
+"""Access check of the store's HTTP interface: requests need its name and password, and must not
+come from web pages.
 
-A page of somebody else may have a browser ask for it, or have its own name lead here after it was
-loaded: neither gets as far as the password.
+A foreign page may make a browser send requests here, or point its own name here after loading (DNS
+rebinding). Both are refused before the password is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _DEFAULT_USER = "default"
 
 
 class AccessRefusal(NamedTuple):
-    """What is answered instead. ``number`` is ClickHouse's code."""
+    """Refusal of a request. ``number`` is ClickHouse's code."""
 
     status: int
     number: int
@@ -33,13 +34,13 @@ class AccessRefusal(NamedTuple):
 
 
 class AccessCheck:
-    """Looks at a request before anything is done for it."""
+    """Check of a request before any work is done for it."""
 
     def __init__(self, config: ClickHouseConfig) -> None:
-        """Raises ConfigError where there is no password to ask for."""
+        """Read the users. Raises ConfigError if no password is set."""
         if not config.password:
             raise ConfigError(
-                "clickhouse.password is empty: the embedded store is served to who has a password "
+                "clickhouse.password is empty, and the embedded store is served with a password "
                 "only. Set it, and have clients send it with clickhouse.username."
             )
         self._host = config.serve_host
@@ -56,7 +57,8 @@ class AccessCheck:
             self._users["analyst"] = analyst
 
     def refusal_of_origin(self, scope: Scope) -> AccessRefusal | None:
-        """For a request of a web page, or for a name that may be somebody else's."""
+        """Return the refusal of a request from a web page or under an untrusted host name; None if
+        it may pass."""
         host, origin = header_of(scope, b"host"), header_of(scope, b"origin")
         if host and not self._is_here(host):
             return _refusal(
@@ -67,13 +69,17 @@ class AccessCheck:
             )
         if origin:
             return _refusal(
-                403, _ACCESS_DENIED, f"Pages of {origin:.200} may not read it. (ACCESS_DENIED)"
+                403,
+                _ACCESS_DENIED,
+                f"Pages of {origin:.200} may not read this store. (ACCESS_DENIED)",
             )
         return None
 
     def user_of(self, scope: Scope, arguments: Mapping[str, str]) -> User | AccessRefusal:
-        """The user whose name and password a request has. Both are compared in a time that says
-        nothing of how much of them was right."""
+        """Return the user whose name and password the request has, or a refusal.
+
+        Both are compared in constant time.
+        """
         given = _credentials(scope, arguments)
         if given is None:
             return _refusal(
@@ -100,8 +106,11 @@ class AccessCheck:
         )
 
     def _is_here(self, host: str) -> bool:
-        """Addresses, this machine by name, and names without a dot, which are given on this machine
-        or its network: nobody else can have those lead here."""
+        """Return whether a host names this machine.
+
+        Accepted are an address, the configured host, or a name without a dot, which only this
+        machine or its network can define.
+        """
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
@@ -110,7 +119,7 @@ class AccessCheck:
 
 
 def header_of(scope: Scope, name: bytes) -> str:
-    """Empty if the request has none."""
+    """Return the value of a header; empty if the request has none."""
     for key, value in scope["headers"]:
         if key == name:
             return str(value.decode("latin-1"))
@@ -118,7 +127,7 @@ def header_of(scope: Scope, name: bytes) -> str:
 
 
 def _credentials(scope: Scope, arguments: Mapping[str, str]) -> tuple[str, str] | None:
-    """Name and password in the first of the forms in which ClickHouse takes them."""
+    """Return name and password in the first of ClickHouse's forms that is present."""
     user = _utf8(header_of(scope, b"x-clickhouse-user"))
     key = _utf8(header_of(scope, b"x-clickhouse-key"))
     if user or key:
@@ -128,7 +137,7 @@ def _credentials(scope: Scope, arguments: Mapping[str, str]) -> tuple[str, str] 
         try:
             name, _, password = base64.b64decode(encoded, validate=True).decode().partition(":")
         except ValueError:
-            # Not base64, or not UTF-8 in it.
+            # Invalid base64 or UTF-8.
             return "", ""
         return name, password
     if "user" in arguments or "password" in arguments:

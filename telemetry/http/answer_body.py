@@ -1,4 +1,4 @@
-"""The body of an answer: the engine's bytes in the form that the client asked for."""
+"""Body of an answer: the engine's bytes in the encoding that the client asked for."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from millrace.telemetry.http.arguments import Arguments
 from millrace.telemetry.http.native_blocks import NativeBlocks
 
 _TAG_CHARS = 16
-# Clients look for the block in the last 16 KiB.
+# Clients look for the exception block in the last 16 KiB.
 _MAX_MESSAGE_BYTES = 15 * 1024
 _MAX_IN_MEMORY_BYTES = 2 * 1024 * 1024
 _MAX_HELD_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 256 * 1024
-# Compressing less takes no longer than going to a thread.
+# Compressing less than this takes no longer than a switch to a thread.
 _INLINE_BYTES = 8 * 1024
-# One for all answers: checksums keep the interpreter's lock, and the event loop would wait for each
-# of several threads.
+# One thread for all answers: checksums hold the interpreter's lock, and several threads would delay
+# the event loop.
 _CODER = ThreadPoolExecutor(1, thread_name_prefix="answer-coding")
 
 
 def new_tag() -> str:
-    """The value of ``X-ClickHouse-Exception-Tag``, so that no data of an answer can pass for the
-    block."""
+    """Return the value of ``X-ClickHouse-Exception-Tag``, so that data of an answer cannot imitate
+    the exception block."""
     return "".join(secrets.choice(string.ascii_lowercase) for _ in range(_TAG_CHARS))
 
 
 def exception_block(tag: str, message: str) -> bytes:
-    """The block that ends an answer which failed."""
+    """Return the block that ends a failed answer."""
     text = message.encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore").encode() + b"\n"
     mark = tag.encode()
     return b"\r\n__exception__\r\n%b\r\n%b%d %b\r\n__exception__\r\n" % (
@@ -44,7 +44,7 @@ def exception_block(tag: str, message: str) -> bytes:
 
 
 class AnswerBody:
-    """Turns what the engine writes into what is sent."""
+    """Encoder of the engine's output into the sent bytes."""
 
     def __init__(self, arguments: Arguments, output_format: str) -> None:
         version = arguments.protocol_version
@@ -54,8 +54,10 @@ class AnswerBody:
         self.tag = new_tag()
 
     async def piece(self, data: bytes) -> bytes:
-        """Return the bytes to send of the data, which may be none yet. Raises QueryError for data
-        that the client's version of the protocol cannot read."""
+        """Return the bytes to send for ``data``; they may be empty so far.
+
+        Raises QueryError for data that the client's version of the protocol cannot read.
+        """
         if self._native is not None:
             data = self._native.feed(data)
         if len(data) <= _INLINE_BYTES:
@@ -63,17 +65,17 @@ class AnswerBody:
         return await asyncio.get_running_loop().run_in_executor(_CODER, self._coding.encode, data)
 
     def failed(self, message: str) -> bytes:
-        """The end of an answer that failed behind its beginning."""
+        """Return the end of an answer that failed after its beginning."""
         return self._coding.encode(exception_block(self.tag, message)) + self._coding.finish()
 
     def end(self) -> bytes:
-        """The end of an answer."""
+        """Return the end of an answer."""
         return self._coding.finish()
 
 
 async def held(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The chunks, when the last one is there: an error comes before all of them. Of an answer that
-    is longer than 64 MiB, so much is held back."""
+    """Yield the chunks once the last one has arrived, so that an error comes before all of them. At
+    most 64 MiB are held back."""
     file = tempfile.SpooledTemporaryFile(_MAX_IN_MEMORY_BYTES)  # noqa: SIM115 (closed behind it)
     try:
         async for chunk in chunks:
@@ -147,11 +149,11 @@ _SPELLINGS = {name.lower(): name for name in CONTENT_TYPES}
 
 
 def spelled(output_format: str) -> str:
-    """The name as ClickHouse spells it; clients may use any case."""
+    """Return the name of a format in ClickHouse's spelling; clients may use any case."""
     return _SPELLINGS.get(output_format.lower(), output_format)
 
 
 def content_type(output_format: str, *, is_array: bool) -> str:
-    """The media type of a format. ``is_array``: lines of JSON are in one array."""
+    """Return the media type of a format. ``is_array``: lines of JSON are in one array."""
     kind = CONTENT_TYPES.get(output_format, _OCTETS)
     return _JSON if is_array and kind == _LINES_OF_JSON else kind

@@ -1,5 +1,7 @@
-"""Answers for the operations page, by name: saved queries, and how the alerts stand; as CSV
-(RFC 4180) that a spreadsheet can open without running what is in it."""
+"""Answers for the operations page: saved queries by name, and the state of the alerts.
+
+CSV answers (RFC 4180) are safe for spreadsheets: no cell is a formula.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from millrace.telemetry.store.reading import TOO_MANY_QUERIES, QueryError, Reade
 
 logger = logging.getLogger(__name__)
 
-# An answer is one message of the bus, whose servers take 1 MiB unless they are told otherwise.
+# An answer is one message of the bus, whose servers accept 1 MiB by default.
 _MAX_ANSWER_BYTES = 1_000_000
 _BUSY = "telemetry_unavailable"
 ALERTS = "alerts"
@@ -32,7 +34,7 @@ _FRAGMENT = re.compile(r"^( *)(.*)\{\{(\w+)\}\}", re.MULTILINE)
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """A row of the query ``alert_conditions``."""
+    """Row of the query ``alert_conditions``."""
 
     alert: str
     subject: str
@@ -43,8 +45,8 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of ``telemetry/queries``: its SQL with fragments in their places, what it answers by
-    its first comment, and its parameters."""
+    """Saved query: a file of ``telemetry/queries``. It has its SQL with fragments inserted, its
+    description (the first comment), and its parameters."""
 
     name: str
     sql: str
@@ -53,12 +55,12 @@ class SavedQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def defaults(self) -> dict[str, str]:
-        """The parameters that need not be given, and what they are then."""
+        """Return the optional parameters with their defaults."""
         return {p.name: p.default for p in self.parameters.values() if p.default is not None}
 
 
 def load_queries() -> dict[str, SavedQuery]:
-    """The saved queries by name, which is the file's name without ``.sql``."""
+    """Return the saved queries by name, which is the file's name without ``.sql``."""
     folder = resources.files("millrace.telemetry").joinpath("queries")
     fragments = dict(_read(folder / "fragments"))
 
@@ -80,7 +82,7 @@ def load_queries() -> dict[str, SavedQuery]:
 
 
 def without_comments(sql: str) -> str:
-    """The lines that are no comment."""
+    """Return the lines that are not comments."""
     return "\n".join(line for line in sql.splitlines() if not line.startswith("--"))
 
 
@@ -91,9 +93,12 @@ def _read(folder: Traversable) -> Iterator[tuple[str, str]]:
 
 
 class SavedQueryAnswers:
-    """Runs a saved query and answers its rows, as a JSON array of objects or as CSV. In JSON 64-bit
-    integers are strings, as browsers and many others round numbers above 2^53. ``alerts`` is
-    no query: it is how the alerts stand that rows tell, and those of ``own_alerts``."""
+    """Runner of saved queries that answers their rows, as a JSON array of objects or as CSV.
+
+    In JSON, 64-bit integers are strings, as browsers and many other readers round numbers above
+    2^53. ``alerts`` is not a query: it is the state of the alerts from rows and from
+    ``own_alerts``.
+    """
 
     def __init__(self, reader: Reader, own_alerts: Callable[[], Sequence[Alert]] = tuple) -> None:
         self._reader = reader
@@ -102,7 +107,8 @@ class SavedQueryAnswers:
         self._queries = load_queries()
 
     async def answer(self, asked: TelemetryQuery) -> TelemetryAnswer:
-        """Never raises: what is wrong is in ``error``, and in ``code`` and ``param`` its kind."""
+        """Answer a query. Never raises: ``error`` has the problem, ``code`` and ``param`` its
+        kind."""
         if asked.name == ALERTS and asked.format == "json":
             return await self._alerts(asked)
         query = self._queries.get(asked.name)
@@ -155,17 +161,17 @@ class SavedQueryAnswers:
         return TelemetryAnswer(rows_json=msgspec.json.encode([*alerts, *self._own_alerts()]))
 
 
-# A cell that begins with one of these is a formula to a spreadsheet, and the names of users come
-# from anybody.
+# A spreadsheet reads a cell with this beginning as a formula, and anyone can choose a user name.
 _FORMULA = re.compile(r"[=+\-@\t\r]")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?\Z")
 
 
 def csv_of(lines: bytes) -> bytes:
-    """CSV of ClickHouse's JSONCompactEachRowWithNames: the names of the columns, then the rows.
+    """Convert ClickHouse's JSONCompactEachRowWithNames to CSV: the names of the columns, then the
+    rows.
 
-    What is not there (NULL) is an empty cell; arrays are JSON in theirs. Text that a spreadsheet
-    would take for a formula has an apostrophe before it.
+    NULL is an empty cell; an array is JSON in its cell. Text that a spreadsheet would read as a
+    formula gets an apostrophe before it.
     """
     text = io.StringIO()
     writer = csv.writer(text)
@@ -175,7 +181,8 @@ def csv_of(lines: bytes) -> bytes:
 
 
 def harmless(text: str) -> str:
-    """A cell's text, with an apostrophe before it if a spreadsheet would take it for a formula."""
+    """Return a cell's text, with an apostrophe before it if a spreadsheet would read it as a
+    formula."""
     return f"'{text}" if _FORMULA.match(text) and not _NUMBER.match(text) else text
 
 

@@ -1,8 +1,8 @@
-"""The arguments of a request beside its SQL: parameters, settings, and how it wants the answer.
+"""Arguments of a request beside its SQL: parameters, settings, and the form of the answer.
 
 The interface is ClickHouse's for a user with ``readonly = 2``. A client may send any setting; the
-engine bounds settings that cost memory, threads or time. Settings of inserts and of the transport,
-which drivers send with each request, change no answer: they are ignored.
+engine limits settings that cost memory, threads or time. Settings of inserts and of the transport,
+which drivers send with each request, change no answer and are ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEFAULT_SESSION_S, _MAX_SESSION_S = 60, 3_600
 _PARAMETER_PREFIX = "param_"
 _ANALYST = "analyst"
 _ROLES_THAT_CHANGE_NOTHING = frozenset({"", "default", "all", "owner"})
-# Arguments of the interface, which are no settings of the engine.
+# Arguments of the interface that are not settings of the engine.
 _OF_INTERFACE = frozenset(
     {
         "client_protocol_version",
@@ -53,7 +53,7 @@ _OF_INTERFACE = frozenset(
         "wait_end_of_query",
     }
 )
-# Each names a setting, or with an underscore at its end all settings that begin so.
+# Each names a setting, or with an underscore at its end all settings with that prefix.
 IGNORED_SETTINGS = (
     "add_http_cors_header",
     "allow_experimental_lightweight_delete",
@@ -97,7 +97,7 @@ IGNORED_SETTINGS = (
 )
 _IGNORED = frozenset(name for name in IGNORED_SETTINGS if not name.endswith("_"))
 _IGNORED_PREFIXES = tuple(name for name in IGNORED_SETTINGS if name.endswith("_"))
-# Settings that would let a statement write, and the values that do not.
+# Settings that would let a statement write, with their harmless values.
 _WRITING = {
     "allow_ddl": ("0", "false"),
     "allow_drop_detached": ("0", "false"),
@@ -110,9 +110,9 @@ _WRITING = {
 
 
 class Arguments(msgspec.Struct, frozen=True, kw_only=True):
-    """The arguments in address and headers. ``protocol_version`` is that of the format Native, 0
+    """Arguments in address and headers. ``protocol_version`` is the version of the format Native, 0
     for blocks as in files. ``accepted`` are the headers that may ask for a compressed answer. With
-    ``waits`` a late error is the answer's status as well."""
+    ``waits``, a late error also sets the answer's status."""
 
     query: str
     query_id: str
@@ -133,23 +133,24 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_array(self) -> bool:
-        """Whether lines of JSON are in one array."""
+        """True if lines of JSON are in one array."""
         return _BOOLEANS.get(self.settings.get(_ARRAY_OF_ROWS, "0").lower(), False)
 
     def coding(self) -> Coding:
-        """How the answer is compressed."""
+        """Return the compression of the answer."""
         if self.has_blocks:
             return Blocks(with_zstd=self.has_zstd_blocks)
         return accepted_coding(self.accepted)
 
 
 def given_in(query_string: bytes) -> dict[str, str]:
-    """The arguments of an address; of several with one name the last."""
+    """Parse the arguments of an address; the last of several with one name counts."""
     return dict(parse_qsl(query_string.decode("latin-1"), keep_blank_values=True))
 
 
 def read_arguments(scope: Scope, given: Mapping[str, str]) -> Arguments:
-    """Raises QueryError for a value that makes no sense, and for settings that would write."""
+    """Parse a request's arguments. Raises QueryError for invalid values, and for settings that
+    would write."""
     output_format = header_of(scope, b"x-clickhouse-format") or given.get("default_format", "")
     return Arguments(
         query=given.get("query", ""),
@@ -174,7 +175,7 @@ def read_arguments(scope: Scope, given: Mapping[str, str]) -> Arguments:
 
 
 def settings_of(given: Mapping[str, str]) -> dict[str, str]:
-    """The settings for the engine. Raises QueryError for settings that would allow writing."""
+    """Return the engine's settings. Raises QueryError for settings that would allow writing."""
     settings = {}
     for name, value in given.items():
         if name in _WRITING:
@@ -191,7 +192,8 @@ def settings_of(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_analyst(role: str) -> bool:
-    """Whether a role leaves out what analysts may not read. Raises QueryError for unknown roles."""
+    """Return whether a role is the analyst's, which cannot read some tables. Raises QueryError for
+    unknown roles."""
     if role == _ANALYST:
         return True
     if role.lower() in _ROLES_THAT_CHANGE_NOTHING:
@@ -203,7 +205,7 @@ def is_analyst(role: str) -> bool:
 
 
 def parameters_of(given: Mapping[str, str]) -> dict[str, str]:
-    """The parameters of a statement, without their prefix."""
+    """Return the parameters of a statement, without their prefix."""
     return {
         name.removeprefix(_PARAMETER_PREFIX): EscapedText(value)
         for name, value in given.items()

@@ -1,7 +1,7 @@
-"""The bodies of requests: bounds on their memory and time, and forms of several parts.
+"""Bodies of requests: limits of their memory and time, and forms of several parts.
 
-A form (``multipart/form-data``) has ClickHouse's external data, rows that clients send along with a
-question: a part with a file name for each table, and arguments as parts without one.
+A form (``multipart/form-data``) has ClickHouse's external data, rows that clients send with a
+query: a part with a file name for each table, and arguments as parts without one.
 ``NAME_structure`` or ``NAME_types``, and ``NAME_format``, are arguments as well.
 """
 
@@ -24,15 +24,15 @@ SOCKET_TIMEOUT = 209
 _MIB = 1024 * 1024
 _MAX_BYTES = 128 * _MIB
 _MAX_BYTES_OF_USER = 96 * _MIB
-# Each connection holds as much anyway. Short statements have room whatever others send.
+# Each connection holds this much anyway, so short statements always have room.
 _FREE_BYTES = 64 * 1024
-# A body may take this long, and a second more for each so many bytes of it.
+# Seconds for a body, plus one second for each so many bytes of it.
 _BODY_S = 30.0
 _BYTES_PER_S = 64 * 1024
 
 
 class Bodies:
-    """The bodies that requests hold, from their first byte to the end of the request."""
+    """Bodies that requests hold, from their first byte to the end of the request."""
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
@@ -63,7 +63,7 @@ class Bodies:
 
 
 class Body:
-    """The body of one request. ``held_bytes`` count against the bounds."""
+    """Body of one request. ``held_bytes`` count against the limits."""
 
     def __init__(self, bodies: Bodies, user: str) -> None:
         self._bodies = bodies
@@ -72,8 +72,11 @@ class Body:
         self.held_bytes = 0
 
     def bounded(self, receive: Receive) -> Receive:
-        """A ``receive`` of the body that counts it. It raises QueryError for a body that is too
-        slow or finds no room, and ClientDisconnect when the client leaves."""
+        """Return a ``receive`` that counts the body.
+
+        It raises QueryError for a body that is too slow or finds no room, and ClientDisconnect when
+        the client leaves.
+        """
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
 
@@ -110,7 +113,7 @@ _TOO_LARGE = 307
 
 
 def has_form(scope: Scope) -> bool:
-    """Whether the body is a form of several parts."""
+    """Return whether the body is a form of several parts."""
     kind = Headers(scope=scope).get("content-type", "")
     return kind.partition(";")[0].strip().lower() == "multipart/form-data"
 
@@ -118,8 +121,11 @@ def has_form(scope: Scope) -> bool:
 async def read_form(
     scope: Scope, receive: Receive, arguments: MutableMapping[str, str]
 ) -> tuple[ExternalTable, ...]:
-    """Read a body for which ``has_form``: return its tables, put its other parts to ``arguments``,
-    and take what describes the tables out of them. Raises QueryError."""
+    """Read a form and return its tables.
+
+    Its other parts are added to ``arguments``; the descriptions of the tables are removed from
+    them. Raises QueryError.
+    """
     parser = MultiPartParser(
         Headers(scope=scope),
         _bounded(receive),

@@ -15,7 +15,8 @@ _WORDS = struct.Struct("<8Q")
 
 
 def checksum(data: bytes) -> bytes:
-    """The 16 bytes before a compressed block: the lower half of the hash, then the upper half."""
+    """Return the 16 bytes before a compressed block: the lower half of the hash, then the upper
+    half."""
     return struct.pack("<2Q", *_hash128(data))
 
 
@@ -47,7 +48,7 @@ def _mix(low: int, high: int) -> int:
 
 
 def _short(data: bytes) -> int:
-    """The 64-bit hash of at most 16 bytes."""
+    """Return the 64-bit hash of at most 16 bytes."""
     size = len(data)
     if size > 8:
         last = _word(data, size - 8)
@@ -82,7 +83,7 @@ def _murmur(data: bytes, a: int, b: int) -> tuple[int, int]:
 
 
 def _weak(words: tuple[int, ...], at: int, a: int, b: int) -> tuple[int, int]:
-    """A weak hash of four words with two seeds."""
+    """Return a weak hash of four words with two seeds."""
     w, x, y, z = words[at : at + 4]
     a += w
     b = _rotate((b + a + z) & _MASK, 21)
@@ -103,7 +104,7 @@ def _with_seed(data: bytes, x: int, y: int) -> tuple[int, int]:
     w1 = _rotate((x + _word(data, 88)) & _MASK, 53) * _K1 & _MASK
     whole = size - size % _BLOCK_BYTES
     mask, k1 = _MASK, _K1
-    # Written out: a call for each operation would triple the time of the loop.
+    # Inlined: a call for each operation would triple the time of the loop.
     for s0, s1, s2, s3, s4, s5, s6, s7 in _WORDS.iter_unpack(memoryview(data)[:whole]):
         t = (x + y + v0 + s2) & mask
         x = ((t >> 37 | t << 27) & mask) * k1 & mask ^ w1
@@ -138,7 +139,7 @@ def _tail(
     v: tuple[int, int],
     w: tuple[int, int],
 ) -> tuple[int, int]:
-    """The end of the hash: the bytes behind the whole blocks, in pieces of 32 bytes."""
+    """Hash the bytes after the whole blocks, in pieces of 32 bytes."""
     x, y, z = state
     w0, w1 = w
     y = (y + _rotate(w0, 37) * _K0 + z) & _MASK

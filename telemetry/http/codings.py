@@ -1,5 +1,5 @@
-"""How an answer is compressed, as its client asks, and ClickHouse's compressed blocks: answers to
-``compress=1`` and bodies with ``decompress=1``.
+"""Compression of answers, and ClickHouse's compressed blocks: answers to ``compress=1`` and bodies
+with ``decompress=1``.
 
 A block has a checksum of 16 bytes, a byte for the method, the size of the block without its
 checksum, the size of the data, and the compressed data.
@@ -32,21 +32,21 @@ _ZLIB_LEVEL, _ZSTD_LEVEL = 3, 1
 
 
 class Coding(ABC):
-    """Compresses one answer. ``name`` is its Content-Encoding, empty if the body has none."""
+    """Compressor of one answer. ``name`` is its Content-Encoding, empty if the body has none."""
 
     name = ""
 
     @abstractmethod
     def encode(self, data: bytes) -> bytes:
-        """Some of the output; the rest comes with later calls."""
+        """Compress data; return a part of the output, the rest comes with later calls."""
 
     @abstractmethod
     def finish(self) -> bytes:
-        """The rest of the output."""
+        """Return the rest of the output."""
 
 
 class IdentityCoding(Coding):
-    """No compression."""
+    """Coding without compression."""
 
     def encode(self, data: bytes) -> bytes:
         return data
@@ -56,7 +56,7 @@ class IdentityCoding(Coding):
 
 
 class Blocks(Coding):
-    """ClickHouse's compressed blocks, which are no content coding of HTTP."""
+    """ClickHouse's compressed blocks, which are not a content coding of HTTP."""
 
     def __init__(self, *, with_zstd: bool) -> None:
         self._with_zstd = with_zstd
@@ -89,7 +89,7 @@ def _lz4() -> Coding:
     return _Stream("lz4", compressor, compressor.begin())
 
 
-# In the order of preference: the first that the client takes.
+# In order of preference: the first coding that the client accepts is used.
 _CODINGS: dict[str, Callable[[], Coding]] = {
     "lz4": _lz4,
     "zstd": lambda: _Stream("zstd", zstd.ZstdCompressor(level=_ZSTD_LEVEL)),
@@ -99,8 +99,8 @@ _CODINGS: dict[str, Callable[[], Coding]] = {
 
 
 def accepted_coding(headers: Headers) -> Coding:
-    """The preferred coding that the request's Accept-Encoding takes; none if it takes no known
-    one."""
+    """Return the preferred coding of the request's Accept-Encoding; no compression if it has no
+    known coding."""
     for name, make in _CODINGS.items():
         if weight_of(headers, b"accept-encoding", name.encode()):
             return make()
@@ -115,7 +115,7 @@ _CHECKSUM_DIFFERS, _CANNOT_DECOMPRESS, _UNKNOWN_METHOD, _TOO_LARGE = 40, 271, 89
 
 
 def compressed(data: bytes, *, with_zstd: bool = False) -> bytes:
-    """The data as blocks. Most clients ask for LZ4."""
+    """Compress data into blocks. Most clients ask for LZ4."""
     blocks = []
     for start in range(0, len(data), _MAX_BLOCK_BYTES):
         piece = data[start : start + _MAX_BLOCK_BYTES]
@@ -129,7 +129,7 @@ def compressed(data: bytes, *, with_zstd: bool = False) -> bytes:
 
 
 def decompressed(body: bytes, max_bytes: int) -> bytes:
-    """The data of the blocks. Raises QueryError for what is not blocks, and for more than
+    """Return the data of the blocks. Raises QueryError for invalid blocks, and for more than
     ``max_bytes``."""
     data = bytearray()
     at = 0

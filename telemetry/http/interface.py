@@ -1,8 +1,8 @@
 """ClickHouse's HTTP interface over the embedded store, as a user with ``readonly = 2`` sees it.
 
 ``GET /ping``; ``GET`` or ``POST`` on ``/`` with SQL in ``query``, in the body, or the first half in
-one and the rest in the other. Output goes through as the engine makes it. All but ``/ping`` is for
-clients that have a password (see ``access``).
+one and the rest in the other. Output passes through unchanged. All but ``/ping`` needs a password
+(see ``access``).
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ logger = logging.getLogger(__name__)
 _MAX_SQL_BYTES = 256 * 1024  # ClickHouse's own `max_query_size`: looking at one takes 0.7 s
 _TOO_BIG = 62
 _TIMEOUT_EXCEEDED = 159
-# Codes for which ClickHouse itself answers 404: an unknown table, database, column, function, type,
+# Codes that ClickHouse answers with 404: an unknown table, database, column, function, type,
 # setting, format.
 _UNKNOWN = frozenset({16, 46, 47, 50, 60, 73, 81, 115})
 _NOT_IMPLEMENTED = 48
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _METHODS = "GET, HEAD, POST, OPTIONS"
-# The times of answers are ClickHouse's own unless a client asks for others.
+# Answers have ClickHouse's time format unless a client asks for another.
 _DEFAULT_SETTINGS = {"date_time_output_format": "simple", TIMEZONE: "UTC"}
-# Nothing is known of a query when its answer begins.
+# Progress is unknown when the answer begins.
 _NO_PROGRESS = (
     '{"read_rows":"0","read_bytes":"0","written_rows":"0","written_bytes":"0",'
     '"total_rows_to_read":"0","result_rows":"0","result_bytes":"0","elapsed_ns":"0"}'
@@ -72,7 +72,7 @@ _NO_PROGRESS = (
 
 
 class HttpInterface:
-    """A bare ASGI application."""
+    """ASGI application of the interface."""
 
     def __init__(
         self,
@@ -80,8 +80,11 @@ class HttpInterface:
         config: ClickHouseConfig,
         views: AnalystViews | None = None,
     ) -> None:
-        """Statements that change ``views`` are refused without them. Raises ConfigError where
-        there is no password to ask for."""
+        """Create the interface.
+
+        Without ``views``, statements that change views are refused. Raises ConfigError if no
+        password is set.
+        """
         self._reader = reader
         self._views = views
         self._access = AccessCheck(config)
@@ -123,7 +126,7 @@ class HttpInterface:
                 decoded = body.bounded(with_decoded_body(scope, receive))
                 external: tuple[ExternalTable, ...] = ()
                 if has_form(scope):
-                    # Its parts are arguments as well.
+                    # Parts of the form are arguments as well.
                     external, decoded = await read_form(scope, decoded, given), _no_body
                 arguments = read_arguments(scope, given)
                 headers["X-ClickHouse-Query-Id"] = shown(arguments.query_id)
@@ -150,7 +153,7 @@ class HttpInterface:
     async def _stream(
         self, send: Send, question: Question, arguments: Arguments, headers: Mapping[str, str]
     ) -> None:
-        """Send the answer as it comes. An error behind its beginning stands at its end, and the
+        """Send the answer as it comes. An error after its beginning is written at its end, and the
         connection closes before the answer is complete."""
         question = msgspec.structs.replace(question, sql=require_reading(question.sql).text)
         async with self._reader.stream(question) as answer:
@@ -185,8 +188,8 @@ class HttpInterface:
         change: Change,
         headers: Mapping[str, str],
     ) -> None:
-        """Answer SET or USE, which change what the statements of a session begin with. The engine
-        says whether it takes the settings."""
+        """Answer SET or USE, which change the initial state of a session's later statements. The
+        engine decides whether it accepts the settings."""
         asked = msgspec.structs.replace(
             question,
             sql="SELECT 1",
@@ -208,7 +211,7 @@ class HttpInterface:
 
 
 class HttpServer:
-    """Serves the interface until it is told to stop."""
+    """Server of the interface, until it is stopped."""
 
     def __init__(
         self,
@@ -277,8 +280,8 @@ async def _read_body(receive: Receive) -> bytes:
 
 
 def _sql(arguments: Arguments, body: bytes) -> str:
-    """The statement, in the address, in the body, or the first half in one and the rest in the
-    other."""
+    """Return the statement: in the address, in the body, or the first half in one and the rest in
+    the other."""
     if arguments.is_compressed:
         body = decompressed(body, _MAX_SQL_BYTES)
     try:
@@ -353,7 +356,7 @@ async def _start(send: Send, status: int, headers: Mapping[str, str]) -> None:
             "type": "http.response.start",
             "status": status,
             "headers": [
-                # A client's own values, such as its query id, may hold any character.
+                # Values from the client, such as its query id, may hold any character.
                 (k.lower().encode(), _CONTROL.sub("?", v).encode("latin-1", "replace"))
                 for k, v in headers.items()
             ],
@@ -367,7 +370,7 @@ async def _send_part(send: Send, data: bytes) -> None:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[None, None, None]) -> None:
-    """Do the work, and end it when the client closes its connection."""
+    """Do the work; cancel it when the client closes its connection."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
     try:

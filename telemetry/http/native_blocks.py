@@ -1,7 +1,7 @@
-"""Blocks of the format Native as clients read them that name a ``client_protocol_version``.
+"""Blocks of the format Native for clients with a ``client_protocol_version``.
 
-The engine writes Native for files: without the information of a block, and without the byte in
-each column that tells of a custom serialization. Both are put in as the blocks pass.
+The engine writes Native as for files: without the information of a block, and without the byte in
+each column that marks a custom serialization. Both are inserted as the blocks pass.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from millrace.telemetry.store.reading import QueryError
 
-# No totals that overflowed (field 1), no bucket of an aggregation (field 2), no more fields.
+# No overflowed totals (field 1), no aggregation bucket (field 2), end of the fields.
 _BLOCK_INFO = bytes((1, 0, 2, 0xFF, 0xFF, 0xFF, 0xFF, 0))
 _CUSTOM_SERIALIZATION = 54454
 _NOT_IMPLEMENTED = 48
@@ -36,7 +36,7 @@ _ALIASES = {
     "MultiLineString": f"Array(Array({_POINT}))",
     "MultiPolygon": f"Array(Array(Array({_POINT})))",
 }
-# The largest precision of a Decimal of 4, 8, 16 and 32 bytes.
+# Largest precision of a Decimal of 4, 8, 16 and 32 bytes.
 _DECIMALS = ((9, 4), (18, 8), (38, 16), (76, 32))
 _NAMED_ELEMENT = re.compile(r"^(?:`(?:[^`\\]|\\.)*`|[A-Za-z_]\w*)\s+(?=[A-Za-z])")
 _SIGN = re.compile(r"'(?:[^'\\]|\\.)*'|`(?:[^`\\]|\\.)*`|[(),]")
@@ -45,8 +45,7 @@ _Steps = Generator[None, None, None]
 
 
 class NativeBlocks:
-    """Takes an answer in pieces of any size. What it holds back is at most the beginning of a
-    value."""
+    """Converter of an answer in pieces of any size; it holds back at most the start of a value."""
 
     def __init__(self, version: int) -> None:
         self._has_custom_byte = version >= _CUSTOM_SERIALIZATION
@@ -56,7 +55,7 @@ class NativeBlocks:
         self._steps = self._blocks()
 
     def feed(self, data: bytes) -> bytes:
-        """The output so far. Raises QueryError for a column of a type that cannot be passed."""
+        """Return the output so far. Raises QueryError for a column of an unsupported type."""
         self._data += data
         next(self._steps)
         self._pass()
@@ -168,7 +167,7 @@ class NativeBlocks:
 
 
 class _Layout(NamedTuple):
-    """How the values of a type lie in a column. ``num_prefixes`` counts the words of 8 bytes before
+    """Layout of a type's values in a column. ``num_prefixes`` counts the words of 8 bytes before
     the column, one for each LowCardinality."""
 
     kind: Literal["fixed", "string", "tuple", "nullable", "array", "keys", "opaque"]
@@ -221,7 +220,7 @@ def _layout(kind: str) -> _Layout:
 
 
 def _arguments(text: str) -> list[str]:
-    """The arguments of a type, split where a comma stands outside of brackets and quotes."""
+    """Split the arguments of a type at commas outside of brackets and quotes."""
     arguments, depth, start = [], 0, 0
     for match in _SIGN.finditer(text):
         sign = match.group()

@@ -1,4 +1,4 @@
-"""What a saved query's parameters may be, as the comments at its head say, and their check."""
+"""Parameters of saved queries, declared in the comments at their head, and their validation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Value = str | int | float
 
 
 class Parameter(msgspec.Struct, frozen=True, kw_only=True):
-    """A parameter: ClickHouse's type of it, what it is without one (None: it must be given), and
-    what its comment bounds it by: ``one of a|b``, ``at most 500``."""
+    """Parameter: its ClickHouse type, its default (None: it is required), and the limit in its
+    comment: ``one of a|b``, ``at most 500``."""
 
     name: str
     type: str
@@ -34,7 +34,7 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
     limit: int | None = None
 
     def read(self, value: Value) -> Value:
-        """The value as its type. Raises ParameterError."""
+        """Convert a value to the parameter's type. Raises ParameterError."""
         match = _INTEGER.match(self.type)
         if match is not None:
             return self._integer(value, is_unsigned=bool(match[1]), num_bits=int(match[2]))
@@ -69,8 +69,8 @@ class Parameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parameters_of(sql: str, comments: str) -> dict[str, Parameter]:
-    """The parameters that a query's text has places for, by name; of several comments on one the
-    last counts."""
+    """Return the parameters with places in a query's text, by name; the last of several comments on
+    one counts."""
     described = {match[1]: (match[2], match[3]) for match in _COMMENT.finditer(comments)}
     parameters = {}
     for name, type_name in _PLACE.findall(sql):
@@ -90,8 +90,11 @@ def parameters_of(sql: str, comments: str) -> dict[str, Parameter]:
 def read_values(
     query: str, parameters: Mapping[str, Parameter], given: Mapping[str, Value], now_s: float
 ) -> dict[str, Value]:
-    """The value of each parameter. Raises ParameterError for one that the query does not have, that
-    is missing, that its type or its comment does not allow, or a range that makes no sense."""
+    """Return the value of each parameter.
+
+    Raises ParameterError for a parameter that is unknown, missing, or not allowed by its type or
+    comment, and for an invalid range.
+    """
     unknown = sorted(given.keys() - parameters.keys())
     if unknown:
         known = ", ".join(sorted(parameters)) or "none"

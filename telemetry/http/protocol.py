@@ -1,4 +1,4 @@
-"""One connection of the store's HTTP interface, and when it is closed from this side."""
+"""Connection of the store's HTTP interface, and its close from this side."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from millrace.runtime.http.protocol import HttpProtocol
 
-# A client takes this much of a waiting answer, or all of it, in each interval.
+# Seconds in which a client must take this much of a waiting answer, or all of it.
 _SEND_INTERVAL_S = 30.0
 _MIN_SENT_BYTES = 64 * 1024
 
 
 class Protocol(HttpProtocol):
-    """Closes the connection behind an answer that ends before it is complete, and a connection
-    whose client does not read its answer."""
+    """Protocol that closes the connection after an incomplete answer, and a connection whose client
+    does not read its answer."""
 
     _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        # Writing is paused while any byte waits, so that the last bytes of an answer count too.
+        # Pause writing while any byte waits, so that the last bytes of an answer count too.
         transport.set_write_buffer_limits(0)
         super().connection_made(transport)
 
@@ -47,7 +47,7 @@ class Protocol(HttpProtocol):
     def _look(self, before_bytes: int) -> None:
         waiting_bytes = self.transport.get_write_buffer_size()
         if before_bytes - waiting_bytes < _MIN_SENT_BYTES:
-            # Resets it: the kernel would keep its own part of the answer.
+            # Reset the connection: otherwise the kernel would keep its own part of the answer.
             connected = self.transport.get_extra_info("socket")
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.transport.abort()

@@ -1,4 +1,4 @@
-"""Sessions of clients (``session_id``): the settings, the database and the role that they set."""
+"""Sessions of clients (``session_id``): the settings, database and role that they set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ESCAPE = re.compile(r"\\(.)|''", re.DOTALL)
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """The changes that SET or USE makes for later statements. None: no change."""
+    """Changes by SET or USE for later statements. None: no change."""
 
     settings: dict[str, str] = {}
     parameters: dict[str, str] = {}
@@ -28,7 +28,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SqlSession(msgspec.Struct, kw_only=True):
-    """The state of a session. Arguments in a statement's address override it."""
+    """State of a session. Arguments in a statement's address override it."""
 
     expires_s: float
     settings: dict[str, str] = {}
@@ -37,7 +37,7 @@ class SqlSession(msgspec.Struct, kw_only=True):
     is_analyst: bool = False
 
     def apply(self, change: Change) -> None:
-        """Raises QueryError for too many settings."""
+        """Apply a change. Raises QueryError for too many settings."""
         settings = {**self.settings, **change.settings}
         parameters = {**self.parameters, **change.parameters}
         if len(settings) + len(parameters) > _MAX_SETTINGS:
@@ -52,15 +52,17 @@ class SqlSession(msgspec.Struct, kw_only=True):
 
 
 class SqlSessions:
-    """The sessions of all users, each until it has not been used for its timeout."""
+    """Sessions of all users; an unused session ends after its timeout."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._sessions: dict[tuple[str, str], SqlSession] = {}
 
     def session(self, user: str, arguments: Arguments) -> SqlSession:
-        """The session that a request names, a new one for each request without a name. Raises
-        QueryError if it must exist and does not."""
+        """Return the session that a request names; without a name, a new one for this request.
+
+        Raises QueryError if the session must exist and does not.
+        """
         now_s = self._now_s()
         expires_s = now_s + arguments.session_s
         if not arguments.session_id:
@@ -87,8 +89,10 @@ class SqlSessions:
 
 
 def change_of(sql: str) -> Change | None:
-    """Read the changes of a statement SET or USE; None for other statements. Raises QueryError for
-    a statement that cannot be read."""
+    """Parse the changes of SET or USE; None for other statements.
+
+    Raises QueryError for a statement that cannot be parsed.
+    """
     if first_word(sql) not in {"set", "use"}:
         return None
     tokens = tokens_of(sql)
@@ -119,7 +123,7 @@ def _assigned(sql: str, tokens: list[Token]) -> Change:
 
 
 def _parts(tokens: list[Token]) -> list[list[Token]]:
-    """Split where a comma stands outside of brackets."""
+    """Split at commas outside of brackets."""
     parts: list[list[Token]] = [[]]
     depth = 0
     for token in tokens:

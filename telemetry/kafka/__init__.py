@@ -1,1 +1,1 @@
-"""Clients of Kafka, its security, and a cluster in memory."""
+"""Clients of Kafka, their security, and a cluster in memory."""

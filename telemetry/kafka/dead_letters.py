@@ -1,4 +1,4 @@
-"""Messages that cannot become rows, kept with the reason on a topic of their own."""
+"""Messages that cannot become rows, kept with the reason on their own topic."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MOST_LOGGED = 10
 
 
 class DeadLetterRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A message and why it is no row. ``origin`` is topic, partition and offset, if it was in
-    Kafka; ``topic`` is the one where it is or belongs, if that is known."""
+    """Message with the reason why it cannot be a row. ``origin`` is topic, partition and offset, if
+    it was in Kafka; ``topic`` is its topic, if known."""
 
     payload: bytes
     reason: str
@@ -31,7 +31,7 @@ class DeadLetterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, message: ConsumerRecord, reason: str, sequence: int | None) -> DeadLetterRecord:
-        """Of a message that was consumed."""
+        """Make the dead letter of a consumed message."""
         return cls(
             payload=message.value or b"",
             reason=reason,
@@ -43,22 +43,22 @@ class DeadLetterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_private(self) -> bool:
-        """Whether it holds, or may hold, what somebody wrote."""
+        """True if it holds, or may hold, text of a user."""
         return self.topic == subjects.TRANSCRIPTS_TOPIC
 
 
 class RecordDeadLetters:
-    """Writes to the dead-letter topic with a producer that somebody else owns.
+    """Writer to the dead-letter topic; the caller owns the producer.
 
-    The words of a transcript stay where they are: its letter has only the reason and the origin.
-    So does that of a message too large to be sent again.
+    The text of a transcript is not copied: its letter has only the reason and the origin. The same
+    holds for a message that is too large to be sent again.
     """
 
     def __init__(self, producer: AIOKafkaProducer) -> None:
         self._producer = producer
 
     async def send(self, letters: Sequence[DeadLetterRecord]) -> None:
-        """Returns when Kafka has them all."""
+        """Send letters and wait until Kafka has them all."""
         sent = [
             await self._producer.send(
                 subjects.DEAD_TOPIC,
@@ -71,7 +71,7 @@ class RecordDeadLetters:
         await asyncio.gather(*sent)
         for letter in letters[:_MOST_LOGGED]:
             logger.warning(
-                "a record cannot be stored; it is among the dead letters",
+                "a record cannot be stored and is a dead letter now",
                 extra={
                     "reason": _reason(letter),
                     "outbox_sequence": letter.sequence,
@@ -91,7 +91,7 @@ def _is_sendable(letter: DeadLetterRecord) -> bool:
 
 def _reason(letter: DeadLetterRecord) -> str:
     if letter.is_private:
-        # ClickHouse may quote the row that it refuses.
+        # ClickHouse may quote the row that it rejects.
         return "a transcript does not fit its table"
     return letter.reason[:_REASON_CHARACTERS]
 

@@ -1,8 +1,8 @@
-"""Kafka's protocol on one machine without a broker: librdkafka's in-memory cluster.
+"""Embedded Kafka on one machine without a broker: librdkafka's in-memory cluster.
 
 ``python -m millrace.telemetry.kafka.embedded [--write-bootstrap FILE]`` prints the bootstrap
-address (and writes it to FILE) and serves until it is told to stop or its parent dies. What it
-holds is gone then; the bridge replays the outbox.
+address (and writes it to FILE) and serves until it is stopped or its parent dies. Its contents are
+then lost; the bridge replays the outbox.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _START_TIMEOUT_S = 10.0
 
 
 class EmbeddedKafka:
-    """A cluster of one broker on a loopback port that the system chose; it lives in this process
-    until ``close``, or until the process ends."""
+    """Cluster of one broker on a loopback port chosen by the system; it lives in this process until
+    ``close``, or until the process ends."""
 
     def __init__(self) -> None:
-        # The client is only the cluster's home: nothing is ever produced by it.
+        # This client only hosts the cluster; it never produces.
         self._home: Producer | None = Producer(
             {"bootstrap.servers": "embedded", "test.mock.num.brokers": 1, "log_level": 3}
         )
@@ -39,7 +39,7 @@ class EmbeddedKafka:
 
 
 def die_with_parent() -> None:
-    """Have the kernel stop this process when its parent ends, however it ends."""
+    """Have the kernel stop this process when its parent ends in any way."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() == 1:
         raise SystemExit("the parent has ended already")
@@ -62,14 +62,15 @@ def main(arguments: list[str]) -> NoReturn:
         die_with_parent()
     cluster = EmbeddedKafka()
     if file is not None:
-        # Renamed into place, so that a reader never sees half an address.
+        # Rename into place, so that a reader never sees half an address.
         partial = file.with_name(f"{file.name}.partial")
         partial.write_text(f"{cluster.bootstrap_servers}\n", encoding="utf-8")
         partial.replace(file)
     sys.stdout.write(f"{cluster.bootstrap_servers}\n")
     sys.stdout.flush()
     stop.wait()
-    # Taking the cluster down waits for its clients, and they for us; there is nothing to save.
+    # A clean shutdown of the cluster would wait for its clients, and they for it; there is nothing
+    # to save.
     os._exit(0)
 
 

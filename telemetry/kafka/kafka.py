@@ -1,4 +1,5 @@
-"""Kafka as the telemetry path uses it: topics, a careful producer, a consumer that commits late."""
+"""Kafka clients of the telemetry path: topics, an idempotent producer, a consumer with manual
+commits."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from millrace.telemetry.kafka.security import connection_options, why_refused
 
 SEQUENCE_HEADER = "outbox-sequence"
 SUBJECT_HEADER = "subject"
-# Brokers take 1 MiB, unless they are told otherwise, with key, headers and reason.
+# Brokers accept 1 MiB by default, including key, headers and reason.
 LARGEST_MESSAGE_BYTES = 1_000_000
 
 Offsets = Mapping[TopicPartition, int]
@@ -36,7 +37,8 @@ security.install()
 
 
 def make_producer(config: KafkaConfig) -> AIOKafkaProducer:
-    """Idempotent, acknowledged by all in-sync replicas, in order within a partition.
+    """Return a producer: idempotent, acknowledged by all in-sync replicas, in order within a
+    partition.
 
     Uncompressed: compressing a record here takes longer than storing it. A topic's own
     ``compression.type`` has the broker do it.
@@ -54,11 +56,11 @@ def make_producer(config: KafkaConfig) -> AIOKafkaProducer:
 async def start_consumer(
     config: KafkaConfig, *, manages_groups: bool, listener: ConsumerRebalanceListener
 ) -> AIOKafkaConsumer:
-    """The sink's consumer, started; offsets are committed by hand, ``listener`` hears of
-    rebalances.
+    """Start and return the sink's consumer; offsets are committed by hand, and ``listener`` is told
+    of rebalances.
 
-    A broker shares the partitions among the group's members. The embedded cluster is slow at that
-    (a member that died costs 10 s), and has one consumer only: it takes all partitions.
+    A broker divides the partitions among the group's members. The embedded cluster is slow at that
+    (a dead member costs 10 s) and has a single consumer, which takes all partitions.
     """
     consumer = AIOKafkaConsumer(
         bootstrap_servers=config.bootstrap_servers,
@@ -68,8 +70,7 @@ async def start_consumer(
         auto_offset_reset="earliest",
         session_timeout_ms=10_000,
         heartbeat_interval_ms=2_000,
-        # Longer than a member takes to store what it has in hand (see
-        # ``telemetry.sink.progress``).
+        # Longer than a member takes to store its current batch (see ``telemetry.sink.progress``).
         rebalance_timeout_ms=15_000,
         # A store that is unreachable for hours must not cost the membership.
         max_poll_interval_ms=24 * 3_600_000,
@@ -86,8 +87,8 @@ async def start_consumer(
 
 
 async def stop_client(client: AIOKafkaProducer | AIOKafkaConsumer) -> None:
-    """Close a client; one whose cluster is unreachable would wait for it, and what it holds is in
-    the outbox or in Kafka still."""
+    """Close a client with a timeout: with an unreachable cluster it would wait forever, and its
+    records are still in the outbox or in Kafka."""
     try:
         async with asyncio.timeout(_STOP_TIMEOUT_S):
             await client.stop()
@@ -96,10 +97,10 @@ async def stop_client(client: AIOKafkaProducer | AIOKafkaConsumer) -> None:
 
 
 async def ensure_topics(config: KafkaConfig) -> bool:
-    """Create the topics that are missing; whether this is a broker that manages topics and groups.
+    """Create missing topics; return whether this broker manages topics and groups.
 
-    The embedded cluster has no controller to ask: its topics come into being on first use. Raises
-    KafkaError, or UntrustedServerError or CredentialsRefusedError if that is why no server answers.
+    The embedded cluster has no controller: its topics are created on first use. Raises KafkaError,
+    or UntrustedServerError or CredentialsRefusedError if that is why no server answers.
     """
     admin = AIOKafkaAdminClient(
         bootstrap_servers=config.bootstrap_servers, **connection_options(config)
@@ -148,11 +149,11 @@ _MARKER = TopicPartition(subjects.BRIDGE_TOPIC, 0)
 
 
 async def look_at_cluster(config: KafkaConfig) -> tuple[bool, dict[TopicPartition, int]]:
-    """Whether this Kafka is the one that the bridge has written to, and where its record topics
-    end now.
+    """Return whether the bridge has written to this Kafka before, and the current ends of its
+    record topics.
 
-    A cluster that lost its topics (the embedded one does at each start) has no marker: what the
-    outbox believes delivered is gone there.
+    A cluster that lost its topics (the embedded one does at each start) has no marker: records
+    acknowledged in the outbox are gone there.
     """
     consumer = AIOKafkaConsumer(
         bootstrap_servers=config.bootstrap_servers, **connection_options(config)
@@ -168,8 +169,8 @@ async def look_at_cluster(config: KafkaConfig) -> tuple[bool, dict[TopicPartitio
 
 
 async def sign_cluster(producer: AIOKafkaProducer) -> None:
-    """Write the marker, once the outbox has been rewound: a crash before it leaves the cluster
-    new."""
+    """Write the marker after the outbox was rewound: after a crash before it, the cluster still
+    counts as new."""
     await producer.send_and_wait(
         _MARKER.topic, uuid.uuid4().hex.encode(), partition=_MARKER.partition
     )

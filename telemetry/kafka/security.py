@@ -1,5 +1,4 @@
-"""Connections to Kafka: who we are and whom we trust, why a cluster cannot be used, and the end of
-a connection whose broker is dead."""
+"""Connections to Kafka: credentials, trust, reasons for refusals, and timeouts of dead brokers."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ _TRY_TIMEOUT_MS = 5_000
 
 
 def connection_options(config: KafkaConfig) -> dict[str, Any]:
-    """What each of aiokafka's clients is to be told. Raises ConfigError that names the setting at
-    fault."""
+    """Return the connection options of aiokafka's clients. Raises ConfigError that names the
+    setting at fault."""
     has_tls = config.tls or has_tls_files(config)
     options: dict[str, Any] = {
         "security_protocol": ("SASL_" if config.sasl_mechanism else "")
@@ -44,8 +43,10 @@ def connection_options(config: KafkaConfig) -> dict[str, Any]:
 
 
 async def why_refused(config: KafkaConfig) -> MillraceError | None:
-    """Why no bootstrap server can be used, if it is nothing that trying again mends. The clients
-    keep that to themselves, so each server is asked once more."""
+    """Return why no bootstrap server can be used, if a retry would not help; else None.
+
+    The clients do not report this, so each server is asked once more.
+    """
     options = connection_options(config)
     refusal: MillraceError | None = None
     for host, port, _ in collect_hosts(config.bootstrap_servers):
@@ -85,8 +86,8 @@ def _refusal_of(error: Exception, where: str, config: KafkaConfig) -> MillraceEr
     has_tls = config.tls or has_tls_files(config)
     if isinstance(error, ssl.SSLError) or (has_tls and isinstance(error, ConnectionResetError)):
         return UntrustedServerError(
-            f"Kafka at {where} hangs up in the handshake of TLS, so it has no TLS at that port; "
-            "kafka.tls or a file of kafka.* demands it."
+            f"Kafka at {where} closes the connection in the TLS handshake, so it has no TLS at "
+            "that port; kafka.tls or a file of kafka.* requires it."
         )
     return None
 
@@ -97,7 +98,7 @@ _ERRORS = ConnectionErrors(KafkaError)
 
 
 async def connect(*arguments: Any, **options: Any) -> AIOKafkaConnection:
-    """As ``aiokafka.conn.create_conn``; raises KafkaError or OSError and nothing else."""
+    """Call ``aiokafka.conn.create_conn``; raise KafkaError or OSError only."""
     with _ERRORS:
         connection = await create_conn(*arguments, **options)
         bound_silence(connection._writer.get_extra_info("socket"), _SILENCE_S)
@@ -105,5 +106,5 @@ async def connect(*arguments: Any, **options: Any) -> AIOKafkaConnection:
 
 
 def install() -> None:
-    """Replace the connect function of aiokafka in this process: aiokafka has no option for it."""
+    """Replace aiokafka's connect function in this process: aiokafka has no option for it."""
     client.create_conn = connect

@@ -1,17 +1,17 @@
--- What alerts of deploy/prometheus/alerts.yml go by, as far as rows tell it.
--- For each alert and model (or worker) of the last twelve hours: its value now, whether that is over the
--- bound, and since when it has been without a break, as a Unix time, at most six hours ago. Windows and
--- bounds are the alerts' own, minutes are whole but for the last. First tokens are late by what clients
--- saw, as gateways' metrics count them.
--- param ttft_ms: the most that the first token may take (default 1000)
--- param target: the share of first tokens that is promised within it (default 0.95)
+-- State of the alerts of deploy/prometheus/alerts.yml, as far as rows show it.
+-- For each alert and model (or worker) of the last twelve hours: its current value, whether it exceeds
+-- the bound, and since when without a break, as a Unix time, at most six hours ago. Windows and bounds
+-- are the alerts' own; minutes are whole except the last. A late first token is measured at the
+-- client, as in the gateways' metrics.
+-- param ttft_ms: objective for the time to first token, in ms (default 1000)
+-- param target: share of first tokens that should arrive within it (default 0.95)
 WITH
     720 AS num_minutes,
     intDiv(toInt64(toUnixTimestamp(now())), 60) - num_minutes + 1 AS first_minute,
     toDateTime(60 * first_minute, 'UTC') AS earliest,
     round(1 - {target:Float64}, 6) AS budget,
-    -- An alert, its two windows in minutes, its bound, and whether it is a number by the second or by
-    -- what else there was; 0: by nothing.
+    -- Alert, its two windows in minutes, its bound, and the kind of its value: per second, a share, or
+    -- 0: neither.
     [
         ('MillraceFirstTokensLate', 60, 5, round(14.4 * budget, 6), 'share'),
         ('MillraceFirstTokensOftenLate', 360, 30, round(6 * budget, 6), 'share'),
@@ -116,7 +116,7 @@ SELECT
     )
 FROM
 (
-    -- A worker whose engine tells of no blocks has no cache that could be full.
+    -- An engine that reports no blocks has no cache that could be full.
     SELECT name, sampled_at, (num_blocks - num_free_blocks) / num_blocks AS used
     FROM worker_samples FINAL
     WHERE sampled_at >= now64(6) - toIntervalMinute(30) AND num_blocks > 0

@@ -1,9 +1,9 @@
--- The monthly budget of each tenant and API key, and what was spent of it in this UTC month. key_id is
--- empty for a tenant's own budget, which all of its keys share; a key's budget counts that key alone.
--- spent_share is NULL for a budget of 0. Budgets that were taken away are left out. A request counts in
--- the month in which it ended; the limiter counts it in the month in which it began, and running ones too.
--- Money is exact, as text; a row for each currency.
--- param tenant: whose; empty: everybody's (default '')
+-- Monthly budget of each tenant and API key, and its spending in this UTC month.
+-- key_id is empty for a tenant's own budget, which all of its keys share; a key's budget counts that
+-- key alone. spent_share is NULL for a budget of 0. Removed budgets are left out. A request counts in
+-- the month in which it ended; the limiter counts it in the month in which it began, and running ones
+-- too. Money is exact, as text; a row for each currency.
+-- param tenant: only this tenant's; empty: all (default '')
 SELECT
     b.tenant AS tenant,
     b.key_id AS key_id,

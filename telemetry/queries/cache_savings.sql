@@ -1,7 +1,7 @@
--- What the prefix cache saved, by model and price version.
--- Prompt tokens that were found there, and by how much less tenants paid for them than if they had
--- been computed. Requests that no worker had are left out. Money is exact, as text; NULL where the
--- store does not know the prices of that version. Counted are the minutes that begin in the range.
+-- Savings by the prefix cache, by model and price version.
+-- Prompt tokens found in the cache, and the money that tenants saved compared with computing them.
+-- Requests without a worker are left out. Money is exact, as text; NULL if the store does not know the
+-- prices of that version. Counts the minutes that begin in the range.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
 WITH
     {{range}}

@@ -1,7 +1,7 @@
--- How full the workers were, by model, in steps of whole minutes.
--- Queue, sequences, KV blocks, batch size, busy time, step time and tokens per second. What is a level
--- is the mean over time; the queue belongs to a model, and each of its workers sees all of it. A step
--- without samples is not there.
+-- Use of the workers, by model, in steps of whole minutes.
+-- Queue, sequences, KV blocks, batch size, busy time, step time and tokens per second. Levels are
+-- means over time. The queue belongs to a model, and each of its workers sees all of it. Steps without
+-- samples are missing.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param step_s: the length of a step, of whole minutes (default 3600)
 WITH

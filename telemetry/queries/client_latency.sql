@@ -1,5 +1,5 @@
--- First byte as clients see it, but for the network, by percentile, in steps, in ms: see first_byte.
--- To within 1 %. A step without any is not there. A short step that is not over yet is left out.
+-- First byte at the client without the network, by percentile, in steps, in ms: see first_byte.
+-- Accurate to 1 %. Steps without answers are missing. A short step that is not over yet is left out.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')

@@ -1,4 +1,4 @@
--- What requests cost their tenants by the price book, and us in device time, by model, in steps.
+-- Prices of requests to their tenants, and device cost to the operator, by model, in steps.
 -- Money is exact, as text, in the currency of its row.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 WITH

@@ -1,4 +1,4 @@
--- What clients really saw, by model and how they came.
+-- Deliveries as clients saw them, by model and interface.
 -- Time to the first byte, tokens delivered, resumes, replays and stalls (gaps of a second or more
 -- between two deliveries of tokens).
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)

@@ -1,7 +1,7 @@
--- What devices cost while they were busy and while they idled, by currency, in steps.
--- Money is for plotting: idle_cost has it exact. A short step that is not over yet is left out; steps
--- of a minute or more are of whole minutes. A worker at rest reports twice a minute, so that its last
--- half minute may be missing.
+-- Cost of devices while busy and while idle, by currency, in steps.
+-- Money is for plotting: idle_cost has the exact amounts. A short step that is not over yet is left
+-- out; steps of a minute or more are of whole minutes. An idle worker reports twice a minute, so its
+-- last half minute may be missing.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param step_s: the length of a step (default 60)
 WITH

@@ -1,4 +1,4 @@
--- Requests that did not end well, by model, how they ended and why, with one of each to look at.
+-- Requests that did not end well, by model, status and error code, with one example of each.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 WITH
     {{range}}

@@ -1,11 +1,11 @@
--- From a request to its first token, by model, as the store and as the client has it, in ms.
--- TTFT is from receipt to when the worker had the first token. First byte is what the client sees but
--- for the network: from the end of the request's head at the gateway to when that wrote the first token,
--- intake (key, body, parsing: before receipt), TTFT and the way back (over the bus and through the
--- gateway) in one. Of requests of which both are known; percentiles, to within 1 %, are of each by
--- itself, so those of the parts need not add up. Of an answer that is not streamed the gateway keeps its
--- first token until the end. An empty model: all of them together. The way back compares the clocks of
--- two machines where there are two.
+-- Latency from a request to its first token, by model, at the worker and at the client, in ms.
+-- TTFT is from receipt to the worker's first token. First byte is the client's view without the
+-- network: from the end of the request's head at the gateway to the gateway's write of the first
+-- token. It is the sum of intake (key, body, parsing: before receipt), TTFT and the way back (over the
+-- bus and through the gateway). Only requests with both values count. Percentiles, accurate to 1 %,
+-- are of each part by itself, so the parts need not add up. An answer that is not streamed stays at
+-- the gateway until its end. An empty model: all models together. The way back compares the clocks of
+-- two machines if there are two.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')

@@ -1,7 +1,6 @@
--- What each worker's device cost while it was busy and while it idled.
--- And how much of the busy time no request was charged for. Money is exact, as text, cut after 12
--- digits. Joules are NULL without a counter. Counted are the minutes that begin in the range; a sample's period counts in the minute in
--- which it ended.
+-- Cost of each worker's device while busy and while idle, and the busy time charged to no request.
+-- Money is exact, as text, cut after 12 digits. Joules are NULL without a counter. Counts the minutes
+-- that begin in the range; a sample's period counts in the minute in which it ended.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 WITH
     {{range}}

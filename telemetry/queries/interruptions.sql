@@ -1,5 +1,5 @@
--- What went wrong in each step: runs moved or preempted, requests shed, expired or failed, and what
--- clients saw of it: returns to a stream, stalls. Steps in which all was well are not there.
+-- Interruptions in each step: attempts moved or preempted, requests shed, expired or failed.
+-- Also their effects on clients: resumes and stalls. Steps without interruptions are missing.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param step_s: the length of a step (default 60)
 WITH

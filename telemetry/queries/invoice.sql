@@ -1,11 +1,10 @@
--- An invoice: what a tenant owes for a range, say a month, by model, adapter, tier and price version.
--- amount is exact: the sum of what each request was charged. by_price_book is computed from tokens
--- and the price book again, NULL where the store does not know that version; difference is 0 if all
--- is well. What no worker had, and so nobody pays for, is not in it.
--- Money is exact, as text; a row for each currency. Counted are the minutes that begin in the range:
--- of ranges that follow one another each request is in one.
+-- Invoice of a tenant for a range, such as a month, by model, adapter, tier and price version.
+-- amount is exact: the sum of what each request was charged. by_price_book is recomputed from tokens
+-- and the price book, NULL if the store does not know that version; difference should be 0. Requests
+-- without a worker cost nothing and are left out. Money is exact, as text; a row for each currency.
+-- Counts the minutes that begin in the range: in consecutive ranges each request counts once.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
--- param tenant: whose; empty: everybody's (default '')
+-- param tenant: only this tenant's; empty: all (default '')
 WITH
     {{range}}
 SELECT

@@ -1,8 +1,8 @@
--- Latencies of requests by percentile, in steps, in ms: TTFT, TPOT, ITL, E2E, and the time in the queue.
+-- Latencies of requests by percentile, in steps, in ms: TTFT, TPOT, ITL, E2E, and queue time.
 -- TTFT is from receipt to the first token, TPOT the mean of a request's further tokens (each request
--- counts once), ITL the same with each token counting once, E2E from receipt to the end of what was
--- answered; each to within 1 %. A step without any is not there: no latency is not a latency of zero.
--- A short step that is not over yet is left out.
+-- counts once), ITL the same with each token counting once, E2E from receipt to the end of answered
+-- requests; each accurate to 1 %. Steps without a value are missing: no latency is not a latency of
+-- zero. A short step that is not over yet is left out.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 WITH
     {{steps}},

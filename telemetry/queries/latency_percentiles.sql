@@ -1,6 +1,6 @@
 -- Latencies by model, in ms: queue, TTFT, TPOT, ITL and E2E.
--- The time in the queue, to the first token (TTFT), for each further token of a request (TPOT) and of
--- all tokens alike (ITL), and to the end of those that were answered (E2E). NULL: no request got so
+-- Queue time, time to first token (TTFT), time per further token with each request (TPOT) or each
+-- token (ITL) counting once, and time to the end of answered requests (E2E). NULL: no request got so
 -- far. Percentiles are estimates by t-digest.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 WITH

@@ -1,7 +1,7 @@
--- The refusals that came last: a row for each second of a gateway and each kind, with how many requests
--- it was and the ids of the first eight of them, which are all where it was no more.
+-- Latest refusals: a row for each gateway, second and kind.
+-- Each row has the number of requests and the ids of the first eight.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param rows: how many, at most 500 (default 50)
+-- param rows: number of rows, at most 500 (default 50)
 WITH
     {{range}}
 SELECT

@@ -1,8 +1,8 @@
--- The requests that ended last, with what they took and what they cost.
+-- Latest ended requests, with their usage and cost.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
--- param id: only those whose id begins so (default '')
--- param rows: how many, at most 500 (default 50)
+-- param status: only requests with this status, one of done|cancelled|expired|shed|failed (default '')
+-- param id: only requests whose id begins with this text (default '')
+-- param rows: number of rows, at most 500 (default 50)
 WITH
     {{range}}
 SELECT

@@ -1,5 +1,5 @@
--- One refused request by its id, if it was among the first eight of its kind, gateway and second.
--- param id: the id that its answer had
+-- Refused request by its id, if it was among the first eight of its kind, gateway and second.
+-- param id: the id in the refusal's answer
 SELECT
     first_at,
     last_at,

@@ -1,9 +1,8 @@
--- What gateways refused before it was a job, by tenant, key, door and reason; the most first.
--- Requests that were accepted and shed, or failed, are in error_codes instead, never in both.
--- An empty tenant: nobody knows who asked. The door "others": of a flood of many kinds, those on top
--- of what is told apart.
+-- Requests that gateways refused, by tenant, key, door and reason; the most first.
+-- Accepted requests that were shed or failed are in error_codes instead, never in both. An empty
+-- tenant: an unknown caller. The door "others": the excess if there were too many kinds to list.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param rows: how many, at most 100000 (default 1000)
+-- param rows: number of rows, at most 100000 (default 1000)
 WITH
     {{range}}
 SELECT

@@ -1,5 +1,5 @@
--- Requests that gateways refused, by reason, in steps: the limit that was reached, else the error's code.
--- A step without any is not there.
+-- Requests that gateways refused, by reason (limit, else error code), in steps.
+-- Steps without refusals are missing.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param step_s: the length of a step (default 60)
 WITH

@@ -1,7 +1,7 @@
--- What went wrong and what was made good, by model, in steps of whole minutes.
--- Requests that were shed, failed, expired or cancelled, runs that another worker went on from (moves),
--- sequences that gave their blocks back (preemptions), and what clients saw of it: resumes, replays and
--- stalls. A step without requests is not there.
+-- Failures and recoveries, by model, in steps of whole minutes.
+-- Requests that were shed, failed, expired or cancelled, attempts that another worker continued
+-- (moves), sequences that gave up their blocks (preemptions), and the effects on clients: resumes,
+-- replays and stalls. Steps without requests are missing.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param step_s: the length of a step, of whole minutes (default 3600)
 WITH

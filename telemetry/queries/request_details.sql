@@ -1,4 +1,4 @@
--- All that is known of one request, and of its delivery, in one row; none if there is no such request.
+-- All data of one request and its delivery, in one row; no row for an unknown id.
 -- Amounts are those of all its generations together, which request_generations lists.
 -- param id: the request's id
 SELECT

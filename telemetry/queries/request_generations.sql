@@ -1,5 +1,6 @@
--- The generations of one request: its choices or inputs, rounds of server tools, attempts at a line of a
--- batch. They add up to the request. One row if it had no other; none if there is no such request.
+-- Generations of one request: choices or inputs, rounds of server tools, attempts at a batch's line.
+-- They add up to the request. One row for a request with a single generation; no row for an unknown
+-- id.
 -- param id: the request's id
 SELECT
     generation_id,

@@ -1,6 +1,6 @@
--- The life of one request as events in order of time: where it was, for how long until the next.
--- choice, round and attempt say which of its generations an event is of, each 0 for a request of one.
--- The moments of a delivery are the gateway's own, whose clock may differ from a worker's a little.
+-- Events of one request in order of time: its place, and the time until the next event.
+-- choice, round and attempt identify the generation of an event, each 0 for a request with one. Times
+-- of a delivery are the gateway's, whose clock may differ slightly from a worker's.
 -- param id: the request's id
 SELECT
     event,

@@ -1,7 +1,7 @@
--- How many requests ended in the range: what an export of them would hold.
+-- Number of requests that ended in the range: the size of an export.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
--- param id: only those whose id begins so (default '')
+-- param status: only requests with this status, one of done|cancelled|expired|shed|failed (default '')
+-- param id: only requests whose id begins with this text (default '')
 WITH
     {{range}}
 SELECT count() AS requests

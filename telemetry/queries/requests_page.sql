@@ -1,11 +1,11 @@
--- Requests with all that is known of them, in the order in which they ended: one page of an export.
--- The next page begins after the last row's done_us and request_hash, which are there for that.
+-- Requests with all their data, in the order of their ends: one page of an export.
+-- The next page begins after the last row's done_us and request_hash.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param status: only those that ended so, one of done|cancelled|expired|shed|failed (default '')
--- param id: only those whose id begins so (default '')
--- param after_us: done_us of the last row that is known (default 0)
--- param after_hash: request_hash of the last row that is known (default 0)
--- param rows: how many, at most 5000 (default 500)
+-- param status: only requests with this status, one of done|cancelled|expired|shed|failed (default '')
+-- param id: only requests whose id begins with this text (default '')
+-- param after_us: done_us of the previous page's last row (default 0)
+-- param after_hash: request_hash of the previous page's last row (default 0)
+-- param rows: number of rows, at most 5000 (default 500)
 WITH
     {{range}}
 SELECT

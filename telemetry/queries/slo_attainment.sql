@@ -1,11 +1,11 @@
--- How many requests were served as was promised, by model, in steps.
--- That is: answered, the first token within ttft_ms, the others every tpot_ms on average. Those that
--- clients cancelled do not count; those that were shed, expired or failed count as not served so. A
--- step without requests is not there.
+-- Share of requests that met their objectives, by model, in steps.
+-- A request meets them if it is answered, its first token within ttft_ms, further tokens every tpot_ms
+-- on average. Requests cancelled by clients do not count; shed, expired or failed requests count as
+-- misses. Steps without requests are missing.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param step_s: the length of a step (default 3600)
--- param ttft_ms: the most that the first token may take (default 1000)
--- param tpot_ms: the most that a further token may take on average (default 100)
+-- param ttft_ms: objective for the time to first token, in ms (default 1000)
+-- param tpot_ms: objective for the mean time per further token, in ms (default 100)
 WITH
     {{range}},
     toInt64({step_s:UInt32}) AS step_s

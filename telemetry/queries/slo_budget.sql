@@ -1,16 +1,16 @@
--- How many requests were served as was promised, by model, and how much of the error budget is left.
--- Served so: answered, the first token within ttft_ms, the others every tpot_ms on average. Those that
--- clients cancelled do not count; those that were shed, expired or failed are misses. target is the
--- share that is promised, 1 - target the error budget: budget_left is what is left of it of the window
--- that ends with the range (below 0: overspent), burn_rate how many times as fast as allowed the range
--- spends it (1: just as fast as the window lasts).
+-- Share of requests that met their objectives, by model, and the rest of the error budget.
+-- A request meets them if it is answered, its first token within ttft_ms, further tokens every tpot_ms
+-- on average. Requests cancelled by clients do not count; shed, expired or failed requests are misses.
+-- target is the promised share, 1 - target the error budget. budget_left is its remaining share in the
+-- window that ends with the range (below 0: overspent). burn_rate is the speed at which the range
+-- spends it (1: it lasts exactly for the window).
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param model: only this model's (default '')
 -- param tenant: only this tenant's (default '')
--- param ttft_ms: the most that the first token may take (default 1000)
--- param tpot_ms: the most that a further token may take on average (default 100)
--- param target: the share of requests that is promised (default 0.95)
--- param window_s: the length of the window (default 2592000)
+-- param ttft_ms: objective for the time to first token, in ms (default 1000)
+-- param tpot_ms: objective for the mean time per further token, in ms (default 100)
+-- param target: promised share of requests (default 0.95)
+-- param window_s: length of the window in seconds (default 2592000)
 WITH
     {{range}},
     least(begin_s, end_s - {window_s:Int64}) AS earliest_s

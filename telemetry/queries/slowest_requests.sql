@@ -1,7 +1,7 @@
--- The requests that took longest: to their end, to their first token, in the queue, or per token.
+-- Slowest requests, by total time, time to first token, queue time or time per token.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
--- param by: what is looked at, one of total|ttft|queue|tpot (default total)
--- param rows: how many, at most 1000 (default 20)
+-- param by: the compared latency, one of total|ttft|queue|tpot (default total)
+-- param rows: number of rows, at most 1000 (default 20)
 WITH
     {{range}}
 SELECT

@@ -1,6 +1,6 @@
--- The views and their columns, what type each has and what it says, with its unit, NULL rule and values.
--- Of the tables themselves, only the columns that are in no view: the states of t-digests.
--- param table: only this one's, with or without _once (default '')
+-- Views and their columns, with type, meaning, unit, NULL rule and values.
+-- Tables appear only with the columns that are in no view: the states of t-digests.
+-- param table: only this table's, with or without _once (default '')
 SELECT
     table,
     columns.name AS column,

@@ -1,6 +1,6 @@
--- The tenants and the models that had requests in the range, the busiest first: what one may filter by.
+-- Tenants and models with requests in the range, the busiest first, for filters.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
--- param rows: how many of each, at most 1000 (default 500)
+-- param rows: number of each, at most 1000 (default 500)
 WITH
     {{range}}
 SELECT

@@ -1,6 +1,6 @@
--- Tokens of requests that ended, per second, in steps: output, prompt computed and prompt from the
--- prefix cache; quiet steps are there as zeros. A request's tokens count where it ended.
--- A short step that is not over yet is left out.
+-- Tokens of ended requests, per second, in steps: output, computed prompt, prompt from the prefix cache.
+-- Quiet steps are zeros. A request's tokens count where it ended. A short step that is not over yet is
+-- left out.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 WITH
     {{steps}},

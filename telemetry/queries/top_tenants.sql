@@ -1,6 +1,6 @@
--- The tenants with the most requests that ended in the range, the busiest first: requests, tokens, TTFT.
+-- Tenants with the most ended requests in the range, the busiest first: requests, tokens, TTFT.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -60)
--- param rows: how many, at most 1000 (default 50)
+-- param rows: number of rows, at most 1000 (default 50)
 WITH
     {{range}}
 SELECT

@@ -1,8 +1,8 @@
--- The range in one row: requests by how they ended, tokens, latencies, what tenants pay, device time.
--- Percentiles, to within 1 %, are of the requests that got so far, E2E of those that were answered.
--- energy_j is of the energy_requests that were measured, NULL if none was. Money is exact, as text:
--- costs and device_costs have an amount for each of the currencies, in their order; so do the lists of
--- requests, output tokens and device time of each currency.
+-- Totals of the range in one row: requests by status, tokens, latencies, prices, device time.
+-- Percentiles, accurate to 1 %, cover the requests that got so far; E2E covers answered requests.
+-- energy_j is of the energy_requests with a measurement, NULL if there are none. Money is exact, as
+-- text: costs and device_costs have an amount for each of the currencies, in their order; so do the
+-- lists of requests, output tokens and device time by currency.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 WITH
     {{range}}

@@ -1,6 +1,6 @@
--- Requests that ended, per second, by how they ended, in steps; quiet steps are there as zeros.
--- The first and the last step count for the part of them that is in the range. A short step that is
--- not over yet is left out.
+-- Requests that ended, per second, by status, in steps.
+-- Quiet steps are zeros. The first and the last step count only with their part in the range. A short
+-- step that is not over yet is left out.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 WITH
     {{steps}},

@@ -1,11 +1,10 @@
--- What a million computed tokens cost, four ways, by model.
--- What tenants paid, the device while it was busy, the device while it was there (idle time included),
--- and the best there could be. Computed tokens are prompt tokens that were not in the cache, and
--- completion tokens, of requests that a worker had. The best is the device's price by the most tokens
--- per busy second of any minute of a worker in which it was busy for a second or more: what full use at
--- that rate would cost. NULL: there is nothing to tell by. Money is exact, as text, cut after 12
--- digits. Joules are those of requests that were measured, by the tokens of these, and all that
--- workers' counters counted, by the tokens that these computed; NULL without a counter. Counted are the minutes that begin in the range.
+-- Cost of a million computed tokens, by model, in four ways.
+-- The tenants' price, the device's busy time, the device's total time (idle time included), and the
+-- lowest possible cost. Computed tokens are completion tokens and prompt tokens outside the cache, of
+-- requests with a worker. The lowest cost is the device's price at the highest rate of tokens per busy
+-- second, of any minute of a worker with a busy second or more. NULL: no data. Money is exact, as
+-- text, cut after 12 digits. Joules are given per token for measured requests, and for everything that
+-- workers' counters counted; NULL without a counter. Counts the minutes that begin in the range.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
 WITH
     {{range}}

@@ -1,6 +1,6 @@
--- What was used on each day (UTC), what tenants pay for it and what it cost us.
--- Money is exact, as text; a row for each currency. Counted are the minutes that begin in the range:
--- of ranges that follow one another each request is in one.
+-- Usage of each day (UTC), its price to tenants and its device cost.
+-- Money is exact, as text; a row for each currency. Counts the minutes that begin in the range: in
+-- consecutive ranges each request counts once.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
 WITH
     {{range}}

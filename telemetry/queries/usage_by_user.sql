@@ -1,8 +1,8 @@
--- What each user of each tenant used, and what it cost: who cost most comes first.
--- Money is exact, as text; a row for each currency. Counted are the minutes that begin in the range:
--- of ranges that follow one another each request is in one.
+-- Usage and price of each user of each tenant, the most expensive first.
+-- Money is exact, as text; a row for each currency. Counts the minutes that begin in the range: in
+-- consecutive ranges each request counts once.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -2592000)
--- param rows: how many of each currency, at most 100000 (default 1000)
+-- param rows: number of rows for each currency, at most 100000 (default 1000)
 WITH
     {{range}}
 SELECT

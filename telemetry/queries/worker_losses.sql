@@ -1,5 +1,6 @@
--- Workers that were lost, the latest first, and why: as the process keeper says it, else a scheduler.
--- A loss of a worker's engine alone, after which the worker started another one, is a row of its own.
+-- Lost workers, the latest first, with the cause: from the process keeper, else from a scheduler.
+-- The loss of a worker's engine alone, after which the worker started another engine, is a separate
+-- row.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -86400)
 -- param model: only this model's (default '')
 WITH

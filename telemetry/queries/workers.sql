@@ -1,8 +1,8 @@
--- What the workers did, in steps: tokens per second, sequences, queue, KV blocks and device time.
+-- Activity of the workers, in steps: tokens per second, sequences, queue, KV blocks and device time.
 -- Levels are means over time, of each worker first and then added up; the queue belongs to a model,
 -- and each of its workers sees all of it. A short step that is not over yet is left out; steps of a
--- minute or more are of whole minutes. A worker at rest reports twice a minute, so that its last half
--- minute may be missing. device_cost has what the devices cost.
+-- minute or more are of whole minutes. An idle worker reports twice a minute, so its last half minute
+-- may be missing. device_cost has the cost of the devices.
 -- param from_s: begin of the range, Unix time; up to 0: before now (default -900)
 -- param step_s: the length of a step (default 60)
 WITH

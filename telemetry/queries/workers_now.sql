@@ -1,6 +1,6 @@
--- Each worker that has reported within the last 15 seconds, by its latest sample; one at rest, which
--- reports twice a minute, within the last 45. What it pulled from other workers' KV caches and what
--- they pulled from it is of these 45 seconds.
+-- Each worker that reported within the last 15 seconds, by its latest sample.
+-- An idle worker, which reports twice a minute, counts within the last 45 seconds. KV tokens pulled
+-- from and by other workers are of these 45 seconds.
 -- param model: only this model's (default '')
 SELECT
     worker,

@@ -1,1 +1,1 @@
-"""Usage by the minute, and what it costs."""
+"""Usage by the minute and its cost."""

@@ -1,5 +1,5 @@
-"""The monthly budgets of tenants and API keys in ClickHouse, so that SQL can compare them with what
-was spent."""
+"""Monthly budgets of tenants and API keys in ClickHouse, so that SQL can compare them with the
+spending."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY_S = 60.0
 Owner = tuple[str, str, str]
 """Tenant, key id (empty: the tenant itself) and currency."""
 
-# A tuple, as argMax passes over rows whose amount is NULL.
+# In a tuple, since argMax skips rows whose amount is NULL.
 _KNOWN = """
 SELECT tenant, key_id, currency,
     tupleElement(argMax(tuple(monthly_budget), valid_from), 1) AS budget
@@ -46,12 +46,11 @@ TABLE = PlainTable(
 async def record_budgets(
     store: Store, tenants: TenantStore, tiers: TierLimits, clock: Clock
 ) -> int:
-    """Add a row for each budget that differs from its last row, and return how many there are.
+    """Add a row for each budget that differs from its last row; return their number.
 
-    The store is read before Redis: a row that another telemetry process adds meanwhile is at worst
-    repeated, and never undone by an older amount.
-
-    Raises RedisUnreachableError before anything is written, and StoreUnavailableError.
+    The store is read before Redis, so a row that another telemetry process adds meanwhile may be
+    repeated, but is never undone by an older amount. Raises RedisUnreachableError before any write,
+    and StoreUnavailableError.
     """
     known: dict[Owner, Decimal] = {
         (str(tenant), str(key_id), str(currency)): amount
@@ -69,7 +68,7 @@ async def record_budgets(
 
 
 async def _budgets(tenants: TenantStore, tiers: TierLimits) -> dict[Owner, Decimal]:
-    """The budgets that hold, of tenants and of API keys that are not revoked."""
+    """Return the current budgets of tenants and of API keys that are not revoked."""
     found: dict[Owner, Decimal] = {}
     async for tenant, record, keys in tenants.accounts():
         accounts: dict[str, TenantRecord | KeyRecord] = {"": record}

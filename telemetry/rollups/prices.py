@@ -1,4 +1,4 @@
-"""The price books of the catalogue in ClickHouse, so that a cost can be computed again."""
+"""Price books of the catalogue in ClickHouse, so that a cost can be computed again."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ TABLE = PlainTable(
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """A version that names other prices than it did: ``known`` are those that stay."""
+    """Price book version whose prices changed in the catalogue; the ``known`` prices stay."""
 
     model: str
     known: PriceBook
     now: PriceBook
 
     def __str__(self) -> str:
-        """What to do about it, in a sentence."""
+        """Return the change and the remedy in a sentence."""
         changes = ", ".join(
             f"{name} from {getattr(self.known, name)} to {getattr(self.now, name)}"
             for name in ("currency", *_PRICES)
@@ -61,8 +61,11 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 async def record_prices(store: Store, catalogue: Catalogue, clock: Clock) -> list[Changed]:
-    """Add the versions that the store does not know. One that it knows is never overwritten: those
-    whose prices changed are logged as errors and returned. Raises StoreUnavailableError."""
+    """Add the versions that the store does not know. Known versions are never overwritten: those
+    whose prices changed are logged as errors and returned.
+
+    Raises StoreUnavailableError.
+    """
     known = await _known(store)
     now_ms = clock.now_ns() // 1_000_000
     changed = []

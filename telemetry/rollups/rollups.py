@@ -1,7 +1,8 @@
-"""Usage and workers' work by the minute, computed from stored rows, never added up from inserts.
+"""Usage and workers' activity by the minute, computed from stored rows, never added up from
+inserts.
 
-A minute that a stored batch touched is computed again, whole, within an interval. What a crash
-leaves behind is found at the start: minutes whose rows are not those that were counted.
+A minute touched by a stored batch is recomputed completely within an interval. After a crash, the
+start finds minutes whose rows differ from the counted rows.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ _NS_PER_MINUTE = 60 * 1_000_000_000
 _MINUTES_PER_DAY = 24 * 60
 _MINUTES_PER_HOUR = 60
 _MOST_ROWS = 100_000
-# What came late, after an outage, or was replaced by a record of another minute, is found so.
+# Finds records that came late after an outage or moved to another minute.
 _RECONCILE_INTERVAL_S = 600.0
 _RECONCILE_DAYS = 3
-# Of the time, the part that computing minutes may take while rows pour in.
+# Largest share of the time for computing minutes while many rows arrive.
 _MOST_SHARE = 0.25
-# A round costs about the same for one row as for a thousand: rounds rest until they take this part
-# of the time, but at most so many intervals.
+# A round costs about the same for one row as for a thousand: rounds are spaced so that they take
+# this share of the time, but by at most so many intervals.
 _SPARSE_SHARE = 0.02
 _SPARSE_INTERVALS = 5
 
 
 class Rollups:
-    """Keeps ``usage_by_minute`` equal to the requests that are stored, and ``workers_by_minute`` to
+    """Updater of ``usage_by_minute`` from the stored requests, and of ``workers_by_minute`` from
     the samples.
 
-    ``touched`` and ``sampled`` may be called at any time; ``run`` does the work, ``stop`` ends it
-    once every minute that was touched by then is computed, if the store takes it.
+    ``touched`` and ``sampled`` may be called at any time. ``run`` does the work; ``stop`` ends it
+    after all minutes touched by then are computed, if the store accepts them.
     """
 
     def __init__(self, store: Store, clock: Clock, interval_s: float) -> None:
@@ -53,20 +54,20 @@ class Rollups:
         self.num_computed = 0
 
     def touched(self, done_ns: Iterable[int]) -> None:
-        """Requests that ended at these times, UTC epoch in ns, have been stored."""
+        """Note that requests which ended at these times, UTC epoch in ns, were stored."""
         self._dirty.update(each // _NS_PER_MINUTE for each in done_ns)
         if self._dirty:
             self._wake.set()
 
     def sampled(self) -> None:
-        """Samples of workers have been stored."""
+        """Note that samples of workers were stored."""
         self._is_sampled = True
         self._wake.set()
 
     @property
     def age_s(self) -> float | None:
-        """For how long what is stored has not been computed; None before the first round without a
-        failure, 0 while nothing is to be computed."""
+        """Seconds since all stored rows were last computed; None before the first successful round,
+        0 if all are computed."""
         if self._settled_s is None:
             return None
         return self._clock.monotonic() - self._settled_s if self._is_behind else 0.0
@@ -81,9 +82,12 @@ class Rollups:
         self._wake.set()
 
     async def run(self) -> None:
-        """Reconcile, then compute what was touched, at most every ``interval_s``, later while that
-        takes long, and not at all while nothing is stored. Raises StoreUnavailableError: nothing
-        that was touched is forgotten by it."""
+        """Reconcile, then compute touched minutes.
+
+        Rounds run at most every ``interval_s``, less often while they take long, and never while
+        nothing is stored. Raises StoreUnavailableError; touched minutes are then kept for the next
+        round.
+        """
         await self.reconcile()
         reconciled_s = self._clock.monotonic()
         while not self._stopping.is_set():
@@ -101,7 +105,7 @@ class Rollups:
         await self.settle()
 
     def rest_s(self, took_s: float) -> float:
-        """How long nothing is computed after a round that took ``took_s``."""
+        """Return the pause after a round that took ``took_s``."""
         return max(
             self._interval_s,
             took_s * (1 / _MOST_SHARE - 1),
@@ -109,10 +113,13 @@ class Rollups:
         )
 
     async def settle(self) -> None:
-        """Compute the minutes that requests touched so far, and of the last hour those whose
-        samples are not those that were counted. Raises StoreUnavailableError."""
+        """Compute the minutes touched by requests so far, and those of the last hour whose samples
+        differ from the counted samples.
+
+        Raises StoreUnavailableError.
+        """
         now = self._clock.now_ns() // _NS_PER_MINUTE
-        # Of minutes before these, rows may be gone that were counted.
+        # Older minutes may have lost rows that were counted.
         first = now - USAGE.kept_days * _MINUTES_PER_DAY
         minutes, self._dirty = {minute for minute in self._dirty if minute >= first}, set()
         try:
@@ -131,10 +138,11 @@ class Rollups:
         self._settled_s = self._clock.monotonic()
 
     async def reconcile(self, days: int | None = None) -> int:
-        """Compute all minutes, or those of the last ``days``, that do not count the rows which are
-        there; how many those were. Raises StoreUnavailableError.
+        """Compute all minutes, or those of the last ``days``, that do not match their rows; return
+        their number.
 
-        Day by day, the latest first: in between others write.
+        Works day by day, the latest first, so that other writers get a turn. Raises
+        StoreUnavailableError.
         """
         ((version,),) = await self._store.rows(LAST_VERSION)
         self._version = max(self._version, int(version))
@@ -150,7 +158,7 @@ class Rollups:
         return num_differing
 
     async def _correct(self, rollup: Rollup, begin: int, end: int) -> int:
-        """Compute what differs from the minute ``begin`` up to ``end``; how many minutes."""
+        """Recompute differing minutes from ``begin`` up to ``end``; return their number."""
         rows = await self._store.rows(rollup.differing, _range(begin, end))
         for minutes in _batches([(int(s) // 60, int(count)) for s, count in rows]):
             await self._compute(rollup, minutes)
@@ -168,7 +176,7 @@ class Rollups:
 
 
 def _spans(minutes: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges of at most a day, which hold these minutes and few others."""
+    """Return ranges of at most a day that hold these minutes and few others."""
     first = 0
     for i, minute in enumerate(minutes):
         is_far = i > 0 and minute - minutes[i - 1] > _MINUTES_PER_HOUR
@@ -180,7 +188,7 @@ def _spans(minutes: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _batches(minutes: list[tuple[int, int]]) -> Iterator[list[int]]:
-    """Minutes, given with their numbers of rows, as many together as memory takes well."""
+    """Group minutes, given with their numbers of rows, so that each group fits in memory."""
     batch: list[int] = []
     num_rows = 0
     for minute, count in minutes:
@@ -194,5 +202,6 @@ def _batches(minutes: list[tuple[int, int]]) -> Iterator[list[int]]:
 
 
 def _range(begin: int, end: int) -> dict[str, str | int | float]:
-    """As the parameters of a statement: from one minute up to another, which is not included."""
+    """Return a statement's parameters for the minutes from ``begin`` up to, but not including,
+    ``end``."""
     return {"begin_us": begin * 60_000_000, "end_us": end * 60_000_000}

@@ -1,10 +1,10 @@
-"""The statements behind what is kept by the minute.
+"""Statements of the tables by the minute.
 
-Each has three. ``compute`` counts the rows of ``minutes`` (Unix times, between ``begin_us``
-and ``end_us``) as they are now; the groups that are there already come along with nothing in them,
-so that one whose last row has moved to another minute, by a later record, is marked as deleted.
-``differing`` are the minutes of a range that do not count the rows which are there, and how many
-rows those are. ``days`` are those that have rows or minutes, since the epoch, the latest first.
+Each rollup has three. ``compute`` counts the rows of ``minutes`` (Unix times, between ``begin_us``
+and ``end_us``) as they are now. Existing groups come along empty, so that a group whose last row
+moved to another minute by a later record is marked as deleted. ``differing`` returns the minutes of
+a range that do not match their rows, with the number of rows. ``days`` returns the days with rows
+or minutes, since the epoch, the latest first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from string import Template
 
 import msgspec
 
-# A version is a time in ns, unless the clock went back.
+# A version is a time in ns, or larger if the clock went back.
 LAST_VERSION = """
 SELECT greatest(
     (SELECT max(version) FROM usage_by_minute), (SELECT max(version) FROM workers_by_minute)
@@ -22,8 +22,8 @@ SELECT greatest(
 
 
 class Rollup(msgspec.Struct, frozen=True, kw_only=True):
-    """A table of rows, and the table that has them by the minute. Minutes older than ``kept_days``
-    stay as they are: their rows may be gone."""
+    """Table of rows with its table by the minute. Minutes older than ``kept_days`` stay as they
+    are: their rows may be gone."""
 
     name: str
     kept_days: int
@@ -76,8 +76,14 @@ ORDER BY day DESC
 def _rollup(
     *, name: str, kept_days: int, rows: str, at: str, fingerprint: str, compute: str
 ) -> Rollup:
-    """``rows`` is the table that is counted, ``at`` its column of time, and ``fingerprint`` what
-    tells a row of it and its place in the outbox from every other."""
+    """Build a rollup.
+
+    Args:
+        rows: The counted table.
+        at: Its time column.
+        fingerprint: An expression that distinguishes a row and its place in the outbox from every
+            other row.
+    """
     parts = {
         "name": name,
         "rows": rows,

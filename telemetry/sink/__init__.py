@@ -1,1 +1,1 @@
-"""From Kafka to ClickHouse, in batches."""
+"""Sink from Kafka to ClickHouse, in batches."""

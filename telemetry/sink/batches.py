@@ -1,4 +1,4 @@
-"""What the sink has consumed and not yet stored: rows by table, and what is no row."""
+"""Consumed messages that are not stored yet: rows by table, and malformed messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millrace.telemetry.store.tables import Table, check, table_of
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """A record, its place in the outbox, and the Kafka message that it came in."""
+    """Record with its place in the outbox and its Kafka message."""
 
     record: Record
     sequence: int
@@ -35,7 +35,7 @@ class MessageBatch:
         self.num_messages = 0
 
     def add(self, partition: TopicPartition, message: ConsumerRecord) -> None:
-        """Decode and check a message; one that is no record is set aside with the reason."""
+        """Decode and check a message; set a malformed record aside with the reason."""
         self.num_messages += 1
         self.next_offsets[partition] = message.offset + 1
         sequence: int | None = None
@@ -49,19 +49,22 @@ class MessageBatch:
         self.rows.setdefault(table_of(record).name, []).append(Row(record, sequence, message))
 
     def tables(self) -> Iterator[tuple[Table[Any], list[Row]]]:
-        """The rows of each table."""
+        """Return the rows of each table."""
         for rows in self.rows.values():
             yield table_of(rows[0].record), rows
 
     def sequences(self) -> list[int]:
-        """The places in the outbox that this batch settles, poison included."""
+        """Return the places in the outbox that this batch settles, including malformed messages."""
         settled = [row.sequence for rows in self.rows.values() for row in rows]
         return settled + [item.sequence for item in self.poison if item.sequence is not None]
 
 
 def content_token(rows: Sequence[Row]) -> str:
-    """The same for the same rows only: offsets alone would name other rows after Kafka was wiped,
-    and ClickHouse would drop them as inserted before."""
+    """Return a token of the rows' contents.
+
+    Offsets would not do: after Kafka was wiped they name other rows, and ClickHouse would drop
+    these as inserted before.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(row.sequence.to_bytes(8))

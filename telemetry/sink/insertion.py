@@ -1,4 +1,5 @@
-"""Rows into a table, however long the store is unreachable and whichever of them it refuses."""
+"""Insertion of rows into a table, with retries while the store is unreachable and isolation of
+rejected rows."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _RETRY_MOST_S = 5.0
 
 
 class Inserts:
-    """Of one table: how long its inserts took, and how many rows they had."""
+    """Durations and row counts of a table's inserts."""
 
     def __init__(self) -> None:
         self.took_s = Histogram(DURATION_S)
@@ -31,10 +32,10 @@ class Inserts:
 
 
 class Insertion:
-    """Writes to a store for as long as it takes; ``stop`` ends the waiting.
+    """Writer that retries until the store accepts; ``stop`` ends the waiting.
 
-    ``tables`` tells of the inserts that landed, by table; ``num_failures`` counts writes that were
-    tried again; ``is_full`` while the store refuses for want of room.
+    ``tables`` has the successful inserts by table; ``num_failures`` counts retried writes;
+    ``is_full`` while the store refuses for lack of disk space.
     """
 
     def __init__(self, store: Store, clock: Clock) -> None:
@@ -46,12 +47,15 @@ class Insertion:
         self.tables = {table.name: Inserts() for table in TABLES}
 
     def stop(self) -> None:
-        """What the store does not take from now on raises StoreUnavailableError."""
+        """Stop retrying: from now on a failed write raises StoreUnavailableError."""
         self._stopping.set()
 
     async def insert(self, table: Table[Any], rows: Sequence[Row]) -> list[tuple[Row, str]]:
-        """Insert all rows that can be; the others, each with the reason. One such row among n
-        costs about 2 log n inserts: halves that are refused are halved again."""
+        """Insert all acceptable rows; return the rejected rows, each with the reason.
+
+        One rejected row among n costs about 2 log n inserts: rejected batches are halved
+        repeatedly.
+        """
         try:
             await self._insert_whole(table, rows)
         except RejectedRowsError as error:
@@ -65,7 +69,7 @@ class Insertion:
         return []
 
     async def until_stored(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Try until ClickHouse takes it; meanwhile Kafka keeps what comes."""
+        """Retry until ClickHouse accepts the write; meanwhile Kafka keeps new records."""
         delays = doubling_delays(_RETRY_FIRST_S, _RETRY_MOST_S)
         rest = partial(wait_or_sleep, self._stopping, self._clock)
         await retry(write, delays, rest, retried=self._retried)
@@ -83,7 +87,7 @@ class Insertion:
         return not self._stopping.is_set()
 
     async def _insert_whole(self, table: Table[Any], rows: Sequence[Row]) -> None:
-        # In a thread: it takes as long as a thousand messages take to arrive.
+        # In a thread, since it takes as long as a thousand messages take to arrive.
         columns = await asyncio.to_thread(_columns, table, rows)
         token = content_token(rows)
 

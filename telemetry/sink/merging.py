@@ -1,7 +1,7 @@
-"""Rows of requests that have several generations, made of their generations' rows.
+"""Rows of requests with several generations, computed from their generations' rows.
 
-They are made anew, whole, whenever one of the generations has been stored, so that records may come
-in any order, twice, and hours apart. What a crash leaves out is made when its records come again.
+They are recomputed completely whenever one of the generations is stored, so records may come in any
+order, twice, and hours apart. Rows missed by a crash are computed when their records come again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from string import Template
 from millrace.telemetry.store.store import Store
 from millrace.telemetry.store.tables import MERGED_COLUMNS
 
-# A server takes parameters in the address of its HTTP interface, which may have a million bytes.
+# Limit of parameters in the address of a server's HTTP interface, which may have a million bytes.
 _IDS = 1_000
 _NS_PER_S = 1_000_000_000
 _MERGE = Template("""
@@ -22,8 +22,8 @@ FROM (SELECT * FROM generation_rows FINAL WHERE request_id IN {ids:Array(String)
 GROUP BY request_id
 """).substitute(names=", ".join(MERGED_COLUMNS), values=", ".join(MERGED_COLUMNS.values()))
 # The row of a request was, now or before, in the minutes in which its generations ended. Its key
-# has the minute of the first receipt: it was another one if the generation that was received first
-# has been stored after others.
+# has the minute of the first receipt, so it had another key if the first received generation was
+# stored after others.
 _TOUCHED = """
 SELECT groupUniqArrayArray(ended), groupArrayIf(request_id, received > 1)
 FROM
@@ -51,8 +51,11 @@ WHERE request_id IN {ids:Array(String)}
 
 
 async def merge_generations(store: Store, request_ids: Iterable[str]) -> list[int]:
-    """Make the rows of these requests anew. Returns times, UTC epoch in ns, whose minutes are to be
-    counted again. Raises StoreUnavailableError."""
+    """Recompute the rows of these requests.
+
+    Returns times, UTC epoch in ns, whose minutes must be counted again. Raises
+    StoreUnavailableError.
+    """
     touched: list[int] = []
     all_ids = sorted(set(request_ids))
     for first in range(0, len(all_ids), _IDS):

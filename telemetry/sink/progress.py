@@ -1,5 +1,5 @@
-"""The sink's group: where each partition ends, up to where it is stored, and a rebalance that waits
-for the batch in hand."""
+"""Progress of the sink's group: each partition's end and stored position, and a rebalance that
+waits for the current batch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _REFRESH_TIMEOUT_S = 5.0
 
 
 class SinkProgress:
-    """What is known of every partition of the record topics, those of other members included.
+    """Known positions of every partition of the record topics, including those of other members.
 
-    A partition that this member consumes is stored up to its position as of the last batch; one of
-    another member up to what that member has committed. Kept while Kafka is unreachable.
+    A partition of this member is stored up to its position as of the last batch; another member's
+    up to its committed offset. Kept while Kafka is unreachable.
     """
 
     def __init__(self) -> None:
@@ -34,29 +34,31 @@ class SinkProgress:
         self._ends: dict[TopicPartition, int] = {}
 
     def lag(self) -> dict[str, int]:
-        """Messages in Kafka that are not in ClickHouse yet, by topic. A topic of which nothing is
-        known yet is missing."""
+        """Return the number of messages in Kafka that are not in ClickHouse yet, by topic. Unknown
+        topics are missing."""
         behind: Counter[str] = Counter()
         for partition, end in self._ends.items():
             behind[partition.topic] += max(0, end - self._stored.get(partition, 0))
         return dict(behind)
 
     def num_behind(self, ends: Offsets) -> int:
-        """How many messages before these offsets are not stored yet."""
+        """Return the number of messages before these offsets that are not stored yet."""
         return sum(max(0, end - self._stored.get(partition, 0)) for partition, end in ends.items())
 
     def note_stored(self, offsets: Mapping[TopicPartition, int]) -> None:
-        """All before these offsets is stored."""
+        """Note that every message before these offsets is stored."""
         self._stored.update(offsets)
 
     def note_ends(self, offsets: Offsets) -> None:
-        """The partitions reach at least to these offsets."""
+        """Note that the partitions reach at least to these offsets."""
         for partition, end in offsets.items():
             self._ends[partition] = max(end, self._ends.get(partition, 0))
 
     async def note_positions(self, consumer: AIOKafkaConsumer) -> None:
-        """All that this member has consumed is stored. What lies before a partition's position
-        has been stored by this life or one before it."""
+        """Note that all messages consumed by this member are stored.
+
+        Messages before a partition's position were stored by this run or an earlier one.
+        """
         for partition in consumer.assignment():
             try:
                 async with asyncio.timeout(_POSITION_TIMEOUT_S):
@@ -65,8 +67,8 @@ class SinkProgress:
                 logger.debug("a partition is changing hands", extra={"partition": str(partition)})
 
     async def refresh(self, consumer: AIOKafkaConsumer) -> None:
-        """Ask Kafka where the partitions end, and what other members have committed. What it does
-        not answer stays as it was."""
+        """Ask Kafka for the ends of the partitions and other members' committed offsets. Values
+        without an answer stay."""
         partitions = [
             TopicPartition(topic, number)
             for topic in subjects.RECORD_TOPICS
@@ -86,24 +88,24 @@ class SinkProgress:
         self._ends.update(ends)
 
     def clear(self) -> None:
-        """Kafka is another one: nothing is known of it."""
+        """Forget all positions, since Kafka was replaced."""
         self._stored.clear()
         self._ends.clear()
 
 
 # The broker waits longer for a member to join again (see ``telemetry.kafka.kafka``).
 _BATCH_TIMEOUT_S = 5.0
-# A group that has not shared the partitions out by then may have failed at it, which it says only
-# to those who go on reading.
+# A group without an assignment by then may have failed at it, which it reports only to members that
+# continue to read.
 _REBALANCE_TIMEOUT_S = 45.0
 
 
 class RebalanceListener(ConsumerRebalanceListener):  # type: ignore[misc]  # untyped base
-    """Lets partitions go once what was read of them is stored and committed, so that their next
-    owner reads none of it again.
+    """Listener that releases partitions once their messages are stored and committed, so that their
+    next owner does not read them again.
 
-    It is a courtesy: a batch that a store keeps waiting is let go of in the middle, both owners
-    store its rows, and they merge.
+    This is an optimisation: if the store delays a batch too long, the partition is released early,
+    both owners store its rows, and the rows merge.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -116,14 +118,14 @@ class RebalanceListener(ConsumerRebalanceListener):  # type: ignore[misc]  # unt
 
     @property
     def is_pending(self) -> bool:
-        """Whether partitions are about to change hands: nothing more is to be read of them."""
+        """True if partitions are about to change owners, so that they should not be read."""
         if self._assigned.is_set():
             return False
         return self._clock.monotonic() - self._pending_since_s < _REBALANCE_TIMEOUT_S
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """While a batch is in hand."""
+        """Mark a batch as in progress."""
         self._idle.clear()
         try:
             yield
@@ -131,7 +133,7 @@ class RebalanceListener(ConsumerRebalanceListener):  # type: ignore[misc]  # unt
             self._idle.set()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until the partitions are shared out anew, or for ``timeout_s``."""
+        """Wait until the partitions are assigned anew, or for ``timeout_s``."""
         await _within(timeout_s, self._assigned)
 
     async def on_partitions_revoked(self, revoked: set[TopicPartition]) -> None:

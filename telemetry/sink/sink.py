@@ -1,4 +1,5 @@
-"""From Kafka into ClickHouse: in batches, offsets committed only after the rows are in."""
+"""Sink from Kafka into ClickHouse: it writes batches, and commits offsets only after the rows are
+in."""
 
 from __future__ import annotations
 
@@ -36,33 +37,33 @@ logger = logging.getLogger(__name__)
 _POLL_MOST_S = 0.2
 _POLL_MESSAGES = 1_000
 _REFRESH_INTERVAL_S = 1.0
-# At rest it looks at Kafka this often, for what came past the bridge; after the short rest, all
-# being committed, it lets go of the partitions.
+# While idle, look at Kafka this often, for messages that bypassed the bridge. After the short rest,
+# when all is committed, release the partitions.
 _LONGEST_REST_S = 30.0
 _SHORT_REST_S = 5.0
 _CATCH_UP_FACTOR = 4
-# An insert takes about as long for one row as for a thousand. While few rows come, batches follow
-# one another so slowly that storing takes this part of the time. A row is stored within so many
-# intervals all the same: it may wait for one batch to be stored, for the rest, and for its own.
+# An insert takes about as long for one row as for a thousand. With few rows, batches are spaced so
+# that storing takes this share of the time. Even then a row is stored within so many intervals: it
+# may wait for one batch to be stored, for the rest, and for its own batch.
 _SPARSE_SHARE = 0.02
 _SPARSE_INTERVALS = 6
 
 
 class Sink:
-    """A member of the consumer group.
+    """Member of the consumer group.
 
-    A batch is stored table by table, then entered in the ledger, then committed. It may be stored
-    again after any failure in between: rows merge by identity, the ledger's ranges by overlap.
-    ``on_stored`` is told the ``done_ns`` of the requests that have just landed, ``on_sampled`` that
-    samples of workers have, ``traces`` all of what has.
+    A batch is stored table by table, then entered in the ledger, then committed. After a failure in
+    between it is stored again: rows merge by identity, the ledger's ranges by overlap.
+    ``on_stored`` is called with the ``done_ns`` of requests that have just landed, ``on_sampled``
+    after samples of workers have, ``traces`` gets all landed rows.
 
-    The embedded cluster answers a fetch late rather than when something comes. So where a bridge
-    says what it ships (``shipped``), the sink stops fetching once all of that is stored
-    (``is_resting``), and goes on when there is more.
+    The embedded cluster answers a fetch late rather than at the arrival of messages. So if a bridge
+    reports its shipments (``shipped``), the sink stops fetching once all of them are stored
+    (``is_resting``), and resumes when there are more.
 
-    ``num_stored`` counts messages that became rows, ``num_dead`` those that went to the dead
-    letters, ``num_batches`` the batches that they came in; ``last_stored_s`` is when the latest one
-    landed, in seconds of the UTC epoch, 0 before the first.
+    ``num_stored`` counts messages that became rows, ``num_dead`` those sent to the dead letters,
+    ``num_batches`` their batches; ``last_stored_s`` is the time at which the latest batch landed,
+    in seconds of the UTC epoch, 0 before the first.
     """
 
     def __init__(
@@ -98,36 +99,38 @@ class Sink:
         self._next_sparse_s = 0.0
 
     def stop(self) -> None:
-        """End after the batch in hand."""
+        """Stop after the current batch."""
         self._stopping = True
         self._wake.set()
         self.insertion.stop()
 
     def lag(self) -> dict[str, int]:
-        """Messages in Kafka that are not in ClickHouse yet, by topic, of the whole group. It is
-        refreshed every second, stays as it was while Kafka is unreachable, and lacks a topic of
-        which nothing is known yet."""
+        """Return the number of messages in Kafka that are not in ClickHouse yet, by topic, of the
+        whole group.
+
+        It is refreshed every second, stays unchanged while Kafka is unreachable, and lacks unknown
+        topics.
+        """
         return self._progress.lag()
 
     def num_behind(self, ends: Offsets) -> int:
-        """How many messages before these offsets the group has still to store."""
+        """Return the number of messages before these offsets that the group has not stored yet."""
         return self._progress.num_behind(ends)
 
     def begin_again(self) -> None:
-        """Forget the positions and join the group anew: Kafka is another one than before."""
+        """Forget the positions and rejoin the group, since Kafka was replaced."""
         self._shipped = None
         self._restart.set()
         self._wake.set()
 
     def shipped(self, ends: Offsets) -> None:
-        """Partitions end at these offsets now: this process's bridge has put messages there."""
+        """Note the new ends of partitions to which this process's bridge has sent messages."""
         self._shipped = {**(self._shipped or {}), **ends}
         self._progress.note_ends(ends)
         self._wake.set()
 
     async def run(self) -> None:
-        """Consume until ``stop``; raises what Kafka raises. Waits while the store is
-        unreachable."""
+        """Consume until ``stop``; raise Kafka's errors. Wait while the store is unreachable."""
         manages_groups = await ensure_topics(self._config)
         while not self._stopping:
             if self._restart.is_set():
@@ -145,7 +148,7 @@ class Sink:
         try:
             await producer.start()
             try:
-                # Also while a batch waits for the store.
+                # Keep following while a batch waits for the store.
                 follow_ends = partial(self._follow_ends, consumer)
                 watching.repeat(follow_ends, _REFRESH_INTERVAL_S, self._clock, "sink-progress")
                 await self._move(
@@ -186,14 +189,14 @@ class Sink:
                 await self._rest(consumer)
 
     async def _rest(self, consumer: AIOKafkaConsumer) -> None:
-        """Fetch nothing until there is something, if all that was shipped is stored."""
+        """Stop fetching until there is more, provided that all shipped messages are stored."""
         if self._shipped is None or self.num_behind(self._shipped) or any(self.lag().values()):
             return
         self.is_resting = True
         try:
             await self._pause(consumer, _SHORT_REST_S)
             if not self._wake.is_set():
-                # The client looks five times a second whether what is paused goes on.
+                # The client checks five times a second whether paused partitions resume.
                 partitions = list(consumer.assignment())
                 consumer.unsubscribe()
                 await wait_or_sleep(self._wake, self._clock, _LONGEST_REST_S - _SHORT_REST_S)
@@ -208,9 +211,8 @@ class Sink:
     async def _gather(
         self, consumer: AIOKafkaConsumer, rebalance: RebalanceListener, *, may_rest: bool
     ) -> MessageBatch:
-        """What came within ``batch_interval_s`` of the first message and until sparse batches have
-        rested, or as many as a batch has at most. Short of that if partitions are about to change
-        hands."""
+        """Return the messages within ``batch_interval_s`` of the first message and until sparse
+        batches have rested, or a full batch; fewer if partitions are about to change owners."""
         batch = MessageBatch()
         most = self._most_messages()
         interval_s = self._telemetry.batch_interval_s
@@ -232,18 +234,18 @@ class Sink:
             for partition, messages in polled.items():
                 for message in messages:
                     batch.add(partition, message)
-            # What is buffered comes without waiting: others have a turn, too.
+            # Buffered messages come without waiting: give other tasks a turn, too.
             await asyncio.sleep(0)
         return batch
 
     def _has_all_shipped(self, batch: MessageBatch) -> bool:
-        """Nothing more is in Kafka, as far as this process's bridge knows."""
+        """Return whether Kafka holds no further messages, as far as this process's bridge knows."""
         if self._shipped is None or not batch.num_messages:
             return False
         return self.num_behind(self._shipped) <= batch.num_messages
 
     async def _pause(self, consumer: AIOKafkaConsumer, most_s: float) -> None:
-        """Fetch nothing until there is more, for so long at most."""
+        """Stop fetching until there is more, for at most ``most_s``."""
         partitions = consumer.assignment()
         consumer.pause(*partitions)
         try:
@@ -252,8 +254,8 @@ class Sink:
             consumer.resume(*partitions)
 
     def _most_messages(self) -> int:
-        """``batch_rows``, and up to four times as many while that many wait: a batch costs
-        something of its own."""
+        """Return ``batch_rows``, or up to four times as many while that many wait, since each batch
+        has a fixed cost."""
         most = self._telemetry.batch_rows
         return min(max(most, sum(self.lag().values())), _CATCH_UP_FACTOR * most)
 
@@ -285,7 +287,7 @@ class Sink:
         self.last_stored_s = self._clock.now_ns() / 1e9
 
     async def _merge(self, request_ids: set[str]) -> None:
-        """Make the rows of requests of which generations were stored."""
+        """Recompute the rows of requests of which generations were stored."""
 
         async def merge() -> None:
             done_ns = await merge_generations(self._store, request_ids)
@@ -296,7 +298,7 @@ class Sink:
 
 
 def sparse_rest_s(took_s: float, batch_interval_s: float) -> float:
-    """How long after a batch the next one is stored unless that is full, by how long it took."""
+    """Return the pause after a batch that took ``took_s`` to store; a full batch does not wait."""
     longest_s = max(0.0, _SPARSE_INTERVALS * batch_interval_s - 2 * took_s)
     return min(took_s * (1 / _SPARSE_SHARE - 1), longest_s)
 
@@ -311,5 +313,6 @@ async def _commit(consumer: AIOKafkaConsumer, batch: MessageBatch) -> None:
     try:
         await consumer.commit(offsets)
     except (CommitFailedError, IllegalStateError) as error:
-        # The group was rebalanced meanwhile: the new owner reads these again, and they merge.
+        # The group was rebalanced meanwhile: the new owner reads these messages again, and the rows
+        # merge.
         logger.info("offsets were not taken after a rebalance", extra={"reason": str(error)})

@@ -1,4 +1,4 @@
-"""What telemetry tells of records in the traces of their requests: from the outbox to the table."""
+"""Spans of telemetry in the traces of requests: from the outbox to the table."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from millrace.runtime.tracing import Span, SpanEvent, SpanKind, TraceContext, Tr
 from millrace.schemas.records import RequestRecord
 from millrace.telemetry.sink.batches import Row
 
-# A batch has thousands of rows: of the requests that are traced, so many get a span of their own,
-# and so many a link from the batch's.
+# A batch has thousands of rows: at most so many traced requests get their own span, and so many a
+# link from the batch's span.
 _MAX_SPANS = 512
 _MAX_LINKS = 128
 _NS_PER_MS = 1_000_000
-# Anybody may have written a record: one with another id is stored, and told of in no trace.
+# Any service may have written a record: one with another id is stored, but gets no span.
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class StoredTraces:
-    """Tells of each batch in a trace of its own, and of each traced request in the request's."""
+    """Tracer of batches: a span for each batch in its own trace, and one for each traced request in
+    the request's trace."""
 
     def __init__(self, tracing: Tracing, clock: Clock) -> None:
         self._tracing = tracing
         self._clock = clock
 
     def stored(self, table: str, rows: Sequence[Row], since_ns: int) -> None:
-        """These rows have landed; the insert began at ``since_ns``."""
+        """Record that these rows have landed; the insert began at ``since_ns``."""
         traced = [
             (row, row.record)
             for row in rows
@@ -79,5 +80,5 @@ class StoredTraces:
 
 
 def _published(record: RequestRecord) -> TraceContext:
-    """The span of whoever put the record into the outbox."""
+    """Return the span of the process that put the record into the outbox."""
     return record_span(TraceContext(int(record.trace_id, 16), 0, True), record.request_id)

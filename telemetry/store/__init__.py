@@ -1,1 +1,1 @@
-"""ClickHouse, as a server or embedded: tables, migrations, reading."""
+"""ClickHouse, as a server or embedded: tables, migrations, queries."""

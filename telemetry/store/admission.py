@@ -1,4 +1,4 @@
-"""How many queries run at once, and whose turn it is."""
+"""Admission of queries: the number that runs at once, and their order."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from millrace.telemetry.store.reading import TOO_MANY_QUERIES, QueryError
 
 
 class QueryAdmission:
-    """Lets ``max_running`` queries run, at most ``max_per_user`` of one user. A query that waits
-    gets the next place if its user has the fewest queries running; of several such queries, the
-    oldest."""
+    """Admission of at most ``max_running`` queries, and at most ``max_per_user`` of one user.
+
+    The next place goes to a query of the user with the fewest running queries; of several such
+    queries, to the oldest.
+    """
 
     def __init__(
         self, max_running: int, max_per_user: int, max_waiting: int, max_wait_s: float
@@ -48,7 +50,7 @@ class QueryAdmission:
             raise
 
     def leave(self, user: str) -> None:
-        """A query of the user is over."""
+        """Give back the place of a query of the user."""
         self._running[user] -= 1
         if not self._running[user]:
             del self._running[user]

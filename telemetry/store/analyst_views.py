@@ -1,8 +1,8 @@
-"""The database ``analysts``: views that users of the HTTP interface make and keep.
+"""Database ``analysts``: views that users of the HTTP interface make and keep.
 
-One connection runs their statements, one after the other, apart from the connections that write
-rows and read. Its role has no access to transcripts, so that no view can be made of them; a view is
-read with the rights of the user who asks (SQL SECURITY INVOKER).
+One connection runs their statements, one after the other, separate from the connections that write
+rows and read. Its role has no access to transcripts, so no view can read them; a view is read with
+the rights of the querying user (SQL SECURITY INVOKER).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from millrace.telemetry.store.view_statements import (
 logger = logging.getLogger(__name__)
 
 MAX_VIEWS = 200
-# How many views a question to one view may read, itself included: a view is planned anew wherever
-# it stands.
+# Maximum number of views that a query of one view reads, including itself: a view is planned anew
+# at each place in a query.
 MAX_VIEWS_READ = 64
 
 _MAX_WAITING = 16
@@ -48,8 +48,8 @@ _SETTINGS = ("max_execution_time = 10", "max_memory_usage = 268435456", "max_thr
 _ACCESS_DENIED = 497
 _TOO_DEEP = 162
 _TOO_MANY_VIEWS = 724
-# Table functions that reach nothing but what is written in them. Others name tables by texts, which
-# may be made of parts.
+# Table functions that read only their own text. Other functions take table names in strings, which
+# may be computed.
 _PLAIN_FUNCTIONS = frozenset(
     {
         "format",
@@ -77,11 +77,15 @@ class _Named(msgspec.Struct, frozen=True):
 
 
 class AnalystViews:
-    """Runs the statements that change views."""
+    """Runner of statements that change views."""
 
     def __init__(self, path: str, database: str) -> None:
-        """``path`` is that of a store which this process has open, ``database`` that of its
-        tables."""
+        """Create the runner.
+
+        Args:
+            path: The path of a store that this process has open.
+            database: The database of its tables.
+        """
         self._path = path
         self._database = database
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store-views")
@@ -91,8 +95,8 @@ class AnalystViews:
         }
 
     async def run(self, sql: str, database: str | None) -> None:
-        """Run a statement for which ``changes_views``. ``database`` is the one that names without a
-        database are in. Raises QueryError."""
+        """Run a statement for which ``changes_views`` is true. ``database`` is the default of
+        unqualified names. Raises QueryError."""
         if self._num_inside >= _MAX_WAITING:
             raise QueryError.refusing(
                 TOO_MANY_QUERIES,
@@ -107,7 +111,7 @@ class AnalystViews:
         await call
 
     async def close(self) -> None:
-        """Wait for the statement inside, which its time limit bounds."""
+        """Wait for the current statement, which its time limit bounds."""
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
 
     def _leave(self, _: asyncio.Future[None]) -> None:
@@ -131,8 +135,8 @@ class AnalystViews:
         logger.info("changed views of analysts", extra={"statement": statement.sql[:_MAX_LOGGED]})
 
     def _check_body(self, connection: Any, body: str) -> None:
-        """Raises QueryError for a body that the view maker may not read, or that could read other
-        tables later than the tables that it names."""
+        """Raise QueryError for a body that the view maker may not read, or that could later read
+        other tables than it names."""
         functions = {row.name for row in _rows(connection, _FUNCTIONS)} - _PLAIN_FUNCTIONS
         tokens = tokens_of(body)
         for token, following in zip(tokens, (*tokens[1:], None), strict=True):
@@ -157,7 +161,7 @@ class AnalystViews:
             connection.query(f"DESCRIBE TABLE ({body})")
 
     def _check_views(self, connection: Any, statement: ViewStatement, database: str) -> None:
-        """Raises QueryError for names that are taken, and for too many views or too many in one."""
+        """Raise QueryError for taken names, for too many views, or too many views in one."""
         before = {row.name: _references(row.as_select) for row in _rows(connection, _VIEWS)}
         after = dict(before)
         if statement.created:
@@ -193,8 +197,11 @@ def _rows(connection: Any, sql: str) -> list[_Named]:
 
 
 def _references(body: str, *, unqualified: bool = False) -> list[str]:
-    """Names in a body that may be those of views, each as often as it stands there. The engine
-    keeps a body with all names qualified; ``unqualified`` is for one that it has not seen."""
+    """Return names in a body that may be views, one entry per occurrence.
+
+    The engine stores bodies with qualified names; ``unqualified`` is for a body that it has not
+    stored.
+    """
     names = []
     before: tuple[str, str] = ("", "")
     for token in tokens_of(body):
@@ -207,7 +214,7 @@ def _references(body: str, *, unqualified: bool = False) -> list[str]:
 
 
 def _views_read(references: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """How many views a question to each view reads. The engine itself refuses circles."""
+    """Return the number of views that a query of each view reads. The engine refuses cycles."""
     counts: dict[str, int] = {}
 
     def count(name: str) -> int:

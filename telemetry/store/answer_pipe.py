@@ -1,4 +1,4 @@
-"""The pipe through which the embedded engine writes an answer, and its reader takes it."""
+"""Pipe from the embedded engine, which writes an answer, to the reader of the answer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 from millrace.telemetry.store.reading import TOO_MANY_QUERIES, QueryError
 
 _CHUNK_BYTES = 256 * 1024
-# An answer that is shorter has no part of it read before it is known that the query succeeded.
+# A shorter answer is held back until the query has succeeded.
 _FIRST_BYTES = 128 * 1024
 
 
 class AnswerPipe:
-    """Has the engine write into one end, by INTO OUTFILE in a thread, and be read at the other, by
-    the event loop. The engine waits while the pipe is full."""
+    """Pipe whose one end the engine writes, by INTO OUTFILE in a thread, and whose other end the
+    event loop reads. The engine waits while the pipe is full."""
 
     def __init__(self) -> None:
         try:
@@ -33,8 +33,11 @@ class AnswerPipe:
         self._wait: asyncio.Event | None = None
 
     async def chunks(self, call: asyncio.Future[None]) -> AsyncIterator[bytes]:
-        """The bytes, until the engine's ``call`` has ended. The first chunk may be empty; it comes
-        when the answer is known to begin well. Raises what the call raised."""
+        """Yield the bytes until the engine's ``call`` has ended.
+
+        The first chunk may be empty; it comes when the answer is known to begin well. Raises the
+        call's error.
+        """
         first = bytearray()
         while len(first) < _FIRST_BYTES:
             chunk = await self._read()
@@ -65,13 +68,13 @@ class AnswerPipe:
         return b""
 
     def write(self, data: bytes) -> None:
-        """Write what the engine did not write itself, in a thread."""
+        """Write bytes that the engine does not write itself, in a thread."""
         view = memoryview(data)
         while view and not self.is_left:
             view = view[os.write(self._write_end, view) :]
 
     def leave(self) -> None:
-        """No more is read: the engine, which may wait, cannot write."""
+        """Close the reading end, so that a waiting engine cannot write."""
         if self.is_left:
             return
         self.is_left = True
@@ -81,5 +84,5 @@ class AnswerPipe:
             self._wait.set()
 
     def end(self) -> None:
-        """The engine writes no more."""
+        """Close the writing end."""
         os.close(self._write_end)

@@ -1,4 +1,4 @@
-"""A ClickHouse server: how it is reached, and why it cannot be used."""
+"""ClickHouse server: connection, and reasons why it cannot be used."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from millrace.schemas.redaction import redact_urls
 if TYPE_CHECKING:
     from urllib3 import PoolManager
 
-# ClickHouse's codes for a user that is unknown, a password that is wrong or lacking, and both.
+# ClickHouse's codes for an unknown user, a wrong or missing password, and both.
 _TLS_PORT = 8443
 _NOT_US = frozenset({192, 193, 194, 516})
-# A query may run for long without an answer; the machine still acknowledges keepalive probes.
+# A query may run long without an answer; the machine still acknowledges keepalive probes.
 _SILENCE_S = 10.0
 _ERRORS = ConnectionErrors(ClickHouseError)
 
 
 def server_address(config: ClickHouseConfig) -> SplitResult:
-    """The parts of ``clickhouse.url``. Raises ConfigError for an invalid address."""
+    """Parse ``clickhouse.url``. Raises ConfigError for an invalid address."""
     try:
         parts = urlsplit(config.url)
         is_usable = parts.scheme in {"http", "https"} and bool(parts.hostname)
@@ -45,8 +45,8 @@ def server_address(config: ClickHouseConfig) -> SplitResult:
 
 
 def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
-    """A function that connects to the server at ``config.url``. Raises ConfigError that names the
-    wrong setting."""
+    """Return a function that connects to the server at ``config.url``. Raises ConfigError that
+    names the wrong setting."""
     parts = server_address(config)
     return functools.partial(
         _get_client,
@@ -55,9 +55,9 @@ def server_connect(config: ClickHouseConfig) -> Callable[..., Client]:
         secure=parts.scheme == "https",
         username=config.username,
         password=config.password,
-        # Without a session, calls of several threads do not shut one another out.
+        # Without a session, calls of several threads do not block each other.
         autogenerate_session_id=False,
-        # Given a pool, the client does not look for a proxy in the environment.
+        # With its own pool, the client does not look for a proxy in the environment.
         pool_mgr=_pool(config.ca_file, config.certificate_file, config.key_file),
         **_tls_options(config),
     )
@@ -70,7 +70,7 @@ def _get_client(**options: Any) -> Client:
 
 @functools.cache
 def _pool(ca_file: str, certificate_file: str, key_file: str) -> PoolManager:
-    """The connections of this process to servers that are verified, and shown who we are, by these
+    """Return a connection pool that verifies servers and presents the client certificate by these
     files."""
     pool: PoolManager = httputil.get_pool_manager(
         socket_options=[*httputil.core_socket_options, *silence_options(_SILENCE_S)],
@@ -92,15 +92,15 @@ def _tls_options(config: ClickHouseConfig) -> dict[str, Any]:
         options |= {
             "client_cert": config.certificate_file,
             "client_cert_key": config.key_file,
-            # Without a password the certificate says who we are, to ClickHouse itself.
+            # Without a password, the certificate authenticates us at ClickHouse itself.
             "tls_mode": "strict" if config.password else "mutual",
         }
     return options
 
 
 def raise_refusal(error: BaseException, config: ClickHouseConfig) -> None:
-    """Raises UntrustedServerError or CredentialsRefusedError if that is what ``error`` tells, or
-    what one more handshake does, for which it may block for seconds."""
+    """Raise UntrustedServerError or CredentialsRefusedError if ``error``, or one more handshake,
+    shows that cause. May block for seconds."""
     who = f"ClickHouse at {redact_urls(config.url)}"
     parts = urlsplit(config.url)
     if parts.scheme == "https" and parts.hostname and getattr(error, "code", None) is None:

@@ -1,7 +1,7 @@
-"""The meanings of the analytics store's tables and columns: ``telemetry/columns/*.toml``.
+"""Meanings of the analytics store's tables and columns: ``telemetry/columns/*.toml``.
 
 A file declares the table of its name. Comments in the store, the views and the page of tables are
-made of it. A migration makes tables and columns, and says nothing about their meaning.
+made of it. Migrations make tables and columns without their meaning.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from millrace.schemas.tenants import LIMITS
 
 _T = TypeVar("_T")
 
-# Columns whose meaning is the same in several tables.
+# Columns with the same meaning in several tables.
 _COMMON = "common"
-# The values of columns that have a fixed set of them, each with its meaning.
+# Columns with a fixed set of values, and the meaning of each value.
 _VALUES = "values"
-# Views of several tables.
+# Views over several tables.
 _VIEWS = "views"
 INTERNAL = "Internal:"
 VIEW_SUFFIX = "_once"
@@ -31,12 +31,12 @@ PERCENTILE_TYPE = "Nullable(Float64)"
 
 
 class DeclaredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A column: ``what`` it says, in whole sentences, the ``unit`` of a number, when it is ``null``
-    or, for text, ``empty``, and the set in ``values.toml`` that its ``values`` are of.
+    """Column: its meaning in whole sentences (``what``), the ``unit`` of a number, the meaning of
+    ``null`` or, for text, of ``empty``, and the set in ``values.toml`` of its ``values``.
 
-    An ``internal`` column is for Millrace itself: it is in no view. A column with ``percentiles``
-    holds states that this function merges: the view has their percentiles instead. ``whole``
-    is the value in rows that the view has of another table, which lacks the column.
+    An ``internal`` column is for Millrace itself and is in no view. A column with ``percentiles``
+    holds states that this function merges: the view has their percentiles instead. ``whole`` is the
+    value for the view's rows from another table, which lacks the column.
     """
 
     what: str
@@ -68,8 +68,8 @@ class DeclaredColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ViewColumn(msgspec.Struct, frozen=True, kw_only=True):
-    """A column of a view, its comment, and the expression that makes it of the table's columns. An
-    empty type is that of the table's column of this name."""
+    """Column of a view: its comment, and its expression over the table's columns. An empty type
+    means the type of the table's column of this name."""
 
     name: str
     comment: str
@@ -84,8 +84,8 @@ class DeclaredTable(
     forbid_unknown_fields=True,
     rename={"view_name": "view"},
 ):
-    """A table, what a row of it is, and its columns by name. The view is named ``view_name`` if
-    that is given. It also has the rows of the table ``whole_in`` that are whole."""
+    """Table: the meaning of its row, and its columns by name. The view is named ``view_name`` if
+    given. It also has the whole rows of the table ``whole_in``."""
 
     name: str
     what: str
@@ -100,7 +100,7 @@ class DeclaredTable(
 
     @property
     def view(self) -> str:
-        """The name of the view that has each row once; empty for an internal table."""
+        """Name of the view that has each row once; empty for an internal table."""
         return self.view_name or ("" if self.internal else self.name + VIEW_SUFFIX)
 
     @property
@@ -110,7 +110,7 @@ class DeclaredTable(
         return f"{self.what} Each row once, as {self.name} FINAL has it."
 
     def view_columns(self, name: str) -> list[ViewColumn]:
-        """The view's expression for the table's column ``name``."""
+        """Return the view's expression for the table's column ``name``."""
         column = self.columns.get(name)
         if column is None or column.internal:
             return []
@@ -120,14 +120,14 @@ class DeclaredTable(
 
 
 class JointViewColumn(DeclaredColumn, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A column of a view of several tables, and its ClickHouse type."""
+    """Column of a view over several tables, with its ClickHouse type."""
 
     type: str
 
 
 class JointView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A view of several tables: what a row of it is, and the query that makes it. In the query
-    ``{database}`` stands for the name of the database."""
+    """View over several tables: the meaning of its row, and its query. In the query ``{database}``
+    stands for the name of the database."""
 
     what: str
     select: str
@@ -153,7 +153,7 @@ def _percentile(name: str, column: DeclaredColumn, level: int) -> ViewColumn:
 
 @functools.cache
 def load_declaration() -> dict[str, DeclaredTable]:
-    """The tables by their names, the internal ones included."""
+    """Return all tables by name, including internal ones."""
     files = resources.files("millrace.telemetry").joinpath("columns").iterdir()
     declared = {file.name.removesuffix(".toml"): _read(file) for file in files}
     common = declared.pop(_COMMON)
@@ -177,12 +177,12 @@ def _read_columns(name: str, kind: type[_T]) -> dict[str, _T]:
 
 @functools.cache
 def load_joint_views() -> dict[str, JointView]:
-    """The views of several tables by name."""
+    """Return the views over several tables by name."""
     return _read_columns(_VIEWS, JointView)
 
 
 @functools.cache
 def load_values() -> dict[str, dict[str, str]]:
-    """The sets of values by name: each value and what it means."""
+    """Return the sets of values by name: each value with its meaning."""
     limits = {name: traits.meaning for name, traits in LIMITS.items()}
     return {**_read_columns(_VALUES, dict[str, str]), "limit": limits}

@@ -1,10 +1,10 @@
-"""The embedded engine's one user, and what the engine lets it touch: its own database.
+"""User and grants of the embedded engine: access to its own database only.
 
-An engine in this process could read every file and reach every address that the process can. It
-starts with a user of its own instead, who has no source beside the tables: no ``file``, ``url``,
-``s3``, ``remote``, ``mysql``, ``sqlite`` and so on, as table function, engine, or in DESCRIBE. That
-holds for whoever asks, the writing connection too. The grants do not cover two things that the
-embedded engine does outside them, the function ``file`` and INTO OUTFILE: see ``sql_guard``.
+An engine in this process could read every file and reach every address that the process can. So it
+starts with its own user, which has no source but the tables: no ``file``, ``url``, ``s3``,
+``remote``, ``mysql``, ``sqlite`` and so on, as table function, engine, or in DESCRIBE. This applies
+to every connection, including the writing one. The grants do not cover two features of the embedded
+engine, the function ``file`` and INTO OUTFILE: see ``sql_guard``.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from millrace.runtime.imports import without
 from millrace.telemetry.store.reading import ReadLimits, quote
 from millrace.telemetry.store.view_statements import ANALYSTS
 
-# What its Arrow tables are made with, of which nothing here is: a sixth of a second of a start.
+# chDB would import pyarrow for Arrow tables, which are unused here. The import takes a sixth of a
+# second of the start.
 with without("pyarrow"):
     import chdb.state
 
-# At rest the engine would look at its memory twenty times a second, and for each table every ten
-# seconds at what might be merged, which an insert has it do at once. Its caches are bounded. It has
-# no memory limit for a user: its count is reset only when no query of the user runs, and drifts. It
+# By default an idle engine would check its memory twenty times a second, and for each table every
+# ten seconds look for merges, which an insert triggers at once. Its caches are bounded. It has no
+# memory limit for a user: that count is reset only when no query of the user runs, and drifts. It
 # keeps no idle threads, whose niceness ``query_watch`` may have raised for good.
 _CONFIG = """<clickhouse>
   <user_directories><users_xml><path>users.xml</path></users_xml></user_directories>
@@ -47,8 +48,9 @@ _CONFIG = """<clickhouse>
   <query_cache><max_size_in_bytes>1</max_size_in_bytes></query_cache>
 </clickhouse>
 """
-# The engine has each connection be "default", with no password: the password is the door's. What a
-# connection may do is in its roles: it begins with all of them and may leave some for good.
+# The engine makes each connection the user "default" without a password; the HTTP interface checks
+# passwords. Roles define the rights of a connection: it begins with all roles and may drop some for
+# good.
 _USERS = """<clickhouse>
   <profiles>
     <default>
@@ -90,23 +92,23 @@ _OWN = (
     "SHOW, SELECT, INSERT, ALTER, CREATE DATABASE, CREATE TABLE, CREATE VIEW, DROP, TRUNCATE, "
     "OPTIMIZE"
 )
-# The role of an analyst, who sees nothing of these tables.
+# Role of an analyst, without access to these tables.
 ANALYST = "analyst"
 PRIVATE_TABLES = ("transcripts", "transcripts_once")
-# The role in which views of analysts are made, beside that of an analyst. The engine asks for the
-# rights to tables where a view gets another name.
+# Role for making views of analysts, in addition to an analyst's. The engine requires rights to the
+# tables when a view is renamed.
 VIEW_MAKER = "view_maker"
 _OF_VIEWS = (
     "CREATE VIEW, CREATE TABLE, DROP VIEW, DROP TABLE, INSERT, ALTER MODIFY COMMENT, "
     "ALTER COMMENT COLUMN"
 )
-# One of each kind of source that a user has unless somebody took it away.
+# One of each kind of source that a user has by default.
 _SOURCES = ("FILE", "URL", "S3", "REMOTE", "MYSQL", "SQLITE")
-# What the process needs beside queries of users: Python, inserts, merges, caches.
+# Memory of the process besides users' queries, in bytes: Python, inserts, merges, caches.
 _MEMORY_BESIDE_QUERIES = 768 * 1024 * 1024
-# Settings that keep their value whatever a statement says: they name files that the engine would
-# read or write, or an address that it would ask, hold expressions that the guard does not see, have
-# it read another language than the guard does, show its insides, or lift the bounds.
+# Settings that statements cannot change: they name files that the engine would read or write, or an
+# address that it would contact, hold expressions that the guard does not see, switch the SQL
+# dialect, show the engine's internals, or lift limits.
 _CONSTANT = (
     "additional_result_filter",
     "additional_table_filters",
@@ -145,13 +147,16 @@ _MIB = 1024 * 1024
 
 
 class OpenEngineError(RuntimeError):
-    """The engine of this process was started without its restrictions."""
+    """Error if the engine of this process was started without its restrictions."""
 
 
 @contextmanager
 def engine_options(*databases: str, limits: ReadLimits | None = None) -> Iterator[dict[str, str]]:
-    """chDB's options for an engine whose queries reach these databases and nothing else, within the
-    limits. The engine reads them as it starts: while it runs, they change nothing."""
+    """Yield chDB's options for an engine whose queries reach only these databases, within the
+    limits.
+
+    The engine reads them at its start; later changes have no effect.
+    """
     limits = limits or ReadLimits()
     with tempfile.TemporaryDirectory(prefix="millrace-engine-") as directory:
         (Path(directory) / "users.xml").write_text(_users(databases, limits))
@@ -184,7 +189,7 @@ def _users(databases: Sequence[str], limits: ReadLimits) -> str:
     analyst = [f"GRANT SHOW, SELECT ON {quote(name)}.*" for name in databases]
     for role in (owner, analyst):
         role.append(f"GRANT SHOW, SELECT ON {ANALYSTS}.*")
-        # Of external tables: a connection makes them before it becomes read-only.
+        # For external tables: a connection makes them before it becomes read-only.
         role.append("GRANT CREATE TEMPORARY TABLE ON *.*")
     owner.append(f"GRANT CREATE DATABASE ON {ANALYSTS}.*")
     analyst += [
@@ -205,8 +210,11 @@ def _users(databases: Sequence[str], limits: ReadLimits) -> str:
 
 
 def connect(path: str, *databases: str, limits: ReadLimits | None = None) -> Any:
-    """A connection to the store at ``path``. Raises RuntimeError for a store that another process
-    has, OpenEngineError where this process had an engine without restrictions before."""
+    """Connect to the store at ``path``.
+
+    Raises RuntimeError for a store that another process has, OpenEngineError if this process had an
+    engine without restrictions before.
+    """
     with engine_options(*databases, limits=limits) as options:
         # The engine knows its path by the resolved spelling, as clickhouse_connect opens it.
         connection = chdb.connect(  # type: ignore[no-untyped-call]
@@ -221,7 +229,7 @@ def connect(path: str, *databases: str, limits: ReadLimits | None = None) -> Any
 
 
 def connect_again(path: str, settings: Mapping[str, int | str] | None = None) -> Any:
-    """A further connection to the engine that a ``connect`` of this process holds open. The values
+    """Open a further connection to the engine that a ``connect`` of this process holds open. Values
     of settings are numbers or words."""
     options = "&".join(f"{name}={value}" for name, value in (settings or {}).items())
     real = os.path.realpath(path)

@@ -1,4 +1,4 @@
-"""Rows that a client sends along with a question, as a temporary table of its connection."""
+"""External tables: rows sent with a query, as a temporary table of the query's connection."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _BAD_ARGUMENTS = 36
 _UNKNOWN_FORMAT = 73
 _NAME = re.compile(r"\w{1,128}")
 _FORMAT = re.compile(r"[A-Za-z]\w*")
-# What may follow the type of a column in ClickHouse. Expressions among it are computed outside of
-# the statement that is looked at.
+# Clauses that may follow the type of a column in ClickHouse. Their expressions are computed outside
+# of the checked statement.
 _CLAUSES = frozenset(
     {
         "alias",
@@ -34,9 +34,10 @@ _OPENING, _CLOSING = frozenset("([{"), frozenset(")]}")
 
 
 def load(connection: Any, table: ExternalTable) -> None:
-    """Make the table in a connection that may still make one, and insert its rows. Raises
-    QueryError for what is wrong with the table, and the engine's errors for what is wrong with its
-    types and rows."""
+    """Create the table in a connection that is not read-only yet, and insert its rows.
+
+    Raises QueryError for an invalid table, and the engine's errors for invalid types and rows.
+    """
     if not _NAME.fullmatch(table.name):
         raise _refuse(f"{table.name:.140} is no name of an external table: use letters and digits")
     if not _FORMAT.fullmatch(table.input_format):
@@ -52,7 +53,7 @@ def load(connection: Any, table: ExternalTable) -> None:
 
 
 def _columns(table: ExternalTable) -> Iterator[tuple[str, str]]:
-    """The name and the type of each column."""
+    """Yield the name and the type of each column."""
     if bool(table.structure) == bool(table.types):
         raise _refuse(
             f"the external table {table.name} needs one of {table.name}_structure and "
@@ -75,7 +76,7 @@ def _columns(table: ExternalTable) -> Iterator[tuple[str, str]]:
 
 
 def _listed(tokens: list[Token]) -> Iterator[list[Token]]:
-    """The tokens between the commas that are in no brackets."""
+    """Split tokens at commas outside of brackets."""
     part: list[Token] = []
     depth = 0
     for token in tokens:

@@ -1,10 +1,10 @@
-"""The fields of records beside their columns.
+"""Page of the records' fields with their columns.
 
 ``python -m millrace.telemetry.store.fields_page`` puts them into docs/kafka.md, below the heading
 "Fields".
 
-Everything is read from the records, their tables and what those declare, so a new field is there by
-itself. A field without a column has its meaning in ``_WITHOUT_COLUMN``.
+Everything is read from the records, their tables and the declarations, so a new field appears
+automatically. A field without a column has its meaning in ``_WITHOUT_COLUMN``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Made by `python -m millrace.telemetry.store.fields_page` from the records, the t
 then. `nil` is MessagePack's. A field without a default is in every record.
 """
 _NAMES = {str: "text", int: "integer", float: "float", bool: "boolean", type(None): "nil"}
-# What fields mean that no column is made of, by "Record.field".
+# Meanings of fields without a column, by "Record.field".
 _WITHOUT_COLUMN: dict[str, str] = {
     "RequestRecord.lives": "The former name of `attempts`, written and read in this version only",
 }
@@ -47,7 +47,7 @@ _FUNCTION = re.compile(r"\w+\((\w+)\)")
 
 
 def with_fields(page: str, made: str) -> str:
-    """The page with ``made`` below its heading of fields, which is its last one."""
+    """Return the page with ``made`` below its heading of fields, which is its last one."""
     head, heading, _ = page.partition(_HEADING)
     if not heading:
         raise ValueError(f"the page has no heading {_HEADING.strip()!r}")
@@ -55,7 +55,7 @@ def with_fields(page: str, made: str) -> str:
 
 
 async def fields_page(store: Store) -> str:
-    """As Markdown, of a store that is up to date."""
+    """Render the section as Markdown from an up-to-date store."""
     keys = await store.rows(
         "SELECT name, sorting_key FROM system.tables WHERE database = currentDatabase()"
     )
@@ -67,7 +67,7 @@ async def fields_page(store: Store) -> str:
 
 
 def columns_by_field(kind: type) -> dict[str, list[str]]:
-    """The columns that are made of each field."""
+    """Return the columns that each field feeds."""
     return {
         field.name: [column.name for column in _table(kind).columns if field.name in column.fields]
         for field in _fields(kind)
@@ -75,7 +75,7 @@ def columns_by_field(kind: type) -> dict[str, list[str]]:
 
 
 def _table(kind: type) -> Table[Any]:
-    """The table that has all fields of the kind."""
+    """Return the table that has all fields of the kind."""
     return GENERATION_ROWS if kind is RequestRecord else table_of(_blank(kind))
 
 
@@ -105,7 +105,7 @@ def _record_section(kind: type, sorting_keys: dict[str, str]) -> str:
 def _identity(
     table: Table[Any], columns: dict[str, list[str]], sorting_keys: dict[str, str]
 ) -> list[str]:
-    """The fields that make a row of the table the same row."""
+    """Return the fields that identify a row of the table."""
     names = _FUNCTION.sub(r"\1", sorting_keys[table.name]).split(", ")
     return [next(field for field, of in columns.items() if name in of) for name in names]
 
@@ -143,7 +143,7 @@ def _fields(kind: type) -> tuple[msgspec.structs.FieldInfo, ...]:
 
 
 def _nested_of(kinds: tuple[type, ...]) -> list[type]:
-    """The structures within records, each once."""
+    """Return the structures within records, each once."""
     found: list[type] = []
     for kind in kinds:
         for field in _fields(kind):

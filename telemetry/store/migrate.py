@@ -1,6 +1,6 @@
-"""Numbered migrations: each runs once, in order, and running them again changes nothing.
+"""Numbered migrations: each runs once, in order, and is idempotent.
 
-A new store begins with the schema, which stands for the migrations 1 to 20 of earlier versions.
+A new store begins with the schema, which replaces the migrations 1 to 20 of earlier versions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from millrace.schemas.errors import MillraceError
 from millrace.telemetry.store.store import PlainTable, Store
 from millrace.telemetry.store.views import declare
 
-# The number of the schema, and of the last migration that it stands for.
+# Number of the schema, and of the last migration that it replaces.
 SCHEMA = 20
 APPLIED = PlainTable("schema_migrations", ("number", "name"), ("UInt32", "String"))
 _LEDGER = """
@@ -29,16 +29,16 @@ ORDER BY number
 COMMENT 'Which migrations have run.'
 """
 _NAME = re.compile(r"(\d{4})_[a-z0-9_]+\.sql")
-# Within a line it is a comment's: text of a column.
+# A semicolon within a line belongs to a column's comment.
 _STATEMENT_END = re.compile(r";[ \t]*(?:\n|\Z)")
 
 
 class MigrationError(MillraceError, code="migration_failed"):
-    """This version cannot bring the database up to date, or a migration's file is misnamed."""
+    """Error if this version cannot migrate the database, or if a migration's file is misnamed."""
 
 
 class Migration(msgspec.Struct, frozen=True, kw_only=True):
-    """One file: its number, its name, its statements."""
+    """Migration file: its number, name and statements."""
 
     number: int
     name: str
@@ -46,7 +46,7 @@ class Migration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_migrations() -> list[Migration]:
-    """The migrations of this version, in order."""
+    """Return the migrations of this version, in order."""
     found = []
     for file in resources.files("millrace.telemetry").joinpath("migrations").iterdir():
         match = _NAME.fullmatch(file.name)
@@ -63,10 +63,10 @@ def load_migrations() -> list[Migration]:
 
 
 def lacking(applied: set[int], database: str) -> list[Migration]:
-    """The migrations of this version that a database lacks, which has those of these numbers.
+    """Return the migrations of this version that are missing from the ``applied`` ones.
 
-    Raises MigrationError for a database that a newer version has migrated, and for one to which an
-    earlier version applied only some of the migrations that the schema stands for.
+    Raises MigrationError for a database that a newer version has migrated, and for one with only
+    some of the migrations that the schema replaces.
     """
     migrations = load_migrations()
     last = migrations[-1].number
@@ -86,16 +86,17 @@ def lacking(applied: set[int], database: str) -> list[Migration]:
 
 
 async def migrate(store: Store) -> list[str]:
-    """Bring the database up to date: run the migrations that it lacks, and then make comments and
-    views what ``telemetry/columns`` declares. Returns what ran and what was changed.
+    """Bring the database up to date: run missing migrations, then set comments and views to those
+    in ``telemetry/columns``.
 
-    Raises MigrationError as ``lacking`` does, and StoreUnavailableError.
+    Returns the migrations and changes. Raises MigrationError as ``lacking`` does, and
+    StoreUnavailableError.
     """
     await store.command(_LEDGER)
     applied = {int(row[0]) for row in await store.rows("SELECT number FROM schema_migrations")}
     ran = []
     for migration in lacking(applied, store.database):
-        # Each statement is idempotent, so a migration that was cut short is simply run again.
+        # Each statement is idempotent, so an interrupted migration is simply run again.
         for statement in migration.statements:
             await store.command(statement)
         await store.insert(APPLIED, ([migration.number], [migration.name]), migration.name)

@@ -1,8 +1,9 @@
-"""Which places of the outbox have landed in ClickHouse, and the mark below which all have.
+"""Ledger of the outbox: the sequences that have landed in ClickHouse, and the mark below which all
+have.
 
 Kafka's partitions are consumed out of order, so the highest sequence in a table says nothing about
-those below it. The ledger keeps ranges; a range is written after its rows and before Kafka's
-offsets are committed, so a sequence in the ledger is in the tables (or in the dead-letter topic).
+lower ones. The ledger keeps ranges. A range is written after its rows and before Kafka's offsets
+are committed, so a sequence in the ledger is in the tables (or in the dead-letter topic).
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from millrace.telemetry.store.store import PlainTable, Store
 Range = tuple[int, int]
 TABLE = PlainTable("outbox_ledger", ("first_sequence", "last_sequence"), ("UInt64", "UInt64"))
 
-# How far the ranges before each one reach together; the first that begins behind that leaves a gap.
-# A backlog leaves hundreds of thousands of ranges, so they are not brought here.
+# Finds the furthest end of the ranges before each range; the first range that begins after it
+# leaves a gap. This runs in the store, since a backlog leaves hundreds of thousands of ranges.
 _MARK = """
 SELECT if(countIf(first_sequence > reach + 1) = 0, max(last_sequence),
           minIf(reach, first_sequence > reach + 1))
@@ -31,7 +32,7 @@ FROM
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:
-    """The same sequences in the fewest ranges, in order."""
+    """Merge ranges into the fewest ranges, in order."""
     merged: list[Range] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -42,27 +43,27 @@ def merge(ranges: Iterable[Range]) -> list[Range]:
 
 
 class OutboxLedger:
-    """The ledger of one store. Nothing is kept in memory: several sinks may write to it."""
+    """Ledger of one store. It has no state in memory, so several sinks may write to it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     async def add(self, sequences: Sequence[int]) -> None:
-        """These have landed. Raises StoreUnavailableError."""
+        """Add landed sequences. Raises StoreUnavailableError."""
         ranges = merge((sequence, sequence) for sequence in sequences)
         await self._insert(ranges)
 
     async def void(self, first: int, last: int) -> None:
-        """These are not in the outbox any more, and will never land."""
+        """Mark sequences that are no longer in the outbox and will never land."""
         await self._insert([(first, last)])
 
     async def mark(self) -> int:
-        """Every sequence up to this one has landed; 0 when that is not even true of the first."""
+        """Return the sequence up to which all have landed; 0 if the first has not."""
         [[mark]] = await self._store.rows(_MARK)
         return int(mark)
 
     async def is_empty(self) -> bool:
-        """Whether nothing has landed yet."""
+        """Return whether no sequence has landed yet."""
         [[num_ranges]] = await self._store.rows("SELECT count() FROM outbox_ledger")
         return int(num_ranges) == 0
 
@@ -71,7 +72,7 @@ class OutboxLedger:
         mark = await self.mark()
         if not mark:
             return
-        # First the wide range, then the deletion: at no time does anything look missing.
+        # Insert the wide range before the deletion, so that no sequence is ever missing.
         await self._insert([(1, mark)])
         await self._store.command(
             "DELETE FROM outbox_ledger WHERE first_sequence > 1 AND last_sequence <= {mark:UInt64}",
@@ -79,7 +80,7 @@ class OutboxLedger:
         )
 
     async def clear(self) -> None:
-        """Forget all: the outbox has been made anew and counts from 1 again."""
+        """Delete all ranges: the outbox was recreated and counts from 1 again."""
         await self._store.command("TRUNCATE TABLE outbox_ledger")
 
     async def _insert(self, ranges: Sequence[Range]) -> None:

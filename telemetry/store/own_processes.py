@@ -1,9 +1,8 @@
 """``system.processes`` and KILL QUERY over the embedded engine, by the ids that clients know.
 
-The engine gives each query an id of its own. A setting of the query holds its tag, which the engine
-shows in ``system.processes`` and uses for nothing else here: a key that no other query ever has, a
-space, and the id that the client knows. Queries of several users may have the same id, and a query
-may follow another one with its id.
+The engine gives each query its own id. A setting of the query holds its tag, which the engine shows
+in ``system.processes`` and does not use otherwise here: a unique key, a space, and the client's id.
+Queries of several users may have the same id, and a query may follow another one with its id.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from millrace.telemetry.store.sql_guard import (
 _TAG = f"Settings['{QUERY_ID_SETTING}']"
 _KNOWN_ID = f"if(empty({_TAG}), query_id, substring({_TAG}, position({_TAG}, ' ') + 1))"
 _keys = itertools.count(1)
-# The statement as its client sent it, without the place where the engine writes the answer.
+# The client's statement, without the engine's output clause.
 _QUERY = r"replaceRegexpOne(query, ' INTO OUTFILE \'[^\']*\' APPEND COMPRESSION \'none\'', '')"
 _PROCESSES = (
     (
@@ -33,7 +32,7 @@ _PROCESSES = (
     .replace("{id}", _KNOWN_ID)
     .replace("{query}", _QUERY)
 )
-# As ``query_watch.RunningQuery``.
+# Columns as in ``query_watch.RunningQuery``.
 RUNNING = (
     "SELECT {tag}, memory_usage, elapsed, thread_ids FROM system.processes WHERE notEmpty({tag})"
 ).replace("{tag}", _TAG)
@@ -43,12 +42,12 @@ _MODES = frozenset({"sync", "async", "test"})
 
 
 def new_tag(query_id: str) -> str:
-    """The tag of a query that begins."""
+    """Return the tag of a new query."""
     return f"{next(_keys)} {query_id}"
 
 
 def with_known_ids(statement: Statement, database: str) -> str:
-    """The statement's head, in which ``system.processes`` shows the ids that clients know."""
+    """Return the statement's head with ``system.processes`` changed to show the clients' ids."""
     tokens = tokens_of(statement.head)
     names = [token.name for token in tokens]
     if names[:2] == ["show", "processlist"]:
@@ -65,7 +64,7 @@ def with_known_ids(statement: Statement, database: str) -> str:
 
 
 def _places(tokens: list[Token], database: str) -> list[tuple[int, int]]:
-    """The first and the last token of each table ``system.processes``."""
+    """Return the first and the last token of each table ``system.processes``."""
     places = []
     for number, token in enumerate(tokens[1:], 1):
         if tokens[number - 1].name not in _BEFORE_TABLE:
@@ -79,7 +78,7 @@ def _places(tokens: list[Token], database: str) -> list[tuple[int, int]]:
 
 
 class Kill:
-    """A statement KILL QUERY, as queries that find what it is to end."""
+    """KILL QUERY statement as queries that find its targets."""
 
     def __init__(self, statement: Statement) -> None:
         tokens = tokens_of(statement.head)
@@ -90,24 +89,24 @@ class Kill:
         self._condition = statement.head[tokens[where].end : end]
 
     def find(self, tags: Collection[str]) -> str:
-        """The tags of the queries that the statement means, among these."""
+        """Return a query for those of ``tags`` that the statement selects."""
         where = f"AS processes WHERE {_TAG} IN {_list(tags)} AND ({self._condition})"
         return f"SELECT {_TAG} {_FROM_PROCESSES} {where}"
 
 
 def is_kill(statement: Statement) -> bool:
-    """Whether it is a KILL QUERY."""
+    """Return whether the statement is a KILL QUERY."""
     return statement.kind == KILL
 
 
 def found(tags: Collection[str]) -> str:
-    """The answer to a KILL QUERY that ends these."""
+    """Return the answer to a KILL QUERY that ends these queries."""
     columns = "'waiting' AS kill_status, query_id, user, query"
     return f"SELECT {columns} {_FROM_PROCESSES} WHERE {_TAG} IN {_list(tags)}"
 
 
 def kill_statement(tags: Collection[str]) -> str:
-    """Ends the queries with these tags."""
+    """Return the statement that ends the queries with these tags."""
     return f"KILL QUERY WHERE {_TAG} IN {_list(tags)} ASYNC"
 
 

@@ -1,9 +1,9 @@
-"""The queries of users that run: the memory of all together, and the processor time of long ones.
+"""Watch of running user queries: their total memory, and the processor time of long ones.
 
-The engine's own limit for all queries would stop whichever query asks next, an insert or a small
-query too. This bound ends the query with the most memory, and does so below that limit. Threads of
-a query that runs for 0.3 s get a higher niceness, so that inserts, the operations page and short
-queries run before them. They end with the query: the engine keeps no idle threads.
+The engine's own total limit would stop whichever query allocates next, even an insert or a small
+query. This watch ends the query with the most memory, below that limit. Threads of a query that
+runs for 0.3 s get a higher niceness, so that inserts, the operations page and short queries run
+first. They end with the query, since the engine keeps no idle threads.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import msgspec
 from millrace.telemetry.store.reading import QueryError
 
 _LOOK_EVERY_S = 0.1
-# While all queries have more than a quarter of the limit.
+# Interval while the queries together use more than a quarter of the limit.
 _LOOK_SOON_S = 0.02
 _MEMORY_LIMIT_EXCEEDED = 241
 _MIB = 1024 * 1024
 
 
-# A query that runs for longer is a long one; what its threads add to the niceness of the process.
+# Seconds after which a query counts as long, and the increase of its threads' niceness.
 _LONG_S = 0.3
 _LONG_NICE = 14
 
 
 class RunningQuery(msgspec.Struct, frozen=True, array_like=True):
-    """A query as the engine sees it."""
+    """Running query, as the engine reports it."""
 
     tag: str
     memory_bytes: int
@@ -40,10 +40,10 @@ class RunningQuery(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueryWatch:
-    """Looks at queries while there are some, in a thread of its own.
+    """Watcher of queries in its own thread while any run.
 
-    ``measure`` answers the queries that run. ``kill`` ends one query and answers whether it could;
-    it is tried again if not. Queries are ended from half of the limit on: they grow meanwhile.
+    ``measure`` returns the running queries. ``kill`` ends one query and returns whether it could; a
+    failed kill is retried. Queries are ended from half of the limit on, since they grow meanwhile.
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class QueryWatch:
         self._thread.start()
 
     def enter(self) -> None:
-        """A query begins."""
+        """Note that a query begins."""
         with self._lock:
             self._num_running += 1
             self._lock.notify()
 
     def leave(self, tag: str) -> QueryError | None:
-        """A query is over; the error if this bound ended it."""
+        """Note that a query is over; return the error if this watch ended it."""
         with self._lock:
             self._num_running -= 1
             error = self._ended.pop(tag, None)
             if not self._num_running:
-                # Queries that were over before they were ended.
+                # Forget queries that finished before they were ended.
                 self._ended.clear()
             return error
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         with self._lock:
             self._is_closed = True
             self._lock.notify()
@@ -100,8 +100,11 @@ class QueryWatch:
             _yield_to_others(running)
 
     def bound(self, running: Sequence[RunningQuery]) -> None:
-        """End the query with the most memory if all have too much. The memory of a query that was
-        ended comes back in a moment, and does not count unless all exceed the limit itself."""
+        """End the query with the most memory if all together use too much.
+
+        The memory of an ended query is released in a moment, and does not count unless the total
+        exceeds the limit itself.
+        """
         taken = {query.tag: query.memory_bytes for query in running}
         with self._lock:
             others = {each: taken[each] for each in taken if each not in self._ended}
@@ -124,13 +127,13 @@ class QueryWatch:
 
 
 def _yield_to_others(running: Sequence[RunningQuery]) -> None:
-    """Have the processor run other threads before those of long queries."""
+    """Lower the priority of long queries' threads."""
     if sys.platform != "linux":
         return
     niceness = min(19, os.getpriority(os.PRIO_PROCESS, 0) + _LONG_NICE)
     for query in running:
         if query.elapsed_s > _LONG_S:
             for thread_id in query.thread_ids:
-                # A thread may have ended since.
+                # The thread may have ended meanwhile.
                 with contextlib.suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, thread_id, niceness)

@@ -1,4 +1,4 @@
-"""Questions to ClickHouse: read only, bounded in number, time and size."""
+"""Queries of ClickHouse: read only, limited in number, time and size."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ User = Literal["full", "analyst"]
 
 
 class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of queries. Queries of the HTTP interface are bounded together, and apart from the
-    ``max_running`` saved queries that the operations page and alerts ask, of which ``max_waiting``
-    may wait."""
+    """Limits of queries. Queries of the HTTP interface share limits. The saved queries of the
+    operations page and the alerts have their own: ``max_running`` run and ``max_waiting`` may wait.
+    """
 
     max_running: int = 4
     max_waiting: int = 64
@@ -51,7 +51,7 @@ class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: ClickHouseConfig) -> ReadLimits:
-        """The limits that the configuration sets."""
+        """Return the limits of the configuration."""
         return cls(
             max_memory_bytes=config.max_query_memory_bytes,
             max_memory_of_all_bytes=config.max_queries_memory_bytes,
@@ -62,23 +62,23 @@ class ReadLimits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def settings(self) -> dict[str, int | str]:
-        """The limits of saved queries as settings of ClickHouse. ``final`` hides duplicates that
-        have not merged."""
+        """Return the limits of saved queries as settings of ClickHouse. ``final`` hides duplicates
+        that have not merged."""
         return {
             "final": 1,
             "max_execution_time": self.max_execution_s,
             "max_result_bytes": self.max_result_bytes,
             "max_memory_usage": self.max_memory_bytes,
             "max_threads": self.max_threads,
-            # Times with their zone: 2026-11-01T08:30:00Z.
+            # Times have their zone: 2026-11-01T08:30:00Z.
             "date_time_output_format": "iso",
         }
 
 
 class ExternalTable(msgspec.Struct, frozen=True):
-    """Rows that come with a statement, as a table that it alone sees.
+    """Rows that come with a statement, as a table for this statement only.
 
-    ``structure`` is a list of names and types as in CREATE TABLE, ``types`` one of types alone,
+    ``structure`` is a list of names and types as in CREATE TABLE, ``types`` a list of types alone,
     whose columns are ``_1``, ``_2`` and so on; one of both is empty. ``data`` has the rows in an
     input format of ClickHouse.
     """
@@ -91,11 +91,11 @@ class ExternalTable(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A statement of the HTTP interface. ``output_format`` holds unless the statement has a FORMAT
-    clause. ``settings`` are set for this statement alone. ``user`` says which tables it may read:
-    an analyst reads all but the transcripts. ``owner`` is the user that asks, who may read fewer
-    tables than its own: an owner's queries have ids of their own, and a user of all tables may end
-    the queries of every owner. ``client`` tells users apart whose number of queries is bounded."""
+    """Statement of the HTTP interface. ``output_format`` applies unless the statement has a FORMAT
+    clause. ``settings`` apply to this statement alone. ``user`` decides the readable tables: an
+    analyst reads all but the transcripts. ``owner`` is the querying user, who may read fewer tables
+    than its own: an owner's queries have their own ids, and a user of all tables may end the
+    queries of every owner. ``client`` identifies a user for the limit of concurrent queries."""
 
     sql: str
     parameters: Parameters = {}
@@ -110,8 +110,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer:
-    """The bytes of an answer, in the output format that was used. The first chunk is there when the
-    answer is."""
+    """Bytes of an answer in its output format. The first chunk is available from the start."""
 
     def __init__(self, output_format: str, chunks: AsyncIterator[bytes]) -> None:
         self.output_format = output_format
@@ -122,7 +121,8 @@ class Answer:
 
 
 class QueryError(MillraceError, code="query_failed", http_status=400):
-    """ClickHouse refused a query, or it was never sent. ``number`` is ClickHouse's code."""
+    """Error if ClickHouse refused a query, or if it was never sent. ``number`` is ClickHouse's
+    code."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
@@ -130,12 +130,12 @@ class QueryError(MillraceError, code="query_failed", http_status=400):
 
     @classmethod
     def refusing(cls, number: int, why: str) -> QueryError:
-        """In ClickHouse's words for what it was not even asked."""
+        """Make an error in ClickHouse's format for a query that was not sent."""
         return cls(number, f"Code: {number}. DB::Exception: {why}")
 
     @classmethod
     def of(cls, text: str) -> QueryError:
-        """From ClickHouse's own text, from its last ``Code:`` prefix on."""
+        """Parse ClickHouse's error text, from its last ``Code:`` prefix on."""
         start = text.find("Code: ")
         text = text[start:] if start > 0 else text
         match = _CODE.match(text)
@@ -143,33 +143,32 @@ class QueryError(MillraceError, code="query_failed", http_status=400):
 
 
 class EscapedText(str):
-    """The text of a parameter as ClickHouse reads it: a field of TabSeparated."""
+    """Text of a parameter with ClickHouse's escapes: a field of TabSeparated."""
 
     __slots__ = ()
 
 
 def escaped(text: str) -> EscapedText:
-    """A parameter's text with ClickHouse's escapes; one that has them stays as it is."""
+    """Escape a parameter's text for ClickHouse; an EscapedText stays as it is."""
     if isinstance(text, EscapedText):
         return text
     return EscapedText(_TO_ESCAPE.sub(lambda match: _ESCAPES[match[0]], text))
 
 
 def literal(text: str) -> str:
-    """A text as SQL."""
+    """Return a text as an SQL literal."""
     inner = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{inner}'"
 
 
 def quote(identifier: str) -> str:
-    """An identifier as SQL."""
+    """Return an identifier as quoted SQL."""
     inner = identifier.replace("\\", "\\\\").replace("`", "\\`")
     return f"`{inner}`"
 
 
 class Reader(ABC):
-    """Runs saved queries, which change nothing, each in a thread, with a bounded queue before
-    them."""
+    """Runner of saved queries, which only read, each in a thread, with a bounded queue."""
 
     def __init__(self, limits: ReadLimits) -> None:
         self._limits = limits
@@ -184,10 +183,11 @@ class Reader(ABC):
         *,
         quotes_integers: bool = False,
     ) -> bytes:
-        """The result of a saved query in the asked format. A parameter's text is what it is, unless
-        it is an EscapedText. With ``quotes_integers`` formats of JSON have 64-bit
-        integers as strings: most readers of JSON round numbers above 2^53. Raises QueryError, at
-        once when too many wait already.
+        """Return the result of a saved query in the given format.
+
+        A parameter's text is used literally unless it is an EscapedText. With ``quotes_integers``,
+        JSON formats write 64-bit integers as strings: most readers of JSON round numbers above
+        2^53. Raises QueryError, at once when too many queries wait already.
         """
         if self._num_inside >= self._limits.max_running + self._limits.max_waiting:
             raise QueryError.refusing(
@@ -210,32 +210,34 @@ class Reader(ABC):
         output_format: str,
         quotes_integers: bool,
     ) -> bytes:
-        """As ``read``, in one of ``max_running`` threads."""
+        """Run the query of ``read``, in one of ``max_running`` threads."""
 
     def _leave(self, _: asyncio.Future[bytes]) -> None:
         self._num_inside -= 1
 
     async def close(self) -> None:
-        """Wait for the queries inside, which their time limit bounds."""
+        """Wait for the running queries, which their time limit bounds."""
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
 
 
 class StreamingReader(Reader):
-    """A reader that also answers arbitrary statements of users."""
+    """Reader that also answers arbitrary statements of users."""
 
     @abstractmethod
     def stream(self, question: Question) -> AbstractAsyncContextManager[Answer]:
-        """The answer, of any size: the engine waits while its reader takes nothing. Leaving the
-        context ends the query. Raises QueryError, also while the answer is read."""
+        """Stream an answer of any size: the engine waits while its reader takes nothing.
+
+        Leaving the context ends the query. Raises QueryError, also while the answer is read.
+        """
 
 
 class ServerReader(Reader):
-    """Queries to a server, one connection for each thread."""
+    """Reader of a server, with one connection for each thread."""
 
     def __init__(self, connect: Callable[..., Client], limits: ReadLimits) -> None:
         super().__init__(limits)
         self._connect = connect
-        # Level 2: the settings that go along are ours, and nothing else may change.
+        # Level 2 accepts the settings sent along and forbids other changes.
         self._settings = {**limits.settings(), "readonly": 2}
         self._local = threading.local()
 

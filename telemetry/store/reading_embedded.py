@@ -1,4 +1,4 @@
-"""Queries to the embedded engine, each on a connection of its own that can never write."""
+"""Reader of the embedded engine, with a separate read-only connection for each query."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ _RUNNING = msgspec.json.Decoder(RunningQuery, strict=False)
 _NORMAL_FORM = "SELECT formatQuerySingleLine({statement:String})"
 _KILL_AGAIN_S = 0.2
 _GRACE_S = 2.0
-# The settings that make a connection read-only.
+# Settings that make a connection read-only.
 _CLOSING = ("allow_ddl", "readonly")
 
 
 class _Query:
-    """A statement from its request on, until the engine has ended it."""
+    """Statement from its request until the engine has ended it."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
@@ -82,7 +82,7 @@ class _Query:
             raise self.ended from None
 
     def replace(self) -> None:
-        """End the query: another one has its id."""
+        """End the query, since another one takes its id."""
         if self.ended is not None:
             return
         self.ended = QueryError.refusing(
@@ -97,7 +97,7 @@ class _Query:
 class EmbeddedReader(StreamingReader):
     """Read-only connections to the store that this process has open.
 
-    A connection serves one statement: a statement that failed or was left leaves rows in it.
+    A connection serves one statement, since a failed or abandoned statement leaves rows in it.
     Opening one takes half a millisecond.
     """
 
@@ -112,7 +112,7 @@ class EmbeddedReader(StreamingReader):
             limits.max_queries_waiting,
             limits.max_query_wait_s,
         )
-        # Ends queries, whatever the other threads do.
+        # Ends queries independently of the other threads.
         self._ender = ThreadPoolExecutor(1, thread_name_prefix="store-kill")
         self._queries: dict[tuple[str, str], _Query] = {}
         self._left: set[asyncio.Task[None]] = set()
@@ -120,7 +120,7 @@ class EmbeddedReader(StreamingReader):
         self._watch = QueryWatch(
             limits.max_memory_of_all_bytes, self._running, lambda each: self._try_kill([each])
         )
-        # It holds the engine open.
+        # This connection keeps the engine open.
         self._held = connect(path, database, limits=limits)
 
     @asynccontextmanager
@@ -157,7 +157,7 @@ class EmbeddedReader(StreamingReader):
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         call.add_done_callback(over)
-        # The engine's own limit does not hold while it waits for a reader that takes nothing.
+        # The engine's own limit does not apply while it waits for a reader that takes nothing.
         limit_s = self._limits.max_query_s + _GRACE_S
         query.end = partial(self._leave_early, pipe, query, call)
         expiry = loop.call_later(limit_s, query.end)
@@ -170,8 +170,10 @@ class EmbeddedReader(StreamingReader):
             self._leave_early(pipe, query, call)
 
     async def _replace(self, key: tuple[str, str], question: Question) -> None:
-        """End the query of the same owner and id if the question replaces it. Raises QueryError if
-        it does not, or if that query is not over soon."""
+        """End the query of the same owner and id if the new one replaces it.
+
+        Raises QueryError if it does not, or if that query does not end soon.
+        """
         running = f"Query with id = {question.query_id:.200} is already running"
         refusal = QueryError.refusing(_SAME_ID, f"{running}. {_SAME_ID_NAME}")
         if question.settings.get(_REPLACE, "0").lower() not in {"1", "true"}:
@@ -190,7 +192,7 @@ class EmbeddedReader(StreamingReader):
         self._queries.pop(key).is_over.set()
 
     def _leave_early(self, pipe: AnswerPipe, query: _Query, call: asyncio.Future[None]) -> None:
-        """End a query that has not ended."""
+        """End a query that is still running."""
         pipe.leave()
         if not call.done():
             ending = asyncio.create_task(self._end(query.tag, call))
@@ -198,7 +200,7 @@ class EmbeddedReader(StreamingReader):
             ending.add_done_callback(self._left.discard)
 
     async def _end(self, tag: str, call: asyncio.Future[None]) -> None:
-        """Kill a query until it is over: it may not have begun."""
+        """Kill a query repeatedly until it is over, since it may not have begun."""
         loop = asyncio.get_running_loop()
         while not call.done():
             await loop.run_in_executor(self._ender, self._try_kill, [tag])
@@ -254,8 +256,8 @@ class EmbeddedReader(StreamingReader):
     def _find(
         self, connection: Any, statement: Statement, query: _Query, values: Parameters
     ) -> tuple[str, list[str]]:
-        """The answer to KILL QUERY as a query, and the tags of what it ends: queries of the same
-        owner, or of all owners."""
+        """Return the answer to KILL QUERY as a query, and the tags of its targets: queries of the
+        same owner, or of all owners."""
         question = query.question
         known = [
             other.tag
@@ -272,7 +274,7 @@ class EmbeddedReader(StreamingReader):
             connection.query(own_processes.kill_statement(tags))
 
     def _try_kill(self, tags: list[str]) -> bool:
-        """Whether the engine took the order: it may have no memory left for that."""
+        """Send a kill; return False if the engine refused it, for example for lack of memory."""
         try:
             self._kill(tags)
         except (ChdbError, RuntimeError) as error:
@@ -281,7 +283,7 @@ class EmbeddedReader(StreamingReader):
         return True
 
     def _running(self) -> list[RunningQuery]:
-        """The queries of users that run."""
+        """Return the running queries of users."""
         try:
             with closing(connect_again(self._path)) as connection:
                 rows: bytes = connection.query(own_processes.RUNNING, _ROWS).bytes()
@@ -291,7 +293,7 @@ class EmbeddedReader(StreamingReader):
         return [_RUNNING.decode(row) for row in rows.splitlines()]
 
     def _settings_of(self, query: _Query) -> tuple[dict[str, int | str], dict[str, str]]:
-        """Our settings for a statement, and its own, none of them above its bound."""
+        """Return our settings for a statement, and its own settings within their limits."""
         limits = self._limits
         spilling = limits.max_memory_bytes // 4
         bounds = {
@@ -322,12 +324,12 @@ class EmbeddedReader(StreamingReader):
         question: Question | None = None,
         given: Mapping[str, str] | None = None,
     ) -> Any:
-        """A read-only connection for one statement, with our settings and the statement's own."""
+        """Open a read-only connection for one statement, with our settings and its own."""
         for name in given or {}:
             if not _SETTING.fullmatch(name):
                 raise QueryError.refusing(115, f"Unknown setting {name:.100}. (UNKNOWN_SETTING)")
         external = question.external if question else ()
-        # Tables that come along are made before the connection becomes read-only.
+        # External tables are made before the connection becomes read-only.
         opening = {name: value for name, value in ours.items() if name not in _CLOSING}
         connection = connect_again(self._path, opening if external else ours)
         try:
@@ -366,7 +368,7 @@ class EmbeddedReader(StreamingReader):
         return result or b""
 
     def _statement(self, sql: str) -> Statement:
-        """The statement to run. Those that pages ask again and again are looked at once."""
+        """Return the statement to run. Repeated statements of pages are checked once."""
         statement = self._known.get(sql)
         if statement is None:
             statement = require_reading(normal_form(self._path, sql))
@@ -389,9 +391,11 @@ class EmbeddedReader(StreamingReader):
 
 
 def normal_form(path: str, sql: str) -> str:
-    """The one statement as the engine itself reads it, in its own spelling, without comments.
-    What is looked at and what is run are this text, so that no way of writing it tells them
-    apart. Raises QueryError for what is not one statement."""
+    """Return the single statement in the engine's own spelling, without comments.
+
+    The check and the engine get this same text, so that no spelling makes them differ. Raises
+    QueryError unless the text is one statement.
+    """
     with closing(connect_again(path)) as connection:
         try:
             given = {"statement": escaped(sql)}
@@ -402,7 +406,8 @@ def normal_form(path: str, sql: str) -> str:
 
 
 def _in_new_thread(work: Callable[[], None]) -> asyncio.Future[None]:
-    """A thread that is not used again: ``QueryWatch`` may have raised its niceness for good."""
+    """Run work in a thread that is not reused: ``QueryWatch`` may have raised its niceness for
+    good."""
     thread = ThreadPoolExecutor(1, thread_name_prefix="store-query")
     call = asyncio.get_running_loop().run_in_executor(thread, work)
     thread.shutdown(wait=False)

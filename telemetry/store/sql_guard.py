@@ -1,9 +1,9 @@
-"""A look at SQL before the engine runs it: one statement, and one that only reads.
+"""Check of SQL before the engine runs it: one statement, which only reads.
 
-The engine's own grants and read-only mode keep it from writing and from reaching out
-(``embedded_engine``, ``deploy/clickhouse``). What an embedded engine does outside them is refused
-here, in the engine's own spelling of the statement: kinds of statements that are not listed, INTO
-OUTFILE, and whatever bears the name of a function of files or of the host's Python.
+The engine's own grants and read-only mode keep it from writing and from external access
+(``embedded_engine``, ``deploy/clickhouse``). Features of an embedded engine outside of them are
+refused here, in the engine's own spelling of the statement: unlisted kinds of statements, INTO
+OUTFILE, and every use of the name of a function of files or of the host's Python.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 from millrace.telemetry.store.reading import QueryError
 
 READONLY = 164
-# The engine has no query id of a client's own, so this setting holds it.
+# The engine has no query id chosen by a client, so this setting holds it.
 QUERY_ID_SETTING = "query_cache_tag"
 EMPTY_QUERY = 62
 _READING = frozenset({"select", "with", "show", "describe", "desc", "explain", "exists"})
 KILL = "kill"
-# A function may be called without brackets behind its name, as APPLY(f) and arrayMap(f, …) do: the
+# A function may be used without brackets after its name, as in APPLY(f) and arrayMap(f, …), so the
 # name alone is refused.
 _REACHING_OUT = frozenset({"file", "python", "executable", "arrowstream", "eval"})
 _NAME_PARAMETER = re.compile(r"\{\s*(\w+)\s*:\s*Identifier\s*\}")
-# Functions that take the structure of a table as a text, and where it stands among their arguments.
-# The engine computes the expressions in it, which are no tokens of the statement.
+# Functions that take the structure of a table as a text, with its position among their arguments.
+# The engine computes expressions in it, which are not tokens of the statement.
 _STRUCTURED = {
     "format": 1,
     "generaterandom": 0,
@@ -55,13 +55,13 @@ _TOKEN = re.compile(
 )
 _HEREDOC_MARK = re.compile(r"\$\w*\$")
 _MAX_HEREDOC_MARKS = 200
-# Possessive: a look that fails tries no other way to split space and comments.
+# Possessive: a failed match does not backtrack into spaces and comments.
 _FIRST_WORD = re.compile(r"(?>\s+|--[^\n]*|\#[!\ ][^\n]*|/\*.*?\*/)*+(\w+)", re.DOTALL)
 
 
 class Token(NamedTuple):
-    """A word, a string, a quoted name or a sign. ``name`` is that of a word or a quoted name, in
-    small letters; empty for others."""
+    """Word, string, quoted name or sign. ``name`` is the lower-case name of a word or a quoted
+    name; empty for others."""
 
     kind: str
     text: str
@@ -71,10 +71,10 @@ class Token(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """One reading statement, without leading comments and closing semicolons.
+    """Reading statement, without leading comments and closing semicolons.
 
-    ``output_format`` is the one of its FORMAT clause, empty without one; ``head`` is the text
-    before that clause, and ``tail`` the text behind it.
+    ``output_format`` is that of its FORMAT clause, empty without one; ``head`` is the text before
+    that clause, and ``tail`` the text after it.
     """
 
     text: str
@@ -85,8 +85,10 @@ class Statement(NamedTuple):
 
 
 def tokens_of(sql: str) -> list[Token]:
-    """All but space and comments. Raises QueryError for too many marks of heredocs: each is looked
-    for in the whole rest of the text."""
+    """Return all tokens except spaces and comments.
+
+    Raises QueryError for too many heredoc marks: each is searched in the whole rest of the text.
+    """
     if len(_HEREDOC_MARK.findall(sql)) > _MAX_HEREDOC_MARKS:
         raise QueryError.refusing(
             EMPTY_QUERY,
@@ -103,19 +105,19 @@ def tokens_of(sql: str) -> list[Token]:
 
 
 def first_word(sql: str) -> str:
-    """The word with which a statement begins, in small letters; empty if it begins otherwise."""
+    """Return the first word of a statement in lower case; empty if it begins otherwise."""
     match = _FIRST_WORD.match(sql)
     return match[1].lower() if match else ""
 
 
 def unquoted(token: Token) -> str:
-    """The name that a word or a quoted name is."""
+    """Return the name that a word or a quoted name stands for."""
     return token.text if token.kind == "word" else _ESCAPE.sub(r"\1", token.text[1:-1])
 
 
 def require_reading(sql: str) -> Statement:
-    """The statement. Raises QueryError with ClickHouse's code for anything that is not one reading
-    statement or KILL QUERY."""
+    """Parse one reading statement or KILL QUERY. Raises QueryError with ClickHouse's code for
+    anything else."""
     tokens = tokens_of(sql)
     for number, token in enumerate(tokens):
         if token.text == ";":
@@ -126,7 +128,7 @@ def require_reading(sql: str) -> Statement:
     clause = _format_clause(tokens)
     previous = ""
     for number, token in enumerate(tokens):
-        # The format ArrowStream has the name of a function; a format is no function.
+        # The format ArrowStream has the name of a function; a format is not a function.
         is_format = clause is not None and number == clause + 1
         following = tokens[number + 1].text if number + 1 < len(tokens) else ""
         if token.name in _REACHING_OUT and not is_format:
@@ -151,12 +153,12 @@ def require_reading(sql: str) -> Statement:
 
 
 def _require_plain_structure(tokens: list[Token], number: int) -> None:
-    """Raises QueryError for a call of a function of ``_STRUCTURED`` whose structure is not a text
-    with names and types alone."""
+    """Raise QueryError for a call of a function of ``_STRUCTURED`` whose structure is not a literal
+    of names and types."""
     name = tokens[number].name
     arguments = _arguments(tokens, number + 1)
     if name == "format" and (len(arguments) < 3 or _is_pattern(arguments[0])):
-        # A text with places for values, or a format and its data.
+        # A text with placeholders, or a format and its data.
         return
     structure = arguments[_STRUCTURED[name]] if arguments else []
     is_row = name == "values" and structure[:1] and structure[0].text == "("
@@ -174,7 +176,7 @@ def _is_pattern(argument: list[Token]) -> bool:
 
 
 def _arguments(tokens: list[Token], start: int) -> list[list[Token]]:
-    """The arguments in the brackets that open at ``start``; none without brackets."""
+    """Return the arguments in the brackets that open at ``start``; none without brackets."""
     arguments: list[list[Token]] = []
     depth = 0
     for token in tokens[start:]:
@@ -204,7 +206,8 @@ def _in_parts(sql: str, tokens: list[Token], kind: str, clause: int | None) -> S
 
 
 def _format_clause(tokens: list[Token]) -> int | None:
-    """Where ``FORMAT name`` stands: outside of brackets, and at the end or before SETTINGS."""
+    """Return the position of ``FORMAT name``: outside of brackets, and at the end or before
+    SETTINGS."""
     depth = 0
     for number in range(len(tokens) - 1, 0, -1):
         token = tokens[number - 1]
@@ -222,8 +225,7 @@ def _format_clause(tokens: list[Token]) -> int | None:
 
 
 def require_plain_names(statement: str, parameters: Mapping[str, object]) -> None:
-    """Raises QueryError if a parameter that stands for a name brings in one that
-    ``require_reading`` refuses."""
+    """Raise QueryError if a parameter for a name has a value that ``require_reading`` refuses."""
     for name in _NAME_PARAMETER.findall(statement):
         value = str(parameters.get(name, ""))
         if not _PLAIN_NAME.fullmatch(value):

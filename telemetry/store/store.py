@@ -1,4 +1,4 @@
-"""ClickHouse, a server or the embedded engine, behind one seam: the same SQL on both.
+"""ClickHouse, a server or the embedded engine, behind one interface with the same SQL.
 
 One process owns an embedded store's path; it is free again when the process ends.
 """
@@ -31,14 +31,14 @@ from millrace.telemetry.store.view_statements import ANALYSTS
 if TYPE_CHECKING:
     from millrace.telemetry.store.analyst_views import AnalystViews
 
-# ClickHouse's codes for values that do not fit, which it would refuse again: text, numbers, dates
+# ClickHouse's codes for values that do not fit, which a retry would not fix: text, numbers, dates
 # and types that it cannot read (6, 27, 38, 41, 53, 69, 70, 72, 117), strings and arrays that are
 # too large (128, 131), a NULL (349), an overflow (321, 407), a constraint (469), a throwIf (395).
 _REFUSALS = frozenset({6, 27, 38, 41, 53, 69, 70, 72, 117, 128, 131, 321, 349, 395, 407, 469})
 _NOT_ENOUGH_SPACE = 243
 _NO_ROOM = ("No space left on device", "NOT_ENOUGH_SPACE")
-# An insert would import pandas, which came with the embedded engine, to see whether its rows are a
-# frame of that: 0.3 s at the start, and memory for good. Ours are lists.
+# An insert would import pandas, which is installed with the embedded engine, to check whether its
+# rows are a data frame: 0.3 s at the start, and permanent memory. Our rows are lists.
 client_options.pd = None
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ T = TypeVar("T")
 class StoreUnavailableError(
     MillraceError, code="store_unavailable", retryable=True, http_status=503
 ):
-    """ClickHouse did not take it; the same call may succeed later. ``is_full``: for want of room on
-    its disk."""
+    """Error if ClickHouse did not accept a write or query; the same call may succeed later.
+    ``is_full``: its disk is full."""
 
     def __init__(self, message: str, *, is_full: bool = False) -> None:
         super().__init__(message)
@@ -56,15 +56,15 @@ class StoreUnavailableError(
 
 
 class StoreTakenError(StoreUnavailableError):
-    """Another process has the folder of an embedded store open."""
+    """Error if another process has the folder of an embedded store open."""
 
 
 class RejectedRowsError(MillraceError, code="rejected_rows"):
-    """A row does not fit its table; nothing of the batch was inserted."""
+    """Error if a row does not fit its table; no row of the batch was inserted."""
 
 
 class PlainTable(msgspec.Struct, frozen=True):
-    """A table and its columns, in order."""
+    """Table with its columns, in order."""
 
     name: str
     column_names: tuple[str, ...]
@@ -72,7 +72,7 @@ class PlainTable(msgspec.Struct, frozen=True):
 
 
 class Store:
-    """A database in ClickHouse. Every call runs in a thread; writes one after the other.
+    """Database in ClickHouse. Every call runs in a thread; writes run one after the other.
 
     It owns its connections and threads until ``close``.
     """
@@ -84,7 +84,7 @@ class Store:
         database: str,
         views: AnalystViews | None = None,
     ) -> None:
-        """``views`` are those of analysts, which an embedded store has."""
+        """Create the store; ``views`` are those of analysts, which an embedded store has."""
         self._connect = connect
         self._client: Client | None = None
         self._client_lock = threading.Lock()
@@ -95,12 +95,11 @@ class Store:
 
     @classmethod
     async def open(cls, config: ClickHouseConfig, limits: ReadLimits | None = None) -> Store:
-        """Connect and create the database if it is not there.
+        """Connect, and create the database if needed.
 
-        Raises ConfigError for a configuration that names no store or two, StoreUnavailableError
-        when the store cannot be opened (StoreTakenError for a path that another process has, a
-        server that is unreachable), UntrustedServerError or CredentialsRefusedError if the server
-        shows that it never will be.
+        Raises ConfigError for a configuration with no store or two, StoreUnavailableError if the
+        store cannot be opened (StoreTakenError for a path that another process has),
+        UntrustedServerError or CredentialsRefusedError for lasting refusals of a server.
         """
         if bool(config.url) == bool(config.path):
             raise ConfigError("set exactly one of clickhouse.url and clickhouse.path")
@@ -156,11 +155,11 @@ class Store:
         return store
 
     async def command(self, sql: str, parameters: Mapping[str, object] | None = None) -> None:
-        """Run a statement that answers nothing. Raises StoreUnavailableError."""
+        """Run a statement without an answer. Raises StoreUnavailableError."""
         await self._write(lambda client: client.command(sql, parameters=dict(parameters or {})))
 
     async def insert(self, table: PlainTable, columns: Sequence[Sequence[Any]], token: str) -> None:
-        """Insert a batch, column by column; the same token again is the same batch, taken once.
+        """Insert a batch, column by column; a repeated token is the same batch and is ignored.
 
         Raises RejectedRowsError for values that do not fit, StoreUnavailableError otherwise.
         """
@@ -187,7 +186,7 @@ class Store:
     async def rows(
         self, sql: str, parameters: Mapping[str, object] | None = None
     ) -> list[tuple[Any, ...]]:
-        """A trusted query's rows, on the writing connection: it sees all that was written."""
+        """Return a trusted query's rows, on the writing connection, which sees all writes."""
 
         def run(client: Client) -> list[tuple[Any, ...]]:
             result = client.query(sql, parameters=dict(parameters or {}))
@@ -196,7 +195,7 @@ class Store:
         return await self._write(run)
 
     async def close(self) -> None:
-        """Let go of the store; an embedded path is free when the process ends."""
+        """Close the store; an embedded path is free when the process ends."""
         await self.reader.close()
         if self.views is not None:
             await self.views.close()
@@ -227,7 +226,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _connect_embedded(config: ClickHouseConfig, limits: ReadLimits, **options: Any) -> Client:
-    # The engine is an extra, which a telemetry process on a server does without.
+    # The engine is an optional extra, which a telemetry process with a server does not need.
     from millrace.telemetry.store.embedded_engine import engine_options
 
     with engine_options(config.database, limits=limits) as restrictions:

@@ -1,4 +1,4 @@
-"""Finds out whether a process has an embedded store open, by the lock on a file in its folder."""
+"""Check whether a process has an embedded store open, by the lock on a file in its folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _LOCKED_FILE = "status"
 
 
 def is_taken(folder: Path) -> bool:
-    """Whether another process has the store in ``folder`` open. Waits for nothing. A lock ends with
-    its process, however that ended."""
+    """Return at once whether another process has the store in ``folder`` open. The lock ends with
+    its process in any case."""
     try:
         file = (folder / _LOCKED_FILE).open("rb")
     except OSError:

@@ -1,7 +1,7 @@
-"""Records as columns of their tables, checked on the way.
+"""Conversion of records to columns of their tables, with checks.
 
-A field becomes the column that ``_column`` derives of its name and type. What differs is declared
-below: the type, the value, and how the row of a request with several generations is made.
+``_column`` derives a column from a field's name and type. Exceptions are declared below: the type,
+the value, and the computation of the row of a request with several generations.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _LIVES = (
     f"Array(Tuple(epoch UInt32, worker String, started_at Nullable({_TIME}), "
     f"ended_at Nullable({_TIME}), device_us UInt64))"
 )
-# Not in the tuples of lives: a sink of the version before, which writes those, goes on meanwhile.
+# Separate from the tuples of ``lives``, since sinks of the previous version still write those.
 _PULLS = "Array(Tuple(epoch UInt32, kv_source String, pulled_tokens UInt32))"
 _MAX_MEASURE = 1e300
 _COST_STEP = Decimal("0.000000000001")
-# With the column's 12 digits behind the point, as many as a Decimal is rounded to.
+# Leaves room for the column's 12 decimal digits within a Decimal's precision.
 _MAX_COST = Decimal(10) ** 15
-# Of UInt64, microseconds and bytes, what JSON's numbers hold exactly.
+# Maximum of UInt64 (microseconds and bytes): the largest integer that JSON's numbers hold exactly.
 _MAX_COUNTS = {"UInt16": (1 << 16) - 1, "UInt32": (1 << 32) - 1, "UInt64": 1 << 53}
 
 
 class Column(msgspec.Struct, frozen=True):
-    """A column: its name, its ClickHouse type, its value in a record, and the fields that the value
-    is made of; none: the field of the column's name."""
+    """Column: its name, its ClickHouse type, its value in a record, and the fields of that value;
+    none: the field of the column's name."""
 
     name: str
     type: str
@@ -71,7 +71,8 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Table(PlainTable, Generic[R], frozen=True):
-    """A table and how records become its columns; the place in the outbox is its last column."""
+    """Table with the conversion of records to its columns; the place in the outbox is its last
+    column."""
 
     columns: tuple[Column, ...]
 
@@ -85,21 +86,21 @@ class Table(PlainTable, Generic[R], frozen=True):
         )
 
     def to_columns(self, records: Sequence[R], sequences: Sequence[int]) -> list[list[Any]]:
-        """One list for each column. The records have passed ``check``."""
+        """Return a list for each column. The records have passed ``check``."""
         columns = [[column.value(record) for record in records] for column in self.columns]
         columns.append(list(sequences))
         return columns
 
 
 def table_of(record: Record) -> Table[Any]:
-    """Where a record belongs."""
+    """Return the table of a record."""
     if isinstance(record, RequestRecord) and record.parent_id:
         return GENERATION_ROWS
     return _TABLES[type(record)]
 
 
 def check(record: Record) -> None:
-    """Raises MalformedMessageError, naming the field, for a value that its column cannot hold."""
+    """Raise MalformedMessageError, naming the field, for a value that its column cannot hold."""
     if not _identity(record):
         raise MalformedMessageError("the record does not say what it is about: its id is empty")
     fields = _FIELDS[type(record)]
@@ -139,7 +140,7 @@ def _check_counts(
 
 
 class _Fields(msgspec.Struct, frozen=True):
-    """The fields of a kind of record that a column might not hold, by what they are."""
+    """Fields of a kind of record that need a check, by type of value."""
 
     counts: tuple[tuple[str, int], ...]
     measures: tuple[str, ...]
@@ -178,12 +179,12 @@ _NAMES = {
     "version": "record_version",
     "worker_id": "worker",
 }
-# Text of which most rows have one of their own.
+# Text columns with a different value in most rows.
 _TEXTS = (
     *("batch_id", "completion", "parent_id", "prompt"),
     *("request_id", "session_id", "trace_id", "user"),
 )
-# Fields that become NULL unless the record has a value in the field beside it.
+# Fields that become NULL if the record has no value in the other field.
 _NULL_UNLESS = {
     **{name: name for name in ("first_byte_ms", "longest_gap_ms", "intake_ms", "num_blocks")},
     **{name: name for name in ("dispatched_ns", "started_ns", "first_token_ns", "deadline_ns")},
@@ -192,7 +193,7 @@ _NULL_UNLESS = {
     "stream": "api",
     "num_free_blocks": "num_blocks",
     "step_ms_mean": "num_steps",
-    # Of a CPU there is no driver to ask.
+    # A CPU has no driver to query.
     "device_share": "device_memory_total_bytes",
     "device_memory_bytes": "device_memory_total_bytes",
     "device_memory_total_bytes": "device_memory_total_bytes",
@@ -200,7 +201,7 @@ _NULL_UNLESS = {
 
 
 def _column(field: str, kind: Any, name: str = "") -> Column:
-    """The column that a field of this type becomes."""
+    """Return the column of a field of this type."""
     name = name or _NAMES.get(field) or (f"{field[:-3]}_at" if field.endswith("_ns") else field)
     value: Callable[[Any], Any] = attrgetter(field)
     if kind is str:
@@ -243,8 +244,8 @@ def _columns(
     names: Mapping[str, str] = {},
     left_out: Sequence[str] = (),
 ) -> tuple[Column, ...]:
-    """The columns of a kind of record: the ``special`` ones, and of the other fields that are not
-    ``left_out`` the derived ones, under these ``names`` if they are given."""
+    """Return the columns of a kind of record: the ``special`` ones, and derived ones of the other
+    fields, except ``left_out``, renamed by ``names``."""
     by_field = {column.fields[0]: column for column in special}
     return tuple(
         by_field.get(field) or _column(field, of, names.get(field, ""))
@@ -267,7 +268,8 @@ def _lives(record: RequestRecord) -> list[tuple[int, str, int | None, int | None
 
 
 def _pulls(record: RequestRecord) -> list[tuple[int, str, int]]:
-    """Of each attempt that pulled anything, that which ended the request included."""
+    """Return the pulls of each attempt that pulled anything, including the attempt that ended the
+    request."""
     pulls = [
         (attempt.epoch, attempt.kv_source, attempt.pulled_tokens)
         for attempt in record.attempts
@@ -279,7 +281,7 @@ def _pulls(record: RequestRecord) -> list[tuple[int, str, int]]:
     return pulls
 
 
-# Of requests that may have several generations; the others are in REQUESTS alone.
+# Columns of requests that may have several generations; REQUESTS has all other columns.
 _OF_GENERATIONS = ("parent_id", "choice", "round", "attempt", "batch_id")
 _COMMON = (
     *_columns(
@@ -309,11 +311,11 @@ GENERATION_ROWS: Table[RequestRecord] = Table.of(
     ),
 )
 
-# How the row of a request that has several generations is made of theirs, by column; {0} stands for
-# the column. The others are those of the first generation.
+# Expressions for the row of a request with several generations, by column, over its generations'
+# rows; {0} stands for the column. Other columns are those of the first generation.
 _FIRST = "argMin({0}, (attempt, choice, round))"
-# The last attempt at a line of a batch decides how the request ended, the worst of its generations
-# first; why it failed is what failed first.
+# The last attempt at a line of a batch decides the request's end, the worst of its generations
+# first; the error is the first one.
 _SEVERITY = "indexOf(['done', 'cancelled', 'shed', 'expired', 'failed'], status)"
 _SINCE = "(toUnixTimestamp64Micro({0}) - toUnixTimestamp64Micro(min(received_at))) / 1000"
 _NUM_GAPS = "toFloat64(greatest(completion_tokens, 1) - 1)"
@@ -326,7 +328,7 @@ _MERGED = {
         ),
         "sum({0})",
     ),
-    # That of the generation which ended last.
+    # Values of the generation that ended last.
     **dict.fromkeys(
         ("model_served", "worker", "price_version", "trace_id", "kv_source", "api"),
         "argMaxIf({0}, done_at, {0} != '')",
@@ -339,9 +341,9 @@ _MERGED = {
         ),
         "max({0})",
     ),
-    # Of all in the order of their attempts.
+    # All entries in the order of their attempts.
     **dict.fromkeys(("lives", "pulls"), "arraySort(groupArrayArray({0}))"),
-    # In the order in which they were made.
+    # In the order of the calls.
     "called_tools": "arraySlice(arrayFlatten(arrayMap(one -> one.2, "
     f"arraySort(groupArray(((attempt, choice, round), {{0}}))))), 1, {MAX_CALLED_TOOLS})",
     "queue_ms": _SINCE.format("min(started_at)"),
@@ -355,8 +357,9 @@ _MERGED = {
     "currency": "argMax({0}, (price_version != '', done_at))",
     "num_devices": "argMax({0}, (worker != '', done_at))",
 }
-# The columns of the row of a request that is made of its generations' rows, and what each is. Its
-# place in the outbox is the sum of theirs, which rises with every one that is stored or replaced.
+# Columns of the row of a request that is computed from its generations' rows, with their
+# expressions. Its place in the outbox is the sum of theirs, which rises with each stored or
+# replaced one.
 MERGED_COLUMNS = {
     "request_id": "request_id",
     **{
@@ -390,5 +393,5 @@ _TABLES: dict[type, Table[Any]] = {
     WorkerLossRecord: WORKER_LOSSES,
 }
 _FIELDS = {kind: _Fields.of(kind) for kind in _TABLES}
-# All that records become rows of.
+# All tables of records.
 TABLES: tuple[Table[Any], ...] = (REQUESTS, GENERATION_ROWS, *tuple(_TABLES.values())[1:])

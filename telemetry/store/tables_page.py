@@ -1,4 +1,4 @@
-"""The page of tables, as Markdown for the documentation and as rows for the operations page.
+"""Page of the tables, as Markdown for the documentation and as rows for the operations page.
 
 ``python -m millrace.telemetry.store.tables_page`` in the root of the repository writes both.
 """
@@ -39,7 +39,7 @@ ORDER BY tables.engine = 'View' DESC, table, position
 
 
 class Described(msgspec.Struct, frozen=True):
-    """A column of a view or table, or with an empty name the view or table itself."""
+    """Column of a view or table; with an empty name, the view or table itself."""
 
     table: str
     column: str
@@ -48,7 +48,7 @@ class Described(msgspec.Struct, frozen=True):
 
 
 async def described(store: Store) -> list[Described]:
-    """The comments of an up-to-date store: each view or table before its columns."""
+    """Return the comments of an up-to-date store: each view or table before its columns."""
     found = []
     rows = await store.rows(_COLUMNS)
     for (table, what), columns in groupby(rows, key=lambda row: (str(row[0]), str(row[1]))):
@@ -72,7 +72,7 @@ def as_markdown(rows: list[Described]) -> str:
 
 
 def as_json(rows: list[Described]) -> str:
-    """A row in each line."""
+    """Render a row in each line."""
     lines = ",\n".join(msgspec.json.encode(row).decode() for row in rows)
     return f"[\n{lines}\n]\n"
 

@@ -1,7 +1,7 @@
-"""Statements that make, rename and drop the views of analysts, read from their normal form.
+"""Statements that make, rename and drop the views of analysts, parsed from their normal form.
 
-The normal form is the engine's own spelling of a statement (``formatQuerySingleLine``): keywords
-are in capitals, names are quoted where they have to be, comments are gone.
+The normal form is the engine's own spelling of a statement (``formatQuerySingleLine``): keywords in
+capitals, names quoted where needed, no comments.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 class ViewStatement(msgspec.Struct, frozen=True):
-    """A statement that may run, and what it makes: a view ``created`` of a ``body``, or views
-    ``renamed`` from one name to another, one after the other."""
+    """Allowed statement with its effect: a view ``created`` from a ``body``, or views ``renamed``
+    from one name to another, one after the other."""
 
     sql: str = ""
     created: str = ""
@@ -48,18 +48,20 @@ class ViewStatement(msgspec.Struct, frozen=True):
     renamed: tuple[tuple[str, str], ...] = ()
 
 
-# Of the database that is there.
+# A statement about the existing database, without an effect.
 NOTHING = ViewStatement()
 
 
 def changes_views(sql: str) -> bool:
-    """Whether the statement begins with a word of statements that change views."""
+    """Return whether the statement's first word belongs to statements that change views."""
     return first_word(sql) in _FIRST_WORDS
 
 
 def view_statement(normal: str, database: str) -> ViewStatement:
-    """Read the normal form of a statement. ``database`` is the one that names without a database
-    are in. Raises QueryError for a statement that changes anything but views of analysts."""
+    """Parse the normal form of a statement. ``database`` is the default of unqualified names.
+
+    Raises QueryError for a statement that changes anything but views of analysts.
+    """
     if len(normal) > MAX_VIEW_CHARS:
         raise QueryError.refusing(
             _TOO_LARGE, f"The statement has {len(normal)} characters, of {MAX_VIEW_CHARS} at most."
@@ -92,7 +94,7 @@ def _read(reader: _Reader) -> ViewStatement:
 
 
 class _Reader:
-    """Takes the tokens of a normal form one after the other."""
+    """Reader of the tokens of a normal form, one after the other."""
 
     def __init__(self, sql: str, database: str) -> None:
         self._sql = sql
@@ -104,7 +106,7 @@ class _Reader:
         return self._next == len(self._tokens)
 
     def takes(self, *texts: str) -> bool:
-        """Go past these tokens, if they are next."""
+        """Skip these tokens if they are next; return whether they were."""
         following = self._tokens[self._next : self._next + len(texts)]
         if tuple(token.text for token in following) != texts:
             return False
@@ -112,7 +114,7 @@ class _Reader:
         return True
 
     def refuse(self) -> QueryError:
-        """The statement as it goes on from here is refused."""
+        """Return the error for the statement from here on."""
         rest = "" if self.is_at_end() else self._sql[self._tokens[self._next].start :]
         where = f"not {rest:.60}" if rest else "the statement ends too soon"
         return QueryError.refusing(

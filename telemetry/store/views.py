@@ -1,6 +1,6 @@
-"""The comments of tables and columns, and the views, as the declaration has them.
+"""Comments of tables and columns, and the views, kept equal to the declaration.
 
-They are compared with the store's after migrations, and what differs is made again.
+They are compared with the store's after migrations, and differing ones are made again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millrace.telemetry.store.declaration import (
 from millrace.telemetry.store.reading import literal, quote
 from millrace.telemetry.store.store import Store
 
-# Reads what ``Existing.of`` takes.
+# Query for the rows of ``Existing.of``.
 STATE = """
 SELECT tables.name, tables.comment, tables.as_select, columns.name, columns.type, columns.comment
 FROM system.tables AS tables
@@ -31,13 +31,13 @@ INNER JOIN system.columns AS columns
 WHERE tables.database = currentDatabase()
 ORDER BY tables.name, columns.position
 """
-# ClickHouse quotes names where it wants to, and lays a statement out in its own way.
+# ClickHouse normalises quotes and layout of statements.
 _LAYOUT = re.compile(r"[`\s()]+")
 
 
 class Existing(msgspec.Struct, frozen=True):
-    """A table or view of a store: its comment, its query if it is a view, and its columns, each
-    with type and comment, in order."""
+    """Table or view of a store: its comment, its query if it is a view, and its columns with type
+    and comment, in order."""
 
     comment: str
     as_select: str
@@ -45,7 +45,7 @@ class Existing(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Any]]) -> dict[str, Existing]:
-        """The tables and views by name, from the rows that ``STATE`` reads."""
+        """Return the tables and views by name, from the rows of ``STATE``."""
         found: dict[str, Existing] = {}
         for table, comment, as_select, column, kind, meaning in rows:
             one = found.setdefault(str(table), cls(str(comment), str(as_select), {}))
@@ -54,8 +54,7 @@ class Existing(msgspec.Struct, frozen=True):
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """The statements that bring a store to the declaration: those of comments by table, and those
-    of views by view."""
+    """Statements that bring a store to the declaration: comments by table, and views by view."""
 
     comments: dict[str, str]
     views: dict[str, str]
@@ -78,14 +77,17 @@ class Changes(msgspec.Struct, frozen=True):
         return cls(comments, views)
 
     def summary(self) -> list[str]:
-        """A line for comments and one for views; none where nothing differs."""
+        """Return a line for comments and one for views; none if nothing differs."""
         parts = (("comments of", self.comments), ("views", self.views))
         return [f"{what} {', '.join(changed)}" for what, changed in parts if changed]
 
 
 async def declare(store: Store) -> list[str]:
-    """Make the comments and views of a migrated store those of the declaration. Returns a summary
-    of what was changed. Raises StoreUnavailableError."""
+    """Bring comments and views of a migrated store to the declaration; return a summary of the
+    changes.
+
+    Raises StoreUnavailableError.
+    """
     changes = Changes.of(Existing.of(await store.rows(STATE)), store.database)
     for statement in (*changes.comments.values(), *changes.views.values()):
         await store.command(statement)
@@ -93,7 +95,7 @@ async def declare(store: Store) -> list[str]:
 
 
 def _comments(table: DeclaredTable, there: Existing) -> list[str]:
-    """The parts of an ALTER TABLE."""
+    """Return the parts of an ALTER TABLE."""
     parts = [
         f"COMMENT COLUMN {name} {literal(column.comment)}"
         for name, column in table.columns.items()
@@ -105,7 +107,7 @@ def _comments(table: DeclaredTable, there: Existing) -> list[str]:
 
 
 def _view(table: DeclaredTable, there: Existing, view: Existing | None, database: str) -> str:
-    """The statement that makes the view; empty if it is there as it should be."""
+    """Return the statement that makes the view; empty if the view is up to date."""
     columns = [
         column if column.type else msgspec.structs.replace(column, type=kind)
         for name, (kind, _) in there.columns.items()
@@ -127,7 +129,7 @@ def _view(table: DeclaredTable, there: Existing, view: Existing | None, database
 
 
 def _joint_view(name: str, declared: JointView, view: Existing | None, database: str) -> str:
-    """The same of a view of several tables."""
+    """Return the statement that makes a view over several tables; empty if it is up to date."""
     wanted = Existing(
         comment=declared.what,
         as_select=declared.select.strip().format(database=quote(database)),

@@ -73,7 +73,7 @@ def test_a_life_of_a_key(keys: Keys) -> None:
     assert shown["name"] == "web shop"
     assert token.split("-")[1] == shown["key_id"]
     assert token.split("-")[2] not in json.dumps(shown)
-    assert "opens nothing any more" in keys("revoke", shown["key_id"])
+    assert "is revoked" in keys("revoke", shown["key_id"])
     assert keys.json("list", "--tenant", "acme")[0]["revoked"]
     assert keys.json("list", "--tenant", "nobody") == []
 

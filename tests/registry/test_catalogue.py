@@ -335,10 +335,10 @@ def test_a_draft_is_looked_for_beside_the_catalogue(tmp_path: Path, kind: str) -
         ("quantization: int3", "model small: quantization is 'int3'; choose int8, int4, fp8"),
         ("quantization: int8\n    engine: {kind: sglang}", "sglang runs this model"),
         ("quantization: 8", "Expected `str | null`"),
-        ("parallel: {tensor: 0}", "model small: tensor parallelism is over 0 devices"),
+        ("parallel: {tensor: 0}", "model small: tensor parallelism needs at least 1 device, got 0"),
         ("parallel: {experts: true}", "expert parallelism is over the devices"),
         ("parallel: {layers: 2}", "unknown field `layers`"),
-        ("parallel: {pipeline: 0}", "a pipeline is of 0 stages"),
+        ("parallel: {pipeline: 0}", "a pipeline needs at least 1 stage, got 0"),
         (
             "parallel: {tensor: 2}\n    engine: {kind: openai, url: 'http://a'}",
             "openai runs this model, and cannot be told to do so on 2 devices",

@@ -1,4 +1,4 @@
-"""The two kinds of Kafka that a local system may have."""
+"""Kafka servers of a local system: the stand-in in memory, and Apache Kafka."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from millrace.schemas.errors import MillraceError
 from millrace.telemetry.kafka.apache.broker import ENVIRONMENT, ApacheBroker, KafkaProgram
 
 _PORT = 9092
-# Records can wait: an engine that shares its cores with them would make tokens more slowly.
+# Niceness of record keeping: records can wait, and should not slow down an engine on the same
+# cores.
 NICENESS = 10
-# How somebody else's Kafka is reached does not count for ours.
+# Access settings of a third-party Kafka do not apply to the local one.
 _OWN_ACCESS = {
     **dict.fromkeys(("ca_file", "certificate_file", "key_file"), ""),
     **dict.fromkeys(("sasl_mechanism", "user", "password"), ""),
@@ -29,29 +30,29 @@ _OWN_ACCESS = {
 
 
 class KafkaServer(Protocol):
-    """A server that speaks Kafka's protocol on this machine."""
+    """Server that speaks Kafka's protocol on this machine."""
 
     environment: Mapping[str, str]
     niceness: int
 
     def command(self) -> Sequence[str]:
-        """The command line of its process."""
+        """Return the command line of its process."""
 
     def prepare(self) -> None:
-        """Make its files ready, before each start. Raises StartError, OSError."""
+        """Prepare its files before each start. Raises StartError, OSError."""
 
     async def is_ready(self) -> bool:
-        """Whether it serves and has an address."""
+        """Return whether it serves and has an address."""
 
     def address(self) -> str:
-        """Where it is, as host:port, in this life of its process."""
+        """Return its address in the current run of its process, as host:port."""
 
     def told(self, config: KafkaConfig) -> KafkaConfig:
-        """The settings that telemetry gets of it."""
+        """Return the settings with its address, for telemetry."""
 
 
 class StandIn:
-    """The cluster in memory. It picks its own port, so a new life has a new address."""
+    """Cluster in memory. It picks its own port, so each start has a new address."""
 
     environment: Mapping[str, str] = {}
     niceness = NICENESS
@@ -80,7 +81,7 @@ class ApacheServer:
     """Apache Kafka, which keeps its topics in the data folder."""
 
     environment: Mapping[str, str] = ENVIRONMENT
-    # It does little, but its controller gives a broker up that does not answer in time.
+    # It uses little CPU, but its controller fences a broker that does not answer in time.
     niceness = 0
 
     def __init__(self, broker: ApacheBroker) -> None:
@@ -107,7 +108,8 @@ class ApacheServer:
 
 
 def kafka_server(data: Path, program: KafkaProgram | None, ports: PortPicker) -> KafkaServer:
-    """Apache Kafka if there is a ``program`` to run, else the stand-in. Raises ConfigError."""
+    """Return Apache Kafka if there is a ``program`` to run, else the stand-in. Raises
+    ConfigError."""
     if program is None:
         return StandIn(data / "run")
     port, controller_port = ports.pick("kafka", _PORT), ports.pick_any("kafka's controller")

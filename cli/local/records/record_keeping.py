@@ -1,5 +1,5 @@
-"""Kafka and telemetry of a local system, which serving does not wait for, and the records of
-workers whose processes were lost."""
+"""Kafka and telemetry of a local system, started without delaying requests, and records of lost
+worker processes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from millrace.schemas.control import WorkerStatus
 from millrace.schemas.records import LossObserver, WorkerLossRecord
 
 KAFKA, TELEMETRY = "kafka", "telemetry-1"
-# Other programs of a busy machine come before these parts. The limit is for a part that hangs: the
-# end of a part's process is noticed at once.
+# Long, since other programs of a busy machine come first. It limits the start of a part that hangs;
+# the end of a part's process is noticed at once.
 START_TIMEOUT_S = 600.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0
 _SERVING = "Requests are served meanwhile, and their records wait in NATS"
 
 
 class RecordKeeping:
-    """Starts ``kafka``, then ``telemetry``, until both are up, and says what keeps them.
+    """Starter of ``kafka``, then ``telemetry``. It retries until both are up and reports failures.
 
-    ``read_config`` and ``write_config`` are for the file from which telemetry has Kafka's address,
-    ``write_endpoints`` for the file that tells the command line. ``close`` ends the attempts; the
-    processes are the supervisor's.
+    ``read_config`` and ``write_config`` access the file from which telemetry reads Kafka's address,
+    ``write_endpoints`` writes the file for the command line. ``close`` ends the attempts; the
+    supervisor owns the processes.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class RecordKeeping:
         self._first_outcome = asyncio.Event()
 
     def start(self, kafka: KafkaServer, telemetry: Process) -> None:
-        """Begin, and return at once."""
+        """Start in the background; return at once."""
         self._tasks.spawn(self._run(kafka, telemetry), "start telemetry")
 
     async def wait(self, timeout_s: float) -> None:
-        """Until both are up, or one has failed, or ``timeout_s`` have passed: they are late
-        then."""
+        """Wait until both are up, one has failed, or ``timeout_s`` have passed; in the last case
+        they count as late."""
         await wait_or_sleep(self._first_outcome, self._clock, timeout_s)
         self._is_late = self._missing is not None
 
     async def close(self) -> None:
-        """Start nothing any more."""
+        """Stop starting parts."""
         await self._tasks.close()
 
     @property
     def why_not_ready(self) -> str:
-        """The reason why records are not kept yet, in a sentence; empty once they are kept."""
+        """Return why records are not kept yet, in a sentence; empty once they are kept."""
         if self._missing is None:
             return ""
         why = self._reason or f"{self._missing} is still starting"
@@ -138,8 +138,8 @@ _CLOSE_TIMEOUT_S = 1.0
 
 
 class WorkerLosses:
-    """Records how workers' processes ended. ``status_of`` is what the worker of a name told last;
-    other processes, and workers that have not told anything yet, have no record."""
+    """Recorder of ended worker processes. ``status_of`` returns the last status of a worker by
+    name. Other processes, and workers without a status so far, have no record."""
 
     def __init__(self, status_of: Callable[[str], WorkerStatus | None]) -> None:
         self._status_of = status_of
@@ -147,7 +147,7 @@ class WorkerLosses:
         self._tasks = Tasks()
 
     def note(self, bus: Bus, lost: Lost) -> None:
-        """A process has ended. Returns at once."""
+        """Record an ended process in the background; return at once."""
         status = self._status_of(lost.name)
         if status is None:
             return
@@ -165,5 +165,5 @@ class WorkerLosses:
         self._tasks.spawn(publish_loss(bus, self._clock, loss), "record a lost worker")
 
     async def close(self) -> None:
-        """Wait a moment for records that are on their way."""
+        """Wait a moment for records in flight."""
         await self._tasks.close(_CLOSE_TIMEOUT_S)

@@ -1,1 +1,1 @@
-"""Apache Kafka itself on this machine: its Java, its jars, and one broker in KRaft mode."""
+"""Apache Kafka on this machine: its Java, its jars, and one broker in KRaft mode."""

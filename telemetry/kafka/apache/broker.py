@@ -1,4 +1,4 @@
-"""One broker of Apache Kafka with its own controller, on a folder and two loopback ports."""
+"""Broker of Apache Kafka with its own controller, on a folder and two loopback ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millrace.schemas.errors import ConfigError, MillraceError
 HOST = "127.0.0.1"
 _FORMAT_TIMEOUT_S = 120.0
 _ANSWER_TIMEOUT_S = 2.0
-# ApiVersions, version 0, of a client named "probe".
+# Request ApiVersions, version 0, of a client named "probe".
 API_VERSIONS_REQUEST = b"\x00\x00\x00\x0f\x00\x12\x00\x00\x00\x00\x00\x01\x00\x05probe"
 _JVM = (
     *("-Xms64m", "-Xmx256m", "-XX:MaxDirectMemorySize=128m", "-XX:+UseSerialGC"),
@@ -25,15 +25,15 @@ _JVM = (
         "-XX:-UsePerfData",
         "-Djava.net.preferIPv4Stack=true",
     ),
-    # The supervisor starts it again.
+    # The supervisor restarts it.
     "-XX:+ExitOnOutOfMemoryError",
 )
-# As the outbox keeps them by default; and no partition fills the disk.
+# Retention: the default of the outbox; it also keeps partitions from filling the disk.
 RETENTION_HOURS = 7 * 24
 RETENTION_BYTES = 1024**3
 _SEGMENT_BYTES = 64 * 1024**2
 _REQUEST_BYTES = 32 * 1024**2
-# The last line of an error says what it is: the supervisor shows that one.
+# The supervisor shows the last log line, so the last line must name the error.
 _LOGGING = """\
 Configuration:
   Appenders:
@@ -50,34 +50,35 @@ Configuration:
 
 
 class KafkaFormatError(MillraceError, code="kafka_not_formatted"):
-    """The folder of a broker cannot be used."""
+    """Error if the folder of a broker cannot be used."""
 
 
 @dataclass(frozen=True)
 class KafkaProgram:
-    """The command of a broker: ``java`` with all jars of a folder."""
+    """Command of a broker: ``java`` with all jars of a folder."""
 
     java: Path
     jars: Path
 
     def command(self, main_class: str, logging: Path, arguments: Sequence[str]) -> list[str]:
-        """The command line that runs a class of Kafka, in an environment with ``ENVIRONMENT``."""
+        """Return the command line that runs a class of Kafka; its environment must include
+        ``ENVIRONMENT``."""
         configured = f"-Dlog4j2.configurationFile={logging.as_uri()}"
         class_path = ("-cp", str(self.jars / "*"))
         return [str(self.java), *_JVM, configured, *class_path, main_class, *arguments]
 
 
-# Without it Java opens no file whose path has letters beyond ASCII.
+# Without this, Java cannot open files whose path has letters beyond ASCII.
 ENVIRONMENT = {"LC_ALL": "C.UTF-8"}
 
 
 @dataclass(frozen=True)
 class ApacheBroker:
-    """A broker whose files are in ``folder``, and whose clients come to ``port``.
+    """Broker with its files in ``folder`` and its client port ``port``.
 
-    ``properties`` are set beside, or in the place of, ``usual_properties``.
-    ``format_options`` are for the formatting of the folder, which is done once. Raises ConfigError
-    for a folder that Kafka cannot name.
+    ``properties`` extend or replace ``usual_properties``. ``format_options`` apply to the
+    formatting of the folder, which is done once. Raises ConfigError for a folder that Kafka cannot
+    name.
     """
 
     program: KafkaProgram
@@ -99,12 +100,14 @@ class ApacheBroker:
         return f"{HOST}:{self.port}"
 
     def command(self) -> list[str]:
-        """The command line that runs the broker, once ``prepare`` was called."""
+        """Return the command line that runs the broker after ``prepare``."""
         return self.program.command("kafka.Kafka", self._logging, (str(self._properties_file),))
 
     def prepare(self) -> None:
-        """Write the broker's settings, and format its folder if that was not done. What a folder
-        holds from a former start is kept. Raises KafkaFormatError, OSError."""
+        """Write the broker's settings, and format its folder once. Data of earlier starts stays.
+
+        Raises KafkaFormatError, OSError.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._logging.write_text(_LOGGING, encoding="utf-8")
         self._properties_file.write_text(self._settings(), encoding="ascii")
@@ -112,7 +115,7 @@ class ApacheBroker:
             self._format()
 
     async def answers(self) -> bool:
-        """Whether the broker takes requests."""
+        """Return whether the broker accepts requests."""
         try:
             async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                 reader, writer = await asyncio.open_connection(HOST, self.port)
@@ -138,7 +141,7 @@ class ApacheBroker:
 
     def _format(self) -> None:
         cluster_id = urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-        # With "=", as an id may begin with a dash.
+        # Use "=", as an id may begin with a dash.
         options = ("format", f"--cluster-id={cluster_id}", "-c", str(self._properties_file))
         done = subprocess.run(  # noqa: S603 (a program of ours, without a shell)
             self.program.command(
@@ -154,7 +157,7 @@ class ApacheBroker:
         )
         if done.returncode != 0:
             lines = f"{done.stdout}\n{done.stderr}".splitlines()
-            # Behind the words of an error come the places in the code.
+            # The lines after the words of an error are stack frames.
             words = [line for line in lines if line.strip() and not line.startswith(("\t", " "))]
             raise KafkaFormatError(
                 f"Apache Kafka cannot use {self._data} ({words[-1] if words else 'no reason given'}"
@@ -166,7 +169,7 @@ class ApacheBroker:
         return "".join(f"{key}={_escaped(value)}\n" for key, value in lines.items())
 
     def usual_properties(self) -> dict[str, str]:
-        """The settings of a broker for one machine."""
+        """Return the settings of a broker for one machine."""
         listeners = f"PLAINTEXT://{HOST}:{self.port},CONTROLLER://{HOST}:{self.controller_port}"
         return {
             "process.roles": "broker,controller",
@@ -177,7 +180,7 @@ class ApacheBroker:
             "controller.listener.names": "CONTROLLER",
             "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
             "log.dirs": str(self._data),
-            # A misspelled topic is an error of its consumer.
+            # A consumer of a misspelled topic must get an error.
             "auto.create.topics.enable": "false",
             "log.retention.hours": str(RETENTION_HOURS),
             "log.retention.bytes": str(RETENTION_BYTES),
@@ -191,10 +194,10 @@ class ApacheBroker:
             "share.coordinator.state.topic.replication.factor": "1",
             "share.coordinator.state.topic.min.isr": "1",
             "group.initial.rebalance.delay.ms": "0",
-            # A killed broker's registration expires sooner, so that it may come back; a broker that
-            # gets little of a busy machine's cores keeps its own.
+            # A killed broker's registration expires sooner, so that it can come back; a broker with
+            # little CPU on a busy machine keeps its own.
             "broker.session.timeout.ms": "6000",
-            # Of one machine, in a small heap.
+            # Threads for one machine, with a small heap.
             "num.network.threads": "1",
             "num.io.threads": "2",
             "socket.request.max.bytes": str(_REQUEST_BYTES),
@@ -204,7 +207,7 @@ class ApacheBroker:
 
 
 def _escaped(value: str) -> str:
-    """A value as Java reads it from a file of properties."""
+    """Escape a value for a Java properties file."""
     escaped = value.replace("\\", "\\\\")
     units = escaped.encode("utf-16-be", errors="surrogatepass")
     codes = (int.from_bytes(units[i : i + 2]) for i in range(0, len(units), 2))

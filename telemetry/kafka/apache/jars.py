@@ -1,4 +1,4 @@
-"""Fetches Apache Kafka from a Maven repository, once for a machine."""
+"""Download of Apache Kafka from a Maven repository, once per machine."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from millrace.schemas.redaction import redact_urls
 
 VERSION = "4.2.2"
 SIZE_MB = 45
-# The broker and all that it needs, as Maven resolves org.apache.kafka:kafka_2.13 and
-# org.apache.logging.log4j:log4j-slf4j-impl: a checksum and a path in the repository on each line.
+# The broker and its dependencies, as Maven resolves org.apache.kafka:kafka_2.13 and
+# org.apache.logging.log4j:log4j-slf4j-impl: a checksum and a path in the repository per line.
 _LOCK_FILE = Path(__file__).with_name("jars.sha256")
 _AT_ONCE = 6
 _TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=15.0, sock_read=60.0)
 
 
 class KafkaFetchError(MillraceError, code="kafka_not_fetched", retryable=True):
-    """Apache Kafka is not on this machine and could not be fetched."""
+    """Error if Apache Kafka is not on this machine and could not be downloaded."""
 
 
 @dataclass(frozen=True)
 class Jar:
-    """A file of the repository: ``path`` is its place there."""
+    """File of the repository; ``path`` is its place there."""
 
     sha256: str
     path: str
@@ -40,7 +40,7 @@ class Jar:
         return PurePosixPath(self.path).name
 
     def is_in(self, folder: Path) -> bool:
-        """Whether the folder has this very file."""
+        """Return whether the folder has this exact file."""
         try:
             content = (folder / self.name).read_bytes()
         except FileNotFoundError:
@@ -49,13 +49,13 @@ class Jar:
 
 
 def jars() -> list[Jar]:
-    """All files that the broker's class path consists of."""
+    """Return all files of the broker's class path."""
     lines = _LOCK_FILE.read_text(encoding="ascii").splitlines()
     return [Jar(*line.split()) for line in lines]
 
 
 def jars_folder() -> Path:
-    """The folder in which they are kept. Raises ConfigError for a user without a home."""
+    """Return the folder of the jars. Raises ConfigError for a user without a home."""
     try:
         return cache_folder() / f"kafka-{VERSION}"
     except RuntimeError as error:
@@ -65,10 +65,10 @@ def jars_folder() -> Path:
 
 
 async def fetch_jars(repository: str, say: Callable[[str], None]) -> Path:
-    """Return the folder with all jars; missing and damaged jars are fetched from the Maven
-    repository at the URL ``repository``, by the proxies that the environment names.
+    """Download missing and damaged jars and return their folder.
 
-    ``say`` hears that something is fetched. Raises KafkaFetchError.
+    The Maven repository is at the URL ``repository``; the environment's proxies are used. ``say``
+    is told of a download. Raises KafkaFetchError.
     """
     folder = jars_folder()
     try:
@@ -88,7 +88,7 @@ async def fetch_jars(repository: str, say: Callable[[str], None]) -> Path:
 
 async def _fetch(missing: list[Jar], repository: str, folder: Path) -> None:
     slots = asyncio.Semaphore(_AT_ONCE)
-    # The repository is outside: what a shell says of proxies is for it.
+    # The repository is outside of this machine, so the environment's proxies apply.
     async with aiohttp.ClientSession(timeout=_TIMEOUT, trust_env=True) as session:
 
         async def fetch(jar: Jar) -> None:
@@ -101,7 +101,7 @@ async def _fetch(missing: list[Jar], repository: str, folder: Path) -> None:
                     "Millrace knows: its SHA-256 is another. Set kafka.maven_url to a repository "
                     "that has it unchanged, or use --kafka embedded."
                 )
-            # Renamed into place: another process may fetch the same at the same time.
+            # Rename into place, since another process may download the same file at the same time.
             partial = folder / f"{jar.name}.{os.getpid()}.partial"
             partial.write_bytes(content)
             partial.replace(folder / jar.name)

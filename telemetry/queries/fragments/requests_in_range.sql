@@ -1,4 +1,4 @@
--- For WHERE: requests that ended in the range, of the tenant and the model that are asked for.
+-- For WHERE: requests that ended in the range, of the given tenant and model.
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')
 done_at >= toDateTime64(begin_s, 6, 'UTC')

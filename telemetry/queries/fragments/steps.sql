@@ -1,5 +1,5 @@
--- For WITH: the range as range.sql has it, but without a short step that is not over yet, and t, the
--- begin of the step in which a request ended.
+-- For WITH: the range of range.sql without a short step that is not over yet, and t.
+-- t is the begin of the step in which a request ended.
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param step_s: the length of a step (default 60)
 toInt64(toUnixTimestamp(now())) AS now_s,

@@ -1,4 +1,4 @@
--- For WHERE: usage in minutes that begin in the range, of the tenant and the model that are asked for.
+-- For WHERE: usage in minutes that begin in the range, of the given tenant and model.
 -- param tenant: only this tenant's (default '')
 -- param model: only this model's (default '')
 minute >= toDateTime(begin_s, 'UTC')

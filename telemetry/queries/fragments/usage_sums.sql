@@ -1,4 +1,4 @@
--- For SELECT: the rows of usage_by_minute AS u added up.
+-- For SELECT: sums of the rows of usage_by_minute AS u.
 sum(u.requests) AS requests,
 sum(u.done) AS done,
 sum(u.cancelled) AS cancelled,

@@ -1,4 +1,5 @@
--- For FROM: samples of workers in steps shorter than a minute. A rest is of every step that it lasted.
+-- For FROM: samples of workers in steps shorter than a minute.
+-- An idle period counts in each step that it covers.
 -- param model: only this model's (default '')
 SELECT
     *,

@@ -1,5 +1,5 @@
--- For WITH: the range as steps.sql has it, for samples of workers; steps of a minute or more are of
--- whole minutes.
+-- For WITH: the range of steps.sql for samples of workers.
+-- Steps of a minute or more are of whole minutes.
 -- param to_s: end of the range, not included; up to 0: before now (default 0)
 -- param step_s: the length of a step (default 60)
 toInt64(toUnixTimestamp(now())) AS now_s,

@@ -136,7 +136,7 @@ class Host:
     async def wait_until_heard(self, part: str, model: str, *, is_there: bool) -> None:
         self.did.append(f"{part} {'knows' if is_there else 'forgets'} {model}")
         if self.is_late:
-            raise TimeoutError(f"{part}-1 did not hear of the change")
+            raise TimeoutError(f"{part}-1 did not read the new catalogue")
 
 
 class System:
@@ -238,8 +238,8 @@ async def test_a_gateway_that_hangs_holds_nobody_up(tmp_path: Path, tiny: Path) 
     await system.add(tiny)
     system.host.is_late = True
     assert "is removed" in (await system.changes.remove("new", system.said.append)).text
-    assert "gateway-1 did not hear of the change; going on without" in system.said
-    with pytest.raises(ControlError, match="scheduler-1 did not hear of the change"):
+    assert "gateway-1 did not read the new catalogue; continuing without" in system.said
+    with pytest.raises(ControlError, match="scheduler-1 did not read the new catalogue"):
         await system.add(tiny)  # its jobs would be refused
 
 

@@ -149,7 +149,7 @@ def test_what_was_killed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert supervising(tmp_path) is None
     (tmp_path / "run" / "endpoints.json").write_text("{}")
     assert main(["status", "--data", str(tmp_path)]) == 3
-    assert "What ran there was killed" in capsys.readouterr().out
+    assert "The system there was killed" in capsys.readouterr().out
     assert main(["status", "--json", "--data", str(tmp_path)]) == 3
     assert json.loads(capsys.readouterr().out) == {"state": "not running", "well": False}
 
