@@ -79,7 +79,7 @@ class Choice {
     return this.#told.index;
   }
 
-  /** The delta with what is new of it, null if nothing is, undefined if it does not fit. */
+  /** Return the new part of a delta, null if nothing is new, undefined if it does not fit. */
   addDelta(event) {
     const { index, num_tokens: numTokens } = event;
     const end = index + numTokens;
@@ -158,7 +158,7 @@ export class Generation {
       this.#resolve = resolve;
       this.#reject = reject;
     });
-    // Whoever iterates gets the error there, and need not await `done` too.
+    // An iterating caller gets the error there and need not await `done` too.
     this.settled = this.done.then(() => {}, () => {});
     const { signal } = listeners;
     if (signal?.aborted) this.cancelledHere();
@@ -330,7 +330,7 @@ export class Generation {
     this.#wakeAll();
   }
 
-  /** A listener that throws is reported and harms nobody else. */
+  /** Call a listener; report its exception and go on. */
   #tell(name, ...values) {
     try {
       this.#listeners[name]?.(...values);

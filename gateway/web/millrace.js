@@ -50,7 +50,7 @@ export class Millrace {
   #next = null; // one that is being made
   #running = new Set();
   #byId = new Map();
-  #orphans = []; // messages that resume what is to be cancelled once there is a connection
+  #orphans = []; // resume messages of generations to cancel after reconnecting
   #numIds = 0;
   #pauseMs;
   #retry = 0;
@@ -151,7 +151,7 @@ export class Millrace {
     return generation;
   }
 
-  /** Give a generation a new id on the present connection, and ask there for what is missing. */
+  /** Give a generation a new id on the current connection and request its missing tokens. */
   #attach(generation) {
     if (generation.id) this.#byId.delete(generation.id);
     generation.id = `m${++this.#numIds}`;
@@ -343,7 +343,7 @@ export class Millrace {
     else if (this.#state === "open") this.#ping();
   }
 
-  // A connection that died without a word is noticed by a ping that nobody answers.
+  // An unanswered ping reveals a dead connection.
 
   #watch() {
     this.#stopWatching();

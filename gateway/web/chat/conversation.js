@@ -42,7 +42,7 @@ export class Conversation {
 
   /**
    * Take in what the gateway keeps for requests, once what it keeps for browsers `isHere`, and go on
-   * with an answer that nobody reads any more.
+   * with an unfinished answer that no tab reads.
    */
   async open(isHere) {
     this.onTurns(this.turns);

@@ -61,7 +61,7 @@ export class Drawer {
     byId("menu").focus();
   }
 
-  /** What is behind an open drawer, or in a closed one, cannot be reached. */
+  /** Make the page behind an open drawer, or a closed drawer, inert. */
   settle(isOpen) {
     document.body.classList.toggle("drawer-open", isOpen && narrow.matches);
     this.root.inert = narrow.matches && !isOpen;
@@ -84,7 +84,7 @@ export class Drawer {
     byId("sessions").replaceChildren(...items);
     byId("search").hidden = sessions.length === 0;
     byId("no-sessions").hidden = items.length > 0;
-    byId("no-sessions").textContent = wanted.length ? "Nothing found." : "What you ask is listed here.";
+    byId("no-sessions").textContent = wanted.length ? "Nothing found." : "Your conversations appear here.";
     byId("found").textContent = wanted.length ? `${items.length} found` : "";
   }
 
@@ -164,7 +164,7 @@ export class Drawer {
     return button("Link", copy, {
       class: "do",
       "aria-label": `Copy the link to ${title}`,
-      title: "Opens it for who has a key of the same tenant",
+      title: "Opens for anyone with an API key of the same tenant",
     });
   }
 

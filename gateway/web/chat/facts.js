@@ -11,7 +11,7 @@ const ENDS = {
   tool_calls: "waits for a tool",
 };
 
-/** The spans of a turn's figures: name and value of what is known. */
+/** Return the spans of a turn's known figures: name and value. */
 export function factSpans(turn) {
   const { facts } = turn;
   const found = [];

@@ -114,7 +114,7 @@ function load() {
   return import(LIBRARY).catch(() => (loading = null));
 }
 
-/** Broken LaTeX keeps its source, and says on it what is wrong. */
+/** Render a formula; show the source of invalid LaTeX with the error as its title. */
 function draw(code) {
   const source = code.textContent;
   const displayMode = code.classList.contains("display");

@@ -76,9 +76,9 @@ export function isSame(told, turn) {
 }
 
 /**
- * How many of the gateway's messages come before a question that follows the turns `before`, if it
- * begins with these; else -1. `numHeld` is how many turns it was known to have: of those that are in
- * its summary, it does not tell.
+ * Return the number of the gateway's messages before a question that follows the turns `before`; -1
+ * if the gateway's history does not begin with these turns. `numHeld` is the known number of turns:
+ * the gateway does not list summarised turns.
  */
 export function placeAfter(history, before, numHeld) {
   const kept = turnsOf(history.messages);

@@ -69,7 +69,7 @@ const renderer = {
     return tokens ? this.parser.parseInline(tokens) : escaped(text);
   },
 
-  /** A line's end is one also in the text, for who searches or copies it. */
+  /** Keep line breaks in the text too, so that search and copy see them. */
   br() {
     return "<br>\n";
   },
@@ -152,7 +152,7 @@ function codeFigure(text, language, isComplete) {
 
 const isGrowing = (block) => block?.type === "code" && !CLOSED_FENCE.test(block.raw);
 
-/** Shows a text that grows: what is finished stays, only its last block is made anew. */
+/** View of a growing text: finished blocks stay, only the last block is rendered again. */
 export class Markdown {
   #root;
   #finished = 0; // characters of the text whose blocks stay as they are

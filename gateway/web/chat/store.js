@@ -79,20 +79,20 @@ export class Store {
     this.putTurns(id, turns);
   }
 
-  /** What is kept elsewhere, or taken along: a session and its turns. */
+  /** Return the document of a session and its turns, for the gateway or a file. */
   document(id) {
     const session = this.session(id);
     const shared = Object.fromEntries(SHARED.map((name) => [name, session[name]]));
     return { format: "millrace.chat", version: 1, ...shared, turns: this.turns(id) };
   }
 
-  /** Take in such a document; what is here and not there stays. */
+  /** Merge such a document; keep turns that only this browser has. */
   takeDocument(id, { turns = [], ...shared }, changes = {}) {
     const known = this.session(id);
     const both = merged(this.turns(id), withParents(turns));
     const told = known?.isChanged ? {} : pick(shared);
     const leaf = (told.leaf ?? known?.leaf) || newestLeaf(both, both[0]);
-    // Who wrote it may have gone on there since: what the gateway holds has to be looked at.
+    // The other browser may have continued the answer: read the state at the gateway.
     this.putSession(id, { ...told, leaf, heldUntilMs: 0, ...changes });
     this.putTurns(id, both);
   }

@@ -36,7 +36,7 @@ export class TurnView {
     const deeds = make("span", { class: "deeds" }, this.versions, this.actions);
     const facts = make("div", { class: "facts" }, this.figures, deeds);
     this.body = make("div", { class: "answer" }, this.answer.root, this.status, this.trouble, facts);
-    // A heading for who goes from one to the next by a screen reader.
+    // A heading lets screen readers jump from turn to turn.
     const heading = make("h2", { class: "spoken" }, "Question");
     this.root = make("article", { class: "turn" }, heading, this.question, this.body);
     this.show(turn);
@@ -68,7 +68,7 @@ export class TurnView {
   statusText() {
     const { facts } = this.turn;
     if (!this.isMine(this.turn)) return "Being answered in another tab";
-    if (facts.isInterrupted) return "The connection is lost. The answer goes on when it is back";
+    if (facts.isInterrupted) return "Connection lost. The answer continues after reconnecting";
     if (this.turn.parts.length > 0) return "";
     const place = facts.queued ? `${whole.format(facts.queued)} ahead` : "";
     const missing = this.waitsFor(this.turn);

@@ -52,7 +52,7 @@ export class Board {
       tokens: chart("traffic", "tokens", { title: "Tokens", unit: "per second", kind: "area", series: tokens, note: "Tokens of requests that ended: output, prompt computed, prompt from the prefix cache." }),
       queue_wait: chart("traffic", "latency", { title: "Time in the queue", unit: "ms", ...latency("queue"), note: "From receipt to the worker's start." }),
       ttft: chart("latency", "latency", { title: "Time to first token", unit: "TTFT, ms", ...latency("ttft"), note: "From receipt to when the worker had the first token; of all requests." }),
-      first_byte: chart("latency", "client_latency", { title: "First byte", unit: "at the client, ms", ...latency("first_byte"), note: "What clients saw, but for the network: from the request at the gateway, before it was read, to when the gateway wrote the first token. Of requests over HTTP and WebSocket." }),
+      first_byte: chart("latency", "client_latency", { title: "First byte", unit: "at the client, ms", ...latency("first_byte"), note: "Time clients waited, without the network: from the request at the gateway, before it was read, to when the gateway wrote the first token. Of requests over HTTP and WebSocket." }),
       tpot: chart("latency", "latency", { title: "Time per output token", unit: "TPOT, ms", ...latency("tpot"), note: "A request's mean time per token after the first; each request counts once." }),
       itl: chart("latency", "latency", { title: "Between tokens", unit: "ITL, ms", ...latency("itl"), note: "As TPOT, but each token counts once: long answers weigh more." }),
       e2e: chart("latency", "latency", { title: "Whole answer", unit: "E2E, ms", ...latency("e2e"), note: "From receipt to the end, of requests that were answered." }),

@@ -20,7 +20,7 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
  * One panel. `series` are `{key, label, hue}` from the lowest up, `hue` one of the page's colours if it
  * is not that of their place; `kind` is "line", "area" (lines with the first one filled), "stack" or
  * "bars" (both stacked). `format` makes a value text; the axis asks it for as many digits as its ticks
- * have. `note` is what is known of the figures themselves; `onSave` saves what is shown; `onZoom(from,
+ * have. `note` explains the figures; `onSave` saves the displayed rows; `onZoom(from,
  * to)` takes a stretch of time that was drawn, in Unix seconds. `former` is the key of the series that is
  * drawn once more, dashed, as it was in a range before; of stacked ones it is all of them together.
  */
@@ -201,7 +201,7 @@ export class Chart {
     return { font: FONT, stroke: () => colour("--soft"), size, gap: 8, space: 32, values, ticks: { show: false }, grid: { stroke: () => (this.rows.length ? colour("--line") : "transparent"), width: 1 } };
   }
 
-  /** Read out the values at the shared cursor; the latest when nobody points. */
+  /** Show the values at the shared cursor, or the latest values without a cursor. */
   #readOut() {
     const { left, idx } = this.drawn?.cursor ?? OUTSIDE;
     const pointed = left >= 0 ? (this.steps[idx] ?? null) : null;
@@ -252,12 +252,12 @@ export class Chart {
     this.onZoom(Math.floor(low), Math.ceil(Math.max(high, low + MIN_ZOOM_S)));
   }
 
-  /** Point at a place, in this chart and in those that share its cursor. */
+  /** Move the cursor in this chart and in the charts that share it. */
   #point(place) {
     this.drawn?.setCursor(place, true, true);
   }
 
-  /** Arrow keys go from step to step and say what is there. */
+  /** Move the cursor by arrow keys and announce the values. */
   #keyed(event) {
     if (event.key === "Escape") this.#point(OUTSIDE);
     const last = this.rows.length - 1;

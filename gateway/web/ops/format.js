@@ -2,7 +2,7 @@
 
 const NONE = "–";
 
-/** At most three significant digits, with k and M; "–" for what is not there. */
+/** Format with at most three significant digits, k and M; "–" for a missing value. */
 export function compact(value) {
   if (!Number.isFinite(value)) return NONE;
   const size = Math.abs(value);
@@ -30,7 +30,7 @@ export function whole(value) {
   return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
 }
 
-/** Joules; "–" where nobody measured. */
+/** Format joules; "–" for an unmeasured value. */
 export function joules(value) {
   return Number.isFinite(value) ? `${compact(value)} J` : NONE;
 }

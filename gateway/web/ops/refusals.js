@@ -8,7 +8,7 @@ const DAY_S = 86_400;
 const SEARCH_MS = 300;
 const MAX_REASONS = 6;
 
-const tenant = { name: "Tenant", of: (row) => row.tenant || "–", title: (row) => (row.tenant ? "" : "Nobody knows who asked") };
+const tenant = { name: "Tenant", of: (row) => row.tenant || "–", title: (row) => (row.tenant ? "" : "Unknown tenant") };
 const key = { name: "Key", of: (row) => row.api_key || "–", kind: "mono" };
 const status = number("Status", (row) => (row.status ? String(row.status) : "–"));
 const limit = { name: "Limit", of: (row) => row.limit_reached || "–" };

@@ -60,7 +60,7 @@ export async function showRequest(id) {
   }
 }
 
-/** What is known of an id that no request that ended has: it may have been refused. */
+/** Show an id without an ended request: it may be of a refused request. */
 async function notAccepted(id) {
   const [refusal] = await ask("refusal_details", { id }, { urgent: true });
   if (!refusal) return missing();
@@ -73,7 +73,7 @@ async function notAccepted(id) {
       ["Status", String(refusal.status)],
       ["Error code", refusal.code],
       ["Limit", refusal.limit_reached],
-      ["Tenant", refusal.tenant || "nobody knows whose"],
+      ["Tenant", refusal.tenant || "unknown"],
       ["Key", refusal.api_key],
       ["Endpoint", refusal.door],
       ["Gateway", refusal.gateway],

@@ -5,14 +5,14 @@ import { bytes, clock, compact, dateTime, day, money, ms, percent, secondsOf, wh
 import { number, saidAs, statusMark, Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
-const PULLED = "What came from other workers' KV caches within the last 45 seconds";
-const SERVED = "What other workers pulled from its KV cache within the last 45 seconds";
+const PULLED = "Blocks pulled from other workers' KV caches in the last 45 seconds";
+const SERVED = "Blocks other workers pulled from its KV cache in the last 45 seconds";
 // A column with `isOf(row)` is there while that holds for any row.
 const WORKERS = [
   { name: "Worker", of: (row) => row.name || row.worker, kind: "mono", title: (row) => row.worker },
   { name: "Model", of: (row) => row.model },
   { name: "Device", of: (row) => row.device_name || "CPU" },
-  number("Devices", (row) => whole(row.num_devices), { note: "That compute together", isOf: isGroup }),
+  number("Devices", (row) => whole(row.num_devices), { note: "Devices that compute one model together", isOf: isGroup }),
   { name: "Role", of: (row) => row.role, isOf: hasRole },
   number("Running", (row) => whole(row.running)),
   number("Waiting", (row) => whole(row.waiting)),
@@ -29,10 +29,10 @@ const WORKERS = [
 ];
 const UNIT_COST = [
   { name: "Model", of: (row) => row.model },
-  costColumn("Paid", "paid_per_million", "What tenants paid"),
-  costColumn("Busy", "busy_cost_per_million", "The device while it was busy"),
-  costColumn("All", "all_cost_per_million", "The device while it was there, idle time included"),
-  costColumn("Best", "best_cost_per_million", "At the most tokens per busy second that were seen"),
+  costColumn("Paid", "paid_per_million", "Price paid by tenants"),
+  costColumn("Busy", "busy_cost_per_million", "Cost of busy device time"),
+  costColumn("All", "all_cost_per_million", "Cost of all device time, idle time included"),
+  costColumn("Best", "best_cost_per_million", "Cost at the highest measured tokens per busy second"),
 ];
 const ERRORS = [
   { name: "What", of: (row) => statusMark("td", row.error_code || row.status, row.status) },
@@ -47,7 +47,7 @@ const WAYS = [
   { key: "intake", label: "Before receipt", note: "From the request at the gateway to its receipt: key, body, parsing" },
   { key: "ttft", label: "TTFT", note: "From receipt to when the worker had the first token: admission, queue, prefill" },
   { key: "way_back", label: "Way back", note: "From the worker over the bus and through the gateway to the connection" },
-  { key: "first_byte", label: "First byte", note: "What the client saw, but for the network: the three together" },
+  { key: "first_byte", label: "First byte", note: "Time the client waited, without the network: sum of the three" },
 ];
 const FIRST_BYTE = [
   { name: "Model", of: (row) => row.model || "All models", title: (row) => `${whole(row.requests)} requests` },
@@ -106,7 +106,7 @@ function meter(value) {
 }
 
 function costColumn(name, field, note) {
-  const title = (row) => (row[field] === null ? "There is nothing to tell by" : `Exactly ${row[field]} ${row.currency}`);
+  const title = (row) => (row[field] === null ? "No data" : `Exactly ${row[field]} ${row.currency}`);
   return number(name, (row) => money(row[field], row.currency), { note, title });
 }
 

@@ -7,7 +7,7 @@ import { byId, make } from "/static/dom.js";
 
 const LESS = { better: "less" };
 const TTFT = "Time to first token, median: from receipt to when the worker had it, of all requests";
-const FIRST_BYTE = "What clients saw, median: from the request at the gateway to when that wrote the first token";
+const FIRST_BYTE = "First byte, median: from the request at the gateway to writing the first token";
 
 /**
  * Show the totals. `rows` are answers by the names of their questions; `rows.before` those of the

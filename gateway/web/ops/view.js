@@ -1,4 +1,4 @@
-// What is looked at: the range, the filters and the request that is open, all of it in the address
+// The view: range, filters and the open request, all of it in the address
 // behind the "#", where it can be shared and reaches no server's log.
 
 export const RANGES = [
@@ -23,10 +23,10 @@ export const COMPARISONS = [
   { id: "day", label: "a day before", shift: 86_400 },
   { id: "week", label: "a week before", shift: 604_800 },
 ];
-// Whose usage is listed; the first one if nobody chose.
+// Groupings of the usage table; the first is the default.
 export const DIMENSIONS = ["tenant", "user", "key", "model", "adapter"];
 
-/** The view that an address asks for; what is no range is the last 15 minutes. */
+/** Return the view of an address; an invalid range becomes the last 15 minutes. */
 export function readView(hash) {
   const asked = new URLSearchParams(hash.replace(/^#/, ""));
   const view = { range: DEFAULT.id, from: 0, to: 0 };
