@@ -1,5 +1,5 @@
-"""The gateway's contracts as documents, made from the schemas: HTTP as OpenAPI 3.1, the messages of
-the WebSocket as a JSON Schema.
+"""Documents of the gateway's contracts, made from the schemas: OpenAPI 3.1 for HTTP, a JSON Schema
+for the messages of the WebSocket.
 
 ``python -m millrace.gateway.openapi.document`` writes docs/openapi.json and
 docs/websocket.schema.json anew.
@@ -38,7 +38,7 @@ from millrace.schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _SSE = "text/event-stream"
 _DEFINITION = "#/$defs/{name}"
-# Unions that go by a name of their own.
+# Unions with a name of their own.
 _NAMES = {
     ClientMessage: "ClientMessage",
     ServerMessage: "ServerMessage",
@@ -98,24 +98,24 @@ _GENERATION_HEADERS: list[Schema] = [
 
 @cache
 def openapi_text() -> str:
-    """The OpenAPI document, as it is checked in."""
+    """Return the OpenAPI document, as it is checked in."""
     return document_text(openapi_document())
 
 
 @cache
 def asyncapi_text() -> str:
-    """The AsyncAPI document of the bus, as it is checked in."""
+    """Return the AsyncAPI document of the bus, as it is checked in."""
     return asyncapi.text()
 
 
 @cache
 def websocket_text() -> str:
-    """The schema of the WebSocket's messages, as it is checked in."""
+    """Return the schema of the WebSocket's messages, as it is checked in."""
     return document_text(websocket_schema())
 
 
 def routes() -> list[Route]:
-    """The contracts, which every client may read without a key."""
+    """Return the routes of the documents, which need no key."""
     return [
         Route("/openapi.json", partial(_serve, openapi_text), methods=["GET"]),
         Route("/asyncapi.json", partial(_serve, asyncapi_text), methods=["GET"]),
@@ -124,7 +124,7 @@ def routes() -> list[Route]:
 
 
 def openapi_document() -> Schema:
-    """The whole document, ready for JSON."""
+    """Return the whole document, ready for JSON."""
     asked = [one.body for one in OPERATIONS]
     answered = [kind for one in OPERATIONS for kind in (one.answer, one.event, one.refused)]
     schema_of, components = _components(
@@ -171,8 +171,9 @@ def openapi_document() -> Schema:
 
 
 def websocket_schema() -> Schema:
-    """The messages as JSON Schema: ``$defs`` has ClientMessage, ServerMessage and each of theirs;
-    the whole accepts either."""
+    """Return the JSON Schema of the messages: ``$defs`` has ClientMessage, ServerMessage and their
+    messages; the whole accepts either.
+    """
     schema_of, components = _components([ClientMessage], [ServerMessage], get_args(ChatTool))
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -227,7 +228,7 @@ def _operation(
 ) -> Schema:
 
     def content_of(kind: Any, what: str, use: Use) -> dict[str, Schema]:
-        """By media type, what a body of that kind is."""
+        """Return the content of a body of that kind, by media type."""
         if not isinstance(kind, Media):
             return {JSON: {"schema": schema_of[kind]}}
         title = pascal(one.name) + what
@@ -291,7 +292,9 @@ def _errors(one: Operation) -> Schema:
 
 
 def _error_name(refused: Any, status: int) -> str:
-    """Those of the shape that most errors have go by their status alone."""
+    """Return the component name of an error response. Responses of the common shape are named by
+    their status alone.
+    """
     return str(status) if refused is ErrorBody else f"{refused.__name__}{status}"
 
 

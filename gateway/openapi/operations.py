@@ -1,4 +1,4 @@
-"""What the gateway serves over HTTP, one entry for each method of each path."""
+"""Operations that the gateway serves over HTTP: one entry for each method of each path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``, and ``/pooling`` and ``/classify`` as vLLM's servers have them."""
+"""Endpoints ``POST /v1/embeddings``, and ``/pooling`` and ``/classify`` as in vLLM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from millrace.schemas.pooling import Pooling
 
 ROUTE = "/v1/embeddings"
 POOLING_ROUTE = "/pooling"
-# Fields that only embeddings have.
+# Fields of embeddings only.
 _OF_EMBEDDINGS = ("dimensions", "normalize", "pooling")
 CLASSIFY_ROUTE = "/classify"
 
@@ -123,7 +123,7 @@ def _labels(asked: PoolingRequest, model: ServedModelLike) -> Callable[[bytes], 
 
 
 def class_activation(head: ClassifierHead, use_activation: bool | None) -> Activation:
-    """What the numbers of a text's labels go through."""
+    """Return the activation that is applied to the logits of a text's labels."""
     return Activation.NONE if use_activation is False else head.class_activation
 
 
