@@ -51,30 +51,30 @@ _ASKED = Use(is_asked=True, is_answered=False)
 _ANSWERED = Use(is_asked=False, is_answered=True)
 
 _DESCRIPTION = f"""\
-OpenAI's API, and Anthropic's Messages API, on a message bus. Fields that are not honoured are \
-refused by name; every error has the shape of ErrorBody, or that of MessagesError at and below \
-/v1/messages, and a stable code.
+OpenAI's API and Anthropic's Messages API on a message bus. Unsupported fields are refused with \
+an error that names them. Every error has a stable code and the shape of ErrorBody, or of \
+MessagesError at and below /v1/messages.
 
-Beside HTTP there is a WebSocket at /v1/ws, subprotocol {SUBPROTOCOL}; /v1/ws/schema.json \
-describes its messages."""
+The WebSocket at /v1/ws has the subprotocol {SUBPROTOCOL}. /v1/ws/schema.json describes its \
+messages."""
 
 _ERRORS = {
-    400: "A field, a header or the whole body is not what is taken; param names it.",
-    401: "No API key where one is demanded, or one that is not good.",
-    403: "The key, the tier or the page's origin may not do this.",
-    404: "There is no such thing, or it is not the caller's.",
+    400: "A field, a header or the body is invalid. param names it.",
+    401: "The API key is missing or invalid.",
+    403: "The key, the tier or the page's origin lacks permission.",
+    404: "The object does not exist, or belongs to another tenant.",
     408: "The body did not arrive in time.",
-    409: "It cannot be done as things stand.",
-    413: "The body is too large; the message names both sizes.",
-    415: "The body is said to be something else than JSON.",
-    429: "A limit is reached or the queue is full; the code names which.",
+    409: "The request conflicts with the current state.",
+    413: "The body is too large. The message names its size and the limit.",
+    415: "The content type of the body is not JSON.",
+    429: "A limit is reached or the queue is full. The code tells which.",
     500: "The gateway or the engine failed.",
-    503: "A store or bus is unreachable, or the gateway shuts down; nothing was accepted.",
-    504: "The answer was not there in time.",
+    503: "A store or the bus is unreachable, or the gateway is shutting down. Nothing was accepted.",
+    504: "The answer was not ready in time.",
 }
 _STREAMED = (
-    "Done. With stream: true, server-sent events: the data of each is as the schema of "
-    "text/event-stream says, [DONE] or an error's body."
+    "Done. With stream: true, server-sent events: the data of each has the schema of "
+    "text/event-stream, or is [DONE] or an error's body."
 )
 _STRING: Schema = {"type": "string"}
 _IDS = ("x-request-id", "x-millrace-request-id")
@@ -82,15 +82,15 @@ _GENERATION_HEADERS: list[Schema] = [
     {
         "name": "Idempotency-Key",
         "in": "header",
-        "description": "The same key and body attach to the answer that there is, for a day; the "
-        "same key with another body is refused (409).",
+        "description": "A repeated request with the same key and body gets the same answer, for "
+        "a day. The same key with another body is refused (409).",
         "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
     },
     {
         "name": "Last-Event-ID",
         "in": "header",
-        "description": "Go on with a stream behind this event of it. The body is the same as "
-        "before, with stream: true.",
+        "description": "Resume a stream after this event. Send the same body as before, with "
+        "stream: true.",
         "schema": {"type": "string", "pattern": f"^{EVENT_ID_PATTERN}$"},
     },
 ]

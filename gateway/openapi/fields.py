@@ -89,7 +89,7 @@ def _allowed_in_responses(some: Schema) -> Schema:
     return closed_object({"type": {"enum": ["allowed_tools"]}, **some["properties"]})
 
 
-_OF_LEFT_OUT = "Goes with tools that are left out, and is of no meaning here."
+_OF_LEFT_OUT = "Belongs to tools that are ignored; has no effect here."
 _CHOSEN: Schema = {"title": "ChosenName"} | closed_object({"name": _STRING})
 _IN_CHAT: Schema = {
     "title": "ChosenTool",
@@ -166,11 +166,11 @@ _VECTOR: Schema = {
 }
 _NEW_ITEMS: Schema = {"maxItems": MAX_NEW_ITEMS, "items": {"anyOf": _ITEMS}}
 _READ: Mapping[str, Schema] = {
-    "refusal": {"description": "Its text is read if the message has neither text nor calls."},
-    "audio": {"description": "Refused where the message has neither text nor calls."},
-    "function_call": {"description": "Refused where the message has neither text nor calls."},
-    "reasoning": {"description": "Its thoughts, if they are text."},
-    "reasoning_content": {"description": "Its thoughts, if they are text."},
+    "refusal": {"description": "Used as text if the message has neither text nor calls."},
+    "audio": {"description": "Refused if the message has neither text nor calls."},
+    "function_call": {"description": "Refused if the message has neither text nor calls."},
+    "reasoning": {"description": "The thoughts of the message, if they are text."},
+    "reasoning_content": {"description": "The thoughts of the message, if they are text."},
 }
 # Keyed by component, then by property.
 FIELDS: Mapping[str, Mapping[str, Schema]] = {
@@ -204,7 +204,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     },
     "MessagesTool": {
         # A toolset has none.
-        "name": {"description": "The model knows the tool by it.", "default": ""},
+        "name": {"description": "The name of the tool for the model.", "default": ""},
         **{name: {"description": _OF_LEFT_OUT} for name in OF_PROVIDER_TOOLS},
     },
     "EchoedMessage": _READ,
@@ -213,7 +213,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "ChoiceLogprobs": {"refusal": _LIST_OR_NULL},
     "Text": {"citations": _LIST_OR_NULL},
     **{
-        result.__name__: {"content": {"description": "Text, or what the tool gave."}}
+        result.__name__: {"content": {"description": "Text, or the output of the tool."}}
         for result in get_args(ServerResult)
     },
     "Metadata": {"user_id": _LABEL},
@@ -250,7 +250,7 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     },
     "EmbeddingObject": {"embedding": _VECTOR},
     "PoolingObject": {"data": _VECTOR},
-    "ResponseAnswer": {"tool_choice": {"description": "As it was asked for."}},
+    "ResponseAnswer": {"tool_choice": {"description": "The value of the request."}},
 }
 
 # Items that may be sent back with null for fields they lack.

@@ -83,8 +83,8 @@ class Operation:
 def page(most: int, *more: Query) -> tuple[Query, ...]:
     limit = {"type": "integer", "minimum": 1, "maximum": most}
     return (
-        Query("limit", limit, "At most so many entries."),
-        Query("after", {"type": "string"}, "The id of the last entry of the page before."),
+        Query("limit", limit, "Maximum number of entries."),
+        Query("after", {"type": "string"}, "The id of the last entry of the previous page."),
         *more,
     )
 

@@ -242,7 +242,9 @@ class ResponsesApi(RestApi):
         return _whole(stored)
 
     async def input_tokens(self, request: Request) -> HttpResponse:
-        """Count the tokens that the prompt of a request would have. The call counts as a request."""
+        """Count the tokens that the prompt of a request would have. The call counts as a
+        request.
+        """
         async with self._counted_body(request) as (caller, body):
             prompts = self._gateway.prompts
             count = await self._endpoint.count(body, caller, prompts)
@@ -360,7 +362,9 @@ def _is_stream(request: Request) -> bool:
 
 
 def _starting_after(request: Request) -> int:
-    """Return the sequence number of ``starting_after``; -1, the default, starts at the first event."""
+    """Return the sequence number of ``starting_after``; -1, the default, starts at the first
+    event.
+    """
     value = request.query_params.get("starting_after")
     if value is None:
         return -1
