@@ -194,7 +194,7 @@ class Gateway:
         )
         self.metrics.watch_sizes(
             {
-                "millrace_open_sockets": ("WebSockets that are open", lambda: len(self.sockets)),
+                "millrace_open_sockets": ("Open WebSockets", lambda: len(self.sockets)),
                 "millrace_kept_answers": (
                     "Ended responses that no client has read yet",
                     lambda: len(self.responses.all()),
@@ -204,11 +204,11 @@ class Gateway:
                     lambda: len(asyncio.all_tasks()),
                 ),
                 "millrace_unsent_refusals": (
-                    "Kinds of refusals that wait to be recorded",
+                    "Kinds of refusals waiting to be recorded",
                     lambda: self.refusals.num_waiting,
                 ),
                 "millrace_unsettled_reservations": (
-                    "Reservations that wait for Redis to be settled",
+                    "Reservations waiting for Redis to be settled",
                     lambda: self.limiter.settlements.num_waiting,
                 ),
             }

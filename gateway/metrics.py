@@ -65,12 +65,12 @@ class Metrics:
         )
         self._repeated_answers = counter(
             "millrace_repeated_answers",
-            "Answers that were given again for an Idempotency-Key, which are no generations",
+            "Answers repeated for an Idempotency-Key, which do not count as generations",
             ["model"],
         )
-        self._replays = counter("millrace_replays", "Times that missing frames were asked for")
+        self._replays = counter("millrace_replays", "Requests for missing frames")
         self._resumes = counter(
-            "millrace_resumes", "Times that a client came back to its stream", ["model"]
+            "millrace_resumes", "Returns of clients to their streams", ["model"]
         )
         self._stalls = counter(
             "millrace_stalls",
@@ -78,7 +78,7 @@ class Metrics:
             ["model"],
         )
         self._stalled_s = counter(
-            "millrace_stalled_seconds", "How long those gaps were together", ["model"]
+            "millrace_stalled_seconds", "Total length of those gaps", ["model"]
         )
         self._reruns = counter(
             "millrace_moved_generations",
@@ -108,11 +108,11 @@ class Metrics:
         self.watch_sizes(
             {
                 "millrace_open_streams": (
-                    "Streams that clients are waiting for",
+                    "Streams with a waiting client",
                     lambda: streams.num_served,
                 ),
                 "millrace_live_workers": (
-                    "Workers heard of lately",
+                    "Workers with a recent heartbeat",
                     lambda: len(fleet.live_workers()),
                 ),
             }
@@ -216,22 +216,23 @@ class _Queues(Collector):
         )
         published = GaugeMetricFamily(
             "millrace_published_jobs",
-            "Jobs that wait in a model's queue and that its bound does not count: services "
-            "published them",
+            "Jobs in a model's queue that services published, which its bound does not count",
             labels=["model"],
         )
         bound = GaugeMetricFamily(
-            "millrace_queue_bound", "Jobs over which the queue refuses more", labels=["model"]
+            "millrace_queue_bound",
+            "Maximum number of jobs before the queue refuses more",
+            labels=["model"],
         )
         desired = GaugeMetricFamily(
             "millrace_desired_workers", "Workers that the schedulers want", labels=["model"]
         )
         oldest = GaugeMetricFamily(
-            "millrace_oldest_wait_seconds", "How long the oldest job has waited", labels=["model"]
+            "millrace_oldest_wait_seconds", "Waiting time of the oldest job", labels=["model"]
         )
         ttft = GaugeMetricFamily(
             "millrace_predicted_ttft_seconds",
-            "From now to the first token of a job that comes now",
+            "Predicted time to the first token of a job that arrives now",
             labels=["model", "tier"],
         )
         for status in self._fleet.queues():

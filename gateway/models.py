@@ -171,7 +171,7 @@ def _adapted(model: ServedModelLike, adapter: Adapter) -> ServedModelLike:
 
 
 class _VersionedModel(_ProxiedModel):
-    """One version of a model: its jobs name the version. All else is delegated to the model."""
+    """Model at one version: its jobs name the version. All else is delegated to the model."""
 
     def __init__(self, model: ServedModelLike, version: str) -> None:
         super().__init__(model)
@@ -411,5 +411,5 @@ class LoadedModels:
             created=max(card.created for card in cards),
             max_model_len=max(windows) if len(windows) == len(cards) else None,
             description=route.description
-            or f"{route.small} or {route.large}, by what is asked of it",
+            or f"{route.small} or {route.large}, chosen for each request",
         )

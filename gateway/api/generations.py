@@ -224,7 +224,7 @@ def _refuse_last_event_id(scope: Scope) -> None:
     if header_of(scope, b"last-event-id") is not None:
         raise ParameterError(
             "last-event-id",
-            "An answer in the background is followed by GET, with stream=true and starting_after.",
+            "Follow an answer in the background by GET with stream=true and starting_after.",
         )
 
 

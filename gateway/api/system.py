@@ -301,7 +301,7 @@ def _detokenized(asked: DetokenizeRequest, model: ServedModelLike) -> Detokenize
         if not 0 <= token_id < model.vocab_size:
             raise ParameterError(
                 "tokens",
-                f"{token_id} is no token id: this model's are 0 to {model.vocab_size - 1}.",
+                f"{token_id} is not a token id: this model's are 0 to {model.vocab_size - 1}.",
             )
     skips = asked.skip_special_tokens
     return DetokenizeAnswer(prompt=model.tokenizer.decode(asked.tokens, skip_special_tokens=skips))
@@ -312,9 +312,8 @@ class MetricsClosedError(MillraceError, code="metrics_closed", http_status=401):
 
     def __init__(self) -> None:
         super().__init__(
-            "The metrics are for who sends metrics.token, or an administrator's API key, as "
-            "Authorization: Bearer. The operator of this gateway can set metrics.token, or "
-            "metrics.public to true."
+            "Send metrics.token or an administrator's API key as Authorization: Bearer. The "
+            "operator of this gateway can set metrics.token, or metrics.public to true."
         )
         self.headers = [(b"www-authenticate", b'Bearer realm="millrace metrics"')]
 

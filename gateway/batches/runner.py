@@ -115,7 +115,7 @@ class BatchRunner:
                 await self._release(batch_id)
             except MillraceError as error:
                 logger.warning(
-                    "a batch is left without a word",
+                    "a batch was left without writing its log",
                     extra={"batch_id": batch_id, "cause": error.message},
                 )
 
@@ -133,7 +133,9 @@ class BatchRunner:
         try:
             return await self._look_for_batches(link)
         except (RedisUnreachableError, BusUnavailableError) as error:
-            logger.debug("batches are looked for later", extra={"cause": error.message})
+            logger.debug(
+                "looking for batches failed; retrying later", extra={"cause": error.message}
+            )
         return 1
 
     async def _look_for_batches(self, link: RedisLink) -> int:
@@ -178,7 +180,8 @@ class BatchRunner:
             logger.warning("another gateway runs the batch now", extra={"batch_id": batch_id})
         except MillraceError as error:
             logger.warning(
-                "a batch goes on later", extra={"batch_id": batch_id, "cause": error.message}
+                "a batch was interrupted; it continues later",
+                extra={"batch_id": batch_id, "cause": error.message},
             )
         except Exception:
             # The lease is left to lapse, which delays the next attempt.
@@ -204,7 +207,7 @@ class BatchRunner:
                 ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
             except RedisUnreachableError as error:
                 # No other gateway can take the lease meanwhile.
-                logger.debug("a lease is renewed later", extra={"cause": str(error)})
+                logger.debug("a lease was not renewed; retrying later", extra={"cause": str(error)})
                 continue
             if not ours:
                 logger.warning("a batch was lost", extra={"batch_id": batch_id})

@@ -69,7 +69,7 @@ _ERRORS = {
     415: "The content type of the body is not JSON.",
     429: "A limit is reached or the queue is full. The code tells which.",
     500: "The gateway or the engine failed.",
-    503: "A store or the bus is unreachable, or the gateway is shutting down. Nothing was accepted.",
+    503: "A store or the bus is unreachable, or the gateway shuts down. Nothing was accepted.",
     504: "The answer was not ready in time.",
 }
 _STREAMED = (

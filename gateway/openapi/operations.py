@@ -103,7 +103,9 @@ from millrace.schemas.responses.items import (
 )
 from millrace.schemas.sessions import SessionHistory
 
-_PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")
+_PURPOSE = Query(
+    "purpose", {"type": "string"}, "Only files with this purpose: batch, batch_output."
+)
 _MODEL = Query("model", {"type": "string"}, "Only of the workers of this model.")
 _TENANT = Query("tenant", {"type": "string"}, "Another tenant, for administrators.")
 
@@ -265,10 +267,10 @@ _tokenize = partial(
 
 _rerank = partial(
     generate,
-    summary="The documents that are most like a query, by their embeddings",
+    summary="Rank documents by their similarity to a query",
     answer=RerankList,
     body=RerankRequest,
-    description="A body with texts in place of documents has the form of Text Embeddings "
+    description="A body with texts in place of documents has the shape of Text Embeddings "
     "Inference, and its answer is a list of index and score: see docs/embeddings.md.",
     example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
 )
@@ -285,7 +287,7 @@ _reset_prefixes = partial(
 
 _score = partial(
     generate,
-    summary="How like one another texts are, by their embeddings",
+    summary="Score the similarity of texts",
     answer=ScoreList,
     body=ScoreRequest,
     example={"model": "demo", "text_1": "Hello!", "text_2": ["Good day!", "A mill."]},
@@ -294,7 +296,7 @@ _score = partial(
 
 _detokenize = partial(
     post,
-    summary="The text of token ids",
+    summary="Decode token ids to text",
     answer=DetokenizeAnswer,
     body=DetokenizeRequest,
     example={"model": "demo", "tokens": [72, 105]},
@@ -344,8 +346,8 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             body=ResponsesRequest,
             example={"model": "demo", "input": "Hello!", "max_output_tokens": 32},
             event=ResponseEvent,
-            description="An answer is kept, for a later previous_response_id, unless store is "
-            "false. With background it is told of at once and made whether or not anybody waits.",
+            description="The answer is stored, for a later previous_response_id, unless store is "
+            "false. With background it is returned at once as queued, and made without a client.",
         ),
         generate(
             "/v1/messages",
@@ -377,7 +379,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "Get a stored answer, or an answer in the background",
             ResponseAnswer,
             query=(
-                Query("stream", _FLAG, "Its events; only of an answer in the background."),
+                Query("stream", _FLAG, "Stream the events of an answer in the background."),
                 Query("starting_after", _CURSOR, "With stream: events after this sequence_number."),
             ),
             event=ResponseEvent,
@@ -538,10 +540,10 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             "getMetrics",
             "Get metrics for Prometheus",
             TEXT,
-            description="Where other machines can ask, for who sends metrics.token or the key of "
-            "an administrator, unless metrics.public is set. In OpenMetrics, with exemplars, for "
-            "an Accept header of application/openmetrics-text; compressed with gzip or zstd for "
-            "an Accept-Encoding header that names one.",
+            description="From other machines, metrics.token or an administrator's key is needed, "
+            "unless metrics.public is set. In OpenMetrics, with exemplars, for an Accept header "
+            "of application/openmetrics-text. Compressed with gzip or zstd for an Accept-Encoding "
+            "header that names one.",
             is_open=True,
         ),
         get(
@@ -551,7 +553,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             _ROWS,
             description="The query's parameters are the fields of the query string. With .csv "
             "after its name, or for an Accept header of text/csv, the rows come as CSV (RFC 4180). "
-            "requests.csv is every request of a range, row by row, up to 100,000 of them. In JSON "
+            "requests.csv has each request of a range as a row, up to 100,000 rows. In JSON "
             "64-bit integers are strings.",
             own_errors=(400,),
         ),

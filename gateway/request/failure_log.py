@@ -79,7 +79,7 @@ class FailureLog:
             num_written = 0 if kind is _OTHERS else LINES_OF_A_KIND
             if count > num_written:
                 kind.write(
-                    "requests were refused or failed, and are not in the log one by one",
+                    "more requests were refused or failed than are in the log",
                     num_left_out=count - num_written,
                 )
 

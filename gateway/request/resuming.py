@@ -25,7 +25,7 @@ class UnknownRequestError(MillraceError, code="request_not_found", http_status=4
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
-            f"There is no request {request_id!r:.200} to go on with: it is not yours, or too old."
+            f"There is no request {request_id!r:.200} to resume: it is not yours, or too old."
         )
         self.param = "request_id"
 

@@ -205,7 +205,7 @@ def generation_request_of(
     if request.use_beam_search:
         raise ParameterError(
             "use_beam_search",
-            "use_beam_search goes with chat completions and completions; leave it out.",
+            "use_beam_search works with chat and text completions only; leave it out.",
         )
     try:
         parsed = parse_chat(_chat_request(request, messages), offered)

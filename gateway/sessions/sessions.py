@@ -222,7 +222,7 @@ class Sessions:
         try:
             model = await self._models.get(name, tenant)
         except MillraceError as error:
-            _log.warning("an answer was not counted", extra={"model": name, "code": error.code})
+            _log.warning("tokens were not counted", extra={"model": name, "code": error.code})
             return messages
         num_characters = sum(len(one.message.content) for one in messages)
         return await self._prompts.run(
@@ -275,4 +275,4 @@ def _says_something(message: ChatMessage) -> bool:
 
 
 def _lost(request_id: str, error: MillraceError) -> None:
-    _log.error("a turn is not in its session", extra={"request_id": request_id, "code": error.code})
+    _log.error("a turn was not stored", extra={"request_id": request_id, "code": error.code})

@@ -387,7 +387,7 @@ class StreamTable:
             await self._bus.control.cancel(cancel)
         except (MillraceError, TimeoutError) as error:
             _log.warning(
-                "a cancel could not be sent; it is tried again",
+                "a cancel could not be sent; retrying",
                 extra={"request_id": cancel.request_id, "why": str(error)},
             )
 
@@ -413,4 +413,7 @@ class StreamTable:
         try:
             await subscription.close()
         except MillraceError as error:
-            _log.warning("a stand-in could not be closed", extra={"why": error.message})
+            _log.warning(
+                "a subscription for another gateway could not be closed",
+                extra={"why": error.message},
+            )

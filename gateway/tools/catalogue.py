@@ -179,7 +179,7 @@ def _secret(header: _SecretHeader | None, env: Mapping[str, str]) -> tuple[bytes
 def _header(key: str, name: str, value: str) -> tuple[bytes, bytes]:
     """Return a header. Errors do not contain the value, which may be a secret."""
     if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
-        raise ValueError(f"{key}: {name!r:.80} is no header that can be set")
+        raise ValueError(f"{key}: {name!r:.80} is not a header that can be set")
     if not _HEADER_VALUE.fullmatch(value):
         raise ValueError(f"{key}: the value of {name} must be one line of ASCII")
     return name.lower().encode(), value.encode()

@@ -153,7 +153,7 @@ class ToolRunner:
         try:
             origin = origin_of(url)
         except ValueError as error:
-            raise _ToolError("The tool redirects to what is no web address.") from error
+            raise _ToolError("The tool redirects to an invalid web address.") from error
         downgraded = tool.origin.scheme == "https" and origin.scheme == "http"
         if downgraded or not self._is_allowed_host(origin.host):
             raise ForbiddenAddressError(f"it redirects to {origin.scheme}://{origin.host}")

@@ -37,7 +37,9 @@ class Certificate:
         try:
             load_own_certificate(self.context, "gateway", *self._files)
         except ConfigError as error:
-            _log.error("the certificate stays the old one", extra={"cause": error.message})
+            _log.error(
+                "the new certificate is unusable; the old one stays", extra={"cause": error.message}
+            )
             return False
         _log.info("the certificate was read again", extra={"file": self._files[0]})
         return True

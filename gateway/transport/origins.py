@@ -146,8 +146,8 @@ class HostError(MillraceError, code="host_not_allowed", http_status=403):
 
     def __init__(self, host: str) -> None:
         super().__init__(
-            f"This gateway needs no key and is for this machine only, not for {host:.200}. Ask for "
-            "localhost, or have its operator name the pages' origin in gateway.allowed_origins."
+            f"This gateway needs no key and serves this machine only, not {host:.200}. Use "
+            "localhost, or have its operator list the page's origin in gateway.allowed_origins."
         )
 
 

@@ -47,7 +47,7 @@ export class Millrace {
   #timing;
   #state = "connecting";
   #socket = null; // the connection that generations are on
-  #next = null; // one that is being made
+  #next = null; // a connection in progress
   #running = new Set();
   #byId = new Map();
   #orphans = []; // resume messages of generations to cancel after reconnecting

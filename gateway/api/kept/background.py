@@ -35,7 +35,7 @@ class NotInBackgroundError(MillraceError, code="not_in_background", http_status=
     """Request for an operation that only background answers support."""
 
     def __init__(self, param: str) -> None:
-        super().__init__("Only an answer that was asked for with background: true can do that.")
+        super().__init__("This needs an answer that was created with background: true.")
         self.param = param
 
 

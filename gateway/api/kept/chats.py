@@ -93,7 +93,7 @@ class ChatsApi(RestApi):
 def _check(asked: ChatUpdate) -> None:
     """Raise ParameterError for an invalid update."""
     if not 0 <= asked.revision < 2**53:
-        raise ParameterError("revision", "revision must be that of what was read last, or 0.")
+        raise ParameterError("revision", "revision must be the last revision that you read, or 0.")
     if len(asked.title) > MAX_TITLE_CHARACTERS:
         raise ParameterError("title", f"title has at most {MAX_TITLE_CHARACTERS} characters.")
     if not bytes(asked.document).lstrip().startswith(b"{"):

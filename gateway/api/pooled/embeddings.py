@@ -96,7 +96,7 @@ def _pool(asked: PoolingRequest) -> PooledAsk:
         pooling = embedding_pooling(asked.pooling, model)
         if asked.use_activation is not None:
             raise ParameterError(
-                "use_activation", "use_activation goes with labels; see normalize."
+                "use_activation", "use_activation applies to labels; use normalize."
             )
         return PooledPlan(inputs, pooling, form_of(asked, model).encode, whole)
 
@@ -116,7 +116,7 @@ def _labels(asked: PoolingRequest, model: ServedModelLike) -> Callable[[bytes], 
     head = classifier_of(model)
     for name in _OF_EMBEDDINGS:
         if getattr(asked, name) is not None:
-            raise ParameterError(name, f"{name} goes with embeddings, and this model makes labels.")
+            raise ParameterError(name, f"{name} applies to embeddings; this model makes labels.")
     activation = class_activation(head, asked.use_activation)
     form = VectorForm(None, False, asked.encoding_format == "base64")
     return lambda pooled: form.encode_numbers(activated(numbers_of(pooled), activation))

@@ -258,11 +258,11 @@ def _check_scores_pairs(asked: RerankRequest | ScoreRequest, head: ClassifierHea
     if not head.scores_pairs:
         raise ParameterError(
             "model",
-            f"This model tells {len(head.labels)} labels of a text, not how relevant it is to "
-            "another: ask /classify.",
+            f"This model returns {len(head.labels)} labels of a text, not the relevance of a pair: "
+            "use /classify.",
         )
     if asked.pooling is not None:
-        raise ParameterError("pooling", "pooling goes with embeddings, not with a cross-encoder.")
+        raise ParameterError("pooling", "pooling applies to embeddings, not to cross-encoders.")
 
 
 class _Texts(msgspec.Struct):

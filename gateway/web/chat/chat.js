@@ -115,7 +115,7 @@ function showParameters() {
 
 // Conversations.
 
-/** `isLinked`: it may be one that this browser has not heard of. */
+/** Open a conversation; with `isLinked`, this browser may not know it yet. */
 function open(id, isLinked = false) {
   if (conversation?.isBusy) live.set(conversation.id, conversation);
   else conversation?.leave();

@@ -69,7 +69,7 @@ export class Drawer {
     byId("menu").setAttribute("aria-expanded", String(isOpen && narrow.matches));
   }
 
-  /** `liveIds` are those whose answer goes on in the background. */
+  /** Show the list; `liveIds` are conversations with a running answer. */
   show(sessions, currentId, liveIds) {
     this.shown = [sessions, currentId, liveIds];
     const wanted = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -145,7 +145,7 @@ export class Drawer {
       button("Rename", () => this.rename(item, session), { class: "do" }),
       button("Markdown", () => this.onExport(id, "markdown"), { class: "do", "aria-label": `Save ${title} as Markdown` }),
       button("JSON", () => this.onExport(id, "json"), { class: "do", "aria-label": `Save ${title} as JSON` }),
-      // It leads somewhere only for those whose key the gateway keeps it for.
+      // Links work only for conversations that the gateway saves for the tenant.
       account ? this.linkButton(session) : null,
       button("Delete", (pressed) => this.confirmDelete(pressed, id), { class: "do" }),
     );

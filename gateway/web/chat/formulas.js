@@ -18,7 +18,7 @@ let loading = null;
 
 /**
  * Extensions of marked. A formula's token has its whole `raw` source, the `text` between the marks,
- * and `isDisplay`; one that is still open has no text.
+ * and `isDisplay`; an unfinished formula has no text.
  */
 export const formulaExtensions = [
   {

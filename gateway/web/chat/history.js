@@ -68,7 +68,7 @@ export function isHeld(turn) {
   return turn.state === "done" && turn.parts.length > 0;
 }
 
-/** Whether a turn is one that the gateway tells of; of an answer that was stopped it may have more. */
+/** Return whether a turn equals the gateway's; the gateway may have more of a stopped answer. */
 export function isSame(told, turn) {
   if (told.question !== turn?.question) return false;
   const [there, here] = [answerOf(told), answerOf(turn)];

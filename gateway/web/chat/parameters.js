@@ -10,7 +10,7 @@ const NUMBERS = {
 };
 const MOST_STOPS = 16;
 
-/** The dialog. `onChange(parameters)` is called with what was given; what was left empty is not in it. */
+/** Parameters dialog. `onChange(parameters)` is called with the fields that are not empty. */
 export class Parameters {
   constructor({ onChange }) {
     this.dialog = byId("parameters");

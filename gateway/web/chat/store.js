@@ -62,7 +62,7 @@ export class Store {
     return withParents(read(TURNS + id));
   }
 
-  /** The oldest are forgotten where there is no room; the newest is kept whatever its size. */
+  /** Store turns; drop the oldest beyond `MOST_CHARACTERS`, but keep the newest turn of any size. */
   putTurns(id, turns) {
     let characters = 0;
     let from = turns.length;
@@ -70,7 +70,7 @@ export class Store {
     this.#write(TURNS + id, turns.slice(Math.min(from, Math.max(0, turns.length - 1))), id);
   }
 
-  /** Add a turn at the end, or change the one that has its id. */
+  /** Append a turn, or replace the turn with its id. */
   putTurn(id, turn) {
     const turns = this.turns(id);
     const place = turns.findIndex((known) => known.id === turn.id);

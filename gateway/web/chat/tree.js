@@ -18,7 +18,7 @@ export function versionsOf(turns, { parent }) {
   return turns.filter((turn) => turn.parent === parent);
 }
 
-/** The id of the turn at the end of what was last said after `turn`. */
+/** Return the id of the last turn on the newest path after `turn`. */
 export function newestLeaf(turns, turn) {
   let leaf = turn;
   const seen = new Set();

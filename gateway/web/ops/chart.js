@@ -111,7 +111,7 @@ export class Chart {
     );
     const times = steps.map(({ t }) => t + this.step / 2);
     const drawn = [...(this.stacked ? lines.reverse() : lines), ...(this.before ? [this.before] : [])];
-    // uPlot takes a line of nothing for one that the scale need not hold the others for.
+    // With an empty line, uPlot's own scale may not cover the other lines: compute the maximum here.
     this.highest = Math.max(0, ...drawn.flat().filter((value) => value !== null));
     return [times, ...drawn];
   }

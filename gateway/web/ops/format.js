@@ -85,7 +85,7 @@ export function percent(value) {
 
 /** The time of day of a Unix time in seconds, where the reader is. */
 export function clock(seconds, withSeconds = true) {
-  // "hh:mm:ss" and a zone, whatever the reader's language.
+  // "hh:mm:ss" and a zone, independent of the locale.
   return new Date(seconds * 1000).toTimeString().slice(0, withSeconds ? 8 : 5);
 }
 
