@@ -71,7 +71,7 @@ async def _run(config: Config) -> None:
         named = replace(config.gateway, gateway_id=new_gateway_id())
         config = replace(config, gateway=named)
     tracing = open_tracing(config.tracing, "gateway", config.gateway.gateway_id)
-    certificate_of(config.gateway)  # for what it checks, before anything starts
+    certificate_of(config.gateway)  # validates the certificate before anything starts
     listener = listen(config.gateway)
     try:
         name = f"gateway {config.gateway.gateway_id}".strip()

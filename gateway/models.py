@@ -360,7 +360,7 @@ class LoadedModels:
             if model is None:
                 load = self._load
                 model = await asyncio.to_thread(load, name)
-                if load is self._load:  # else it may be another one meanwhile
+                if load is self._load:  # otherwise the catalogue changed meanwhile
                     self._loaded[name] = model
             return model
 

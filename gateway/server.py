@@ -304,7 +304,7 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
             self.writable.set()
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
-            self.handshake_complete = True  # a handshake that was refused is no bug to be logged
+            self.handshake_complete = True  # keeps a refused handshake from being logged as a bug
 
 
 def _noting(protocol: type[_ProtocolT], note: Note) -> type[_ProtocolT]:

@@ -344,7 +344,7 @@ class HttpAnswer:
     async def _end(self) -> int:
         client, writer, renderer = self._client, self._writer, self._renderer
         if self._response.must_conclude or renderer.must_store:
-            writer.release()  # the client need not wait for that with the last of the text
+            writer.release()  # the client gets the last text without waiting for that
         refusal = await self._concluded()
         if refusal is not None:
             tail = renderer.failed(refusal)

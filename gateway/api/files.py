@@ -28,7 +28,7 @@ from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLar
 _ID_PREFIX = "file-"
 _READ_BYTES = 256 * 1024
 _LINGER_S = 2.0
-_FORM_BYTES = 64 * 1024  # what a form has around its file
+_FORM_BYTES = 64 * 1024  # overhead of a form around its file
 _MAX_FILENAME_CHARACTERS = 256
 _MAX_PAGE = 10_000
 _NO_CHARSET = "The form is not in the charset that its content-type names; leave charset out."

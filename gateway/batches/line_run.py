@@ -279,7 +279,7 @@ class ResultWaiter:
                     result = await self._fetch(request_id, eager=told.is_set())
                 except BusUnavailableError:
                     result = None
-                    closed_at_s = None if closed_at_s is None else now_s  # the store did not say
+                    closed_at_s = None if closed_at_s is None else now_s  # the store did not answer
                 if result is not None:
                     return result
                 if closed_at_s is not None and now_s > closed_at_s + _LOST_AFTER_S:

@@ -22,10 +22,10 @@ from millrace.schemas.openai import (
 
 encode = msgspec.json.encode
 SSE_DONE = b"data: [DONE]\n\n"
-# A comment line for readers of ids: openai-py takes an empty line after an id for an event without
-# data.
+# Keep-alive without an empty line, for streams with event ids: openai-py reads an empty line after
+# an id as an event without data.
 SSE_COMMENT = b": keep-alive\n"
-# For clients that split at empty lines and would skip data in one piece with a comment.
+# Keep-alive for clients that split at empty lines, and would skip data in one piece with a comment.
 SSE_KEEP_ALIVE = SSE_COMMENT + b"\n"
 
 

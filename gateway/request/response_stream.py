@@ -81,9 +81,9 @@ class ReaderPhase(Enum):
     ATTACHED = auto()  # a client reads it
     DETACHED = auto()  # the client is gone and may come back
     CONCLUDING = auto()  # it ended while detached, and is being stored
-    ABORTED = auto()  # the client is gone, and what runs is cancelled
+    ABORTED = auto()  # the client is gone, and its jobs are cancelled
     FINISHED = auto()  # the end was delivered
-    HANDED_OFF = auto()  # another connection has it, and nothing here may touch it
+    HANDED_OFF = auto()  # another connection has it; do not touch it here
 
 
 _NEXT = {
@@ -288,7 +288,7 @@ class ResponseStream(ResponseReader):
                 self._path, self.refusal, self.caller.tenant, self.request_id
             )
         for other in self.choices:
-            if other.end is None:  # of no use any more
+            if other.end is None:  # no longer needed
                 self.context.streams.cancel(other.stream, CancelReason.CLIENT)
 
     # --- without a client ---

@@ -105,7 +105,7 @@ class RequestSubmitter:
             # under the same id, which the queue takes once.
             return await self.submit_new(request, requester, known_id, key)
         except BaseException:
-            if context.responses.get(known_id) is None:  # or somebody else has submitted it by now
+            if context.responses.get(known_id) is None:  # otherwise another caller has submitted it
                 await index.release(tenant, key, known_id)
             raise
         finally:

@@ -206,5 +206,5 @@ def _may_call(context: ResponseContext, number: int) -> bool:
 
 
 def _fail(choice: Choice, frame: Failed) -> None:
-    if choice.is_between_rounds():  # it has no other end yet
+    if choice.is_between_rounds():  # it has not ended otherwise
         choice.fail(frame)

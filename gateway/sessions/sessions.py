@@ -60,8 +60,9 @@ class FittedSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sessions:
-    """Sessions of one gateway. Call ``begin`` before a request's jobs are made and ``commit`` when
-    it is answered, on this gateway or another. Without a link all but ``commit`` raise
+    """Sessions of one gateway. Call ``open_turn`` before a request's jobs are made and
+    ``commit_turn`` when it is answered, on this gateway or another. Without a link all but
+    ``commit_turn`` raise
     RedisUnreachableError.
 
     ``generate`` answers the requests that summarise; ``definitions`` describes the gateway's own
@@ -126,7 +127,7 @@ class Sessions:
         return FittedSession(messages=fitted.messages, info=info)
 
     async def abandon_turn(self, tenant: str, session_id: str, request_id: str) -> None:
-        """Discard the addition of a request that was refused after ``begin``."""
+        """Discard the addition of a request that was refused after ``open_turn``."""
         try:
             await self._store.drop_turn(tenant, session_id, request_id)
         except RedisUnreachableError:

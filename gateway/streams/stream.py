@@ -29,9 +29,9 @@ class StreamPhase(IntEnum):
     client gets a new stream.
     """
 
-    ATTACHED = 0  # a client takes what comes
+    ATTACHED = 0  # a client reads the stream
     DETACHED = 1  # no client is connected, and one may resume the stream
-    ABORTED = 2  # the client wants nothing more, and only the end is awaited
+    ABORTED = 2  # the client has left; only the end is awaited
 
 
 class Cancellation(NamedTuple):

@@ -266,7 +266,7 @@ class StreamTable:
         stream = self._streams.get(request_id)
         if stream is not None:
             self._feed(stream, frame)
-        if self._copies:  # most gateways have none at most times
+        if self._copies:  # usually empty
             for copy in list(self._copies.get(request_id, ())):
                 self._feed(copy, frame)
 

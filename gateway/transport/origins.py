@@ -54,8 +54,8 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _ANY = "*"
 _MAX_AGE_S = b"600"
 _MAX_ORIGIN_CHARACTERS = 300  # a scheme, a name of 253 characters and a port
-_MAX_ASKED_CHARACTERS = 2_000  # of names of headers, which are told back
-_MAX_HOSTS = 64  # that what was read of them is kept for
+_MAX_ASKED_CHARACTERS = 2_000  # of names of headers, which are echoed
+_MAX_HOSTS = 64  # size of the cache of parsed hosts
 _METHODS = b"GET, POST, DELETE"
 
 

@@ -88,7 +88,7 @@ export class Millrace {
     return this.#state;
   }
 
-  /** Another key: connects again with it, and goes on with what runs. */
+  /** Set another key: reconnect with it, and resume the running generations. */
   set token(token) {
     if (this.#state === "closed" || (token === this.#token && this.#state === "open")) return;
     this.#token = token;
@@ -126,7 +126,7 @@ export class Millrace {
     return this.#begin(generation);
   }
 
-  /** Part for good. What still runs is cancelled, and rejected here. */
+  /** Close for good. Running generations are cancelled, and rejected here. */
   close() {
     this.#listening.abort();
     clearTimeout(this.#retry);
@@ -201,7 +201,7 @@ export class Millrace {
     socket.settle = () => clearTimeout(giveUp);
   }
 
-  /** The new connection is good: everything that runs moves over, and an old one is let go. */
+  /** Adopt the new connection: move all running generations to it, and drop the old one. */
   #opened(socket) {
     socket.settle();
     this.#next = null;
@@ -296,7 +296,7 @@ export class Millrace {
     }
   }
 
-  /** The key is not good. What runs waits for another. */
+  /** Handle a bad key: running generations wait for another. */
   #refused(socket, error) {
     socket.settle();
     this.#abandon(socket);
@@ -329,7 +329,7 @@ export class Millrace {
     if (socket === this.#socket) this.#stopWatching();
   }
 
-  /** Plan the next attempt; pauses grow, and chance keeps many clients from coming as one. */
+  /** Schedule the next attempt, with exponential backoff and jitter. */
   #later(attempt) {
     const pauseMs = this.#pauseMs * (0.5 + Math.random());
     this.#pauseMs = Math.min(this.#pauseMs * this.#timing.growth, this.#timing.longestPauseMs);

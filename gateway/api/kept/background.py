@@ -87,7 +87,7 @@ class BackgroundResponses:
         except UnknownRequestError:
             return None  # expired: older than all records of requests
         except ModelNotFoundError:
-            return stored  # nothing more of it can be read here
+            return stored  # cannot be continued here
         if adopted is not None:
             adopted.detach(None, "", self.renderer(stored, adopted))
         if not await self._has_begun(response_id):

@@ -241,7 +241,7 @@ class PooledEndpoint:
         try:
             model = await self._gateway.models.get(name, tenant)
         except MillraceError:
-            return False  # its files cannot be used, so it answers nothing
+            return False  # its files are unusable
         return model.task == "score"
 
     def _base_job(

@@ -322,7 +322,7 @@ class SocketSession(Client):
         """Append an answer's messages for its client, its end last."""
         response = stream.owner
         if not isinstance(response, ResponseStream):
-            return  # its end was said
+            return  # its end was sent
         request = response.owner
         if (
             not isinstance(request, SocketRequest)

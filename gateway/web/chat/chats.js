@@ -137,7 +137,7 @@ export class Chats {
     this.#say.onChange(id);
   }
 
-  /** Add the gateway's new conversations; forget deleted ones that have not changed here. */
+  /** Add the gateway's new conversations; forget deleted ones unless they changed here. */
   #take({ data, has_more: hasMore }) {
     const account = this.#store.account;
     const there = new Set(data.map(({ id }) => id));

@@ -92,7 +92,7 @@ export class Drawer {
     if (this.shown) this.show(...this.shown);
   }
 
-  /** Whether all words are somewhere in its title or text. */
+  /** Return whether all words are in its title or text. */
   has(session, wanted) {
     const text = `${session.title}\n${this.textOf(session.id)}`.toLowerCase();
     return wanted.every((word) => text.includes(word));
@@ -103,7 +103,7 @@ export class Drawer {
     return this.words.get(id);
   }
 
-  /** Where the first word was said, if not in the title. */
+  /** Return the text around the first word, if it is not in the title. */
   snippet({ id, title }, wanted) {
     const missing = wanted.find((word) => !title.toLowerCase().includes(word));
     if (!missing) return "";
@@ -125,7 +125,7 @@ export class Drawer {
     }
   }
 
-  /** The arrows go along the list. */
+  /** Move through the list by arrow keys. */
   listKey(event) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     const entries = [...byId("sessions").querySelectorAll(".choose")];
@@ -190,7 +190,7 @@ export class Drawer {
     field.select();
   }
 
-  /** A second press within a moment deletes. */
+  /** Delete on a second press within a moment. */
   confirmDelete(pressed, id) {
     if (pressed.dataset.sure) {
       this.onDelete(id);

@@ -1,4 +1,4 @@
-// Questions to begin with.
+// Example questions.
 
 import { button, byId, make } from "../dom.js";
 

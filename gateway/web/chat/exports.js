@@ -1,4 +1,4 @@
-// Conversations as files: in Markdown to read, in JSON to take along and bring back.
+// Export of conversations to Markdown and JSON files, and import of JSON.
 
 import { make } from "../dom.js";
 import { answerOf } from "./history.js";
@@ -8,7 +8,7 @@ const FORMAT = "millrace.chat";
 const MOST_BYTES = 5_000_000;
 const STATES = new Set(["done", "failed"]);
 
-/** A download of a conversation, without asking anybody; `kind` is "markdown" or "json". */
+/** Download a conversation without a request; `kind` is "markdown" or "json". */
 export function saveAs(kind, document) {
   if (kind === "json") save(fileName(document.title, "json"), "application/json", JSON.stringify(document, null, 1));
   else save(fileName(document.title, "md"), "text/markdown", markdownOf(document));

@@ -1,4 +1,4 @@
-// Stays at the end of a conversation while it grows, unless somebody has scrolled away.
+// Scrolls to the end of a growing conversation, unless the user has scrolled away.
 
 import { byId } from "../dom.js";
 

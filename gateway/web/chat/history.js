@@ -1,4 +1,4 @@
-// Conversations as the gateway keeps them.
+// Sessions of the gateway.
 
 import { fetchWithKey } from "../key.js";
 
@@ -55,7 +55,7 @@ export function turnsOf(messages) {
   return turns;
 }
 
-/** What was said in a turn, without its tools. */
+/** Return the text of a turn, without its tools. */
 export function answerOf(turn) {
   return turn.parts
     .filter((part) => part.kind === "text")
@@ -63,7 +63,7 @@ export function answerOf(turn) {
     .join("");
 }
 
-/** Whether the gateway keeps the turn, too: what failed it forgets. */
+/** Return whether the gateway stores the turn, too: it drops failed turns. */
 export function isHeld(turn) {
   return turn.state === "done" && turn.parts.length > 0;
 }

@@ -1,4 +1,4 @@
-// What a conversation is asked with: the system prompt and how answers are drawn.
+// Parameters of a conversation: system prompt and sampling.
 
 import { byId, make } from "../dom.js";
 
@@ -25,7 +25,7 @@ export class Parameters {
     byId("parameters-reset").addEventListener("click", () => this.fill({}));
   }
 
-  /** `card` is the model's; its `sampling_defaults` say what counts where nothing is given. */
+  /** Open the dialog; `sampling_defaults` of the model's `card` are the placeholders. */
   open(parameters, card) {
     const window = card?.max_model_len;
     for (const [name, { usual }] of Object.entries(NUMBERS)) {

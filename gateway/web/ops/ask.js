@@ -1,11 +1,11 @@
-// Questions to the gateway: rows of saved queries, and files of them.
+// Saved queries at the gateway: rows and files.
 
 import { exactNumber } from "./integers.js";
 import { make } from "/static/dom.js";
 import { fetchWithKey } from "/static/key.js";
 
 const TIMEOUT_MS = 15_000;
-// Telemetry answers each question within its time, but not all of them at once.
+// Telemetry has a time limit for each query, so do not run all at once.
 const MAX_AT_ONCE = 3;
 
 /** The gateway demands an administrator's key. */

@@ -1,4 +1,4 @@
-// The charts of the page: what each of them asks and shows.
+// Charts of the page: their queries and series.
 
 import { Chart } from "./chart.js";
 import { moneyOf } from "./currencies.js";
@@ -26,7 +26,7 @@ const latency = (name) => ({
   former: `${name}_p95_ms`,
 });
 
-/** All charts, in their sections; `save(query, params)` saves what one shows. */
+/** All charts, in their sections; `save(query, params)` saves the rows of a chart. */
 export class Board {
   constructor(save, onZoom) {
     const chart = (section, query, options) => {
@@ -99,7 +99,7 @@ export class Board {
     charts.refused.update(refused.rows, coarse, refused.series, former("refusedOverTime", (all) => reasonsOf(all).rows));
   }
 
-  /** Two charts for each currency that there is money of; those of other currencies are hidden. */
+  /** Show two charts for each currency with costs; hide the charts of other currencies. */
   #showMoney(rows, axis, former) {
     const currencies = moneyOf(rows).map(({ currency }) => currency);
     for (const currency of currencies) {
@@ -117,7 +117,7 @@ export class Board {
 
 const hasCost = (row) => row.busy_cost + row.idle_cost > 0;
 
-/** Rows with nothing but the values of these series, added up by time. */
+/** Return rows with the values of these series only, summed by time. */
 function picked(rows, series) {
   const byTime = new Map();
   for (const row of rows) {
@@ -128,7 +128,7 @@ function picked(rows, series) {
   return [...byTime.values()];
 }
 
-/** What requests in a currency cost, with one colour for each model. */
+/** Cost of requests in a currency, with one colour for each model. */
 function modelCosts(rows, currency) {
   const mine = rows.filter((row) => row.currency === currency);
   const sums = new Map();

@@ -116,7 +116,7 @@ export class Chart {
     return [times, ...drawn];
   }
 
-  /** What was there `shift` seconds before each step, to within half of one. */
+  /** Return the values `shift` seconds before each step, to within half a step. */
   #before(steps) {
     const { rows, shift } = this.former;
     const place = (t) => Math.round(t / this.step);
@@ -218,7 +218,7 @@ export class Chart {
     this.when.style.left = `${Math.min(Math.max(x, half), this.plot.clientWidth - half)}px`;
   }
 
-  /** The last step that there is something of. */
+  /** Return the last step with data. */
   #latest() {
     const last = this.rows.at(-1);
     return last ? this.steps.indexOf(last) : (this.before?.findLastIndex((value) => value !== null) ?? -1);
@@ -279,7 +279,7 @@ function formerLine() {
   return { stroke: hue, width: 1.4, dash: [5, 4], points: { show: true, size: 4, fill: hue, filter: lonely } };
 }
 
-/** The places of a line's values that have no neighbour: a line of one point is not seen. */
+/** Return the indices of values without a neighbour, since a line of one point is invisible. */
 function lonely(plot, line) {
   const values = plot.data[line];
   return [...values.keys()].filter((i) => values[i] !== null && (values[i - 1] ?? null) === null && (values[i + 1] ?? null) === null);
@@ -291,7 +291,7 @@ function decimals(value) {
   return (mantissa.split(".")[1] ?? "").length + Number(exponent ?? 0);
 }
 
-/** A button that saves what a panel shows. */
+/** Button that saves the rows of a panel. */
 export function saveButton(title, onSave) {
   const words = `Save “${title}” as a CSV file`;
   return button("CSV", onSave, { class: "save", title: words, "aria-label": words });

@@ -1,4 +1,4 @@
-// What the tables of the analytics store have: each column with its type, its meaning and its unit. The
+// Columns of the tables of the analytics store, with type, meaning and unit. The
 // rows are a file of this version: they need no key, and are those of docs/tables.md.
 
 import { Table } from "./table.js";

@@ -4,7 +4,7 @@ import { compact } from "./format.js";
 import { COMPARISONS, CUSTOM, RANGES } from "./view.js";
 import { button, byId } from "/static/dom.js";
 
-/** Make the controls; `change(part)` is called with what of the view somebody chose. */
+/** Make the controls; `change(part)` is called with the changed part of the view. */
 export function makeFilters(change) {
   const group = byId("ranges");
   for (const { id, label } of [...RANGES, { id: CUSTOM, label: "Custom" }]) {

@@ -1,4 +1,4 @@
-// What the page asks for a view, and how often.
+// Queries of a view, and how often they run.
 
 import { ask } from "./ask.js";
 import { comparedWith } from "./view.js";
@@ -77,7 +77,7 @@ export async function askAll(view, frame, signal) {
   });
 }
 
-/** What was there before changes little: it is asked for as often as a step of the charts is long. */
+/** The compared range changes little: query it once per step of the charts. */
 async function askBefore(view, { step, barStep }, { bounds, shift, words }, signal) {
   const forMs = Math.max(MIN_COMPARED_MS, 1000 * step);
   const put = (query, more) => askNow(query, { ...asked(query, view, bounds), ...more }, forMs, signal);

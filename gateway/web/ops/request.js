@@ -1,4 +1,4 @@
-// One request: its events in time, what it took, what it cost, what its client saw.
+// Request details: timeline, usage, cost and delivery.
 
 import { KeyNeededError, ask } from "./ask.js";
 import { clock, compact, dateTime, joules, money, ms, percent, span, whole } from "./format.js";
@@ -118,7 +118,7 @@ function facts(request) {
   ];
 }
 
-/** Its phases to scale, the shortest still to be seen; the list below says the same in words. */
+/** Phases to scale, with a minimum width; the list below has the same in words. */
 function bar(phases) {
   const parts = phases.map(({ kind, label, us }) => {
     const part = make("span", { class: `phase ${kind}`, title: `${label}: ${span(us)}` });
@@ -230,7 +230,7 @@ function groups(request) {
   return made;
 }
 
-/** What its attempts had from other workers' KV caches, in the order of attempts. */
+/** Blocks that its attempts pulled from other workers' KV caches, in the order of attempts. */
 function pulls({ pull_sources, pull_tokens }) {
   return pull_sources.map((source, i) => ["Pulled", `${whole(pull_tokens[i])} from ${source}`]);
 }

@@ -1,4 +1,4 @@
-// Tables that are described by their columns.
+// Tables, defined by their columns.
 
 import { button, byId, make } from "/static/dom.js";
 

@@ -1,4 +1,4 @@
-// Small tables: the workers, what a million tokens cost, what went wrong.
+// Small tables: workers, cost of a million tokens, errors.
 
 import { saveButton } from "./chart.js";
 import { bytes, clock, compact, dateTime, day, money, ms, percent, secondsOf, whole } from "./format.js";
@@ -60,7 +60,7 @@ const unitCost = new Table("unit-cost", UNIT_COST, "Nothing was computed in this
 const errors = new Table("errors", ERRORS, "Nothing went wrong in this range.");
 const firstByte = new Table("first-byte", FIRST_BYTE, "No client has got a first token in this range.");
 
-/** Give the tables their buttons: `save(query)` saves what one shows. */
+/** Add the save buttons; `save(query)` saves the rows of a table. */
 export function makeTables(save) {
   for (const [id, query] of [["workers", "workers_now"], ["unit-cost", "unit_cost"], ["errors", "error_codes"], ["first-byte", "first_byte"], ["slo", "slo_budget"], ["refusals", "refusals"], ["recent-refusals", "recent_refusals"]]) {
     const panel = byId(id).closest(".panel");

@@ -58,7 +58,7 @@ function moneyTiles(sums, { energy_j }, isOneOfSeveral) {
   ];
 }
 
-/** What the tiles go by. */
+/** Keys of the tiles. */
 function figuresOf(rows) {
   const { totals: [totals], refusedOverTime, firstByte } = rows;
   const all = firstByte.find(({ model }) => model === "");

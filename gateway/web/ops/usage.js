@@ -25,7 +25,7 @@ const FIGURES = [
   number("Tenants pay", (row) => money(row.cost, row.currency), { sort: (row) => byCurrency(row, row.cost), title: (row) => `Exactly ${row.cost} ${row.currency}` }),
 ];
 
-/** What amounts are sorted by: those of a currency stand together. */
+/** Sort key of amounts: amounts of one currency stand together. */
 function byCurrency({ currency }, amount) {
   return `${currency} ${Number(amount).toFixed(12).padStart(40, "0")}`;
 }

@@ -17,7 +17,7 @@ const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 180, 300, 600, 720, 900, 1800, 36
 const MAX_POINTS = 120;
 const MAX_BARS = 30;
 const TEXTS = ["tenant", "model", "compare", "by", "refused", "status", "id", "request"];
-// What a range may be seen beside, and how long before it that begins: null, right before it.
+// Ranges to compare with, and how long before they begin; null: right before the range.
 export const COMPARISONS = [
   { id: "previous", label: "the time before", shift: null },
   { id: "day", label: "a day before", shift: 86_400 },
