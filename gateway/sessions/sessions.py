@@ -62,8 +62,7 @@ class FittedSession(msgspec.Struct, frozen=True, kw_only=True):
 class Sessions:
     """Sessions of one gateway. Call ``open_turn`` before a request's jobs are made and
     ``commit_turn`` when it is answered, on this gateway or another. Without a link all but
-    ``commit_turn`` raise
-    RedisUnreachableError.
+    ``commit_turn`` raise RedisUnreachableError.
 
     ``generate`` answers the requests that summarise; ``definitions`` describes the gateway's own
     tools by their names. Owns the commits that wait for Redis and the running summaries; ``close``

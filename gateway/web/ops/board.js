@@ -48,7 +48,7 @@ export class Board {
       { key: "cached_per_s", label: "cached" },
     ];
     this.charts = {
-      traffic: chart("traffic", "traffic", { title: "Requests", unit: "per second", kind: "stack", series: traffic, note: "Requests count where they ended." }),
+      traffic: chart("traffic", "traffic", { title: "Requests", unit: "per second", kind: "stack", series: traffic, note: "Each request counts at the time of its end." }),
       tokens: chart("traffic", "tokens", { title: "Tokens", unit: "per second", kind: "area", series: tokens, note: "Tokens of requests that ended: output, prompt computed, prompt from the prefix cache." }),
       queue_wait: chart("traffic", "latency", { title: "Time in the queue", unit: "ms", ...latency("queue"), note: "From receipt to the worker's start." }),
       ttft: chart("latency", "latency", { title: "Time to first token", unit: "TTFT, ms", ...latency("ttft"), note: "From receipt to when the worker had the first token; of all requests." }),
@@ -59,9 +59,9 @@ export class Board {
       queue: chart("capacity", "workers", { title: "Queue", unit: "requests", kind: "area", series: [{ key: "queued", label: "waiting" }, { key: "running", label: "running" }], note: ALL_TENANTS }),
       batch: chart("capacity", "workers", { title: "Batch", unit: "sequences a worker", kind: "area", series: [{ key: "batch", label: "running" }, { key: "workers", label: "workers" }], note: ALL_TENANTS }),
       kv: chart("capacity", "workers", { title: "Utilisation", unit: "%", kind: "area", most: 100, series: [{ key: "kv_use_percent", label: "KV blocks" }, { key: "busy_percent", label: "device busy" }], note: ALL_TENANTS }),
-      runs: chart("reliability", "interruptions", { title: "Not as planned", unit: "requests", kind: "bars", series: INTERRUPTIONS, note: "Runs that another worker went on with, preemptions for want of KV blocks, and requests that were shed, expired or failed." }),
-      refused: chart("refused-requests", "refusals_over_time", { title: "Refused", unit: "requests", kind: "bars", series: [], note: "Requests that were never accepted, by the limit that was reached, or else the error, with the HTTP status." }),
-      delivery: chart("reliability", "interruptions", { title: "Seen by clients", unit: "times", kind: "bars", series: RETURNS, note: "Returns to a stream that was lost, and gaps of a second or more between tokens." }),
+      runs: chart("reliability", "interruptions", { title: "Interruptions", unit: "requests", kind: "bars", series: INTERRUPTIONS, note: "Attempts continued by another worker, preemptions for lack of KV blocks, and requests that were shed, expired or failed." }),
+      refused: chart("refused-requests", "refusals_over_time", { title: "Refused", unit: "requests", kind: "bars", series: [], note: "Requests that were never accepted, by limit or error, with the HTTP status." }),
+      delivery: chart("reliability", "interruptions", { title: "Seen by clients", unit: "times", kind: "bars", series: RETURNS, note: "Resumed streams, and gaps of a second or more between tokens." }),
     };
     const inCurrency = (currency) => ({ unit: currency, kind: "bars", format: (value, digits) => money(value, currency, digits) });
     this.moneyCharts = new Map();

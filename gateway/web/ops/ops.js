@@ -51,7 +51,7 @@ async function refresh() {
     if (mine !== round) return;
     show(rows, frame);
     lastSeen = Date.now() / 1000;
-    say(wait ? "live" : "still", wait ? "Live" : "A range that is over");
+    say(wait ? "live" : "still", wait ? "Live" : "Past range");
   } catch (error) {
     if (mine !== round) return;
     if (error instanceof KeyNeededError) return sayLocked(error);
@@ -116,7 +116,7 @@ async function saveFile(query, params) {
   } catch (error) {
     byId("saving").textContent = "";
     if (error instanceof KeyNeededError) return sayLocked(error);
-    byId("problem").textContent = error.name === "TypeError" ? "The file could not be made whole: the connection was lost. Try again." : error.message;
+    byId("problem").textContent = error.name === "TypeError" ? "The file is incomplete: the connection was lost. Try again." : error.message;
     byId("problem").hidden = false;
     byId("problem").scrollIntoView({ block: "nearest" });
   }
@@ -140,7 +140,7 @@ function complain(kind, state, text) {
 }
 
 function sayLocked({ message }) {
-  complain("locked", "Needs a key", "The figures of all tenants are shown for the key of an administrator.");
+  complain("locked", "Needs a key", "Enter the API key of an administrator to see the figures of all tenants.");
   askForKey(byId("key"), message, () => {
     refresh();
     void showRequest(view.request);

@@ -68,7 +68,7 @@ async function notAccepted(id) {
   return make(
     "div",
     { class: "missing" },
-    make("p", {}, refusal.limit_reached ? `It was refused: it would have been over the limit ${refusal.limit_reached}.` : "It was refused, and never accepted."),
+    make("p", {}, refusal.limit_reached ? `It was refused, because it would have exceeded the limit ${refusal.limit_reached}.` : "It was refused, and never accepted."),
     group("Refusal", [
       ["Status", String(refusal.status)],
       ["Error code", refusal.code],
@@ -78,7 +78,7 @@ async function notAccepted(id) {
       ["Endpoint", refusal.door],
       ["Gateway", refusal.gateway],
       ["At", dateTime(refusal.last_us / 1e6)],
-      ["Alike in that second", whole(refusal.refused)],
+      ["Same refusals in that second", whole(refusal.refused)],
     ]),
   );
 }
@@ -88,7 +88,7 @@ function missing() {
     "div",
     { class: "missing" },
     make("p", {}, "No request of this id has ended."),
-    make("p", { class: "quiet-note" }, "It may still run: it is here a second after it ends. Records are kept for 400 days."),
+    make("p", { class: "quiet-note" }, "It may still be running: it appears here a second after its end. Records are kept for 400 days."),
   );
 }
 
@@ -230,7 +230,7 @@ function groups(request) {
   return made;
 }
 
-/** Blocks that its attempts pulled from other workers' KV caches, in the order of attempts. */
+/** Tokens that its attempts pulled from other workers' KV caches, in the order of attempts. */
 function pulls({ pull_sources, pull_tokens }) {
   return pull_sources.map((source, i) => ["Pulled", `${whole(pull_tokens[i])} from ${source}`]);
 }

@@ -5,8 +5,8 @@ import { bytes, clock, compact, dateTime, day, money, ms, percent, secondsOf, wh
 import { number, saidAs, statusMark, Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
-const PULLED = "Blocks pulled from other workers' KV caches in the last 45 seconds";
-const SERVED = "Blocks other workers pulled from its KV cache in the last 45 seconds";
+const PULLED = "Tokens pulled from other workers' KV caches in the last 45 seconds";
+const SERVED = "Tokens other workers pulled from its KV cache in the last 45 seconds";
 // A column with `isOf(row)` is there while that holds for any row.
 const WORKERS = [
   { name: "Worker", of: (row) => row.name || row.worker, kind: "mono", title: (row) => row.worker },
@@ -21,7 +21,7 @@ const WORKERS = [
   }),
   number("Pulled", (row) => whole(row.pulled_tokens), { unit: "tokens", note: PULLED, isOf: exchanges }),
   number("Served", (row) => whole(row.served_tokens), { unit: "tokens", note: SERVED, isOf: exchanges }),
-  number("Busy", (row) => meter(100 * row.busy_share), { title: () => "of the last sample's time" }),
+  number("Busy", (row) => meter(100 * row.busy_share), { title: () => "Share of the last sample's time" }),
   number("Utilisation", (row) => (row.device_name ? percent(row.device_share <= 1 ? 100 * row.device_share : row.device_share) : "–")),
   number("Memory", (row) => (row.device_memory_total_bytes ? `${bytes(row.device_memory_bytes)} of ${bytes(row.device_memory_total_bytes)}` : "–")),
   number("Step", (row) => ms(row.step_ms), { unit: "mean" }),
@@ -57,8 +57,8 @@ const FIRST_BYTE = [
 
 const workers = new Table("workers", WORKERS, "No worker has reported within the last 15 seconds.");
 const unitCost = new Table("unit-cost", UNIT_COST, "Nothing was computed in this range.");
-const errors = new Table("errors", ERRORS, "Nothing went wrong in this range.");
-const firstByte = new Table("first-byte", FIRST_BYTE, "No client has got a first token in this range.");
+const errors = new Table("errors", ERRORS, "No errors in this range.");
+const firstByte = new Table("first-byte", FIRST_BYTE, "No client received a first token in this range.");
 
 /** Add the save buttons; `save(query)` saves the rows of a table. */
 export function makeTables(save) {
