@@ -79,7 +79,7 @@ class ModelChoice:
         return request if version is None else _of_version(request, version)
 
     def _as_in_route(self, name: str, former: str) -> str:
-        """Return the model of a route of which ``former`` is a version."""
+        """Return the route's model of which ``former`` is a version, else ``former``."""
         family = self._models.family(former)
         return next((m for m in self._models.router.routes[name].models if m in family), former)
 

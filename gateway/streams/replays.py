@@ -120,7 +120,7 @@ class Replays:
             yield known[0]
         if self._generations is not None:
             generation = await self._generations.lookup(stream.request_id)
-            # A request without a worker has no candidate.
+            # The worker_id is empty if no worker has started the request.
             if generation is not None and generation.worker_id not in {"", *known}:
                 known.append(generation.worker_id)
                 yield known[-1]

@@ -158,7 +158,7 @@ async def send_refusal(send: Send, refusal: Refusal, request_id: str) -> None:
 
 
 async def refuse_handshake(scope: Scope, send: Send, refusal: Refusal) -> None:
-    """Refuse a WebSocket handshake; a server without the denial extension answers 403."""
+    """Refuse a WebSocket handshake. A server without the response extension answers 403."""
     if _HANDSHAKE_RESPONSE not in scope.get("extensions", {}):
         await send({"type": "websocket.close"})
         return
