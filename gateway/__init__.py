@@ -1,7 +1,7 @@
-"""The front door: HTTP, SSE and WebSocket on one side, the bus on the other.
+"""Gateway: HTTP, SSE and WebSocket endpoints in front of the message bus.
 
-``app`` has the endpoints, ``core`` the parts that they share, ``server`` the sockets. Started as
-``python -m millrace.gateway``; imports ``bus``, ``registry``, ``runtime`` and ``schemas``. A room
-imports those below it: api, batches, responses and rendering, request, streams and sessions, tools
-and tenancy, transport.
+``app`` has the endpoints, ``core`` their shared parts, ``server`` the sockets. Run as ``python -m
+millrace.gateway``. Imports ``bus``, ``registry``, ``runtime`` and ``schemas``. A package here
+imports only packages after it in this list: api, batches, responses and rendering, request, streams
+and sessions, tools and tenancy, transport.
 """

@@ -1,4 +1,4 @@
-"""``python -m millrace.gateway [--config FILE]``: one gateway process."""
+"""Command ``python -m millrace.gateway [--config FILE]``: run one gateway process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _log = logging.getLogger("millrace.gateway")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT; the exit code, as ``runtime.process`` says."""
+    """Run until SIGTERM or SIGINT; return the exit code of ``runtime.process``."""
     parser = argparse.ArgumentParser(prog="python -m millrace.gateway", description=__doc__)
     parser.add_argument("--config", metavar="FILE", help="a TOML or YAML configuration file")
     arguments = parser.parse_args(argv)
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _allow_many_sockets() -> None:
-    """Each client is a file: take all that this process may have."""
+    """Raise the soft limit of open files to the hard limit: each client needs a file descriptor."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -71,7 +71,7 @@ async def _run(config: Config) -> None:
         named = replace(config.gateway, gateway_id=new_gateway_id())
         config = replace(config, gateway=named)
     tracing = open_tracing(config.tracing, "gateway", config.gateway.gateway_id)
-    certificate_of(config.gateway)  # for what it checks, before anything starts
+    certificate_of(config.gateway)  # validates the certificate before anything starts
     listener = listen(config.gateway)
     try:
         name = f"gateway {config.gateway.gateway_id}".strip()
@@ -108,7 +108,7 @@ async def _run(config: Config) -> None:
 
 
 def _trouble(gateway: Gateway) -> str:
-    """Why this gateway cannot take requests just now, if so."""
+    """Return why this gateway cannot take requests now; empty if it can."""
     if gateway.draining:
         return "draining"
     if not gateway.bus.connected:
@@ -134,7 +134,7 @@ async def _serve(server: Server, stopped: asyncio.Event, config: GatewayConfig) 
 async def _follow(
     gateway: Gateway, config: Config, catalogue: Catalogue, changed: frozenset[str]
 ) -> None:
-    """Offer what the catalogue says now."""
+    """Apply a changed catalogue."""
     models = gateway.models
     models.change(*_offer(catalogue, config), changed)
     gateway.metrics.know_models(models.names())
@@ -142,7 +142,7 @@ async def _follow(
 
 
 async def _warm_up(models: LoadedModels, catalogue: Catalogue, names: Iterable[str]) -> None:
-    """Load the tokenizers that are on this machine, so that the first request need not."""
+    """Load the tokenizers that are on this machine before the first request needs them."""
     for name in names:
         if not catalogue.get(name).is_local:
             continue
@@ -153,7 +153,7 @@ async def _warm_up(models: LoadedModels, catalogue: Catalogue, names: Iterable[s
 
 
 def models_of(catalogue: Catalogue, config: Config) -> LoadedModels:
-    """The catalogue's models and routes, as the gateway offers them."""
+    """Return the catalogue's models and routes, loadable by the gateway."""
     return LoadedModels(*_offer(catalogue, config))
 
 

@@ -1,4 +1,4 @@
-"""What a gateway sees of the alerts: queues and workers by what schedulers say, and its stores."""
+"""Alerts that a gateway evaluates: queues, workers and its stores."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ABSENT = "MillraceTelemetryAbsent"
 
 
 class GatewayAlerts:
-    """Looks at the conditions every few seconds, as somebody who opens the operations page wants to
-    know since when something is wrong.
+    """Evaluation of alert conditions every few seconds, so that the operations page knows since
+    when each condition holds.
 
-    Owns its task: ``start`` makes it, ``close`` ends it.
+    Owns its task: ``start`` starts it, ``close`` ends it.
     """
 
     def __init__(self, fleet: FleetView, stores: StoreWatch, clock: Clock) -> None:
@@ -41,12 +41,13 @@ class GatewayAlerts:
         self._watch.look(self._conditions())
 
     def alerts(self) -> list[Alert]:
-        """As of the last look."""
+        """Return the alerts of the last evaluation."""
         return self._watch.alerts()
 
     def note_telemetry(self, *, answers: bool) -> list[Alert]:
-        """The alert on a telemetry process that was asked just now; since when it does not answer
-        is known of the times that it was asked."""
+        """Return the alert on the telemetry process, which was queried just now. Its start time is
+        known only as precisely as the queries are frequent.
+        """
         self._telemetry.look([AlertCondition(name=_ABSENT, holds=not answers)])
         return self._telemetry.alerts()
 

@@ -1,4 +1,4 @@
-"""One ASGI application: the token path straight to its handlers, the rest by Starlette."""
+"""ASGI application: token endpoints on bare ASGI, all others on Starlette."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _API = "/v1/"  # where a slash at the end changes nothing
 
 
 def build_app(gateway: Gateway) -> AsgiApp:
-    """The application that uvicorn serves."""
+    """Build the application that uvicorn serves."""
     endpoints = token_endpoints(gateway)
     token_path: dict[str, AsgiApp] = {
         endpoint.route: _in_words_of(endpoint, GenerationHandler(gateway, endpoint))
@@ -118,12 +118,14 @@ def build_app(gateway: Gateway) -> AsgiApp:
 
 
 def token_endpoints(gateway: Gateway) -> list[Endpoint]:
-    """What answers with generations."""
+    """Return the endpoints that answer with generations."""
     return [CHAT_COMPLETIONS, COMPLETIONS, ResponsesEndpoint(gateway), MessagesEndpoint(gateway)]
 
 
 def _in_words_of(endpoint: Endpoint, app: AsgiApp) -> AsgiApp:
-    """Refusals as the endpoint's clients read them, and our id by their name for it."""
+    """Shape refusals for the endpoint's clients, and send the request id under their name for
+    it.
+    """
     if not endpoint.id_header:
         return app
 
@@ -163,13 +165,13 @@ def _starlette(gateway: Gateway) -> Starlette:
             Exception: _answer_bug,
         },
     )
-    # A slash at a path's end is dropped above: a redirection that adds one would never end.
+    # A trailing slash is removed above: a redirect that adds one would never end.
     app.router.redirect_slashes = False
     return app
 
 
 def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
-    """Count each response by its route's template, and give it a request id if it has none."""
+    """Count each response by its route's template, and add a request id if it has none."""
     templates = (route.path for route in app.routes if isinstance(route, Route))
     gateway.metrics.know_routes((*templates, _UNMATCHED))
 
@@ -199,8 +201,10 @@ def _counted(gateway: Gateway, app: Starlette) -> AsgiApp:
 
 
 def _is_noted(scope: Scope, refusal: Refusal) -> bool:
-    """Whether a refusal is one of a request to the API. Pages, their icons, the questions of /ops,
-    probes and scrapes are not; nor is what a page asks to learn whether a key is needed."""
+    """Return whether a refusal is recorded, which is true for refused API requests. Pages, icons,
+    the queries of /ops, probes and scrapes are not recorded, nor is a page's request that tests
+    whether a key is needed.
+    """
     if scope.get("method") not in _METHODS_OF_FILES:
         return True
     is_keyless = refusal.status == 401 and token_of(scope) is None
@@ -208,7 +212,9 @@ def _is_noted(scope: Scope, refusal: Refusal) -> bool:
 
 
 def _refused(request: Request, refusal: Refusal) -> Refusal:
-    """Have it counted once the response is through; as this path's clients read it."""
+    """Have a refusal recorded after the response is sent; return it in the shape of this path's
+    clients.
+    """
     request.scope[REFUSED] = refusal
     shaped: Callable[[Refusal], Refusal] | None = request.scope.get(SHAPED)
     return refusal if shaped is None else shaped(refusal)
@@ -220,7 +226,9 @@ def _response(refusal: Refusal) -> Response:
 
 
 class _LastResponse(Response):
-    """Refuses a body that was not read to its end, which must not be read as the next request."""
+    """Response that closes the connection if the body was not read to its end, since the rest must
+    not be read as the next request.
+    """
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(status_code=refusal.status)
@@ -251,7 +259,7 @@ async def _answer_http_exception(request: Request, error: Exception) -> Response
 
 
 def _methods_of(request: Request) -> set[str]:
-    """The methods of a path: of all routes to it, or of a file."""
+    """Return the methods of a path: of all routes to it, or of a file."""
     methods: set[str] = set()
     for route in request.app.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:

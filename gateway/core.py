@@ -1,4 +1,4 @@
-"""The gateway without its sockets: its parts, from start to end."""
+"""Gateway without its sockets: its parts, from start to end."""
 
 from __future__ import annotations
 
@@ -54,27 +54,28 @@ _LAST_SETTLEMENTS_S = 1.0
 
 
 def new_gateway_id() -> str:
-    """For a gateway that was given none."""
+    """Return an id for a gateway that was configured without one."""
     return f"gw-{secrets.token_hex(6)}"
 
 
 class Socket(Protocol):
-    """A client's WebSocket, as the gateway sees it. ``caller`` is None until it is known."""
+    """WebSocket of a client. ``caller`` is None until the client has authenticated."""
 
     caller: Caller | None
 
     def announce_going_away(self) -> None:
-        """The gateway shuts down: the socket ends with its last generation."""
+        """Announce the shutdown of this gateway: the socket ends with its last generation."""
 
     def expel(self, why: AuthenticationError) -> None:
-        """The client's key opens nothing any more: say so, and close."""
+        """Tell the client that its key was revoked, and close the socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """The servers behind a gateway. Without ``redis`` there are no keys, sessions, idempotency keys
-    or batches, and a response cannot move to another gateway. ``generations`` says which worker has
-    a request."""
+    """Servers behind a gateway. Without ``redis`` there are no keys, sessions, idempotency keys or
+    batches, and a response cannot move to another gateway. ``generations`` knows the worker of each
+    request.
+    """
 
     bus: Bus
     redis: RedisLink | None = None
@@ -82,10 +83,11 @@ class Backends:
 
 
 class Gateway:
-    """Owns what the endpoints share: streams, responses, limits, sessions, tools, the fleet's view.
+    """Owner of the endpoints' shared state: streams, responses, limits, sessions, tools, the view
+    of the fleet.
 
-    ``start`` before the first request, ``close`` after the last. Clients that have a socket are in
-    ``sockets``. ``has_new_batch`` is set for the runner of batches.
+    Call ``start`` before the first request, ``close`` after the last. ``sockets`` has the open
+    WebSockets. ``has_new_batch`` wakes the runner of batches.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class Gateway:
         self._watch()
 
     def _watch(self) -> None:
-        """Have Prometheus see it."""
+        """Register the gauges for Prometheus."""
         self.metrics.watch(self.streams, self.fleet, self.limiter, self.deliveries)
         self.metrics.know_models(self.models.names())
         self.metrics.registry.register(
@@ -192,9 +194,9 @@ class Gateway:
         )
         self.metrics.watch_sizes(
             {
-                "millrace_open_sockets": ("WebSockets that are open", lambda: len(self.sockets)),
+                "millrace_open_sockets": ("Open WebSockets", lambda: len(self.sockets)),
                 "millrace_kept_answers": (
-                    "Responses whose end nobody has read",
+                    "Ended responses that no client has read yet",
                     lambda: len(self.responses.all()),
                 ),
                 "millrace_tasks": (
@@ -202,11 +204,11 @@ class Gateway:
                     lambda: len(asyncio.all_tasks()),
                 ),
                 "millrace_unsent_refusals": (
-                    "Kinds of refusals that wait to be recorded",
+                    "Kinds of refusals waiting to be recorded",
                     lambda: self.refusals.num_waiting,
                 ),
                 "millrace_unsettled_reservations": (
-                    "Reservations that wait for Redis to be settled",
+                    "Reservations waiting for Redis to be settled",
                     lambda: self.limiter.settlements.num_waiting,
                 ),
             }
@@ -232,8 +234,9 @@ class Gateway:
         )
 
     async def drain(self, timeout_s: float) -> None:
-        """Take nothing new and wait for the open streams, at most ``timeout_s``; then part with the
-        clients that are left, who go on elsewhere."""
+        """Refuse new requests and wait for the open streams, at most ``timeout_s``; then disconnect
+        the remaining clients, which resume at another gateway.
+        """
         self.admission.draining = True
         for socket in list(self.sockets):
             socket.announce_going_away()
@@ -245,14 +248,15 @@ class Gateway:
             client.go_away()
 
     def _serves(self) -> bool:
-        """Whether somebody waits for a stream, or for a tool between two of them."""
+        """Return whether a client waits for a stream, or for a tool between two streams."""
         return bool(self.streams.num_served) or any(
             response.is_attached for response in self.responses.all()
         )
 
     async def close(self) -> None:
-        """Let go of the answers that are left, which others may go on with, and of the bus's
-        subscriptions; the bus stays open."""
+        """Release the remaining answers, which other gateways may resume, and the bus's
+        subscriptions. The bus stays open.
+        """
         await self.keys.close()
         await self._directories.close()
         await self.alerts.close()
@@ -283,7 +287,7 @@ class Gateway:
             yield response.caller.key_id
 
     def _on_closed_keys(self, key_ids: Set[str]) -> None:
-        """Whoever came with one of these is parted with, and what is made for it ends."""
+        """Disconnect the sockets of revoked keys, and end their responses."""
         for key_id in key_ids:
             self.identity.forget(key_id)
         for response in self.responses.all():

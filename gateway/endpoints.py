@@ -1,4 +1,4 @@
-"""How an endpoint that answers with generations takes its body and shapes its answer."""
+"""Endpoints that answer with generations: parsing of bodies and shaping of answers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _ReadT = TypeVar("_ReadT")
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was understood. ``render`` is called once the answer is accepted. With ``begin``
-    it is made in the background: that is called before, and gives the body that says so."""
+    """Parsed body. ``render`` is called once the answer is accepted. ``begin`` is set for a
+    background answer: it is called first, and returns the initial body.
+    """
 
     request: GenerationRequest
     stream: bool
@@ -38,8 +39,9 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(ABC):
-    """One path of the token path: ``POST route``. ``id_header`` is what its clients call
-    ``x-request-id``, if they have another name for it."""
+    """Path of the token endpoints: ``POST route``. ``id_header`` is the header in which its clients
+    expect the request id, if not ``x-request-id``.
+    """
 
     route: str
     id_prefix: str
@@ -48,18 +50,21 @@ class Endpoint(ABC):
 
     @abstractmethod
     async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
-        """Raises MillraceError for a body that cannot be honoured; a long one is read by
-        ``prompts``."""
+        """Parse a body; a long body is parsed by ``prompts``. Raises MillraceError for a body that
+        cannot be honoured.
+        """
 
     def shaped(self, refusal: Refusal) -> Refusal:
-        """A refusal as clients of this endpoint, and of the paths below its own, read it."""
+        """Return a refusal in the shape of this endpoint's clients, and of the paths below its
+        own.
+        """
         return refusal
 
 
 async def read_long(
     prompts: PromptPool, caller: Caller, body: bytes, read: Callable[[bytes], _ReadT]
 ) -> _ReadT:
-    """What ``read`` makes of a body; by ``prompts`` if that takes long."""
+    """Return ``read(body)``, computed by ``prompts`` if the body is long."""
     num_bytes = len(body) if len(body) > LONG_BODY_BYTES else 0
     return await prompts.run(caller.tenant, num_bytes, partial(read, body))
 
@@ -73,8 +78,9 @@ _RequestT = TypeVar("_RequestT", bound=_Request)
 
 
 class BodyEndpoint(Endpoint, Generic[_RequestT]):
-    """An endpoint whose responses depend on nothing but the body: ``parse`` makes a request of it,
-    and ``renderer`` shapes the response: it takes the ``request`` after it."""
+    """Endpoint with responses that depend on the body only. ``parse`` makes a request of the body;
+    ``renderer`` renders its response.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, from every kind of failure that a caller may meet."""
+"""Errors in OpenAI's shape, for every kind of failure that a caller may get."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _BODY_TIMEOUT = 408  # the next try may have a better connection
 
 
 class NotFoundError(MillraceError, code="not_found", http_status=404):
-    """Nothing is served under that path."""
+    """Request to an unknown path."""
 
 
 class MethodNotAllowedError(MillraceError, code="method_not_allowed", http_status=405):
-    """The path does not take the method; ``headers`` list the methods that it takes."""
+    """Method that the path does not take; ``headers`` list the allowed methods."""
 
     def __init__(self, path: str, method: str, allowed: Iterable[str]) -> None:
         methods = ", ".join(sorted(allowed))
@@ -41,7 +41,7 @@ class MethodNotAllowedError(MillraceError, code="method_not_allowed", http_statu
 
 
 class UpgradeRequiredError(MillraceError, code="upgrade_required", http_status=426):
-    """A WebSocket's path was asked for without its handshake."""
+    """Request to a WebSocket's path without its handshake."""
 
     def __init__(self, path: str) -> None:
         super().__init__(
@@ -51,34 +51,36 @@ class UpgradeRequiredError(MillraceError, code="upgrade_required", http_status=4
 
 
 class MediaTypeError(MillraceError, code="unsupported_media_type", http_status=415):
-    """The body is said to be something else than JSON."""
+    """Body with a media type other than JSON."""
 
 
 class SlowRequestError(MillraceError, code="request_timeout", http_status=408):
-    """The body did not arrive in time."""
+    """Body that did not arrive in time."""
 
 
 class DrainingError(MillraceError, code="draining", retryable=True, http_status=503):
-    """This gateway is going down and takes nothing new."""
+    """Request to a gateway that is shutting down."""
 
     def __init__(self) -> None:
         super().__init__("This gateway is shutting down. Send the request again.")
 
 
 class InternalError(MillraceError):
-    """Something here is broken; the log says what."""
+    """Bug in this gateway; the log has the details."""
 
 
 class TelemetryUnavailableError(
     MillraceError, code="telemetry_unavailable", retryable=True, http_status=503
 ):
-    """The telemetry process does not answer."""
+    """Query that the telemetry process does not answer."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
-    """What to tell a caller: the same for HTTP, for an error inside a stream and for WebSocket.
-    ``limit`` names the limit that was reached, for our records. ``comes_back``: a client that
-    waits ``retry_after_s`` within its call is served then."""
+    """Error for a caller: the same for HTTP, for an error inside a stream and for WebSocket.
+
+    ``limit`` names the limit that was reached, for our records. ``comes_back``: a client that waits
+    ``retry_after_s`` within its call is served then.
+    """
 
     status: int
     code: str
@@ -97,7 +99,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def body(self) -> bytes:
-        """The OpenAI-shaped JSON object."""
+        """Return the error as a JSON object in OpenAI's shape."""
         kind = self._TYPES.get(self.status)
         if kind is None:
             kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -106,15 +108,16 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def should_retry(self) -> bool | None:
-        """Whether the same request may succeed soon; None: it is not known."""
+        """Return whether the same request may succeed soon; None if unknown."""
         if self.retry_after_s is not None:
             return self.comes_back
         return None if self.status >= 500 or self.status == _BODY_TIMEOUT else False
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers of the answer. ``x-should-retry`` stops or starts the retries of the SDKs of
-        OpenAI and Anthropic, which otherwise go by the status."""
+        """Return the headers of the answer. ``x-should-retry`` controls the retries of OpenAI's and
+        Anthropic's SDKs, which otherwise go by the status.
+        """
         headers = list(self.more_headers)
         if self.retry_after_s is not None:
             seconds = max(1, math.ceil(self.retry_after_s))
@@ -136,13 +139,14 @@ GOING_AWAY_REFUSAL = Refusal(
 
 
 def refusal_of(error: MillraceError) -> Refusal:
-    """What to tell the caller whose request met ``error``: with its ``param``, ``retry_after_s``
-    and ``headers``, if it has any."""
+    """Return the refusal for ``error``, with its ``param``, ``retry_after_s`` and ``headers``, if
+    it has any.
+    """
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is None and error.retryable:
         retry_after_s = _NO_RETRY_HINT_S
     param = "model" if isinstance(error, ModelNotFoundError) else getattr(error, "param", None)
-    # It is empty if the body as a whole is at fault.
+    # ``param`` is empty if the body as a whole is invalid.
     return Refusal(
         status=error.http_status,
         code=error.code,
@@ -156,8 +160,9 @@ def refusal_of(error: MillraceError) -> Refusal:
 
 
 def refusal_of_end(frame: TerminalFrame, form_field: str = "") -> Refusal:
-    """What to tell the caller whose accepted request ended in something else than ``Done``;
-    ``form_field`` asked for the form of the answer."""
+    """Return the refusal for an accepted request that ended without ``Done``. ``form_field`` is the
+    field that demands a format of the answer.
+    """
     assert not isinstance(frame, Done)
     if isinstance(frame, Shed):
         return Refusal(
@@ -207,6 +212,6 @@ _STATUS_BY_CODE = {
     "request_timeout": 504,
     "taken_over": 409,
     "invalid_api_key": 401,
-    # The model was there when the request was accepted.
+    # The model existed when the request was accepted.
     ModelNotFoundError.code: 503,
 }

@@ -1,4 +1,4 @@
-"""What Prometheus sees of a gateway. Labels are bounded; no tenant, user or prompt is in them."""
+"""Prometheus metrics of a gateway. Labels are bounded and contain no tenant, user or prompt."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from millrace.schemas.jobs import Source
 from millrace.schemas.records import Status
 from millrace.schemas.tenants import LimitSet
 
-# The HTTP statuses that say that the fault is ours.
+# HTTP statuses of server errors.
 SERVER_FAULTS = (500, 502, 503, 504)
 _M = TypeVar("_M", Counter, Histogram)
 
 
 class Metrics:
-    """One registry for one gateway, so that several can live in one process."""
+    """Metrics of one gateway, with a registry of its own so that several gateways can live in one
+    process.
+    """
 
     def __init__(self) -> None:
         self.registry = new_registry()
@@ -63,12 +65,12 @@ class Metrics:
         )
         self._repeated_answers = counter(
             "millrace_repeated_answers",
-            "Answers that were given again for an Idempotency-Key, which are no generations",
+            "Answers repeated for an Idempotency-Key, which do not count as generations",
             ["model"],
         )
-        self._replays = counter("millrace_replays", "Times that missing frames were asked for")
+        self._replays = counter("millrace_replays", "Requests for missing frames")
         self._resumes = counter(
-            "millrace_resumes", "Times that a client came back to its stream", ["model"]
+            "millrace_resumes", "Returns of clients to their streams", ["model"]
         )
         self._stalls = counter(
             "millrace_stalls",
@@ -76,7 +78,7 @@ class Metrics:
             ["model"],
         )
         self._stalled_s = counter(
-            "millrace_stalled_seconds", "How long those gaps were together", ["model"]
+            "millrace_stalled_seconds", "Total length of those gaps", ["model"]
         )
         self._reruns = counter(
             "millrace_moved_generations",
@@ -102,15 +104,15 @@ class Metrics:
     def watch(
         self, streams: StreamTable, fleet: FleetView, limiter: Limiter, deliveries: Deliveries
     ) -> None:
-        """Report the present state of these at every scrape."""
+        """Report the current state of these objects at every scrape."""
         self.watch_sizes(
             {
                 "millrace_open_streams": (
-                    "Streams that clients are waiting for",
+                    "Streams with a waiting client",
                     lambda: streams.num_served,
                 ),
                 "millrace_live_workers": (
-                    "Workers heard of lately",
+                    "Workers with a recent heartbeat",
                     lambda: len(fleet.live_workers()),
                 ),
             }
@@ -119,13 +121,16 @@ class Metrics:
         self.registry.register(_Losses(limiter, deliveries))
 
     def watch_sizes(self, sizes: Mapping[str, tuple[str, Callable[[], int]]]) -> None:
-        """Report what is held, each a gauge of a name with what it is and how to count it."""
+        """Register a gauge for each name, with its description and a function that returns its
+        value.
+        """
         for name, (what, count) in sizes.items():
             Gauge(name, what, registry=self.registry).set_function(count)
 
     def know_models(self, models: Iterable[str]) -> None:
-        """Show what is counted of these models from now on, at 0: Prometheus sees no increase in a
-        series that begins at 1."""
+        """Export the counters of these models at 0 from now on: Prometheus sees no increase in a
+        series that begins at 1.
+        """
         tokens = (self._generation_tokens, self._prompt_tokens, self._repeated_answers)
         troubles = (self._resumes, self._stalls, self._stalled_s, self._reruns)
         times = (self._first_token_s, self._per_token_s, self._whole_s)
@@ -139,18 +144,18 @@ class Metrics:
                     self._of(self._generations, model, source.value, status.value)
 
     def know_routes(self, routes: Iterable[str]) -> None:
-        """Show from now on, at 0, how many of our own faults these routes have answered with."""
+        """Export the error counters of these routes at 0 from now on."""
         for route in routes:
             for status in SERVER_FAULTS:
                 self._of(self.requests, route, str(status))
 
     def count_end(self, stream: OpenStream, now_s: float) -> None:
-        """Take in a stream that has ended."""
+        """Count a stream that has ended."""
         model, delivery = stream.job.model, stream.delivery
         outcome = stream.outcome or status_of(stream).value
         self._of(self._generations, model, stream.job.source.value, outcome).inc()
         self._of(self._generation_tokens, model).inc(delivery.num_delivered)
-        # Nothing is added for most answers, but the series is there from the first one on.
+        # Most answers add nothing, but the series exists from the first answer on.
         for counter, amount in (
             (self._resumes, delivery.num_resumes),
             (self._stalls, delivery.num_stalls),
@@ -177,20 +182,21 @@ class Metrics:
             self._of(self._per_token_s, model).observe(seconds, exemplar)
 
     def count_return(self, model: str) -> None:
-        """Take in a client that came back for the end of an answer, which was counted before."""
+        """Count a client that returned for the end of an answer, which was counted before."""
         self._of(self._resumes, model).inc()
 
     def count_repeated_answer(self, model: str) -> None:
-        """Take in a request that gets the answer of an earlier one with its key."""
+        """Count a request that gets the answer of an earlier request with its idempotency key."""
         self._of(self._repeated_answers, model).inc()
 
     def count_request(self, route: str, status: int) -> None:
-        """Take in an HTTP request that was answered."""
+        """Count an HTTP request that was answered."""
         self._of(self.requests, route, str(status)).inc()
 
     def _of(self, metric: _M, *labels: str) -> _M:
-        """The series of ``metric`` with these labels, which Prometheus' client takes a lock and
-        several copies to find."""
+        """Return the series of ``metric`` with these labels, cached: Prometheus' client takes a
+        lock and several copies to find it.
+        """
         key = (metric, labels)
         series = self._series.get(key)
         if series is None:
@@ -199,7 +205,7 @@ class Metrics:
 
 
 class _Queues(Collector):
-    """How each model stands, as the schedulers say: what autoscalers of a cluster act on."""
+    """Queue metrics of each model from schedulers' reports, for a cluster's autoscalers."""
 
     def __init__(self, fleet: FleetView) -> None:
         self._fleet = fleet
@@ -210,22 +216,23 @@ class _Queues(Collector):
         )
         published = GaugeMetricFamily(
             "millrace_published_jobs",
-            "Jobs that wait in a model's queue and that its bound does not count: services "
-            "published them",
+            "Jobs in a model's queue that services published, which its bound does not count",
             labels=["model"],
         )
         bound = GaugeMetricFamily(
-            "millrace_queue_bound", "Jobs over which the queue refuses more", labels=["model"]
+            "millrace_queue_bound",
+            "Maximum number of jobs before the queue refuses more",
+            labels=["model"],
         )
         desired = GaugeMetricFamily(
             "millrace_desired_workers", "Workers that the schedulers want", labels=["model"]
         )
         oldest = GaugeMetricFamily(
-            "millrace_oldest_wait_seconds", "How long the oldest job has waited", labels=["model"]
+            "millrace_oldest_wait_seconds", "Waiting time of the oldest job", labels=["model"]
         )
         ttft = GaugeMetricFamily(
             "millrace_predicted_ttft_seconds",
-            "From now to the first token of a job that comes now",
+            "Predicted time to the first token of a job that arrives now",
             labels=["model", "tier"],
         )
         for status in self._fleet.queues():
@@ -242,7 +249,7 @@ class _Queues(Collector):
 
 
 class _Losses(Collector):
-    """What was refused, given up, or done without Redis, as those who do so count it."""
+    """Counters of refused and abandoned requests, and of requests served without Redis."""
 
     def __init__(self, limiter: Limiter, deliveries: Deliveries) -> None:
         self._limiter = limiter

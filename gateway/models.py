@@ -1,4 +1,4 @@
-"""The models that may be asked for, with their tokenizers, loaded when they are first needed."""
+"""Models that requests may name, with their tokenizers, loaded on first use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from millrace.schemas.tools import ToolDefinition, ToolFormat
 
 
 class TokenizerLike(Protocol):
-    """What the gateway uses of ``registry.tokenizers.tokenizer.Tokenizer``."""
+    """Subset of ``registry.tokenizers.tokenizer.Tokenizer`` that the gateway uses."""
 
     @property
     def table(self) -> TokenBytes: ...
@@ -64,7 +64,7 @@ class TokenizerLike(Protocol):
 
 
 class ServedModelLike(Protocol):
-    """What the gateway uses of ``registry.served.ServedModel``."""
+    """Subset of ``registry.served.ServedModel`` that the gateway uses."""
 
     @property
     def tokenizer(self) -> TokenizerLike: ...
@@ -77,35 +77,35 @@ class ServedModelLike(Protocol):
 
     @property
     def eos_token_ids(self) -> Sequence[int]:
-        """The tokens that end a generation unless it ignores them."""
+        """Return the tokens that end a generation unless it ignores them."""
 
     @property
     def tool_format(self) -> ToolFormat | None: ...
 
     @property
     def reasoning_format(self) -> ReasoningFormat | None:
-        """How the model marks its thoughts; None: it has none."""
+        """Return the format of the model's thoughts; None if it has none."""
 
     @property
     def engine_kind(self) -> EngineKind: ...
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """What requests are sampled with that do not say."""
+        """Return the defaults of sampling parameters that a request leaves out."""
 
     @property
     def prices(self) -> PriceBook: ...
 
     @property
     def task(self) -> ModelTask:
-        """What it is for."""
+        """Return the task of the model."""
 
     @property
     def classifier(self) -> ClassifierHead | None:
-        """Its labels, if it makes numbers for these and nothing else."""
+        """Return the labels of a classifier or reranker; None for other models."""
 
     def adapter_outline(self, folder: Path) -> AdapterOutline:
-        """The adapter in ``folder``, which fits the model. Raises AdapterError."""
+        """Return the adapter in ``folder``, which fits the model. Raises AdapterError."""
 
     @property
     def embedding_size(self) -> int: ...
@@ -114,18 +114,23 @@ class ServedModelLike(Protocol):
     def embedding_defaults(self) -> EmbeddingSettings: ...
 
     def with_chat_template(self, source: str) -> Self:
-        """The same with the template of a request. Raises ParameterError("chat_template")."""
+        """Return the same model with the template of a request. Raises
+        ParameterError("chat_template").
+        """
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
-        """The job with token ids, max_tokens and seed. Raises MillraceError for bad input."""
+        """Return the job with token ids, max_tokens and seed. Raises MillraceError for invalid
+        input.
+        """
 
     def prompt_parts(self, job: Job, num_prompt_tokens: int | None) -> PromptParts | None:
-        """Which part of the prompt of ``num_prompt_tokens`` is how long; None: it is not made of
-        messages."""
+        """Return the length of each part of the prompt of ``num_prompt_tokens``; None for a prompt
+        not made of messages.
+        """
 
 
 class _ProxiedModel:
-    """A model that is asked for by another name than its own. All else is the model's."""
+    """Model under another name. All else is delegated to the model."""
 
     def __init__(self, model: ServedModelLike) -> None:
         self._model = model
@@ -135,7 +140,7 @@ class _ProxiedModel:
 
 
 class _AdaptedModel(_ProxiedModel):
-    """Its jobs are the model's, and name the adapter. All else is the model's."""
+    """Model with an adapter: its jobs name the adapter. All else is delegated to the model."""
 
     def __init__(self, model: ServedModelLike, adapter: Adapter) -> None:
         super().__init__(model)
@@ -143,16 +148,16 @@ class _AdaptedModel(_ProxiedModel):
 
     @cached_property
     def prices(self) -> PriceBook:
-        """Its own, if it has a price book."""
+        """Return the adapter's price book, or the model's if it has none."""
         prices = self._adapter.prices
         return self._model.prices if prices is None else msgspec.convert(prices, PriceBook)
 
     def with_chat_template(self, source: str) -> ServedModelLike:
-        """The same with the template of a request."""
+        """Return the same model with the template of a request."""
         return _adapted(self._model.with_chat_template(source), self._adapter)
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
-        """The job, ready for a worker. Raises what the model raises."""
+        """Return the job, ready for a worker. Raises as the model does."""
         adapter = self._adapter
         own = msgspec.structs.replace(
             job, model=adapter.model, adapter=adapter.name, adapter_version=adapter.version
@@ -161,23 +166,23 @@ class _AdaptedModel(_ProxiedModel):
 
 
 def _adapted(model: ServedModelLike, adapter: Adapter) -> ServedModelLike:
-    """``model`` with an adapter of it."""
+    """Return ``model`` with one of its adapters."""
     return cast("ServedModelLike", _AdaptedModel(model, adapter))
 
 
 class _VersionedModel(_ProxiedModel):
-    """Its jobs are one version's. All else is that version's."""
+    """Model at one version: its jobs name the version. All else is delegated to the model."""
 
     def __init__(self, model: ServedModelLike, version: str) -> None:
         super().__init__(model)
         self._version = version
 
     def with_chat_template(self, source: str) -> ServedModelLike:
-        """The same with the template of a request."""
+        """Return the same model with the template of a request."""
         return _of_version(self._model.with_chat_template(source), self._version)
 
     def prepare(self, job: Job, seed_source: random.Random) -> Job:
-        """The job, ready for a worker of the version. Raises what the model raises."""
+        """Return the job, ready for a worker of the version. Raises as the model does."""
         own = msgspec.structs.replace(
             job,
             model=self._version,
@@ -188,15 +193,16 @@ class _VersionedModel(_ProxiedModel):
 
 
 def _of_version(model: ServedModelLike, version: str) -> ServedModelLike:
-    """``model`` as it is asked for by a name that stands for several versions."""
+    """Return ``model`` as requested by a name that stands for several versions."""
     return cast("ServedModelLike", _VersionedModel(model, version))
 
 
 class LoadedModels:
-    """Loads each model once, in a thread; a load that failed is tried again by the next caller.
-    The names of ``router`` can be asked for as well, by those who leave the choice, those of
-    ``adapters``, by the tenants that they are for, and those that stand for several versions, of
-    which rollouts choose."""
+    """Models, each loaded once, in a thread; the next caller retries a failed load.
+
+    Requests may also name routes of ``router``, adapters of ``adapters`` by their tenants, and
+    names that stand for several versions, of which rollouts choose one.
+    """
 
     def __init__(
         self,
@@ -215,7 +221,7 @@ class LoadedModels:
         self._locks = {name: asyncio.Lock() for name in cards}
 
     def names(self) -> Sequence[str]:
-        """Those of the models, without the names that choose one."""
+        """Return the names of the models, without routes, adapters and version aliases."""
         return list(self._cards)
 
     def change(
@@ -225,8 +231,9 @@ class LoadedModels:
         router: Router,
         changed: Collection[str],
     ) -> None:
-        """These from now on; ``changed`` are the names that are new, gone, or not as they were.
-        Whoever has a model in hand goes on with it."""
+        """Replace the catalogue; ``changed`` has the names that are new, removed or different.
+        Callers that hold a model keep it.
+        """
         self.router = router
         self._cards = dict(cards)
         self._versions = Versions(cards)
@@ -236,14 +243,15 @@ class LoadedModels:
             self._locks[name] = asyncio.Lock()
 
     def follow(self, directories: Directories) -> None:
-        """Offer these adapters from now on, and choose versions by these rollouts."""
+        """Use these adapters from now on, and choose versions by these rollouts."""
         self._adapters = directories.adapters
         self._rollouts = directories.rollouts
 
     def version(self, name: str, key: str) -> str | None:
-        """The version that answers a request for a name that stands for several, as ``Versions``
-        has it; None: the name stands for none but itself. Raises ModelNotFoundError for a name
-        whose version is not there, such as the canary's between rollouts."""
+        """Return the version that answers a request for a name that stands for several, as
+        ``Versions`` chooses it; None for a name that stands for itself only. Raises
+        ModelNotFoundError for a name without a version, such as the canary's between rollouts.
+        """
         if not self._versions.stands_for_several(name):
             return None
         version = self._versions.resolve(name, key, self._open_rollouts())
@@ -252,7 +260,9 @@ class LoadedModels:
         return version
 
     def stable_version(self, name: str) -> str | None:
-        """As ``version``, whatever share of requests a rollout gives to another."""
+        """Return the stable version, as ``version`` does without the share of a rollout's
+        candidate.
+        """
         if not self._versions.stands_for_several(name):
             return None
         if name in self._versions.models():
@@ -260,22 +270,25 @@ class LoadedModels:
         return self.version(name, "")
 
     def family(self, name: str) -> tuple[str, ...]:
-        """All versions of the model that a name is one of, or stands for; else the name alone."""
+        """Return all versions of the model that a name belongs to, or stands for; otherwise the
+        name alone.
+        """
         return self._versions.family(name)
 
     def _open_rollouts(self) -> Mapping[str, Rollout]:
         return {} if self._rollouts is None else self._rollouts.rollouts
 
     def cards(self, tenant: str = "") -> list[ModelCard]:
-        """All models, as a tenant's clients see them, then the names that choose one, then
-        adapters."""
+        """Return the cards of all models as a tenant sees them, then of routes, then of
+        adapters.
+        """
         several = [name for name in self._versions.models() if name not in self._cards]
         names = (*self._cards, *several, *self.router.routes)
         cards = [self.card(name, tenant) for name in names]
         return cards + [self._card_of_adapter(one) for one in self._adapters_for(tenant)]
 
     def card(self, name: str, tenant: str = "") -> ModelCard:
-        """Raises ModelNotFoundError."""
+        """Return the card of a name. Raises ModelNotFoundError."""
         route = self.router.routes.get(name)
         if route is not None:
             return self._card_of(name, route)
@@ -292,7 +305,7 @@ class LoadedModels:
         )
 
     def _own_card(self, name: str, tenant: str) -> ModelCard:
-        """Of one of the catalogue."""
+        """Return the card of a model in the catalogue."""
         known = self._cards[name]
         own = tuple(one.name for one in self._adapters_for(tenant) if one.model == name)
         model = split(name)[0]
@@ -310,7 +323,7 @@ class LoadedModels:
         )
 
     async def adapter(self, name: str, tenant: str) -> Adapter | None:
-        """The adapter that a tenant calls so, if it is none of a model's names."""
+        """Return the adapter that a tenant calls so, if no model has that name."""
         if self._adapters is None or name in self._cards or name in self.router.routes:
             return None
         adapter = await self._adapters.find(name, tenant)
@@ -319,11 +332,11 @@ class LoadedModels:
     async def get(
         self, name: str, tenant: str = "", adapter: Adapter | None = None
     ) -> ServedModelLike:
-        """The model of that name in the catalogue; with the ``adapter`` that the name is known to
-        stand for, or that it stands for among those of the ``tenant``.
+        """Return the model of that name; with ``adapter``, or with the tenant's adapter of that
+        name.
 
         Raises ModelNotFoundError, ParameterError for a name that stands for several models, or
-        CheckpointError if its files cannot be used.
+        CheckpointError for unusable files.
         """
         model = self._loaded.get(name)
         if model is not None and adapter is None:
@@ -347,13 +360,14 @@ class LoadedModels:
             if model is None:
                 load = self._load
                 model = await asyncio.to_thread(load, name)
-                if load is self._load:  # else it may be another one meanwhile
+                if load is self._load:  # otherwise the catalogue changed meanwhile
                     self._loaded[name] = model
             return model
 
     async def get_named(self, name: str, tenant: str = "") -> ServedModelLike:
-        """What a client calls so where no share of its requests goes to a rollout's candidate: of
-        several versions the stable one. Raises what ``get`` raises."""
+        """Return the model of a name without rollouts' candidates: of several versions the stable
+        one. Raises as ``get`` does.
+        """
         version = self.stable_version(name)
         if version is None:
             return await self.get(name, tenant)
@@ -366,7 +380,7 @@ class LoadedModels:
         return [one for one in every if one.is_for(tenant) and one.model in self._cards]
 
     def _card_of_adapter(self, adapter: Adapter) -> ModelCard:
-        """As that of its model, but for what is its own."""
+        """Return the card of an adapter: its model's card with the adapter's own fields."""
         card = self._own_card(adapter.model, "")
         return msgspec.structs.replace(
             card,
@@ -378,14 +392,18 @@ class LoadedModels:
         )
 
     def _card_of_versions(self, name: str, card: ModelCard) -> ModelCard:
-        """As that of the version that answers, and which share of requests each of them gets."""
+        """Return the card of an alias of versions: the answering version's card, with the share of
+        requests of each version.
+        """
         if name not in self._versions.models():
             return msgspec.structs.replace(card, id=name, parent=self._versions.model_of(name))
         shares = self._versions.shares(name, self._open_rollouts())
         return msgspec.structs.replace(card, id=name, parent=None, versions=shares)
 
     def _card_of(self, name: str, route: Route) -> ModelCard:
-        """A route has the longer window of its two models, and is as old as the newer one."""
+        """Return the card of a route, with the longer window of its two models and the creation
+        time of the newer one.
+        """
         cards = [self.card(model) for model in route.models]
         windows = [card.max_model_len for card in cards if card.max_model_len is not None]
         return ModelCard(
@@ -393,5 +411,5 @@ class LoadedModels:
             created=max(card.created for card in cards),
             max_model_len=max(windows) if len(windows) == len(cards) else None,
             description=route.description
-            or f"{route.small} or {route.large}, by what is asked of it",
+            or f"{route.small} or {route.large}, chosen for each request",
         )

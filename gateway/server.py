@@ -1,4 +1,4 @@
-"""uvicorn as this gateway needs it: its sockets, its protocols, its way of going down."""
+"""Server based on uvicorn: sockets, protocols, and shutdown."""
 
 from __future__ import annotations
 
@@ -46,16 +46,17 @@ _CLOSED = (State.CLOSING, State.CLOSED)
 _VERSION_HEADER = "Sec-WebSocket-Version"
 _CODES = {414: "uri_too_long", 431: "request_header_fields_too_large"}
 
-# Has a refusal counted; its caller is not known.
+# Callback that counts a refusal of an unknown caller.
 Note = Callable[[Refusal, None], None]
 _ProtocolT = TypeVar("_ProtocolT")
 
 
 def listen(config: GatewayConfig) -> socket.socket:
-    """A listening socket that other gateways may share. Raises ConfigError if it cannot be had.
+    """Return a listening socket that other gateways may share. Raises ConfigError if it cannot be
+    opened.
 
-    Accepted sockets inherit the options: a reader that stalls is closed by the kernel, and little
-    of what it does not read leaves this process.
+    Accepted sockets inherit the options: the kernel closes a stalled reader, and buffers little
+    unread data.
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -83,10 +84,10 @@ def _why_not(config: GatewayConfig, error: Exception) -> str:
 
 
 class Server:
-    """Serves a gateway on a listening socket until ``stop``, and runs its batches meanwhile."""
+    """Server of a gateway on a listening socket until ``stop``; also runs its batches."""
 
     def __init__(self, gateway: Gateway, listener: socket.socket, *, tune: bool = True) -> None:
-        """``tune``: set the process's garbage collector up for serving."""
+        """Create a server. ``tune``: set up the process's garbage collector for serving."""
         self._gateway = gateway
         self._batches = BatchRunner(gateway, token_endpoints(gateway))
         self._listener = listener
@@ -119,7 +120,7 @@ class Server:
 
     @property
     def certificate(self) -> Certificate | None:
-        """What it shows in handshakes; None without TLS."""
+        """Return the certificate of handshakes; None without TLS."""
         return self._certificate
 
     @property
@@ -127,7 +128,7 @@ class Server:
         return self._gateway.streams.num_served
 
     async def serve(self) -> None:
-        """Start the gateway and answer until ``stop``; open streams are drained first."""
+        """Start the gateway and serve until ``stop``; open streams are drained first."""
         await self._gateway.start()
         await self._batches.start()
         if self._tune:
@@ -145,7 +146,7 @@ class Server:
             await self._gateway.close()
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Accept no more, give open streams their time, then close what is left (1012)."""
+        """Stop accepting, wait for open streams, then close the remaining connections (1012)."""
         for server in self._server.servers:
             server.close()
         await self._gateway.drain(drain_timeout_s)
@@ -156,15 +157,16 @@ class Server:
 
 
 def tune_gc() -> None:
-    """Start-up's objects stay out of collections, which come rarely: p99 latency needs both."""
+    """Exclude start-up objects from collections, and collect rarely: p99 latency needs both."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
 
 
 class _GatewayServer(ManagedServer):
-    """``up`` is set once it accepts; it ends when its last connection is gone, for which uvicorn
-    looks ten times a second."""
+    """uvicorn server that sets ``up`` once it accepts. It ends when its last connection is gone,
+    for which uvicorn checks ten times a second.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -178,8 +180,8 @@ class _GatewayServer(ManagedServer):
             connection.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
-                await asyncio.sleep(0)  # in which what is closed leaves the server's sets
-                while state.connections or state.tasks:  # noqa: ASYNC110  (they tell nobody)
+                await asyncio.sleep(0)  # lets closed connections leave the server's sets
+                while state.connections or state.tasks:  # noqa: ASYNC110  (no event to wait for)
                     await asyncio.sleep(_LEAVING_S)
         for task in state.tasks:
             task.cancel()
@@ -190,7 +192,9 @@ class _GatewayServer(ManagedServer):
 
 
 class _HttpProtocol(HttpProtocol):
-    """Gives handlers the transport, and answers malformed HTTP with a refusal of the usual form."""
+    """HTTP protocol that gives handlers the transport, and answers malformed HTTP with a refusal in
+    the usual shape.
+    """
 
     _note: Note
 
@@ -229,7 +233,7 @@ class _HttpProtocol(HttpProtocol):
 
 
 class _SocketWriter:
-    """An accepted socket."""
+    """Writer of an accepted socket."""
 
     def __init__(self, transport: asyncio.Transport, writable: asyncio.Event) -> None:
         self._transport = transport
@@ -245,8 +249,9 @@ class _SocketWriter:
 
 
 class _WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Queues a close frame behind whatever a client has not read, instead of waiting for it; tells
-    a connection that was lost (1006) from one that was closed without a code (1005)."""
+    """WebSocket protocol that queues a close frame behind unread data, instead of waiting for the
+    client to read it. It distinguishes a lost connection (1006) from a close without a code (1005).
+    """
 
     _note: Note
     _writer: _SocketWriter | None = None
@@ -277,13 +282,14 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
         if self.handshake_complete and self.conn.close_rcvd is None:
             self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006})
         super().connection_lost(exc)
-        # A generator that knows the connection, which knows it; neither is for the collector.
+        # The generator and the connection refer to each other; clear it to spare the garbage
+        # collector.
         self.conn.parser.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
-            # The refusal of a head that is too long for it is left unsent, and ``shutdown`` fails.
+            # The refusal of a head that is too long is left unsent, and ``shutdown`` fails.
             self.handshake_complete = self.close_sent = True
             self.transport.write(b"".join(self.conn.data_to_send()))
             self.transport.close()
@@ -298,23 +304,25 @@ class _WebSocketProtocol(WebSocketsSansIOProtocol):
             self.writable.set()
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
-            self.handshake_complete = True  # a handshake that was refused is no bug to be logged
+            self.handshake_complete = True  # keeps a refused handshake from being logged as a bug
 
 
 def _noting(protocol: type[_ProtocolT], note: Note) -> type[_ProtocolT]:
-    """The protocol of one gateway's connections, which tells what it refuses."""
+    """Return the protocol of one gateway's connections, which reports its refusals to ``note``."""
     return type(protocol.__name__, (protocol,), {"_note": staticmethod(note)})
 
 
 class HandshakeProtocol(ServerProtocol):
-    """The WebSocket protocol of one connection. ``note`` is told of each refusal."""
+    """WebSocket protocol of one connection. ``note`` is called for each refusal."""
 
     def __init__(self, note: Note, **options: Any) -> None:
         super().__init__(**options)
         self._note = note
 
     def reject(self, status: HTTPStatus | int, text: str) -> Response:
-        """The response to a handshake: ``text`` as it is, unless the handshake is not valid."""
+        """Return the response to a handshake, with ``text`` unchanged unless the handshake is
+        invalid.
+        """
         error = self.handshake_exc
         if error is None:
             return super().reject(status, text)

@@ -1,6 +1,6 @@
-"""Endpoints, a file for each family of them.
+"""Endpoints, one file for each family.
 
-``gateway.app`` routes to them; they may import every room but ``openapi``. Chat, completions,
-responses and messages share ``generations``, embeddings and scores ``pooled``; a WebSocket is
-``socket``, and what is kept of answers ``kept``.
+``gateway.app`` routes to them. They may import every package but ``openapi``. Chat, completions,
+responses and messages share ``generations``; embeddings and scores share ``pooled``. ``socket`` has
+the WebSocket, ``kept`` the stored answers.
 """

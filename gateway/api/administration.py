@@ -1,4 +1,4 @@
-"""What administrators change over HTTP: LoRA adapters, rollouts of versions, prefix caches."""
+"""Administration endpoints: LoRA adapters, rollouts of versions, prefix caches."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from millrace.schemas.models.rollouts import (
     StartRolloutRequest,
 )
 
-# By vLLM's name, then by SGLang's.
+# vLLM's name, then SGLang's.
 RESET_PATHS = ("/reset_prefix_cache", "/flush_cache")
 _TIMEOUT_S = 10.0
 _OFF = ("", "0", "false")
-# Parameters of vLLM's path, of which only the default is honoured.
+# Parameters of vLLM's path. Only their default values are accepted.
 _UNHONOURED = ("reset_running_requests", "reset_external")
 
 
 class AdaptersApi(RestApi):
-    """LoRA adapters: vLLM's two endpoints, and a list."""
+    """LoRA adapter endpoints: vLLM's two endpoints, and a list."""
 
     def routes(self) -> list[Route]:
         return [
@@ -53,12 +53,12 @@ class AdaptersApi(RestApi):
         ]
 
     async def adapters(self, request: Request) -> Response:
-        """Every adapter, whoever it is for."""
+        """List the adapters of all tenants."""
         await self._admin(request)
         return json_response(AdapterList(data=tuple(await self._store().all())))
 
     async def load(self, request: Request) -> Response:
-        """Offer an adapter. It is checked here, and a worker loads it with its first request."""
+        """Offer an adapter after checking it here. A worker loads it with its first request."""
         gateway = self._gateway
         await self._admin(request)
         asked = await self._read(request, LoadLoraAdapterRequest)
@@ -92,7 +92,7 @@ class AdaptersApi(RestApi):
         return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
-        """Offer an adapter no more."""
+        """Withdraw an adapter."""
         await self._admin(request)
         asked = await self._read(request, UnloadLoraAdapterRequest)
         await self._store().remove(asked.lora_name)
@@ -115,7 +115,7 @@ class AdaptersApi(RestApi):
 
 
 class RolloutsApi(RestApi):
-    """Rollouts of versions."""
+    """Rollout endpoints."""
 
     def routes(self) -> list[Route]:
         return [
@@ -126,12 +126,12 @@ class RolloutsApi(RestApi):
         ]
 
     async def rollouts(self, request: Request) -> Response:
-        """The latest of each model."""
+        """List the latest rollout of each model."""
         await self._admin(request)
         return json_response(RolloutList(data=tuple(await self._store().reports())))
 
     async def rollout(self, request: Request) -> Response:
-        """The latest of one model. Raises RolloutNotFoundError."""
+        """Return the latest rollout of one model. Raises RolloutNotFoundError."""
         await self._admin(request)
         model = request.path_params["model"]
         report = await self._store().report(model)
@@ -140,8 +140,10 @@ class RolloutsApi(RestApi):
         return json_response(report)
 
     async def start(self, request: Request) -> Response:
-        """Begin to move a model's traffic to another version of it. Raises ParameterError,
-        ModelNotFoundError, RolloutConflictError."""
+        """Begin to move a model's traffic to another version of it.
+
+        Raises ParameterError, ModelNotFoundError or RolloutConflictError.
+        """
         gateway = self._gateway
         await self._admin(request)
         asked = await self._read(request, StartRolloutRequest)
@@ -153,8 +155,10 @@ class RolloutsApi(RestApi):
         return json_response(RolloutReport(rollout=rollout))
 
     async def roll_back(self, request: Request) -> Response:
-        """Give all of a model's traffic back to the version that had it before. Raises
-        RolloutNotFoundError, RolloutConflictError."""
+        """Give all of a model's traffic back to the previous version.
+
+        Raises RolloutNotFoundError or RolloutConflictError.
+        """
         gateway = self._gateway
         await self._admin(request)
         model, now_ns = request.path_params["model"], gateway.clock.now_ns()
@@ -168,29 +172,32 @@ class RolloutsApi(RestApi):
 
 
 class ResetWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker whose prefix cache was emptied."""
+    """Worker with an emptied prefix cache."""
 
     worker_id: str
     model: str
 
 
 class PrefixCacheReset(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer: all workers of the model, or of all models. Blocks that running requests use stay
-    until these end."""
+    """Answer for all workers of the model, or of all models. Blocks in use stay cached until the
+    running requests end.
+    """
 
     workers: tuple[ResetWorker, ...]
     object: Literal["prefix_cache_reset"] = "prefix_cache_reset"
 
 
 class PrefixCachesApi(RestApi):
-    """``POST /reset_prefix_cache``: the prefix caches of a model's workers."""
+    """Endpoint ``POST /reset_prefix_cache`` for the prefix caches of a model's workers."""
 
     def routes(self) -> list[Route]:
         return [Route(path, self.reset, methods=["POST"]) for path in RESET_PATHS]
 
     async def reset(self, request: Request) -> Response:
-        """Empty the prefix caches of the workers of ``?model=``, or of all workers. Raises
-        PrefixCacheKeptError if one of them cannot or does not answer."""
+        """Empty the prefix caches of the workers of ``?model=``, or of all workers.
+
+        Raises PrefixCacheKeptError if a worker cannot reset its cache or does not answer.
+        """
         gateway = self._gateway
         await self._admin(request)
         for name in _UNHONOURED:
@@ -210,7 +217,7 @@ class PrefixCachesApi(RestApi):
         return json_response(PrefixCacheReset(workers=tuple(reset)))
 
     async def _reset(self, worker: WorkerStatus) -> str:
-        """Return what went wrong; empty if nothing did."""
+        """Return the reason of a failed reset; empty on success."""
         name = f"worker {worker.worker_id} of {worker.model}"
         control = self._gateway.bus.control
         try:

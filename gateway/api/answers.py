@@ -1,4 +1,4 @@
-"""Answers to their clients, streamed and whole, and what is stored at their end."""
+"""Delivery of streamed and whole answers to HTTP clients, and storage at their end."""
 
 from __future__ import annotations
 
@@ -41,16 +41,19 @@ SSE_HEADERS = [
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
 ]
-# A request that is refused this soon after it was accepted still gets its HTTP status.
+# A refusal within this time after acceptance still gets its HTTP status.
 _STATUS_WAIT_S = 3.0
 ABORT_EXTENSION = "millrace.abort"
 
 
 class HttpClient(Client):
-    """``gone`` says why, once the connection was closed or dropped; ``going_away`` that this
-    gateway shuts down and the client is to be told. ``on_wake`` is called when there is something
-    to take; without another one, ``wait`` returns. ``takes_event_ids``: the events of a stream are
-    to say where it is."""
+    """HTTP client of a response.
+
+    ``gone`` has the reason once the connection was closed or dropped. ``going_away`` is set when
+    this gateway shuts down and the client must be told. ``on_wake`` is called when there is
+    something to take; by default it makes ``wait`` return. ``takes_event_ids``: events of a stream
+    carry an id with their position.
+    """
 
     def __init__(
         self, limit_bytes: int, abort: Callable[[], None], *, takes_event_ids: bool = False
@@ -67,7 +70,7 @@ class HttpClient(Client):
         (self.on_wake or self._wakeup.set)()
 
     def call(self) -> None:
-        """Have ``wait`` return."""
+        """Wake ``wait``."""
         self._wakeup.set()
 
     def has_left(self) -> bool:
@@ -86,12 +89,12 @@ class HttpClient(Client):
         self._wakeup.set()
 
     async def wait(self) -> None:
-        """Return when there is something to take, or nobody to take it."""
+        """Return when there is something to take, or when the client is gone."""
         await self._wakeup.wait()
         self._wakeup.clear()
 
     async def wait_up_to(self, timeout_s: float) -> bool:
-        """Like ``wait``; False if nothing happened in time."""
+        """Wait like ``wait``; return False after ``timeout_s`` without an event."""
         is_late = False
 
         def on_late() -> None:
@@ -109,7 +112,7 @@ class HttpClient(Client):
 
     @asynccontextmanager
     async def watching(self, receive: Receive) -> AsyncIterator[None]:
-        """Note within that the client closes its connection."""
+        """Watch the client for a disconnect within this context."""
         watch = asyncio.create_task(self._watch(receive))
         try:
             yield
@@ -124,12 +127,12 @@ class HttpClient(Client):
 
 
 class HttpAnswer:
-    """A response on its way to an HTTP client. ``whole``, ``stream`` and ``follow`` return the HTTP
+    """Response on its way to an HTTP client. ``whole``, ``stream`` and ``follow`` return the HTTP
     status that was sent, 499 if the client left.
 
-    A stream is written to the client's wire whenever the response has something, without waking a
-    task. Its events have ids if the client takes them. ``shaped`` makes of a refusal what the
-    client reads, if not OpenAI's.
+    A stream is written to the client's connection as soon as the response has data, without waking
+    a task. Its events have ids if the client takes them. ``shaped`` converts a refusal to the shape
+    of the client's API; default: OpenAI's.
     """
 
     def __init__(
@@ -181,8 +184,9 @@ class HttpAnswer:
         return 200
 
     async def stream(self, had: EventId | None = None) -> int:
-        """``had`` says what the client has of the stream from another connection: those events are
-        left out."""
+        """Stream the answer. ``had`` is the client's position on another connection: earlier events
+        are left out.
+        """
         response, client = self._response, self._client
         goes_on = had is not None and had.has_begun
         early = [] if goes_on else await self._early_parts()
@@ -202,8 +206,9 @@ class HttpAnswer:
         return 499
 
     async def follow(self, headers: Headers) -> int:
-        """The events of a response that goes on without this client: a refusal is one of them, and
-        if this gateway shuts down they just cease."""
+        """Stream the events of a response that continues without this client. A refusal is one of
+        the events. If this gateway shuts down, the events just cease.
+        """
         await self._start(headers, None)
         if await self._run([]):
             return await self._end()
@@ -216,7 +221,7 @@ class HttpAnswer:
         return refusal.status
 
     async def _concluded(self) -> Refusal | None:
-        """Store what is to be kept before the client learns of the end."""
+        """Store the answer before the client learns of its end."""
         await self._response.conclude()
         refusal = self._response.refusal
         if refusal is None:
@@ -228,7 +233,7 @@ class HttpAnswer:
     # --- a stream ---
 
     async def _early_parts(self) -> list[Part]:
-        """Wait a moment for a sign of life, so that a refusal can still have its status."""
+        """Wait a moment for the first parts, so that a refusal can still have its status."""
         response, client, monotonic = self._response, self._client, self._gateway.clock.monotonic
         give_up_s = monotonic() + _STATUS_WAIT_S
         while True:
@@ -242,7 +247,7 @@ class HttpAnswer:
                 return []
 
     async def _start(self, headers: Headers, had: EventId | None) -> None:
-        """Send the head, and the events before any part that the client lacks."""
+        """Send the head, and the events before the first part that the client lacks."""
         renderer, first = self._renderer, self._renderer.first()
         self._plain = renderer.plain
         if self._client.takes_event_ids:
@@ -257,9 +262,12 @@ class HttpAnswer:
             self._writer.write([on_one_line(first)])
 
     async def _run(self, early: list[Part]) -> bool:
-        """Write ``early`` with what the writer holds, then parts as they come until the response's
-        end, which the writer holds; False if the client is gone before that. Silence is broken by
-        comments. When it returns, the renderer knows all parts of earlier connections."""
+        """Write ``early`` and the writer's held events, then parts until the end of the response,
+        which the writer holds. Return False if the client leaves before that.
+
+        Comments are sent during silence. On return, the renderer knows all parts of earlier
+        connections.
+        """
         client, response = self._client, self._response
         keep_alive = SSE_KEEP_ALIVE if self._told is None else SSE_COMMENT
         self._write(early)
@@ -336,7 +344,7 @@ class HttpAnswer:
     async def _end(self) -> int:
         client, writer, renderer = self._client, self._writer, self._renderer
         if self._response.must_conclude or renderer.must_store:
-            writer.release()  # the client need not wait for that with the last of the text
+            writer.release()  # the client gets the last text without waiting for that
         refusal = await self._concluded()
         if refusal is not None:
             tail = renderer.failed(refusal)
@@ -361,8 +369,8 @@ async def follow(
     render: Callable[[ResponseReader], Renderer],
     headers: Headers,
 ) -> int:
-    """Stream an answer from its beginning, as far as ``render`` gives it out, to its end or until
-    the client leaves, which changes nothing for the answer. The HTTP status that was sent.
+    """Stream an answer from its beginning, as ``render`` renders it, to its end or until the client
+    leaves; the answer continues without the client. Return the HTTP status that was sent.
 
     Raises ResponseNotFoundError and RedisUnreachableError before anything is sent.
     """
@@ -379,5 +387,5 @@ async def follow(
             return await answer.follow(headers)
         finally:
             writer.release()
-            # Nothing to do if its end was delivered.
+            # No effect if the end was delivered.
             response.abort(client.gone or ClientEnd.DISCONNECTED)

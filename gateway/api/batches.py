@@ -1,4 +1,4 @@
-"""``/v1/batches``: many requests in one file, answered within a day by any gateway."""
+"""Endpoint ``/v1/batches``: many requests in one file, answered within a day by any gateway."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _STOPPABLE = (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
 
 class BatchOverError(MillraceError, code="batch_not_cancellable", http_status=409):
-    """The batch has ended, or is about to; nothing is left to cancel."""
+    """Cancel of a batch that has ended, or is about to."""
 
 
 class BatchesApi(RestApi):
-    """Starlette endpoints; each tenant sees its own batches. Batches are run by ``BatchRunner``."""
+    """Batch endpoints; each tenant sees its own batches. ``BatchRunner`` runs them."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway)
@@ -56,14 +56,14 @@ class BatchesApi(RestApi):
         ]
 
     async def create(self, request: Request) -> Response:
-        """The batch is stored; a gateway begins to run it soon."""
+        """Store a batch; a gateway begins to run it soon."""
         gateway = self._gateway
         caller = await gateway.identity.caller(request.scope)
         gateway.stores.check()
         asked = await self._read(request, BatchRequest)
         _check(asked)
         await self._check_input(caller.tenant, asked.input_file_id)
-        reachable(gateway.redis)  # without it nobody would run the batch
+        reachable(gateway.redis)  # without Redis no gateway would run the batch
         now_ns = gateway.clock.now_ns()
         batch = Batch(
             id=new_ordered_id(_ID_PREFIX, now_ns),
@@ -93,8 +93,9 @@ class BatchesApi(RestApi):
         return list_response(BatchList, entries, page.has_more)
 
     async def cancel(self, request: Request) -> Response:
-        """What waits and runs is cancelled; what is done by then is in the files. Again is the same
-        as once."""
+        """Cancel a batch's waiting and running requests; finished answers stay in the files.
+        Repeated calls change nothing.
+        """
         caller = await self._caller(request)
         batch_id = request.path_params["batch_id"]
         now_s = self._gateway.clock.now_ns() // _NS_PER_S

@@ -1,4 +1,4 @@
-"""Which events of a stream its client lacks, each with its id."""
+"""Event ids of a stream, and the events that its client lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FORM = re.compile(EVENT_ID_PATTERN)
 
 
 class EventId(NamedTuple):
-    """``told`` and ``num_others`` are None in an id without them."""
+    """Position in a stream. ``told`` and ``num_others`` are None in an id without them."""
 
     request_id: str
     indices: tuple[int, ...]
@@ -29,14 +29,14 @@ class EventId(NamedTuple):
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client has anything of the stream."""
+        """Return whether the client has any event of the stream."""
         return any(self.indices) or any(self.told or ()) or bool(self.num_others)
 
 
 def event_id(
     request_id: str, indices: Sequence[int], told: Sequence[int], num_others: int | None = None
 ) -> str:
-    """Make the id of the event after which a client has this much."""
+    """Format the id of the event after which a client has this much."""
     others = "" if num_others is None else f"~{num_others}"
     return f"{request_id}/{_joined(indices)}~{_joined(told)}{others}"
 
@@ -68,8 +68,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 class ToldEvents:
-    """Counts the events of a stream, also the events that an earlier connection sent. ``had`` says
-    how many of them the client has."""
+    """Counter of a stream's events, including the events that an earlier connection sent. ``had``
+    is the number of events that the client has.
+    """
 
     def __init__(self, response: ResponseStream, renderer: Renderer, had: EventId | None) -> None:
         num_choices = len(response.choices)
@@ -142,8 +143,9 @@ class ToldEvents:
             events.append(self._with_id(delta))
 
     def _pieces(self, part: Part) -> Iterator[Part]:
-        """Cut the part after the text that the client has. The text's first character is a piece
-        of its own: rendering it shows how many events precede the text."""
+        """Split the part after the text that the client has. The text's first character is a piece
+        of its own: rendering it shows how many events precede the text.
+        """
         text, choice = _text_of(part), part.choice
         had = self._had[choice] or 0
         if len(text) < 2 or had <= self._told[choice]:
@@ -157,8 +159,9 @@ class ToldEvents:
         yield _with_text(part, rest, is_last=True)
 
     def _has(self, choice: int, *, is_had: bool, is_empty: bool = False) -> bool:
-        """Whether the client has the event that was counted last. A delta without text belongs to
-        its tokens, which are not sent again."""
+        """Return whether the client has the event that was counted last. A delta without text
+        belongs to its tokens, which are not sent again.
+        """
         had = self._had[choice]
         if had is None or (is_empty and is_had):
             return is_had
@@ -180,7 +183,7 @@ def _text_of(part: Part) -> str:
 
 
 def _with_text(part: Part, text: str, *, is_last: bool = False) -> Part:
-    """A piece of the part's text. The last piece tells of the part's tokens."""
+    """Return a piece of the part's text. The last piece has the part's token data."""
     if isinstance(part, CallArguments):
         return part._replace(text=text)
     assert isinstance(part, _OF_TOKENS)

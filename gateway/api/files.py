@@ -1,4 +1,4 @@
-"""``/v1/files``: what clients upload for batches, and what batches leave behind."""
+"""Endpoint ``/v1/files``: files that clients upload for batches, and output files of batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from millrace.schemas.errors import MillraceError, ParameterError, PayloadTooLar
 _ID_PREFIX = "file-"
 _READ_BYTES = 256 * 1024
 _LINGER_S = 2.0
-_FORM_BYTES = 64 * 1024  # what a form has around its file
+_FORM_BYTES = 64 * 1024  # overhead of a form around its file
 _MAX_FILENAME_CHARACTERS = 256
 _MAX_PAGE = 10_000
 _NO_CHARSET = "The form is not in the charset that its content-type names; leave charset out."
@@ -36,15 +36,15 @@ _LIST_FIELDS = ("order", "purpose")
 
 
 class FileInUseError(MillraceError, code="file_in_use", http_status=409):
-    """The file is what a batch that is not finished reads."""
+    """Delete of a file that an unfinished batch reads."""
 
 
 class StorageFullError(MillraceError, code="storage_limit_exceeded", http_status=413):
-    """The tenant has as many files, or bytes of files, as it may have."""
+    """Upload beyond the tenant's limit of files or of their bytes."""
 
 
 class FilesApi(RestApi):
-    """Starlette endpoints; each tenant sees its own files."""
+    """File endpoints; each tenant sees its own files."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway)
@@ -61,8 +61,9 @@ class FilesApi(RestApi):
         ]
 
     async def upload(self, request: Request) -> Response:
-        """A form with ``file`` and ``purpose``; the file passes through, it is never in memory as a
-        whole."""
+        """Store a form with ``file`` and ``purpose``. The file is streamed, never in memory as a
+        whole.
+        """
         caller = await self._caller(request)
         self._gateway.stores.check()
         limit_bytes = self._gateway.config.max_file_bytes
@@ -93,7 +94,9 @@ class FilesApi(RestApi):
         return json_response(stored)
 
     async def _check_still_room(self, tenant: str, stored: FileObject) -> None:
-        """Others may have been uploaded meanwhile: those that no more fit together go again."""
+        """Check the limits again after the upload, since other uploads may have finished meanwhile;
+        delete the file if it exceeds them.
+        """
         try:
             await self._check_room(tenant, stored.bytes, besides=stored.id)
         except StorageFullError:
@@ -101,7 +104,7 @@ class FilesApi(RestApi):
             raise
 
     async def _check_room(self, tenant: str, size_bytes: int, besides: str = "") -> None:
-        """Raises StorageFullError if a file of this size is too much beside the tenant's others."""
+        """Raise StorageFullError if a file of this size exceeds the tenant's limits."""
         config = self._gateway.config
         ids = [one for one in await self._files.ids(tenant) if one != besides]
         if len(ids) >= config.max_stored_files:
@@ -142,7 +145,7 @@ class FilesApi(RestApi):
         )
 
     async def delete(self, request: Request) -> Response:
-        """Refused while a batch reads the file."""
+        """Delete a file. Raises FileInUseError while a batch reads it."""
         caller = await self._caller(request)
         file_id = request.path_params["file_id"]
         batch_id = await self._batches.reader_of(caller.tenant, file_id)
@@ -155,7 +158,11 @@ class FilesApi(RestApi):
 
 
 async def _parser(request: Request, config: GatewayConfig) -> MultiPartParser:
-    """Raises ParameterError for another kind of body, PayloadTooLargeError for a declared size."""
+    """Return a parser of the form.
+
+    Raises ParameterError for another kind of body, PayloadTooLargeError for a declared size over
+    the limit.
+    """
     limit_bytes = config.max_file_bytes
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "multipart/form-data":
@@ -170,8 +177,11 @@ async def _parser(request: Request, config: GatewayConfig) -> MultiPartParser:
 
 
 async def _body(request: Request, config: GatewayConfig) -> AsyncGenerator[bytes]:
-    """The body as it comes. Raises PayloadTooLargeError once it is too long, SlowRequestError when
-    nothing comes or it trickles, and ClientLeftError."""
+    """Yield the chunks of the body as they arrive.
+
+    Raises PayloadTooLargeError for a body over the limit, SlowRequestError for a stalled or slow
+    body, and ClientLeftError.
+    """
     limit_bytes = config.max_file_bytes
     num_bytes = 0
     now_s = asyncio.get_running_loop().time
@@ -195,7 +205,7 @@ async def _body(request: Request, config: GatewayConfig) -> AsyncGenerator[bytes
 
 
 async def _let_finish(request: Request) -> None:
-    """Throw away what still comes, for a moment: clients read an answer after they have sent."""
+    """Discard the rest of the body for a moment: clients read an answer only after sending."""
     try:
         async with asyncio.timeout(_LINGER_S):
             while (event := await request.receive())["type"] != "http.disconnect":
@@ -206,7 +216,7 @@ async def _let_finish(request: Request) -> None:
 
 
 def _checked(fields: dict[str, UploadFile | str]) -> UploadFile:
-    """The form's file. Raises ParameterError naming the field at fault."""
+    """Return the form's file. Raises ParameterError that names the invalid field."""
     for name in fields:
         if name not in ("file", "purpose"):
             raise ParameterError(name, f"{name:.100} is not a field of this request; leave it out.")
@@ -218,7 +228,7 @@ def _checked(fields: dict[str, UploadFile | str]) -> UploadFile:
             "file", f"The file's name must have at most {_MAX_FILENAME_CHARACTERS} characters."
         )
     if any("\ud800" <= character <= "\udfff" for character in upload.filename or ""):
-        # Some charsets can write halves of characters, which nothing can be made of.
+        # Some charsets can encode halves of characters, which cannot be decoded.
         raise ParameterError("content-type", _NO_CHARSET)
     if purpose is None:
         raise ParameterError("purpose", "purpose is required; it must be batch.")

@@ -1,4 +1,4 @@
-"""The endpoints that answer with generations, streamed and whole, on bare ASGI."""
+"""Generation endpoints, streamed and whole, on bare ASGI."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _KEY_FORM = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 class GenerationHandler:
-    """One endpoint."""
+    """ASGI handler of one generation endpoint."""
 
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
@@ -87,7 +87,7 @@ class GenerationHandler:
         self._gateway.metrics.count_request(self._endpoint.route, status)
 
     def _note(self, refusal: Refusal, scope: Scope, request_id: str) -> None:
-        """Tell of a refusal; an accepted request has a record of its own, however it ends."""
+        """Record a refusal. An accepted request has a record of its own."""
         route, caller = self._endpoint.route, scope.get(CALLER)
         if not scope.get(ACCEPTED):
             self._gateway.refusals.note(route, refusal, caller, request_id)
@@ -160,7 +160,7 @@ class GenerationHandler:
                     return await answer.stream(had)
                 finally:
                     writer.release()
-                    # Nothing to do if the end was delivered.
+                    # No effect if the end was delivered.
                     if response.idempotency_key or (client.going_away and prepared.stream):
                         response.detach(None, client.gone or ClientEnd.DISCONNECTED)
                     else:
@@ -177,7 +177,7 @@ class GenerationHandler:
         receive: Receive,
         send: Send,
     ) -> int:
-        """Have a response made, and tell of it as it is at its beginning, or as it goes on."""
+        """Start a background response; answer with its initial state, or stream it."""
         assert prepared.begin is not None
         submitter = self._gateway.submitter
         with _bugs_answered(request_id):
@@ -210,7 +210,7 @@ class GenerationHandler:
 
 @contextlib.contextmanager
 def _bugs_answered(request_id: str) -> Iterator[None]:
-    """A bug is answered like any other error, and stands in the log."""
+    """Answer a bug like any other error, and log it."""
     try:
         yield
     except (MillraceError, ClientLeftError):
@@ -224,13 +224,14 @@ def _refuse_last_event_id(scope: Scope) -> None:
     if header_of(scope, b"last-event-id") is not None:
         raise ParameterError(
             "last-event-id",
-            "An answer in the background is followed by GET, with stream=true and starting_after.",
+            "Follow an answer in the background by GET with stream=true and starting_after.",
         )
 
 
 def _accepts_events(scope: Scope) -> bool:
-    """Whether the client says that it reads server-sent events, rather than what OpenAI's servers
-    make of them: several load generators know no line but ``data:``."""
+    """Return whether the client's ``accept`` header names server-sent events. Several load
+    generators parse only ``data:`` lines, as OpenAI's servers send them.
+    """
     return _EVENT_STREAM in (header_of(scope, b"accept") or "").lower()
 
 

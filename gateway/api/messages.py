@@ -1,5 +1,6 @@
-"""Anthropic's Messages API: ``POST /v1/messages``, ``/v1/messages/count_tokens``, and models as its
-clients read them."""
+"""Endpoints of Anthropic's Messages API: ``POST /v1/messages``, ``/v1/messages/count_tokens``, and
+models in Anthropic's shape.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +34,14 @@ from millrace.schemas.notices import field_of
 from millrace.schemas.tenants import lower_limit
 
 COUNT_TOKENS = "/v1/messages/count_tokens"
-# A client that sends it reads Anthropic's forms.
+# A client that sends this header reads Anthropic's shapes.
 VERSION_HEADER = b"anthropic-version"
 _DEFAULT_LIMIT = 20
 _MAX_LIMIT = 1_000
 
 
 class MessagesEndpoint(Endpoint):
-    """Answers in the shape of Anthropic's Messages API."""
+    """Endpoint for Anthropic's Messages API."""
 
     route = "/v1/messages"
     id_prefix = "msg"
@@ -52,7 +53,7 @@ class MessagesEndpoint(Endpoint):
         self._decoder = msgspec.json.Decoder(MessagesRequest)
 
     async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
-        """Raises MillraceError for a body that cannot be honoured."""
+        """Read a body. Raises MillraceError for a body that cannot be honoured."""
         request, generation_request = await self._read_by(prompts, caller, body)
         if request.max_tokens is None:
             raise ParameterError("max_tokens", "max_tokens is required.")
@@ -61,7 +62,7 @@ class MessagesEndpoint(Endpoint):
         )
 
     async def count(self, body: bytes, caller: Caller, prompts: PromptPool) -> TokenCount:
-        """The tokens of the prompt that a body makes. Raises what ``prepare`` raises."""
+        """Count the tokens of a body's prompt. Raises the same errors as ``prepare``."""
         _, request = await self._read_by(prompts, caller, body)
         model = await self._gateway.models.get(request.model, adapter=request.adapter)
         count = await num_input_tokens(request, request.tools, model, caller, prompts)
@@ -85,13 +86,15 @@ class MessagesEndpoint(Endpoint):
 
 
 class MessagesApi(RestApi):
-    """What there is of the Messages API beside answers."""
+    """Endpoints of the Messages API beside generation."""
 
     def routes(self) -> list[Route]:
         return [Route(COUNT_TOKENS, self.count_tokens, methods=["POST"])]
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt of a request would have. It counts as a request."""
+        """Count the tokens that the prompt of a request would have. The call counts as a
+        request.
+        """
         async with self._counted_body(request) as (caller, body):
             endpoint = MessagesEndpoint(self._gateway)
             count = await endpoint.count(body, caller, self._gateway.prompts)
@@ -99,7 +102,7 @@ class MessagesApi(RestApi):
 
 
 def model_info(card: ModelCard, caller: Caller) -> ModelInfo:
-    """The model as ``caller`` may use it."""
+    """Return the model as ``caller`` may use it."""
     window_tokens = lower_limit(card.max_model_len, caller.context_tokens)
     created = datetime.fromtimestamp(card.created, UTC)
     return ModelInfo(
@@ -112,8 +115,11 @@ def model_info(card: ModelCard, caller: Caller) -> ModelInfo:
 
 
 def model_page(request: Request, cards: Sequence[ModelCard], caller: Caller) -> ModelPage:
-    """The page that the query asks for: ``limit`` models (20; 1 to 1,000), behind ``after_id`` or
-    before ``before_id``, of those in one of the stages ``lifecycle``. Raises ParameterError."""
+    """Return the page that the query selects: ``limit`` models (default 20, from 1 to 1,000) after
+    ``after_id`` or before ``before_id``, only those in one of the stages ``lifecycle``.
+
+    Raises ParameterError.
+    """
     query = request.query_params
     limit = limit_of(request, _DEFAULT_LIMIT, _MAX_LIMIT)
     stages = [*query.getlist("lifecycle"), *query.getlist("lifecycle[]")]

@@ -1,5 +1,6 @@
-"""``/ops/api``: the saved queries over all requests, for administrators, as JSON or as CSV, and how
-the alerts stand."""
+"""Endpoint ``/ops/api``: saved queries over all requests, for administrators, as JSON or CSV, and
+the state of alerts.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _EXPORT = "requests"
 _ALERTS = "alerts"
 _ROLLOUTS = "rollouts"
 _ABSENT = "MillraceTelemetryAbsent"
-# What of the objectives a query has parameters for.
+# Objectives that are parameters of a query.
 _OBJECTIVES = {
     "slo_attainment": ("ttft_ms", "tpot_ms"),
     "slo_budget": ("ttft_ms", "tpot_ms", "target", "window_s"),
@@ -54,11 +55,11 @@ _HEADERS = {"cache-control": "no-store", "vary": "accept"}
 
 
 class QueryFailedError(MillraceError, code="query_failed", http_status=400):
-    """The telemetry process could not answer a query."""
+    """Query that the telemetry process could not answer."""
 
 
 class AnswerTooLargeError(MillraceError, code="answer_too_large", http_status=400):
-    """What was asked for is more than one answer holds."""
+    """Query with a result larger than one answer may be."""
 
 
 _ERRORS = {
@@ -71,7 +72,7 @@ class _Count(msgspec.Struct, frozen=True):
 
 
 class OpsApi(RestApi):
-    """Starlette endpoints over one gateway."""
+    """Operations endpoints of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway)
@@ -82,14 +83,14 @@ class OpsApi(RestApi):
         return [Route("/ops/api/{query}", self.query, methods=["GET"])]
 
     async def query(self, request: Request) -> Response:
-        """Rows of a saved query, as telemetry gave them: JSON with 64-bit integers as strings, CSV
-        for a name that ends in ``.csv`` or a caller that accepts nothing else.
+        """Return the rows of a saved query. JSON has 64-bit integers as strings. A name that ends
+        in ``.csv``, or a caller that accepts only CSV, gets CSV.
 
-        ``requests.csv`` is each request of a range, row by row; ``alerts`` is how the alerts stand,
-        as this gateway and telemetry see it, ``rollouts`` how rollouts of versions do, as
-        schedulers say. Objectives that are left out have the configuration's values.
+        ``requests.csv`` has each request of a range as a row. ``alerts`` has the state of alerts,
+        as this gateway and telemetry see it; ``rollouts`` has the schedulers' reports of rollouts.
+        Objectives default to the configuration's values.
 
-        Raises NotFoundError, ParameterError, AnswerTooLargeError, QueryError,
+        Raises NotFoundError, ParameterError, AnswerTooLargeError, QueryError or
         TelemetryUnavailableError.
         """
         await self._admin(request)
@@ -115,8 +116,9 @@ class OpsApi(RestApi):
         return own | params
 
     async def _alerts(self, params: dict[str, str]) -> bytes:
-        """What fires first. Where telemetry does not answer, that is one of the alerts, and those
-        that only it can tell are unknown."""
+        """Return alerts as JSON, firing alerts first. If telemetry does not answer, that is one of
+        the alerts, and alerts that only telemetry can evaluate are unknown.
+        """
         own, answers = self._gateway.alerts, True
         alerts = own.alerts()
         try:
@@ -130,7 +132,9 @@ class OpsApi(RestApi):
         return msgspec.json.encode(alerts)
 
     async def _rollouts(self) -> bytes:
-        """None while Redis is unreachable, which is an alert."""
+        """Return rollout reports as JSON; empty while Redis is unreachable, for which there is an
+        alert.
+        """
         try:
             reports = await RolloutStore(reachable(self._gateway.redis)).reports()
         except RedisUnreachableError:
@@ -138,7 +142,7 @@ class OpsApi(RestApi):
         return msgspec.json.encode([_as_row(one) for one in reports])
 
     async def _export(self, params: dict[str, str]) -> Response:
-        """All pages of the range, one after the other; what it ends at is fixed at the start."""
+        """Stream all pages of the range. The end of the range is fixed at the start."""
         fixed: dict[str, str | int | float] = {**params, **self._fixed_range(params)}
         for name in ("rows", "after_us", "after_hash"):
             if name in params:
@@ -157,10 +161,11 @@ class OpsApi(RestApi):
     async def _pages(
         self, params: dict[str, str | int | float], page: bytes, page_rows: int
     ) -> AsyncIterator[bytes]:
-        """``page``, of up to ``page_rows``, and those after it, the names of the columns only once.
+        """Yield ``page``, of up to ``page_rows`` rows, and the pages after it, with column names
+        only once.
 
-        A page that telemetry does not give in a few tries ends the file in the middle, without the
-        end that HTTP marks, so that nobody takes it for the whole.
+        If telemetry does not answer a page within a few tries, the file ends in the middle, without
+        the end that HTTP marks, so that clients see it is incomplete.
         """
         num_rows = 0
         names, _, rows = page.partition(b"\r\n")
@@ -170,14 +175,17 @@ class OpsApi(RestApi):
             num_rows += page_rows
             if num_rows > 2 * MAX_EXPORT_ROWS:
                 raise AnswerTooLargeError("More requests came into the range than a file takes.")
-            # The last two columns are numbers, which no cell with a line break can be mistaken for.
+            # The last two columns are numbers, so a cell with a line break cannot be mistaken for
+            # them.
             _, after_us, after_hash = rows.rstrip().rsplit(b",", 2)
             following = {**params, "after_us": int(after_us), "after_hash": int(after_hash)}
             page, page_rows = await self._retried_page(following, page_rows)
             rows = page.partition(b"\r\n")[2]
 
     async def _page(self, params: dict[str, str | int | float], num_rows: int) -> tuple[bytes, int]:
-        """A page of so many rows, or of fewer where so many fit no answer; how many it may have."""
+        """Fetch a page of ``num_rows`` rows, or of fewer if an answer cannot hold as many; also
+        return the page size.
+        """
         while True:
             asked = {**params, "rows": num_rows}
             try:
@@ -219,7 +227,7 @@ class OpsApi(RestApi):
         raise _ERRORS.get(answer.code, QueryFailedError)(answer.error)
 
     def _fixed_range(self, params: dict[str, str]) -> dict[str, int]:
-        """The bounds of the range as they are now; telemetry says what is wrong with others."""
+        """Return the current bounds of the range; telemetry reports invalid bounds."""
         fixed = {}
         for name, default in (("from_s", "-900"), ("to_s", "0")):
             text = params.get(name, default)
@@ -229,7 +237,7 @@ class OpsApi(RestApi):
 
 
 def _as_row(report: RolloutReport) -> dict[str, Any]:
-    """As rows have 64-bit integers: times in nanoseconds are text."""
+    """Encode a report like a row with 64-bit integers: times in nanoseconds are strings."""
     row: dict[str, Any] = msgspec.to_builtins(report)
     times = {name: str(value) for name, value in row["rollout"].items() if name.endswith("_ns")}
     return {**row, "rollout": row["rollout"] | times}
@@ -252,5 +260,5 @@ def _accepts_only_csv(request: Request) -> bool:
 
 
 def _attachment(name: str) -> dict[str, str]:
-    """Headers of a file to be kept; ``name`` is a saved query's."""
+    """Return headers for a download named after the saved query."""
     return {**_HEADERS, "content-disposition": f'attachment; filename="millrace-{name}.csv"'}

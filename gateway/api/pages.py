@@ -1,4 +1,4 @@
-"""The chat page and the operations page: files of this package, nothing from outside."""
+"""Chat page and operations page: files of this package, nothing from outside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECURITY_HEADERS = {
 
 
 class _Assets(StaticFiles):
-    """Static files under the same policy as the pages."""
+    """Static files with the content policy of the pages."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -34,7 +34,7 @@ class _Assets(StaticFiles):
 
 
 def routes() -> list[BaseRoute]:
-    """``/``, ``/static``, and ``/ops/`` with its assets beside it."""
+    """Return routes for ``/``, ``/static``, and ``/ops/`` with its assets."""
     return [
         Route("/", _chat, methods=["GET"]),
         Route("/ops", _to_ops, methods=["GET"]),

@@ -1,4 +1,4 @@
-"""What the endpoints on Starlette share: callers, bodies, and lists in pages."""
+"""Shared parts of the Starlette endpoints: callers, bodies, and lists in pages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def decode_as(kind: type[_T], body: bytes) -> _T:
-    """Decode a body. Raises MillraceError that names the field at fault."""
+    """Decode a body. Raises MillraceError that names the invalid field."""
     decoded: _T = decode(_decoder_of(cast("Hashable", kind)), body)
     return decoded
 
@@ -44,11 +44,11 @@ class RestApi:
         self._gateway = gateway
 
     async def _caller(self, request: Request) -> Caller:
-        """Return whose request it is. Raises as ``Identity.caller`` does."""
+        """Return the caller of a request. Raises as ``Identity.caller`` does."""
         return await self._gateway.identity.caller(request.scope)
 
     async def _admin(self, request: Request) -> None:
-        """Raises InsufficientPermissionsError unless an administrator asks."""
+        """Raise InsufficientPermissionsError unless the caller is an administrator."""
         require_admin(await self._caller(request))
 
     async def _read(self, request: Request, kind: type[_T]) -> _T:
@@ -59,7 +59,9 @@ class RestApi:
 
     @asynccontextmanager
     async def _counted_body(self, request: Request) -> AsyncIterator[tuple[Caller, bytes]]:
-        """Yield the caller and the body; what is done within counts as a request of theirs."""
+        """Yield the caller and the body. The work within this context counts as a request of the
+        caller.
+        """
         caller = await self._caller(request)
         body = await read_body(request.scope, request.receive, self._gateway.config)
         async with self._gateway.admission.counts(caller, new_request_id("tok"), len(body)):
@@ -67,7 +69,7 @@ class RestApi:
 
 
 class Page(NamedTuple):
-    """The ids of one page, and whether there are more behind it."""
+    """Ids of one page; ``has_more`` is true if more ids follow."""
 
     ids: list[str]
     has_more: bool
@@ -81,11 +83,11 @@ def page_of(
     most: int,
     more_fields: Sequence[str] = (),
 ) -> Page:
-    """The page of ``ids``, which grow with time, that the query asks for, newest first unless told.
+    """Return the page of ``ids`` that the query selects, newest first by default. The ids grow with
+    time.
 
-    ``limit`` is 1 to ``most``; ``after`` is the last id of the page before; ``order``, if it is
-    among ``more_fields``, is asc or desc. Raises ParameterError, also for a field that the list
-    does not have.
+    ``limit`` is 1 to ``most``; ``after`` is the last id of the previous page; ``order``, if it is
+    among ``more_fields``, is asc or desc. Raises ParameterError, also for an unknown field.
     """
     query = request.query_params
     refuse_other_fields(request, ("limit", "after", *more_fields))
@@ -99,19 +101,19 @@ def page_of(
 
 
 def refuse_other_fields(request: Request, known: Sequence[str]) -> None:
-    """Raises ParameterError for a field of the query that is not ``known``."""
+    """Raise ParameterError for a query field that is not ``known``."""
     for name in request.query_params:
         if name not in known:
             raise ParameterError(name, f"{name} is not a field of this request; leave it out.")
 
 
 def place_of(entries: Sequence[Any], wanted: str) -> int | None:
-    """Return the index of the entry with the id ``wanted``; None: there is none."""
+    """Return the index of the entry with the id ``wanted``; None if there is none."""
     return next((i for i, entry in enumerate(entries) if entry.id == wanted), None)
 
 
 def is_ascending(request: Request) -> bool:
-    """Raises ParameterError for an ``order`` that is none."""
+    """Return whether ``order`` is ascending. Raises ParameterError for an invalid ``order``."""
     order = request.query_params.get("order", "desc")
     if order not in ("asc", "desc"):
         raise ParameterError("order", "order must be asc or desc.")
@@ -119,7 +121,7 @@ def is_ascending(request: Request) -> bool:
 
 
 def limit_of(request: Request, default: int, most: int) -> int:
-    """How many entries a page may have. Raises ParameterError."""
+    """Return the maximum number of entries of a page. Raises ParameterError."""
     text = request.query_params.get("limit")
     if text is None:
         return default
@@ -129,7 +131,7 @@ def limit_of(request: Request, default: int, most: int) -> int:
 
 
 def list_response(kind: Callable[..., object], entries: Sequence[Any], has_more: bool) -> Response:
-    """A page as a list of that kind, which names its first and last entry."""
+    """Return a page as a list of that kind, which names its first and last entry."""
     return json_response(
         kind(
             data=tuple(entries),
@@ -141,8 +143,9 @@ def list_response(kind: Callable[..., object], entries: Sequence[Any], has_more:
 
 
 def check_query(request: Request, known: Sequence[str]) -> None:
-    """Raises ParameterError for other fields than ``known``. ``include`` changes nothing: what
-    there is, is always there."""
+    """Raise ParameterError for query fields other than ``known``. ``include`` is accepted and has
+    no effect: everything is always included.
+    """
     for name, value in request.query_params.multi_items():
         if name in ("include", "include[]") and value in INCLUDABLE:
             continue
@@ -151,14 +154,13 @@ def check_query(request: Request, known: Sequence[str]) -> None:
 
 
 def check_items_query(request: Request) -> None:
-    """Raises ParameterError for other fields than ``items_page`` knows."""
+    """Raise ParameterError for query fields unknown to ``items_page``."""
     check_query(request, ("after", "limit", "order"))
 
 
 def items_page(request: Request, items: tuple[Item, ...]) -> Response:
-    """The page that the query asks for, the newest item first unless told.
-
-    Raises ParameterError.
+    """Return the page of items that the query selects, newest first by default. Raises
+    ParameterError.
     """
     items = items if is_ascending(request) else items[::-1]
     after = request.query_params.get("after")

@@ -1,4 +1,4 @@
-"""The endpoints beside the token path: models, tokenize, health, metrics, tools, limits."""
+"""Endpoints beside the token path: models, tokenize, health, metrics, tools, limits."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ _Status = Literal[
     "ok", "waiting_for_workers", "degraded", "storage_full", "bus_unavailable", "draining"
 ]
 _CANNOT_ACCEPT = {"draining", "bus_unavailable", "storage_full"}
-# By the name that the endpoint has here, then by those of other servers.
+# This endpoint's field name, then the names of other servers.
 TOKENIZE_PATHS = ("/v1/tokenize", "/tokenize")
 DETOKENIZE_PATHS = ("/v1/detokenize", "/detokenize")
 HEALTH_PATHS = ("/healthz", "/health", "/ping")
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``/healthz``. ``stores`` has those without room, and why; ``degraded``: it is
-    one that requests can do without, for a while."""
+    """Answer of ``/healthz``. ``stores`` has the stores without room, and the reasons. Status
+    ``degraded``: requests can do without that store for a while.
+    """
 
     status: _Status
     bus_connected: bool
@@ -69,7 +70,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the gateway runs itself. ``parameters`` is the JSON Schema of its arguments."""
+    """Tool that the gateway runs itself. ``parameters`` is the JSON Schema of its arguments."""
 
     name: str
     object: Literal["tool"]
@@ -83,8 +84,9 @@ class ServerToolList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AccountLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant or key: its limits, what is left of them, and what it has spent this month, by
-    currency. What runs may cost ``held`` at most, which is not left either."""
+    """Tenant or key with its limits, the remaining amounts, and this month's spend by currency.
+    ``held`` is the maximum cost of running requests, already subtracted from the remaining amounts.
+    """
 
     kind: Literal["tenant", "key"]
     name: str
@@ -95,7 +97,7 @@ class AccountLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of ``GET /v1/limits``. ``tier`` is null for another tenant than the caller's."""
+    """Answer of ``GET /v1/limits``. ``tier`` is null for a tenant other than the caller's."""
 
     tenant: str
     tier: Tier | None
@@ -121,7 +123,7 @@ class GatewayApi(RestApi):
         ]
 
     async def models(self, request: Request) -> Response:
-        """All models: in Anthropic's form for clients that send ``anthropic-version``."""
+        """List all models, in Anthropic's shape for clients that send ``anthropic-version``."""
         caller = await self._caller(request)
         cards = self._gateway.models.cards(caller.tenant)
         if header_of(request.scope, VERSION_HEADER) is not None:
@@ -136,7 +138,7 @@ class GatewayApi(RestApi):
         return json_response(self._with_tiers(card))
 
     def _with_tiers(self, card: ModelCard) -> ModelCard:
-        """The card with what of the model's window each tier may have."""
+        """Return the card with the share of the model's window that each tier may use."""
         tiers = self._gateway.config.tiers
         windows = {
             tier.value: lower_limit(card.max_model_len, tiers.of(tier).context_tokens)
@@ -145,11 +147,11 @@ class GatewayApi(RestApi):
         return msgspec.structs.replace(card, tier_context_tokens=windows)
 
     async def tokenize(self, request: Request) -> Response:
-        """The token ids of a prompt, or of messages as the chat template renders them."""
+        """Return the token ids of a prompt, or of messages in the chat template."""
         return await self._read_by(request, TokenizeRequest, _tokenized)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of token ids; bytes that are no whole character show as U+FFFD."""
+        """Return the text of token ids. Incomplete characters become U+FFFD."""
         return await self._read_by(request, DetokenizeRequest, _detokenized)
 
     async def _read_by(
@@ -158,8 +160,9 @@ class GatewayApi(RestApi):
         kind: type[_AskedT],
         answer: Callable[[_AskedT, ServedModelLike], object],
     ) -> Response:
-        """The JSON of what ``answer`` makes of the body. It counts as a request, and a long one is
-        read and answered off the event loop."""
+        """Return the JSON of ``answer`` for a body. The call counts as a request. A long body is
+        read and answered off the event loop.
+        """
         gateway = self._gateway
         async with self._counted_body(request) as (caller, body):
             read = partial(gateway.prompts.run, caller.tenant)
@@ -172,8 +175,9 @@ class GatewayApi(RestApi):
         return json_response(value, encoded=encoded)
 
     async def healthz(self, _request: Request) -> Response:
-        """200 while requests can be accepted; ``num_workers`` says whether they move at once, and
-        ``stores`` which stores have no room, and why."""
+        """Return status 200 while requests can be accepted. ``num_workers`` tells whether a worker
+        can run them now; ``stores`` has the stores without room, and the reasons.
+        """
         gateway = self._gateway
         workers = gateway.fleet.live_workers()
         troubles = gateway.stores.troubles()
@@ -201,8 +205,9 @@ class GatewayApi(RestApi):
         return json_response(Version(version=build_version()))
 
     async def metrics(self, request: Request) -> Response:
-        """Where other machines can ask, for who bears ``metrics.token`` or the key of an
-        administrator, unless ``metrics.public``."""
+        """Return the metrics. Callers on other machines need ``metrics.token`` or an
+        administrator's key, unless ``metrics.public`` is set.
+        """
         exposure, host = self._gateway.exposure, self._gateway.config.host
         is_near = is_loopback(host) and not is_forwarded(request.scope)
         is_open = exposure.public or is_near
@@ -214,7 +219,7 @@ class GatewayApi(RestApi):
         return Response(body, headers=headers)
 
     async def tools(self, request: Request) -> Response:
-        """What a request may name in ``server_tools``; where they lead is not told."""
+        """List the tools that a request may name in ``server_tools``, without their addresses."""
         await self._caller(request)
         listed = tuple(
             ServerTool(
@@ -228,7 +233,7 @@ class GatewayApi(RestApi):
         return json_response(ServerToolList(object="list", data=listed))
 
     async def limits(self, request: Request) -> Response:
-        """The caller's own; an administrator may ask for those of ``?tenant=``."""
+        """Return the caller's limits; an administrator may query the limits of ``?tenant=``."""
         caller = await self._caller(request)
         asked = request.query_params.get("tenant")
         tier: Tier | None = caller.tier
@@ -296,26 +301,25 @@ def _detokenized(asked: DetokenizeRequest, model: ServedModelLike) -> Detokenize
         if not 0 <= token_id < model.vocab_size:
             raise ParameterError(
                 "tokens",
-                f"{token_id} is no token id: this model's are 0 to {model.vocab_size - 1}.",
+                f"{token_id} is not a token id: this model's are 0 to {model.vocab_size - 1}.",
             )
     skips = asked.skip_special_tokens
     return DetokenizeAnswer(prompt=model.tokenizer.decode(asked.tokens, skip_special_tokens=skips))
 
 
 class MetricsClosedError(MillraceError, code="metrics_closed", http_status=401):
-    """The metrics are not for everybody who can reach this gateway."""
+    """Metrics request without the required token or administrator's key."""
 
     def __init__(self) -> None:
         super().__init__(
-            "The metrics are for who sends metrics.token, or an administrator's API key, as "
-            "Authorization: Bearer. The operator of this gateway can set metrics.token, or "
-            "metrics.public to true."
+            "Send metrics.token or an administrator's API key as Authorization: Bearer. The "
+            "operator of this gateway can set metrics.token, or metrics.public to true."
         )
         self.headers = [(b"www-authenticate", b'Bearer realm="millrace metrics"')]
 
 
 def account_limits(account: Account, usage: AccountUsage) -> AccountLimits:
-    """An account as it is shown."""
+    """Return an account in the shape of the endpoint."""
     spent = {currency: from_nano(spend.spent_nano) for currency, spend in usage.money.items()}
     held = {currency: from_nano(spend.held_nano) for currency, spend in usage.money.items()}
     return AccountLimits(

@@ -1,5 +1,5 @@
-"""Batches of requests, from their file to their output files.
+"""Batches of requests, from the input file to the output files.
 
 ``gateway.server`` runs ``runner``; ``api.files`` and ``api.batches`` read the stores. Imports
-``core``, ``rendering`` and what is below.
+``core``, ``rendering`` and the packages below.
 """

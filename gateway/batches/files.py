@@ -1,4 +1,4 @@
-"""The files that batches read and write, and ids that sort by time."""
+"""Input and output files of batches, and ids that sort by time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _NS_PER_S = 1_000_000_000
 
 
 def new_ordered_id(prefix: str, now_ns: int) -> str:
-    """An id that sorts by time: ``prefix``, milliseconds and 48 random bits."""
+    """Return a new id that sorts by time: ``prefix``, milliseconds and 48 random bits."""
     return f"{prefix}{now_ns // _NS_PER_MS:012x}{secrets.token_hex(6)}"
 
 
 def created_ms(ordered_id: str) -> int:
-    """When an id was drawn. Raises ValueError for one that was not."""
+    """Return the creation time of an id in ms. Raises ValueError for another kind of id."""
     return int(ordered_id[-24:-12], 16)
 
 
 class Files:
-    """The files of all tenants, in the bus's object store."""
+    """Files of all tenants, in the bus's object store."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -39,30 +39,30 @@ class Files:
         filename: str,
         purpose: FilePurpose,
     ) -> FileObject:
-        """Store a file; one that is there already stays."""
+        """Store a file; an existing file stays."""
         metadata = {"filename": filename, "purpose": purpose.value}
         return self._file(await self._objects.put(tenant, file_id, chunks, metadata))
 
     async def get(self, tenant: str, file_id: str) -> tuple[FileObject, StoredObject]:
-        """Raises NotFoundError, also for another tenant's file."""
+        """Return a file. Raises NotFoundError, also for another tenant's file."""
         stored = await self._objects.info(tenant, file_id)
         if stored is None:
             raise NotFoundError(f"There is no file {file_id!r:.100}.")
         return self._file(stored), stored
 
     def read(self, stored: StoredObject) -> AsyncIterator[bytes]:
-        """Its bytes. Raises ObjectLostError when they are not all there."""
+        """Read the bytes of a file. Raises ObjectLostError if bytes are missing."""
         return self._objects.read(stored)
 
     async def ids(self, tenant: str) -> list[str]:
         return await self._objects.names(tenant)
 
     async def files(self, tenant: str, ids: list[str]) -> list[FileObject]:
-        """Those that are still there."""
+        """Return the files that still exist."""
         return [self._file(stored) for stored in await self._objects.infos(tenant, ids)]
 
     async def delete(self, tenant: str, file_id: str) -> None:
-        """Raises NotFoundError."""
+        """Delete a file. Raises NotFoundError."""
         if not await self._objects.delete(tenant, file_id):
             raise NotFoundError(f"There is no file {file_id!r:.100}.")
 

@@ -1,4 +1,4 @@
-"""The lines of a batch's input file, and what makes it no batch."""
+"""Lines of a batch's input file, and its validation."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ _decoder = msgspec.json.Decoder(BatchLine)
 
 
 class InputLine(NamedTuple):
-    """``number`` counts all lines of the file from 1; blank ones are left out."""
+    """Line of an input file. ``number`` counts all lines of the file from 1; blank lines are left
+    out.
+    """
 
     number: int
     raw: bytes
 
 
 class LineTooLongError(MillraceError, code="line_too_long", http_status=400):
-    """A line is longer than what its endpoint takes."""
+    """Line longer than its endpoint accepts."""
 
 
 class InputCheck(NamedTuple):
-    """How many requests there are, and what is wrong with them: the first hundred errors."""
+    """Result of validation: the number of requests, and the first hundred errors."""
 
     num_lines: int
     errors: tuple[BatchError, ...]
 
 
 async def lines_of(chunks: AsyncIterator[bytes], limit_bytes: int) -> AsyncGenerator[InputLine]:
-    """Raises LineTooLongError, naming the line."""
+    """Yield the lines of a file. Raises LineTooLongError that names the line."""
     held = b""
     number = 0
     async for chunk in chunks:
@@ -53,7 +55,7 @@ async def lines_of(chunks: AsyncIterator[bytes], limit_bytes: int) -> AsyncGener
 
 
 async def check_input(lines: AsyncIterator[InputLine], endpoint: str) -> InputCheck:
-    """Read the whole file. What is wrong with the body of a request is said when it is run."""
+    """Validate a whole file. Errors in a request's body are reported when it runs."""
     num_lines = 0
     errors: list[BatchError] = []
     seen: dict[str, int] = {}
@@ -74,7 +76,7 @@ async def check_input(lines: AsyncIterator[InputLine], endpoint: str) -> InputCh
 
 
 def read_line(line: InputLine) -> BatchLine:
-    """A line of a file that was checked."""
+    """Decode a line of a validated file."""
     return _decoder.decode(line.raw)
 
 
@@ -101,7 +103,7 @@ def _error_of(line: InputLine, endpoint: str, seen: dict[str, int]) -> BatchErro
 
 
 def _without_mark(number: int, raw: bytes) -> bytes:
-    """Without the mark that some editors put before a file in UTF-8."""
+    """Remove the byte order mark that some editors put before a file in UTF-8."""
     return without_mark(raw) if number == 1 else raw
 
 

@@ -1,4 +1,6 @@
-"""One request of a batch: to the queue as often as it takes, and from results to its answer."""
+"""Run of one request of a batch: queued as often as needed, and answered from the results of its
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,9 @@ _LOST_AFTER_S = 60.0
 
 
 class LineRunner:
-    """Runs the lines of one batch, each by ``run``, until ``stopping`` is set.
+    """Runner of one batch's lines, each by ``run``, until ``stopping`` is set.
 
-    With ``is_taken_over`` another gateway may have published a line without having noted it.
+    ``is_taken_over``: another gateway may have published a line without logging it.
     """
 
     def __init__(
@@ -67,13 +69,15 @@ class LineRunner:
         self._is_taken_over = is_taken_over
 
     async def run(self, line: InputLine) -> None:
-        """On return the line is finished in the log, or the batch is stopped and it was not run."""
+        """Run a line. On return the line is finished in the log, or the batch was stopped before
+        the line ran.
+        """
         try:
             await self._run(line)
         except MillraceError:
             raise
         except Exception:
-            # A bug that one request brings out must not keep the others from being answered.
+            # A bug that one request triggers must not keep the others from being answered.
             logger.exception(
                 "a request of a batch has failed",
                 extra={"batch_id": self._batch_id, "line": line.number},
@@ -105,14 +109,16 @@ class LineRunner:
             if len(results) == len(order.jobs) and not _has(results, Status.SHED):
                 await self._finish(line, request, order, results)
                 return
-            # Nobody has answered it and nobody will: it is asked again, under another id.
+            # The job has no result and never will: queue the request again under another id.
             self._log.in_queue.pop(line.number, None)
             known, attempt = None, attempt + 1
             if await self._stopped_within(_RETRY_S):
                 return
 
     async def _order(self, request: BatchLine, attempt: LineAttempt) -> BatchOrder | None:
-        """None if the batch is stopped before anybody can say. Raises what is wrong with it."""
+        """Return the jobs of a request; None if the batch is stopped first. Raises MillraceError
+        for an invalid request.
+        """
         for delay_s in doubling_delays(_RETRY_S, _LONGEST_RETRY_S):
             try:
                 return await self._kind.order(
@@ -132,8 +138,11 @@ class LineRunner:
     async def _publish(
         self, line: InputLine, order: BatchOrder, attempt: int
     ) -> PublishedLine | None:
-        """Reserve and publish, however long that takes; None if the batch is stopped before.
-        Raises what makes it impossible."""
+        """Reserve limits and publish the jobs, retrying without a time limit. Return None if the
+        batch is stopped first.
+
+        Raises MillraceError for a permanent failure.
+        """
         for delay_s in doubling_delays(_RETRY_S, _LONGEST_RETRY_S):
             if self._stopping.is_set():
                 break
@@ -160,14 +169,16 @@ class LineRunner:
         return PublishedLine(line.number, attempt, tuple(sequences))
 
     async def _publish_job(self, job: Job) -> int:
-        """Its place in the queue; 0 for a job that has been answered."""
+        """Publish a job; return its sequence in the queue, 0 for a job that has a result
+        already.
+        """
         bus = self._gateway.bus
         if self._is_taken_over and await bus.results.fetch(job.tenant, job.request_id) is not None:
             return 0
         return (await bus.jobs.publish(job, reserved=True)).stream_sequence
 
     async def _wait(self, order: BatchOrder, published: PublishedLine) -> list[JobResult]:
-        """The results of those jobs that have any."""
+        """Return the results of the jobs that have any."""
         try:
             found = await asyncio.gather(
                 *(
@@ -177,13 +188,14 @@ class LineRunner:
             )
         except asyncio.CancelledError:
             if self._stopping.is_set():
-                order.settle([])  # nobody will ask for it any more
+                order.settle([])  # no gateway will read its results
             raise
         return [result for result in found if result is not None]
 
     def _leave_room(self, model: str) -> None:
-        """Raises QueueFullError while the model's queue is half full: the rest of it is for those
-        who wait; StoreFullError while the store of the queue has no room."""
+        """Raise QueueFullError while the model's queue is half full: the rest is for interactive
+        requests. Raise StoreFullError while the queue's store has no room.
+        """
         self._gateway.stores.check()
         queue = self._gateway.fleet.queue(model)
         if queue is not None and queue.num_bounded >= queue.bound * _QUEUE_SHARE:
@@ -217,7 +229,7 @@ class LineRunner:
         self._log.note_answer(line, request, answer, ok=False)
 
     async def _stopped_within(self, seconds: float) -> bool:
-        """Wait; whether the batch was stopped meanwhile."""
+        """Wait; return whether the batch was stopped meanwhile."""
         await wait_or_sleep(self._stopping, self._gateway.clock, seconds)
         return self._stopping.is_set()
 
@@ -227,15 +239,16 @@ def _has(results: list[JobResult], status: Status) -> bool:
 
 
 def _is_hopeless(error: MillraceError) -> bool:
-    """A limit that the request is over all by itself."""
+    """Return whether the request alone exceeds a limit."""
     return error.http_status == _TOO_MANY_REQUESTS and getattr(error, "retry_after_s", None) is None
 
 
 class ResultWaiter:
-    """Gets a tenant's results as soon as they are stored.
+    """Waiter for a tenant's results.
 
-    It is told of each; what came too early or in an outage is found by looking, soon at first and
-    every 5 s later. Owns its subscription; ``close`` ends it.
+    It is notified of each stored result. It polls for results that were stored before the
+    subscription or during an outage: soon at first, then every 5 s. Owns its subscription;
+    ``close`` ends it.
     """
 
     def __init__(self, bus: Bus, tenant: str, clock: Clock) -> None:
@@ -253,8 +266,9 @@ class ResultWaiter:
             await self._subscription.close()
 
     async def wait(self, request_id: str, sequence: int) -> JobResult | None:
-        """The result of the job that the queue has, or had, under ``sequence``; None for a job
-        that left the queue and has no result: it was not answered and never will be."""
+        """Return the result of the job with the queue sequence ``sequence``; None for a job that
+        left the queue without a result, and will never have one.
+        """
         told = self._told.setdefault(request_id, asyncio.Event())
         closed_at_s: float | None = None
         linger_s = _FIRST_POLL_S
@@ -265,7 +279,7 @@ class ResultWaiter:
                     result = await self._fetch(request_id, eager=told.is_set())
                 except BusUnavailableError:
                     result = None
-                    closed_at_s = None if closed_at_s is None else now_s  # the store did not say
+                    closed_at_s = None if closed_at_s is None else now_s  # the store did not answer
                 if result is not None:
                     return result
                 if closed_at_s is not None and now_s > closed_at_s + _LOST_AFTER_S:
@@ -276,7 +290,8 @@ class ResultWaiter:
                     continue
                 linger_s = min(2 * linger_s, _POLL_S)
                 if linger_s == _POLL_S and closed_at_s is None and await self._is_gone(sequence):
-                    # Whoever took it out of the queue may be about to store its result.
+                    # The consumer that took the job from the queue may be about to store its
+                    # result.
                     closed_at_s = self._clock.monotonic()
         finally:
             del self._told[request_id]
@@ -287,8 +302,10 @@ class ResultWaiter:
             told.set()
 
     async def _fetch(self, request_id: str, *, eager: bool) -> JobResult | None:
-        """Look it up; ``eager``: it was just sent to the store and must be there in a moment.
-        Raises BusUnavailableError."""
+        """Fetch a result. ``eager``: it was just sent to the store and must arrive in a moment.
+
+        Raises BusUnavailableError.
+        """
         for _ in range(_NUM_EAGER if eager else 1):
             result = await self._bus.results.fetch(self._tenant, request_id)
             if result is not None or not eager:
@@ -297,7 +314,7 @@ class ResultWaiter:
         return None
 
     async def _is_gone(self, sequence: int) -> bool:
-        """Whether the job has left the queue, as far as anybody can say."""
+        """Return whether the job has left the queue; False while the bus is unavailable."""
         try:
             return not await self._bus.jobs.is_open(sequence)
         except BusUnavailableError:

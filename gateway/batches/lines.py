@@ -1,4 +1,4 @@
-"""Requests of a batch as jobs, and the jobs' results as the bodies that their endpoint answers."""
+"""Jobs of a batch's requests, and the bodies made of their results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TIERS = (None, Tier.BATCH)
 
 
 class LogprobsLostError(MillraceError, code="answer_too_large", http_status=413):
-    """The log-probabilities of an answer were more than a message may hold."""
+    """Answer with more log-probabilities than a message may hold."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -55,8 +55,9 @@ class LogprobsLostError(MillraceError, code="answer_too_large", http_status=413)
 
 
 class LineAttempt(NamedTuple):
-    """A line of a batch, and how often it was queued before: a line that is shed is queued again,
-    with jobs of other ids. A line is one request, the same whichever gateway runs it."""
+    """Line of a batch, with the number of earlier attempts. A shed line is queued again, with new
+    job ids. A line is one request with one id, whichever gateway runs it.
+    """
 
     batch_id: str
     line: int
@@ -64,16 +65,16 @@ class LineAttempt(NamedTuple):
 
     @property
     def request_id(self) -> str:
-        """The line's, whatever the attempt."""
+        """Return the line's request id, the same for all attempts."""
         return f"{self.batch_id}.{self.line}"
 
     @property
     def job_id(self) -> str:
-        """The id of the attempt's first job."""
+        """Return the id of the attempt's first job."""
         return self.request_id + (f"-{self.attempt}" if self.attempt else "")
 
     def job(self, model: str, caller: Caller, received_ns: int, deadline_ns: int, api: Api) -> Job:
-        """The attempt's first job without its prompt."""
+        """Return the attempt's first job without its prompt."""
         job = bare_job(model, caller, self.job_id, Tier.BATCH, received_ns, deadline_ns, api)
         part = RequestPart(request_id=self.request_id, attempt=self.attempt)
         return replace(job, store_result=True, part=part, batch_id=self.batch_id)
@@ -81,7 +82,7 @@ class LineAttempt(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchOrder(ABC):
-    """One request, understood: the jobs that it takes, and what is made of their results."""
+    """Parsed request of a batch: its jobs, and the body made of their results."""
 
     gateway: Gateway
     caller: Caller
@@ -91,12 +92,13 @@ class BatchOrder(ABC):
 
     @property
     def form_field(self) -> str:
-        """What asks for the form of its answers; empty: nothing."""
+        """Return the field that demands a format of the answers; empty if none does."""
         return ""
 
     async def reserve(self) -> None:
-        """Take what the jobs may need at most out of the caller's limits; again is the same as
-        once. Raises MillraceError if there is no room."""
+        """Reserve the maximum that the jobs may need of the caller's limits. Repeated calls reserve
+        once. Raises MillraceError if a limit is reached.
+        """
         deadline_ns = self.jobs[0].deadline_ns or 0
         await self.gateway.admission.reserve(
             self.caller,
@@ -107,12 +109,14 @@ class BatchOrder(ABC):
         )
 
     def settle(self, results: Sequence[JobResult]) -> None:
-        """Charge what was computed and give the rest back; nothing was without results."""
+        """Charge the computed tokens and release the rest of the reservation. Nothing is charged
+        without results.
+        """
         usages = [result.usage for result in results]
         self.gateway.admission.settle(self.attempt.job_id, self.model, usages)
 
     def refusal(self, results: Sequence[JobResult]) -> Refusal | None:
-        """Why there is no answer; None if all the results are good."""
+        """Return the reason for a missing answer; None if all results are good."""
         for result in results:
             end = end_of(result)
             if not isinstance(end, Done):
@@ -121,12 +125,13 @@ class BatchOrder(ABC):
 
     @abstractmethod
     async def render(self, results: Sequence[JobResult]) -> bytes:
-        """The body that the endpoint would have answered, of good results. Raises MillraceError if
-        something that was asked for is not there."""
+        """Return the body that the endpoint would have answered, from good results. Raises
+        MillraceError if a requested part is missing.
+        """
 
 
 class BatchEndpoint(ABC):
-    """One endpoint that batches may be for."""
+    """Endpoint that batches may be for."""
 
     @abstractmethod
     async def order(
@@ -137,11 +142,11 @@ class BatchEndpoint(ABC):
         received_ns: int,
         deadline_ns: int,
     ) -> BatchOrder:
-        """Raises MillraceError for what cannot be honoured."""
+        """Parse a body into jobs. Raises MillraceError for a body that cannot be honoured."""
 
 
 class GenerationBatchEndpoint(BatchEndpoint):
-    """An endpoint that answers with generations."""
+    """Batch endpoint that answers with generations."""
 
     def __init__(self, gateway: Gateway, endpoint: Endpoint) -> None:
         self._gateway = gateway
@@ -227,7 +232,7 @@ def _refuse_what_needs_a_client(prepared: Prepared) -> None:
 
 
 def _lacks_logprobs(request: GenerationRequest, result: JobResult) -> bool:
-    """A result that is too large for the bus leaves them out."""
+    """Return whether log-probabilities are missing, since the result was too large for the bus."""
     num_tokens = result.usage.completion_tokens if result.usage is not None else 0
     if request.sampling.logprobs is not None and num_tokens and not result.logprobs:
         return True
@@ -235,7 +240,7 @@ def _lacks_logprobs(request: GenerationRequest, result: JobResult) -> bool:
 
 
 def _replayed(job: Job, result: JobResult) -> OpenStream:
-    """The stream of a job that is over, as if it had just come."""
+    """Return an ended job's stream, as if it had just arrived."""
     stream = OpenStream(job, NULL_CLIENT, 0.0)
     for frame in frames_of(result):
         stream.feed(frame, 0.0)
@@ -244,7 +249,7 @@ def _replayed(job: Job, result: JobResult) -> OpenStream:
 
 
 class EmbeddingBatchEndpoint(BatchEndpoint):
-    """``/v1/embeddings``: a job for each input."""
+    """Batch endpoint ``/v1/embeddings``: a job for each input."""
 
     route = "/v1/embeddings"
 

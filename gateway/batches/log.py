@@ -1,4 +1,4 @@
-"""What was done of a batch, as its owner keeps it: in memory, and in the log soon after."""
+"""Progress of a batch, kept by its owner in memory and written to the log soon after."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _LINE_OVERHEAD_BYTES = 64
 def answer_line(
     batch_id: str, line: InputLine, request: BatchLine, answer: LineResponse | LineError
 ) -> bytes:
-    """A line of the output or error file: what the endpoint answers, or why the request was not
-    run."""
+    """Format a line of the output or error file: the endpoint's answer, or the reason why the
+    request was not run.
+    """
     return on_one_line(
         msgspec.json.encode(
             BatchAnswer(
@@ -35,9 +36,12 @@ def answer_line(
 
 
 class BatchLog:
-    """Invariants: a line is finished at most once, whoever owned the batch; what ``flush`` has
-    returned from survives this process. An owner that was superseded meets JournalConflictError in
-    ``flush`` and must stop: none of what it noted since counts."""
+    """Log of a batch, written by its owner.
+
+    Invariants: a line is finished at most once across all owners; entries survive this process once
+    ``flush`` returned. A superseded owner gets JournalConflictError from ``flush`` and must stop:
+    its later entries are void.
+    """
 
     def __init__(self, store: BatchStore, objects: Objects, batch_id: str) -> None:
         self._store = store
@@ -53,7 +57,7 @@ class BatchLog:
         self.num_failed = 0
 
     async def load(self) -> None:
-        """Read what owners before this one did."""
+        """Read the entries of previous owners."""
         async for sequence, entry in self._store.log(self._batch_id):
             self._last_sequence = sequence
             for published in entry.published:
@@ -74,17 +78,18 @@ class BatchLog:
     def note_answer(
         self, line: InputLine, request: BatchLine, answer: LineResponse | LineError, *, ok: bool
     ) -> None:
-        """Note what the line's request is answered with."""
+        """Note the answer of a line's request."""
         told = answer_line(self._batch_id, line, request, answer)
         self.note_finished(FinishedLine(line.number, ok, told))
 
     async def flush(self) -> None:
-        """Write what was noted. Raises JournalConflictError, BusUnavailableError; after the latter
-        it may be tried again."""
+        """Write the noted entries. Raises JournalConflictError, or BusUnavailableError, after which
+        the caller may retry.
+        """
         while self._published or self._finished:
-            # One that has just ended is not waited for: that takes no turn of the loop.
+            # A write that has just ended needs no wait, which saves a turn of the event loop.
             if self._writing is None or self._writing.done():
-                # An entry that is under way must be known of, even if nobody waits for it any more.
+                # Keep track of a write in progress even if no caller waits for it.
                 self._writing = asyncio.create_task(self._write())
                 self._writing.add_done_callback(_written)
             await asyncio.shield(self._writing)
@@ -97,7 +102,9 @@ class BatchLog:
         del self._finished[: len(finished)]
 
     async def _next_finished(self) -> list[FinishedLine]:
-        """As many finished lines as fit into an entry; one that would not by itself goes apart."""
+        """Return as many finished lines as fit into an entry. A line that exceeds an entry by
+        itself is stored apart.
+        """
         taken: list[FinishedLine] = []
         num_bytes = 0
         for line in list(self._finished):
@@ -114,7 +121,7 @@ class BatchLog:
         return taken
 
     async def answers(self, *, ok: bool) -> AsyncIterator[bytes]:
-        """The lines of the output file, or of the error file, out of the log."""
+        """Yield the lines of the output file, or of the error file, from the log."""
         async for _, entry in self._store.log(self._batch_id):
             for finished in entry.finished:
                 if finished.ok is not ok:
@@ -129,7 +136,7 @@ class BatchLog:
                 yield b"\n"
 
     async def forget(self) -> None:
-        """The files are made: drop what was kept apart for them."""
+        """Delete the lines stored apart, once the output files exist."""
         for name in await self._objects.names(self._batch_id):
             await self._objects.delete(self._batch_id, name)
 
@@ -144,7 +151,7 @@ class BatchLog:
 
 def _written(writing: asyncio.Task[None]) -> None:
     if not writing.cancelled():
-        writing.exception()  # whoever waited has met it; if nobody did, the next entry will
+        writing.exception()  # a waiting caller has seen it; otherwise the next entry will
 
 
 async def _one(answer: bytes) -> AsyncIterator[bytes]:

@@ -1,4 +1,4 @@
-"""One batch, from its file to its answers, by the gateway that owns it at the moment."""
+"""Run of one batch, from its file to its answers, by the gateway that owns it."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ _FILE_GONE = (NotFoundError, ObjectLostError, LineTooLongError)
 
 
 class BatchRun:
-    """Goes on from what the log says, to the end.
+    """Run of a batch, continued from its log to the end.
 
-    Every line is answered once: its jobs' ids are its own, so that the queue takes them once; what
-    was published and what was answered stands in the log, to which only one owner can write. An
-    owner that was superseded meets JournalConflictError in ``run``.
+    Every line is answered once: the queue takes each of its job ids once, and published and
+    answered lines are in the log, to which only one owner can write. A superseded owner gets
+    JournalConflictError from ``run``.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class BatchRun:
         self._record: BatchRecord
 
     async def run(self) -> None:
-        """Return when the batch has reached its end."""
+        """Run until the batch has ended."""
         self._record = await self._store.get(self._tenant, self._batch_id)
-        # A file that was found good has at least one request.
+        # A validated file has at least one request.
         is_taken_over = self._batch.request_counts.total > 0
         await self._log.load()
         if not is_taken_over and not self._batch.status.is_final:
@@ -104,7 +104,7 @@ class BatchRun:
         await self._store.close(self._tenant, self._batch_id)
 
     async def flush(self) -> None:
-        """Write down what was done. Raises as the journal does."""
+        """Write the log. Raises as the journal does."""
         await self._log.flush()
 
     @property
@@ -137,7 +137,7 @@ class BatchRun:
         await self._change(begin)
 
     def _input(self) -> AsyncGenerator[InputLine]:
-        """The lines of the input file. Raises one of ``_FILE_GONE`` without it."""
+        """Return the lines of the input file. Raises one of ``_FILE_GONE`` if it is missing."""
 
         async def chunks() -> AsyncGenerator[bytes]:
             _, stored = await self._files.get(self._tenant, self._batch.input_file_id)
@@ -149,7 +149,7 @@ class BatchRun:
     # --- working ---
 
     async def _work(self, *, is_taken_over: bool) -> None:
-        """Run every line that has no answer yet, until all have, or the batch is stopped."""
+        """Run every unanswered line, until all are answered or the batch is stopped."""
         results = ResultWaiter(self._gateway.bus, self._tenant, self._gateway.clock)
         await results.start()
         runner = LineRunner(
@@ -171,7 +171,7 @@ class BatchRun:
                 for helper in helpers:
                     helper.cancel()
         except BaseExceptionGroup as group:
-            # Being superseded is what matters most.
+            # JournalConflictError takes precedence.
             raise first_error(group.subgroup(JournalConflictError) or group) from group
         finally:
             await results.close()
@@ -181,7 +181,7 @@ class BatchRun:
             await self._gateway.clock.sleep(_RETRY_S)
 
     async def _run_lines(self, runner: LineRunner) -> None:
-        """Once the batch is stopped, what runs has a while to end."""
+        """Run the lines. After a stop, running lines have a grace period to end."""
         slots = asyncio.Semaphore(self._gateway.config.batch_lines_at_once)
 
         async def run(line: InputLine) -> None:
@@ -195,7 +195,7 @@ class BatchRun:
                 await self._stop_if_due()
                 async for line in self._lines():
                     await slots.acquire()
-                    # Those that are in the queue already have results to come.
+                    # Lines already in the queue will have results.
                     if self._stopping.is_set() and line.number not in self._log.in_queue:
                         slots.release()
                     else:
@@ -206,8 +206,9 @@ class BatchRun:
             self._grace = None
 
     async def _lines(self) -> AsyncGenerator[InputLine]:
-        """The lines without an answer. If the file goes away under the batch, the batch fails at
-        its end, with the answers that it has."""
+        """Yield the unanswered lines. If the file disappears, the batch fails at its end and keeps
+        its answers.
+        """
         try:
             async with aclosing(self._input()) as lines:
                 async for line in lines:
@@ -217,7 +218,7 @@ class BatchRun:
             lost = BatchErrors(data=(BatchError(code=error.code, message=error.message),))
             await self._change(lambda batch: replace(batch, errors=lost))
 
-    # --- what goes on beside the lines ---
+    # --- beside the lines ---
 
     async def _flush_forever(self) -> None:
         while True:
@@ -225,7 +226,7 @@ class BatchRun:
             await self._try_flush()
 
     async def _try_flush(self) -> bool:
-        """False if it has to be tried again."""
+        """Write the log; return False if it must be retried."""
         try:
             await self._log.flush()
         except JournalConflictError:
@@ -237,7 +238,7 @@ class BatchRun:
         return True
 
     async def _watch_forever(self) -> None:
-        """Notice a cancel and the end of the window, and show how far the batch is."""
+        """Watch for a cancel and the end of the window, and publish the batch's progress."""
         while True:
             await self._gateway.clock.sleep(_WATCH_S)
             try:
@@ -275,13 +276,13 @@ class BatchRun:
     # --- ending ---
 
     async def _answer_the_rest(self) -> None:
-        """Say of each line that was not run why it was not."""
+        """Answer each line that was not run with the reason."""
         why = _CANCELLED if self._batch.cancelling_at is not None else _EXPIRED
         async for line in self._lines():
             self._log.note_answer(line, read_line(line), why, ok=False)
 
     async def _decide(self) -> None:
-        """How the batch ends; from now on nothing changes that any more."""
+        """Decide the final status of the batch, once and for all."""
 
         def decide(record: BatchRecord) -> BatchRecord:
             batch = self._with_counts(record.batch)
@@ -299,7 +300,7 @@ class BatchRun:
         self._record = await self._store.change(self._tenant, self._batch_id, decide)
 
     async def _finalize(self) -> None:
-        """Make the files, each once whoever does it, and show the end."""
+        """Create the output files, each once across all owners, and publish the final status."""
         outcome = self._record.outcome
         assert outcome is not None
         output_id = await self._make_file("output", self._log.num_completed, ok=True)
@@ -315,7 +316,7 @@ class BatchRun:
         )
 
     async def _make_file(self, kind: str, num_lines: int, *, ok: bool) -> str | None:
-        """The id of the file with these answers; None if there are none."""
+        """Create a file with these answers and return its id; None if there are none."""
         if not num_lines:
             return None
         file_id = f"file-{self._batch_id.removeprefix('batch_')}-{kind}"

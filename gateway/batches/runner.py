@@ -1,5 +1,6 @@
-"""Which batches this gateway runs: those that nobody runs, as far as it has room, which tenants
-share."""
+"""Selection of the batches that this gateway runs: batches without an owner, as capacity permits,
+shared fairly between tenants.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +33,15 @@ from millrace.schemas.errors import BusUnavailableError, MillraceError
 logger = logging.getLogger(__name__)
 
 _RENEWALS_PER_LEASE = 4
-# While no gateway has a batch, one looks only each so many intervals: its own it is told of.
+# While no gateway has a batch, look for batches only every this many intervals: the gateway's own
+# batches are announced to it.
 _REST_SCANS = 5
 _MS_PER_S = 1_000
 _NS_PER_MS = 1_000_000
-# A batch that has no state after so long was never created: its gateway died on the way.
+# A batch without state after this long was never created: its gateway died midway.
 _UNBORN_MS = 60_000
 
-# KEYS: the lease's. ARGV: who holds it, ms that it lasts. 0: somebody else has it now.
+# KEYS: the lease. ARGV: the holder, and its duration in ms. Returns 0 if another holder has it.
 _RENEW = Script(
     """
 local holder = redis.call('GET', KEYS[1])
@@ -48,8 +50,7 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 )
-# KEYS: the lease's. ARGV: who holds it.
-# Takes a holder and lets go of the lease if it is still theirs.
+# KEYS: the lease. ARGV: the holder. Releases the lease if this holder has it.
 RELEASE = Script(
     """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
@@ -65,14 +66,14 @@ class _Running(NamedTuple):
 
 
 class BatchRunner:
-    """Owns the runs of this gateway's batches. Without Redis it runs none.
+    """Runner of this gateway's batches. Without Redis it runs none.
 
-    The lease in Redis says who runs a batch, so that it is run by one gateway at a time; should two
-    think that they do, the batch's log takes the entries of one of them only.
+    A lease in Redis names the owner of a batch, so that one gateway at a time runs it. If two
+    gateways believe they own it, the batch's log takes the entries of only one.
     """
 
     def __init__(self, gateway: Gateway, endpoints: Sequence[Endpoint]) -> None:
-        """``endpoints`` are those that answer with generations."""
+        """Create a runner; ``endpoints`` answer with generations."""
         self._gateway = gateway
         self._store = BatchStore(gateway.bus.journal)
         self._kinds: dict[str, BatchEndpoint] = {
@@ -85,7 +86,7 @@ class BatchRunner:
 
     @property
     def num_running(self) -> int:
-        """How many batches this gateway runs."""
+        """Return the number of batches that this gateway runs."""
         return len(self._runs)
 
     async def start(self) -> None:
@@ -98,12 +99,12 @@ class BatchRunner:
             self._tasks.repeat(renew, renewal_s, clock, "renew the leases of batches")
 
     async def close(self) -> None:
-        """Stop, write down what was done, and leave the batches to other gateways."""
+        """Stop, write the logs, and leave the batches to other gateways."""
         await self._tasks.close()
         await self._leave(list(self._runs))
 
     async def _leave(self, batch_ids: Sequence[str]) -> None:
-        """Stop running these, write down what was done, and let other gateways go on with them."""
+        """Stop running these batches, write their logs, and release them to other gateways."""
         left = {batch_id: self._runs.pop(batch_id) for batch_id in batch_ids}
         for running in left.values():
             running.task.cancel()
@@ -114,7 +115,7 @@ class BatchRunner:
                 await self._release(batch_id)
             except MillraceError as error:
                 logger.warning(
-                    "a batch is left without a word",
+                    "a batch was left without writing its log",
                     extra={"batch_id": batch_id, "cause": error.message},
                 )
 
@@ -128,11 +129,13 @@ class BatchRunner:
             await wait_or_sleep(gateway.has_new_batch, gateway.clock, sleep_s)
 
     async def _scan(self, link: RedisLink) -> int:
-        """How many batches wait for a gateway, as far as can be told."""
+        """Return the number of batches without an owner; 1 if it is unknown."""
         try:
             return await self._look_for_batches(link)
         except (RedisUnreachableError, BusUnavailableError) as error:
-            logger.debug("batches are looked for later", extra={"cause": error.message})
+            logger.debug(
+                "looking for batches failed; retrying later", extra={"cause": error.message}
+            )
         return 1
 
     async def _look_for_batches(self, link: RedisLink) -> int:
@@ -151,8 +154,10 @@ class BatchRunner:
         return len(waiting)
 
     def _to_leave_for(self, tenant: str) -> str | None:
-        """The newest batch of the tenant that has most of the places here, if ``tenant`` is to have
-        one of them: batches that wait for their tenant's limits must not keep others out."""
+        """Return a batch to release so that ``tenant`` gets a place: the newest batch of the tenant
+        with the most places here. Batches that wait for their tenant's limits must not keep others
+        out.
+        """
         places = Counter(running.tenant for running in self._runs.values())
         greediest = max(places, key=places.__getitem__, default=tenant)
         if places[greediest] <= places[tenant] + 1:
@@ -175,10 +180,11 @@ class BatchRunner:
             logger.warning("another gateway runs the batch now", extra={"batch_id": batch_id})
         except MillraceError as error:
             logger.warning(
-                "a batch goes on later", extra={"batch_id": batch_id, "cause": error.message}
+                "a batch was interrupted; it continues later",
+                extra={"batch_id": batch_id, "cause": error.message},
             )
         except Exception:
-            # The lease is left to lapse, so that whoever tries again does not do it at once.
+            # The lease is left to lapse, which delays the next attempt.
             logger.exception("a batch has failed", extra={"batch_id": batch_id})
             self._runs.pop(batch_id, None)
             return
@@ -200,8 +206,8 @@ class BatchRunner:
             try:
                 ours = await link.evaluate(_RENEW, [key], [self._holder, self._lease_ms])
             except RedisUnreachableError as error:
-                # Nobody else can take it meanwhile.
-                logger.debug("a lease is renewed later", extra={"cause": str(error)})
+                # No other gateway can take the lease meanwhile.
+                logger.debug("a lease was not renewed; retrying later", extra={"cause": str(error)})
                 continue
             if not ours:
                 logger.warning("a batch was lost", extra={"batch_id": batch_id})
@@ -218,8 +224,9 @@ class BatchRunner:
 
 
 def in_turn(waiting: Sequence[tuple[str, str]], running: Iterable[str]) -> list[tuple[str, str]]:
-    """(tenant, batch id) pairs so that no tenant has its second before the others have their
-    first; ``running`` are the tenants of those that run."""
+    """Order (tenant, batch id) pairs so that no tenant gets its second batch before the others have
+    their first. ``running`` has the tenants of running batches.
+    """
     places = Counter(running)
     ranked: list[tuple[int, str, str]] = []
     for tenant, batch_id in waiting:

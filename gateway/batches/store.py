@@ -1,4 +1,4 @@
-"""Where batches live: the state of each, and the log of what was done of it, in the journal."""
+"""Storage of batches in the journal: the state of each, and the log of its progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AT_ONCE = 500
 
 
 class TooManyBatchesError(MillraceError, code="too_many_batches", http_status=429, retryable=True):
-    """The tenant has as many batches that are not finished as it may have."""
+    """Batch beyond the tenant's limit of unfinished batches."""
 
     retry_after_s = 60.0
 
@@ -29,7 +29,7 @@ class TooManyBatchesError(MillraceError, code="too_many_batches", http_status=42
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch, on whose behalf it runs, and, once it is known, how it is to end."""
+    """Batch, its caller, and its final status once that is decided."""
 
     batch: Batch
     caller: Caller
@@ -37,8 +37,9 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PublishedLine(msgspec.Struct, frozen=True, array_like=True):
-    """The jobs of a line are in the queue: their sequences there, in the order of choices.
-    ``attempt`` counts from 0."""
+    """Log entry of a line with jobs in the queue: ``sequences`` in the order of choices.
+    ``attempt`` counts from 0.
+    """
 
     line: int
     attempt: int
@@ -46,8 +47,9 @@ class PublishedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FinishedLine(msgspec.Struct, frozen=True, array_like=True):
-    """A line has its answer: a line of the output file, or of the error file if it is not ``ok``.
-    ``answer`` is empty for one that is too long for the log: it is an object of the batch."""
+    """Log entry of an answered line: a line of the output file, or of the error file if it is not
+    ``ok``. ``answer`` is empty if it is too long for the log: then it is an object of the batch.
+    """
 
     line: int
     ok: bool
@@ -55,14 +57,14 @@ class FinishedLine(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What one owner did since its last entry."""
+    """Progress of one owner since its last entry."""
 
     published: tuple[PublishedLine, ...]
     finished: tuple[FinishedLine, ...]
 
 
 class BatchStore:
-    """States and logs of all batches. Whatever the journal raises comes through."""
+    """States and logs of all batches. Errors of the journal are passed on."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -73,10 +75,11 @@ class BatchStore:
     # --- states ---
 
     async def create(self, record: BatchRecord, max_open: int) -> None:
-        """From now on every gateway can see it, and one will run it. Raises TooManyBatchesError if
-        the tenant then had more than ``max_open`` that are not finished."""
+        """Create a batch, which every gateway can see then and one will run. Raises
+        TooManyBatchesError if the tenant then had more than ``max_open`` unfinished batches.
+        """
         tenant, batch_id = record.caller.tenant, record.batch.id
-        # In this order there is never a batch that nobody runs, and none that was not counted.
+        # This order leaves no batch without an owner, and none uncounted.
         await self._journal.append(subjects.open_batch(tenant, batch_id), b"", after=0)
         if len(await self.open_batches(tenant)) > max_open:
             await self._journal.drop(subjects.open_batch(tenant, batch_id))
@@ -86,14 +89,15 @@ class BatchStore:
         )
 
     async def get(self, tenant: str, batch_id: str) -> BatchRecord:
-        """Raises NotFoundError, also for another tenant's batch."""
+        """Return a batch. Raises NotFoundError, also for another tenant's batch."""
         return (await self._load(tenant, batch_id))[0]
 
     async def change(
         self, tenant: str, batch_id: str, change: Callable[[BatchRecord], BatchRecord]
     ) -> BatchRecord:
-        """Change a batch whoever else does at the same time. ``change`` may be called again with
-        what others wrote, and returns what it was given to leave it. Raises NotFoundError."""
+        """Change a batch atomically. ``change`` may be called again with the record of a concurrent
+        writer; it returns its argument for no change. Raises NotFoundError.
+        """
         for _ in range(_ATTEMPTS):
             record, sequence = await self._load(tenant, batch_id)
             changed = change(record)
@@ -109,12 +113,12 @@ class BatchStore:
         raise JournalConflictError
 
     async def ids(self, tenant: str) -> list[str]:
-        """All batches of a tenant, the oldest first."""
+        """Return the ids of all batches of a tenant, oldest first."""
         names = await self._journal.names(subjects.batch_state(tenant))
         return sorted(map(subjects.last_token, names))
 
     async def batches(self, tenant: str, batch_ids: list[str]) -> list[Batch]:
-        """Those that are there, in the order of the ids."""
+        """Return the existing batches, in the order of the ids."""
         found: list[Batch] = []
         for start in range(0, len(batch_ids), _AT_ONCE):
             names = [subjects.batch_state(tenant, one) for one in batch_ids[start:][:_AT_ONCE]]
@@ -132,18 +136,20 @@ class BatchStore:
             raise NotFoundError(f"There is no batch {batch_id!r:.100}.")
         return self._records.decode(entry.payload), entry.sequence
 
-    # --- which are open ---
+    # --- open batches ---
 
     async def open_batches(self, tenant: str | None = None) -> list[tuple[str, str]]:
-        """(tenant, batch id) of those that are not finished, of one tenant or of all, the oldest
-        first."""
+        """Return (tenant, batch id) of unfinished batches, of one tenant or of all, oldest
+        first.
+        """
         pattern = subjects.open_batch(tenant)
         found = [subjects.open_batch_of(name) for name in await self._journal.names(pattern)]
         return sorted(found, key=lambda batch: batch[1])
 
     async def reader_of(self, tenant: str, file_id: str) -> str | None:
-        """A batch that reads a file. One that has ended reads nothing, though it may be open for a
-        moment yet."""
+        """Return a batch that reads a file. An ended batch reads nothing, though it may be open for
+        another moment.
+        """
         ids = [batch_id for _, batch_id in await self.open_batches(tenant)]
         for batch in await self.batches(tenant, ids):
             if batch.input_file_id == file_id and not batch.status.is_final:
@@ -151,20 +157,22 @@ class BatchStore:
         return None
 
     async def close(self, tenant: str, batch_id: str) -> None:
-        """It is finished, or was never created: nobody has to look after it any more."""
+        """Close a batch that is finished or was never created, and delete its log."""
         await self._journal.drop(subjects.batch_log(batch_id))
         await self._journal.drop(subjects.open_batch(tenant, batch_id))
 
     # --- logs ---
 
     async def log(self, batch_id: str) -> AsyncIterator[tuple[int, LogEntry]]:
-        """Every entry with its sequence."""
+        """Yield every entry with its sequence."""
         name, last = subjects.batch_log(batch_id), 0
         while (entry := await self._journal.next(name, last)) is not None:
             last = entry.sequence
             yield last, self._entries.decode(entry.payload)
 
     async def append(self, batch_id: str, entry: LogEntry, after: int) -> int:
-        """Raises JournalConflictError if another owner has written."""
+        """Append an entry; return its sequence. Raises JournalConflictError if another owner has
+        written.
+        """
         payload = self._encoder.encode(entry)
         return await self._journal.append(subjects.batch_log(batch_id), payload, after=after)

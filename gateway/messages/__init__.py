@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: from its requests to ours, and answers and refusals in its words."""
+"""Anthropic's Messages API: conversion of requests, answers and refusals."""

@@ -1,4 +1,4 @@
-"""The conversation of a Messages request, as chat completions take it."""
+"""Conversation of a Messages request, converted for chat completions."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ _SERVER_SEARCH = "tool_search_tool"
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What was said so far, the tools that are offered now, the effort that the last turn asks for,
-    and what the model cannot be told of."""
+    """Conversation so far: the messages, the offered tools, the effort that the last turn asks for,
+    and notices of content that the model cannot read.
+    """
 
     messages: tuple[Message, ...]
     tools: HistoryTools
@@ -75,11 +76,11 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
 
 def history_of(request: MessagesRequest) -> History:
     """Read the history of a request. Consecutive turns of one role are one turn. Results of tools
-    are messages of their own, before the text of the same turn. The answer continues a last turn
-    of the assistant's.
+    are separate messages, before the text of the same turn. The answer continues a last turn of the
+    assistant.
 
-    Raises ParameterError for a block that is not its role's, for a result without a call and for a
-    call without a result.
+    Raises ParameterError for a block that its role must not have, for a result without a call and
+    for a call without a result.
     """
     if not request.messages:
         raise ParameterError("messages", "messages must hold at least one message.")
@@ -106,8 +107,9 @@ def history_of(request: MessagesRequest) -> History:
 
 
 def _numbered(messages: Sequence[GivenMessage]) -> list[tuple[str, GivenMessage]]:
-    """The turns with their paths. The text of a system's turn that the user's next turn clears is
-    left out, as its sender asks."""
+    """Return the turns with their paths. The text of a system turn that the user's next turn clears
+    is left out, as its sender asks.
+    """
     last_user = max((i for i, turn in enumerate(messages) if turn.role == "user"), default=-1)
     turns = []
     for i, turn in enumerate(messages):
@@ -148,7 +150,7 @@ def _effort(messages: Sequence[GivenMessage]) -> str | None:
 
 
 def _blocks(where: str, message: GivenMessage) -> _Blocks:
-    """The blocks of a turn, each with its path."""
+    """Return the blocks of a turn, each with its path."""
     content = message.content
     if content is None:
         return []
@@ -169,8 +171,9 @@ def _blocks(where: str, message: GivenMessage) -> _Blocks:
 
 
 class _Reader:
-    """Reads turn by turn. A system turn between a call and its result is placed after the result,
-    since templates need a result right after its call."""
+    """Reader of turns. It places a system turn between a call and its result after the result,
+    since templates need a result right after its call.
+    """
 
     def __init__(self, leading: Sequence[Message], tools: HistoryTools) -> None:
         self.tools = tools
@@ -240,7 +243,7 @@ class _Reader:
             self.messages.append(turn.message())
 
     def finish(self) -> None:
-        """Raises ParameterError for calls without results."""
+        """Raise ParameterError for calls without results."""
         self._refuse_unanswered()
         for call_id, path in self._server_calls.items():
             raise ParameterError(
@@ -284,7 +287,7 @@ class _Reader:
         self._add_result(block.tool_use_id, content, is_error=bool(block.is_error))
 
     def _add_result(self, call_id: str, content: str, *, is_error: bool) -> None:
-        """Templates know no failed calls, so the text says it."""
+        """Add the result of a call. Templates have no failed calls, so the text says it."""
         text = f"Error: {content}" if is_error else content
         self.messages.append(ToolMessage(content=text, tool_call_id=call_id))
 
@@ -313,7 +316,7 @@ class _Reader:
 
 
 class _Turn:
-    """What the assistant said, thought and called until a result came."""
+    """Texts, thoughts and calls of the assistant until a result."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -345,7 +348,7 @@ def _call(block: ToolUseBlock | ServerCall) -> MessageToolCall:
 
 
 def _references(content: Any) -> list[str]:
-    """The names of the tools that a search of the provider's found."""
+    """Return the names of the tools that a search of the provider found."""
     references = content.get("tool_references") if isinstance(content, dict) else None
     if not isinstance(references, list):
         return []
@@ -354,9 +357,10 @@ def _references(content: Any) -> list[str]:
 
 
 class HistoryTools:
-    """The tools of a request. A tool with ``defer_loading`` is offered once the history refers to
-    it. Such tools are offered from the start if nothing else is, or if only the provider's search
-    could find them. ``notices`` name the tools that the history adds and that are not here."""
+    """Tools of a request. A tool with ``defer_loading`` is offered once the history refers to it.
+    Such tools are offered from the start if no others are, or if only the provider's search could
+    find them. ``notices`` name the tools that the history adds and that are unknown here.
+    """
 
     def __init__(self, tools: Sequence[MessagesTool]) -> None:
         self.notices: list[Notice] = []
@@ -369,7 +373,7 @@ class HistoryTools:
         self._removed: set[str] = set()
 
     def __iter__(self) -> Iterator[tuple[str, MessagesTool]]:
-        """The tools that are offered in the end, each with its path."""
+        """Iterate over the tools that are offered in the end, each with its path."""
         given = [one for one in self._tools if one[1].name not in self._defined]
         left_out = self._hidden | self._removed
         for path, tool in (*given, *self._defined.values()):
@@ -377,7 +381,7 @@ class HistoryTools:
                 yield path, tool
 
     def find(self, name: str, path: str) -> None:
-        """A search has found a tool."""
+        """Offer a tool that a search has found."""
         if self._has(name):
             self._hidden.discard(name)
         else:

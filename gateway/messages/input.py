@@ -1,4 +1,4 @@
-"""From a Messages request to a generation request."""
+"""Conversion of a Messages request to a generation request."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from millrace.schemas.openai import (
 )
 from millrace.schemas.tools import ToolDefinition, ToolMode, check_tool_name
 
-# Fields that are known but not honoured, with the values that ask for nothing.
+# Fields that are known but not honoured, with their neutral values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {"container": (None,), "mcp_servers": (None, [])}
 _TIERS = {"standard_only": "default"}
-# How chat completions, which share the rules, spell what is spelled otherwise here.
+# Names of fields in chat completions that the Messages API spells otherwise; the rules are shared.
 _RESPELLED = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -64,7 +64,9 @@ _THINKING = ("enabled", "adaptive")
 
 
 def generation_request_of(request: MessagesRequest) -> GenerationRequest:
-    """Raises ParameterError, in this API's words, for whatever cannot be honoured."""
+    """Convert a request. Raises ParameterError, with this API's field names, for fields that cannot
+    be honoured.
+    """
     refuse_unhonoured(request, _NEUTRAL, "")
     history = history_of(request)
     try:

@@ -1,4 +1,4 @@
-"""The text of blocks that are more than text, as the model reads them."""
+"""Text of content blocks for the model."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ _HINTS = ("cache_control", "citations")
 def text_of(
     blocks: Sequence[tuple[str, ReadableBlock | ImageBlock]], notices: list[Notice] | None = None
 ) -> str:
-    """The text of blocks, each given with its path. Other blocks than text are on lines of their
-    own. With ``notices``, a sentence stands in place of an image and of what is not text in a
-    document, and a notice is added; without, such a document raises ParameterError."""
+    """Return the text of blocks, each given with its path. Blocks other than text are on lines of
+    their own.
+
+    With ``notices``, images and other unreadable content become a sentence and a notice. Without, a
+    document with such content raises ParameterError.
+    """
     texts = [_text_of(where, block, notices) for where, block in blocks]
     is_text = all(isinstance(block, TextBlock) for _, block in blocks)
     return ("" if is_text else "\n").join(texts)
@@ -91,7 +94,7 @@ def _document_text(where: str, block: DocumentBlock, notices: list[Notice] | Non
 
 
 def _left_out(where: str, kind: str, notices: list[Notice] | None) -> str:
-    """The sentence in place of what the model does not read. A user's image is refused before."""
+    """Return the sentence in place of unreadable content. A user's image is refused before."""
     if notices is not None:
         notices.append(left_out_at(where, kind))
     return sentence_for(kind)

@@ -1,4 +1,4 @@
-"""The bytes of one answer of the Messages API: its events, or the whole message."""
+"""Bytes of one answer of the Messages API: its events, or the whole message."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, 
 
 
 class MessagesRefusal(Refusal, frozen=True, kw_only=True):
-    """A refusal whose body has Anthropic's shape."""
+    """Refusal with a body in Anthropic's shape."""
 
     @property
     def body(self) -> bytes:
@@ -80,7 +80,7 @@ class MessagesRefusal(Refusal, frozen=True, kw_only=True):
 
 
 def error_of(refusal: Refusal) -> MessagesError:
-    """What is told of a refusal, in a body or an event."""
+    """Return the error object of a refusal, for a body or an event."""
     kind = "invalid_request_error" if refusal.status < 500 else "api_error"
     info = MessagesErrorInfo(
         type=_TYPES.get(refusal.status, kind),
@@ -92,7 +92,7 @@ def error_of(refusal: Refusal) -> MessagesError:
 
 
 def _message(refusal: Refusal) -> str:
-    """The sentence, in Anthropic's words where clients look for them."""
+    """Return the message, in Anthropic's words where clients search for them."""
     if refusal.code == AuthenticationError.code:
         return f"invalid x-api-key: {refusal.message}"
     if refusal.code == ContextLengthError.code:
@@ -101,7 +101,7 @@ def _message(refusal: Refusal) -> str:
 
 
 def in_messages_shape(refusal: Refusal) -> Refusal:
-    """The same refusal, told in Anthropic's shape."""
+    """Return the refusal in Anthropic's shape."""
     return MessagesRefusal(**msgspec.structs.asdict(refusal))
 
 
@@ -116,8 +116,9 @@ _PLAIN = (
 
 
 class MessageRenderer:
-    """A ``gateway.rendering.rendering.Renderer``. Of an answer that has nothing but text its only
-    block begins with the message, so that it is there however little comes."""
+    """Renderer of Messages answers. The only block of a text-only answer begins with the message,
+    so that it exists even for an empty answer.
+    """
 
     def __init__(self, response: ResponseReader) -> None:
         self._response = response
@@ -162,7 +163,7 @@ class MessageRenderer:
         return False
 
     async def store(self) -> None:
-        """Nothing of it is kept."""
+        """Store nothing: messages are not kept."""
 
     def _ended(self) -> MessageAnswer:
         reason, stop_sequence = self._stop_reason()
@@ -208,9 +209,10 @@ def _usage(usage: Usage) -> MessagesUsage:
 
 
 class ContentBlocks:
-    """Blocks follow one another: one is open at most. Thoughts get ``signature`` and are left out
-    unless ``tells_thoughts``. Events tell of a call that was cut, since they were sent before its
-    end; ``blocks`` leaves it out, because clients run each call that has an ``input``."""
+    """Content blocks of an answer, of which at most one is open. Thoughts get ``signature`` and are
+    left out unless ``tells_thoughts``. Events include a call that was cut, since they were sent
+    before its end; ``blocks`` leaves it out, because clients run each call that has an ``input``.
+    """
 
     def __init__(self, signature: str, *, tells_thoughts: bool) -> None:
         self.end: ChoiceEnd | None = None
@@ -221,7 +223,7 @@ class ContentBlocks:
         self._pieces: list[str] = []
 
     def add(self, part: Part) -> Iterator[BlockEvent]:
-        """What is to be told of one more part."""
+        """Yield the events of one more part."""
         if isinstance(part, AnswerText):
             if part.text:
                 yield from self.open_text()
@@ -243,12 +245,12 @@ class ContentBlocks:
                 self._done.pop()
 
     def open_text(self) -> Iterator[BlockEvent]:
-        """Begin a block of text, unless one is open."""
+        """Begin a block of text, unless a text block is open."""
         if not isinstance(self._open, Text):
             yield from self._start(Text(text=""))
 
     def blocks(self) -> tuple[AnswerBlock, ...]:
-        """All that are over."""
+        """Return all finished blocks."""
         return tuple(self._done)
 
     def _start(self, block: AnswerBlock) -> Iterator[BlockEvent]:

@@ -1,1 +1,1 @@
-"""The gateway's contract as an OpenAPI document."""
+"""OpenAPI document of the gateway."""

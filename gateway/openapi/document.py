@@ -1,5 +1,5 @@
-"""The gateway's contracts as documents, made from the schemas: HTTP as OpenAPI 3.1, the messages of
-the WebSocket as a JSON Schema.
+"""Documents of the gateway's contracts, made from the schemas: OpenAPI 3.1 for HTTP, a JSON Schema
+for the messages of the WebSocket.
 
 ``python -m millrace.gateway.openapi.document`` writes docs/openapi.json and
 docs/websocket.schema.json anew.
@@ -38,7 +38,7 @@ from millrace.schemas.websocket import SUBPROTOCOL, ClientMessage, ServerMessage
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _SSE = "text/event-stream"
 _DEFINITION = "#/$defs/{name}"
-# Unions that go by a name of their own.
+# Unions with a name of their own.
 _NAMES = {
     ClientMessage: "ClientMessage",
     ServerMessage: "ServerMessage",
@@ -51,30 +51,30 @@ _ASKED = Use(is_asked=True, is_answered=False)
 _ANSWERED = Use(is_asked=False, is_answered=True)
 
 _DESCRIPTION = f"""\
-OpenAI's API, and Anthropic's Messages API, on a message bus. Fields that are not honoured are \
-refused by name; every error has the shape of ErrorBody, or that of MessagesError at and below \
-/v1/messages, and a stable code.
+OpenAI's API and Anthropic's Messages API on a message bus. Unsupported fields are refused with \
+an error that names them. Every error has a stable code and the shape of ErrorBody, or of \
+MessagesError at and below /v1/messages.
 
-Beside HTTP there is a WebSocket at /v1/ws, subprotocol {SUBPROTOCOL}; /v1/ws/schema.json \
-describes its messages."""
+The WebSocket at /v1/ws has the subprotocol {SUBPROTOCOL}. /v1/ws/schema.json describes its \
+messages."""
 
 _ERRORS = {
-    400: "A field, a header or the whole body is not what is taken; param names it.",
-    401: "No API key where one is demanded, or one that is not good.",
-    403: "The key, the tier or the page's origin may not do this.",
-    404: "There is no such thing, or it is not the caller's.",
+    400: "A field, a header or the body is invalid. param names it.",
+    401: "The API key is missing or invalid.",
+    403: "The key, the tier or the page's origin lacks permission.",
+    404: "The object does not exist, or belongs to another tenant.",
     408: "The body did not arrive in time.",
-    409: "It cannot be done as things stand.",
-    413: "The body is too large; the message names both sizes.",
-    415: "The body is said to be something else than JSON.",
-    429: "A limit is reached or the queue is full; the code names which.",
+    409: "The request conflicts with the current state.",
+    413: "The body is too large. The message names its size and the limit.",
+    415: "The content type of the body is not JSON.",
+    429: "A limit is reached or the queue is full. The code tells which.",
     500: "The gateway or the engine failed.",
-    503: "A store or bus is unreachable, or the gateway shuts down; nothing was accepted.",
-    504: "The answer was not there in time.",
+    503: "A store or the bus is unreachable, or the gateway shuts down. Nothing was accepted.",
+    504: "The answer was not ready in time.",
 }
 _STREAMED = (
-    "Done. With stream: true, server-sent events: the data of each is as the schema of "
-    "text/event-stream says, [DONE] or an error's body."
+    "Done. With stream: true, server-sent events: the data of each has the schema of "
+    "text/event-stream, or is [DONE] or an error's body."
 )
 _STRING: Schema = {"type": "string"}
 _IDS = ("x-request-id", "x-millrace-request-id")
@@ -82,15 +82,15 @@ _GENERATION_HEADERS: list[Schema] = [
     {
         "name": "Idempotency-Key",
         "in": "header",
-        "description": "The same key and body attach to the answer that there is, for a day; the "
-        "same key with another body is refused (409).",
+        "description": "A repeated request with the same key and body gets the same answer, for "
+        "a day. The same key with another body is refused (409).",
         "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
     },
     {
         "name": "Last-Event-ID",
         "in": "header",
-        "description": "Go on with a stream behind this event of it. The body is the same as "
-        "before, with stream: true.",
+        "description": "Resume a stream after this event. Send the same body as before, with "
+        "stream: true.",
         "schema": {"type": "string", "pattern": f"^{EVENT_ID_PATTERN}$"},
     },
 ]
@@ -98,24 +98,24 @@ _GENERATION_HEADERS: list[Schema] = [
 
 @cache
 def openapi_text() -> str:
-    """The OpenAPI document, as it is checked in."""
+    """Return the OpenAPI document, as it is checked in."""
     return document_text(openapi_document())
 
 
 @cache
 def asyncapi_text() -> str:
-    """The AsyncAPI document of the bus, as it is checked in."""
+    """Return the AsyncAPI document of the bus, as it is checked in."""
     return asyncapi.text()
 
 
 @cache
 def websocket_text() -> str:
-    """The schema of the WebSocket's messages, as it is checked in."""
+    """Return the schema of the WebSocket's messages, as it is checked in."""
     return document_text(websocket_schema())
 
 
 def routes() -> list[Route]:
-    """The contracts, which every client may read without a key."""
+    """Return the routes of the documents, which need no key."""
     return [
         Route("/openapi.json", partial(_serve, openapi_text), methods=["GET"]),
         Route("/asyncapi.json", partial(_serve, asyncapi_text), methods=["GET"]),
@@ -124,7 +124,7 @@ def routes() -> list[Route]:
 
 
 def openapi_document() -> Schema:
-    """The whole document, ready for JSON."""
+    """Return the whole document, ready for JSON."""
     asked = [one.body for one in OPERATIONS]
     answered = [kind for one in OPERATIONS for kind in (one.answer, one.event, one.refused)]
     schema_of, components = _components(
@@ -171,8 +171,9 @@ def openapi_document() -> Schema:
 
 
 def websocket_schema() -> Schema:
-    """The messages as JSON Schema: ``$defs`` has ClientMessage, ServerMessage and each of theirs;
-    the whole accepts either."""
+    """Return the JSON Schema of the messages: ``$defs`` has ClientMessage, ServerMessage and their
+    messages; the whole accepts either.
+    """
     schema_of, components = _components([ClientMessage], [ServerMessage], get_args(ChatTool))
     schema = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -227,7 +228,7 @@ def _operation(
 ) -> Schema:
 
     def content_of(kind: Any, what: str, use: Use) -> dict[str, Schema]:
-        """By media type, what a body of that kind is."""
+        """Return the content of a body of that kind, by media type."""
         if not isinstance(kind, Media):
             return {JSON: {"schema": schema_of[kind]}}
         title = pascal(one.name) + what
@@ -291,7 +292,9 @@ def _errors(one: Operation) -> Schema:
 
 
 def _error_name(refused: Any, status: int) -> str:
-    """Those of the shape that most errors have go by their status alone."""
+    """Return the component name of an error response. Responses of the common shape are named by
+    their status alone.
+    """
     return str(status) if refused is ErrorBody else f"{refused.__name__}{status}"
 
 

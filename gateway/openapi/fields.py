@@ -1,5 +1,6 @@
-"""What the types of requests leave open and the OpenAPI document says: ranges, names, and fields
-that are known but not honoured."""
+"""Constraints that the request types leave open and the OpenAPI document states: ranges, names, and
+fields that are known but not honoured.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from millrace.schemas.sampling import (
 )
 from millrace.schemas.tools import MAX_TOOLS
 
-# A field that is known but not honoured is Any, null if it is not given. It is not in the document.
+# A field that is known but not honoured has the type Any, and null if it is absent. The document
+# leaves it out.
 _UNHONOURED: Schema = {"default": None}
 _STRING: Schema = {"type": "string"}
 _NULL: Schema = {"type": "null"}
@@ -50,7 +52,9 @@ _FUNCTION_NAME: Schema = {"pattern": "^[A-Za-z0-9_-]{1,64}$"}
 
 
 def closed_object(properties: dict[str, Schema], *required: str) -> Schema:
-    """An object of these properties and no others; all are required where none is named."""
+    """Return an object schema with these properties and no others. Without ``required``, all are
+    required.
+    """
     return {
         "type": "object",
         "properties": properties,
@@ -60,13 +64,17 @@ def closed_object(properties: dict[str, Schema], *required: str) -> Schema:
 
 
 def _tools(kinds: tuple[Any, ...]) -> Schema:
-    """Tools of ``kinds``. Others that are left out of a request are not in the document."""
+    """Return the schema of tools of ``kinds``. Other tools, which are ignored in requests, are not
+    in the document.
+    """
     told = [{"$ref": REF.format(name=kind.__name__)} for kind in kinds]
     return {"maxItems": MAX_TOOLS, "items": {"anyOf": told}}
 
 
 def _tool_choice(named: Schema, allowed: Callable[[Schema], Schema]) -> Schema:
-    """A word, an object that names a tool, or several of these."""
+    """Return the schema of a tool choice: a word, an object that names a tool, or several of
+    these.
+    """
     some = closed_object(
         {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": named}}
     )
@@ -81,7 +89,7 @@ def _allowed_in_responses(some: Schema) -> Schema:
     return closed_object({"type": {"enum": ["allowed_tools"]}, **some["properties"]})
 
 
-_OF_LEFT_OUT = "Goes with tools that are left out, and is of no meaning here."
+_OF_LEFT_OUT = "Belongs to tools that are ignored; has no effect here."
 _CHOSEN: Schema = {"title": "ChosenName"} | closed_object({"name": _STRING})
 _IN_CHAT: Schema = {
     "title": "ChosenTool",
@@ -100,13 +108,13 @@ _CHOICE: Schema = {"minItems": 1, "maxItems": MAX_GRAMMAR_CHOICES}
 _PATTERN: Schema = {"minLength": 1, "maxLength": grammar_fields.MAX_PATTERN_CHARACTERS}
 _NUM_KEPT: Schema = {"minimum": -1}
 _PRIORITY: Schema = {"minimum": MIN_PRIORITY, "maximum": MAX_PRIORITY}
-# By the keyword that a number, text, array or object in the field takes on.
+# Type of value that each keyword constrains.
 SAMPLING: dict[str, Schema] = {
     name: {"minimum": traits.low, "maximum": traits.high}
     for name, traits in SAMPLING_FIELDS.items()
     if traits.low is not None and not name.endswith("logprobs")
 } | {
-    # Requests take more of these numbers, or fewer, than engines.
+    # Requests take more of these numbers, or fewer, than engines do.
     "max_tokens": {"minimum": 1},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "typical_p": {"exclusiveMinimum": 0, "maximum": 1},
@@ -158,13 +166,13 @@ _VECTOR: Schema = {
 }
 _NEW_ITEMS: Schema = {"maxItems": MAX_NEW_ITEMS, "items": {"anyOf": _ITEMS}}
 _READ: Mapping[str, Schema] = {
-    "refusal": {"description": "Its text is read if the message has neither text nor calls."},
-    "audio": {"description": "Refused where the message has neither text nor calls."},
-    "function_call": {"description": "Refused where the message has neither text nor calls."},
-    "reasoning": {"description": "Its thoughts, if they are text."},
-    "reasoning_content": {"description": "Its thoughts, if they are text."},
+    "refusal": {"description": "Used as text if the message has neither text nor calls."},
+    "audio": {"description": "Refused if the message has neither text nor calls."},
+    "function_call": {"description": "Refused if the message has neither text nor calls."},
+    "reasoning": {"description": "The thoughts of the message, if they are text."},
+    "reasoning_content": {"description": "The thoughts of the message, if they are text."},
 }
-# By component, then by property.
+# Keyed by component, then by property.
 FIELDS: Mapping[str, Mapping[str, Schema]] = {
     "ChatCompletionRequest": _CHAT,
     "Generate": _CHAT | {"prompt": {"anyOf": [*_PROMPT, _NULL]}},
@@ -196,16 +204,16 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     },
     "MessagesTool": {
         # A toolset has none.
-        "name": {"description": "The model knows the tool by it.", "default": ""},
+        "name": {"description": "The name of the tool for the model.", "default": ""},
         **{name: {"description": _OF_LEFT_OUT} for name in OF_PROVIDER_TOOLS},
     },
     "EchoedMessage": _READ,
-    # Always null here; these are the types that OpenAI and Anthropic give them.
+    # Always null here; the types are OpenAI's and Anthropic's.
     "AssistantMessage": {"refusal": _REFUSAL},
     "ChoiceLogprobs": {"refusal": _LIST_OR_NULL},
     "Text": {"citations": _LIST_OR_NULL},
     **{
-        result.__name__: {"content": {"description": "Text, or what the tool gave."}}
+        result.__name__: {"content": {"description": "Text, or the output of the tool."}}
         for result in get_args(ServerResult)
     },
     "Metadata": {"user_id": _LABEL},
@@ -242,10 +250,10 @@ FIELDS: Mapping[str, Mapping[str, Schema]] = {
     },
     "EmbeddingObject": {"embedding": _VECTOR},
     "PoolingObject": {"data": _VECTOR},
-    "ResponseAnswer": {"tool_choice": {"description": "As it was asked for."}},
+    "ResponseAnswer": {"tool_choice": {"description": "The value of the request."}},
 }
 
-# Items that may be sent back with null for what they do not have.
+# Items that may be sent back with null for fields they lack.
 _GIVEN_BACK = frozenset(kind.__name__ for kind in get_args(OtherItem))
 _OF_NUMBERS = {"minimum", "maximum", "exclusiveMinimum"}
 _KEYWORDS_OF = {
@@ -259,8 +267,9 @@ _KEYWORDS = set().union(*_KEYWORDS_OF.values())
 
 
 def refine(name: str, component: Schema) -> Schema:
-    """A component with what its fields take said as exactly as JSON Schema can, and its description
-    without the source's indentation."""
+    """Return a component with its fields' values constrained as exactly as JSON Schema can, and its
+    description without the source's indentation.
+    """
     refined = dict(component)
     if "description" in refined:
         refined["description"] = inspect.cleandoc(refined["description"])
@@ -295,6 +304,6 @@ def _nullable(schema: Schema) -> Schema:
 
 
 def _bounded(schema: Schema, more: Schema) -> Schema:
-    """With those keywords that mean something for a value of the schema's type."""
+    """Return the schema with the keywords that apply to its type."""
     keywords = _KEYWORDS_OF.get(schema.get("type", ""), set())
     return {**schema, **{key: value for key, value in more.items() if key in keywords}}

@@ -1,4 +1,4 @@
-"""What is said of one method of one path, and the shapes that many of them share."""
+"""Description of one method of one path, and shared shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JSON = "application/json"
 
 @dataclass(frozen=True)
 class Query:
-    """A field of a query string."""
+    """Field of a query string."""
 
     name: str
     schema: Schema
@@ -24,7 +24,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Media:
-    """A body that is not one JSON value of a type in ``schemas/``."""
+    """Body other than one JSON value of a type in ``schemas/``."""
 
     type: str
     schema: Schema
@@ -35,11 +35,11 @@ TEXT = Media("text/plain", {"type": "string"})
 
 @dataclass(frozen=True)
 class Operation:
-    """One method of one path.
+    """Description of one method of one path.
 
-    ``answer`` and ``body`` are types of ``schemas/``; ``event`` is what each event of a streamed
-    answer holds. ``own_errors`` are HTTP statuses that nothing else here implies: see ``errors``.
-    ``refused`` is the type of what an error's body holds. ``is_open``: callers are not told apart.
+    ``answer`` and ``body`` are types of ``schemas/``; ``event`` is the type of each event of a
+    streamed answer. ``own_errors`` are HTTP statuses beyond those of ``errors``. ``refused`` is the
+    type of an error's body. ``is_open``: the path needs no key.
     """
 
     method: str
@@ -67,7 +67,7 @@ class Operation:
 
     @property
     def errors(self) -> list[int]:
-        """The HTTP statuses beside 200, ascending."""
+        """Return the HTTP statuses beside 200, ascending."""
         statuses = set(self.own_errors)
         if self.query:
             statuses.add(400)
@@ -83,8 +83,8 @@ class Operation:
 def page(most: int, *more: Query) -> tuple[Query, ...]:
     limit = {"type": "integer", "minimum": 1, "maximum": most}
     return (
-        Query("limit", limit, "At most so many entries."),
-        Query("after", {"type": "string"}, "The id of the last entry of the page before."),
+        Query("limit", limit, "Maximum number of entries."),
+        Query("after", {"type": "string"}, "The id of the last entry of the previous page."),
         *more,
     )
 

@@ -1,4 +1,4 @@
-"""What the gateway serves over HTTP, one entry for each method of each path."""
+"""Operations that the gateway serves over HTTP: one entry for each method of each path."""
 
 from __future__ import annotations
 
@@ -103,7 +103,9 @@ from millrace.schemas.responses.items import (
 )
 from millrace.schemas.sessions import SessionHistory
 
-_PURPOSE = Query("purpose", {"type": "string"}, "Only files for this: batch, batch_output.")
+_PURPOSE = Query(
+    "purpose", {"type": "string"}, "Only files with this purpose: batch, batch_output."
+)
 _MODEL = Query("model", {"type": "string"}, "Only of the workers of this model.")
 _TENANT = Query("tenant", {"type": "string"}, "Another tenant, for administrators.")
 
@@ -114,12 +116,12 @@ _ROWS = Media(JSON, {"type": "array", "items": {"type": "object"}})
 _BYTES = Media("application/octet-stream", {"type": "string", "format": "binary"})
 _FILE = {"file": _BYTES.schema, "purpose": {"enum": ["batch"]}}
 _UPLOAD = Media("multipart/form-data", closed_object(_FILE))
-_models = partial(get, description="With the header anthropic-version in Anthropic's form.")
+_models = partial(get, description="In Anthropic's shape with the header anthropic-version.")
 ADAPTERS = (
     get(
         "/v1/adapters",
         "listAdapters",
-        "All LoRA adapters, for administrators",
+        "List all LoRA adapters, for administrators",
         AdapterList,
     ),
     post(
@@ -134,7 +136,7 @@ ADAPTERS = (
     post(
         "/v1/unload_lora_adapter",
         "unloadLoraAdapter",
-        "Offer a LoRA adapter no more, for administrators; what runs with it goes on",
+        "Withdraw a LoRA adapter, for administrators; running requests continue",
         TEXT,
         body=UnloadLoraAdapterRequest,
         example={"lora_name": "sql"},
@@ -145,13 +147,13 @@ ROLLOUTS = (
     get(
         "/v1/rollouts",
         "listRollouts",
-        "The latest rollout of each model, for administrators",
+        "List the latest rollout of each model, for administrators",
         RolloutList,
     ),
     post(
         "/v1/rollouts",
         "startRollout",
-        "Move the traffic of a model to another version of it, for administrators",
+        "Move the traffic of a model to another version, for administrators",
         RolloutReport,
         body=StartRolloutRequest,
         example={
@@ -166,13 +168,13 @@ ROLLOUTS = (
     get(
         "/v1/rollouts/{model}",
         "getRollout",
-        "The latest rollout of a model, for administrators",
+        "Get the latest rollout of a model, for administrators",
         RolloutReport,
     ),
     post(
         "/v1/rollouts/{model}/rollback",
         "rollBack",
-        "Give the traffic of a model back to the version that had it, for administrators",
+        "Give all traffic of a model back to its previous version, for administrators",
         RolloutReport,
         own_errors=(409,),
     ),
@@ -184,7 +186,7 @@ CONVERSATIONS = (
     post(
         "/v1/conversations",
         "createConversation",
-        "Begin a conversation that answers are added to",
+        "Create a conversation to which answers are added",
         Conversation,
         body=ConversationRequest,
         example={"items": [_HELLO_ITEM], "metadata": {"topic": "mills"}},
@@ -194,7 +196,7 @@ CONVERSATIONS = (
     post(
         _ONE,
         "updateConversation",
-        "Give a conversation other metadata",
+        "Replace the metadata of a conversation",
         Conversation,
         body=ConversationUpdate,
         example={"metadata": {"topic": "rivers"}},
@@ -203,7 +205,7 @@ CONVERSATIONS = (
     get(
         f"{_ONE}/items",
         "listConversationItems",
-        "The items of a conversation, in pages",
+        "List the items of a conversation, in pages",
         ItemList,
         query=page(100, ORDER),
     ),
@@ -218,13 +220,13 @@ CONVERSATIONS = (
     get(
         f"{_ONE}/items/{{item_id}}",
         "getConversationItem",
-        "An item of a conversation",
+        "Get an item of a conversation",
         Item,
     ),
     delete(
         f"{_ONE}/items/{{item_id}}",
         "deleteConversationItem",
-        "Forget an item of a conversation",
+        "Delete an item of a conversation",
         Conversation,
     ),
 )
@@ -235,7 +237,7 @@ CHATS = (
     get(
         "/v1/chats",
         "listChats",
-        "The tenant's chats, the last changed first, in pages",
+        "List the tenant's chats in pages, the last changed first",
         ChatList,
         query=page(MAX_PAGE_CHATS),
     ),
@@ -243,7 +245,7 @@ CHATS = (
     post(
         _CHAT,
         "putChat",
-        "Keep a new chat, or another revision of it",
+        "Store a new chat, or a new revision of it",
         ChatInfo,
         body=ChatUpdate,
         example={"revision": 0, "title": "Mills", "document": {"turns": []}},
@@ -265,10 +267,10 @@ _tokenize = partial(
 
 _rerank = partial(
     generate,
-    summary="The documents that are most like a query, by their embeddings",
+    summary="Rank documents by their similarity to a query",
     answer=RerankList,
     body=RerankRequest,
-    description="A body with texts in place of documents has the form of Text Embeddings "
+    description="A body with texts in place of documents has the shape of Text Embeddings "
     "Inference, and its answer is a list of index and score: see docs/embeddings.md.",
     example={"model": "demo", "query": "Hello!", "documents": ["Good day!", "A mill."]},
 )
@@ -285,7 +287,7 @@ _reset_prefixes = partial(
 
 _score = partial(
     generate,
-    summary="How like one another texts are, by their embeddings",
+    summary="Score the similarity of texts",
     answer=ScoreList,
     body=ScoreRequest,
     example={"model": "demo", "text_1": "Hello!", "text_2": ["Good day!", "A mill."]},
@@ -294,7 +296,7 @@ _score = partial(
 
 _detokenize = partial(
     post,
-    summary="The text of token ids",
+    summary="Decode token ids to text",
     answer=DetokenizeAnswer,
     body=DetokenizeRequest,
     example={"model": "demo", "tokens": [72, 105]},
@@ -307,9 +309,9 @@ def _health(path: str, name: str, method: str = "get") -> Operation:
         method,
         path,
         name,
-        "Whether requests can be accepted",
+        "Tell whether requests can be accepted",
         Health,
-        description="200 while they can, 503 while they cannot; the body is the same.",
+        description="200 while they can, 503 while they cannot, with the same body.",
         is_open=True,
     )
 
@@ -344,8 +346,8 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
             body=ResponsesRequest,
             example={"model": "demo", "input": "Hello!", "max_output_tokens": 32},
             event=ResponseEvent,
-            description="An answer is kept, for a later previous_response_id, unless store is "
-            "false. With background it is told of at once and made whether or not anybody waits.",
+            description="The answer is stored, for a later previous_response_id, unless store is "
+            "false. With background it is returned at once as queued, and made without a client.",
         ),
         generate(
             "/v1/messages",
@@ -362,7 +364,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         post(
             COUNT_TOKENS,
             "countMessageTokens",
-            "How many tokens the prompt of a request would have",
+            "Count the tokens of a request's prompt",
             TokenCount,
             body=MessagesRequest,
             example={"model": "demo", "messages": _HELLO},
@@ -374,19 +376,19 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         get(
             "/v1/responses/{response_id}",
             "getResponse",
-            "An answer that was kept, or is made in the background",
+            "Get a stored answer, or an answer in the background",
             ResponseAnswer,
             query=(
-                Query("stream", _FLAG, "Its events; only of an answer in the background."),
+                Query("stream", _FLAG, "Stream the events of an answer in the background."),
                 Query("starting_after", _CURSOR, "With stream: events after this sequence_number."),
             ),
             event=ResponseEvent,
-            description="With stream=true it is a stream of events, as of createResponse.",
+            description="With stream=true a stream of events, as from createResponse.",
         ),
         post(
             "/v1/responses/input_tokens",
             "countInputTokens",
-            "How many tokens the prompt of a request would have",
+            "Count the tokens of a request's prompt",
             InputTokens,
             body=ResponsesRequest,
             example={"model": "demo", "input": "Hello!"},
@@ -395,7 +397,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         post(
             "/v1/responses/{response_id}/cancel",
             "cancelResponse",
-            "Have an answer in the background end",
+            "Cancel an answer in the background",
             ResponseAnswer,
             own_errors=(400,),
         ),
@@ -405,7 +407,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         get(
             "/v1/responses/{response_id}/input_items",
             "listInputItems",
-            "The items before an answer, in pages",
+            "List the input items of an answer, in pages",
             ItemList,
             query=page(100, ORDER),
         ),
@@ -424,7 +426,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         generate(
             POOLING_ROUTE,
             "createPooling",
-            "Embed or classify texts, as vLLM's servers tell of it",
+            "Embed or classify texts, in vLLM's shape",
             PoolingList,
             body=PoolingRequest,
             example={"model": "demo", "input": ["Hello!", "Good morning."]},
@@ -432,7 +434,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         generate(
             CLASSIFY_ROUTE,
             "classify",
-            "The labels of texts",
+            "Classify texts",
             ClassifyList,
             body=ClassifyRequest,
             example={"model": "sentiment", "input": ["Well done!"]},
@@ -450,14 +452,14 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         post(
             "/v1/files",
             "uploadFile",
-            "Upload the requests of a batch, one in a line",
+            "Upload the requests of a batch, one per line",
             FileObject,
             body=_UPLOAD,
         ),
         get(
             "/v1/files",
             "listFiles",
-            "The caller's files, in pages",
+            "List the caller's files, in pages",
             FileList,
             query=page(10_000, ORDER, _PURPOSE),
         ),
@@ -475,7 +477,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         post(
             "/v1/batches",
             "createBatch",
-            "Have the requests of a file answered within a day",
+            "Create a batch: the requests of a file, answered within a day",
             Batch,
             body=BatchRequest,
             example={
@@ -488,7 +490,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         get(
             "/v1/batches",
             "listBatches",
-            "The caller's batches, in pages",
+            "List the caller's batches, in pages",
             BatchList,
             query=page(100),
         ),
@@ -496,7 +498,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         post(
             "/v1/batches/{batch_id}/cancel",
             "cancelBatch",
-            "Stop a batch; what is done by then is kept",
+            "Cancel a batch; finished answers stay",
             Batch,
             own_errors=(409,),
         ),
@@ -505,7 +507,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         get(
             "/v1/sessions/{session_id}",
             "getSession",
-            "The turns of a conversation that is kept",
+            "Get the turns of a session",
             SessionHistory,
         ),
         delete(
@@ -513,7 +515,9 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         ),
     ),
     "tools": (
-        get("/v1/tools", "listTools", "The tools that the gateway runs itself", ServerToolList),
+        get(
+            "/v1/tools", "listTools", "List the tools that the gateway runs itself", ServerToolList
+        ),
     ),
     "adapters": ADAPTERS,
     "rollouts": ROLLOUTS,
@@ -521,7 +525,7 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         get(
             "/v1/limits",
             "getLimits",
-            "What the caller may use, and what is left of it",
+            "Get the caller's limits and remaining amounts",
             CallerLimits,
             query=(_TENANT,),
         ),
@@ -530,26 +534,26 @@ BY_TAG: dict[str, tuple[Operation, ...]] = {
         *map(_reset_prefixes, RESET_PATHS, ("resetPrefixCache", "flushCache")),
         *map(_health, HEALTH_PATHS, ("getHealth", "getHealthAsVllm", "ping")),
         _health("/ping", "postPing", method="post"),
-        get("/version", "getVersion", "The version that the gateway is of", Version, is_open=True),
+        get("/version", "getVersion", "Get the version of the gateway", Version, is_open=True),
         get(
             "/metrics",
             "getMetrics",
-            "Figures for Prometheus",
+            "Get metrics for Prometheus",
             TEXT,
-            description="Where other machines can ask, for who sends metrics.token or the key of "
-            "an administrator, unless metrics.public is set. In OpenMetrics, with exemplars, for "
-            "an Accept header of application/openmetrics-text; compressed with gzip or zstd for "
-            "an Accept-Encoding header that names one.",
+            description="From other machines, metrics.token or an administrator's key is needed, "
+            "unless metrics.public is set. In OpenMetrics, with exemplars, for an Accept header "
+            "of application/openmetrics-text. Compressed with gzip or zstd for an Accept-Encoding "
+            "header that names one.",
             is_open=True,
         ),
         get(
             "/ops/api/{query}",
             "runQuery",
-            "Rows of a saved query over the records of all requests, for administrators",
+            "Run a saved query over the records of all requests, for administrators",
             _ROWS,
             description="The query's parameters are the fields of the query string. With .csv "
             "after its name, or for an Accept header of text/csv, the rows come as CSV (RFC 4180). "
-            "requests.csv is every request of a range, row by row, up to 100,000 of them. In JSON "
+            "requests.csv has each request of a range as a row, up to 100,000 rows. In JSON "
             "64-bit integers are strings.",
             own_errors=(400,),
         ),

@@ -1,4 +1,4 @@
-"""Writes schemas so that generators of clients in any language can read them.
+"""Schemas in a portable form, which client generators of any language can read.
 
 Generators make a type of each object with properties and of each union, so each of these is a
 component with a name. Enumerations are not components: in Go their values would be constants of one
@@ -23,14 +23,14 @@ _MAX_INT64 = 2**63 - 1
 
 
 class Use(NamedTuple):
-    """Where a schema is: in what clients send, in what they are answered, or in both."""
+    """Use of a schema: in requests, in answers, or in both."""
 
     is_asked: bool
     is_answered: bool
 
 
 class Components:
-    """The named schemas of a document, with names for the objects and unions inside them."""
+    """Named schemas of a document, with names for the objects and unions inside them."""
 
     def __init__(
         self, given: dict[str, Schema], asked: Collection[str], answered: Collection[str]
@@ -122,7 +122,7 @@ class Components:
             tags = [_values(value)[tag][0] for value in resolved]
             mapping = {name: option["$ref"] for name, option in zip(tags, written, strict=True)}
             more["discriminator"] = {"propertyName": tag, "mapping": mapping}
-        # Some clients take tags for mere strings: several objects would fit what they read.
+        # Some clients read tags as plain strings: several objects would fit their input.
         num_objects = sum(value.get("type") == "object" for value in resolved)
         is_one = (num_objects < 2 or not use.is_answered) and all(
             starmap(_exclude_each_other, combinations(resolved, 2))
@@ -230,8 +230,9 @@ def _is_any_object(schema: Schema) -> bool:
 
 
 def _told(options: list[Schema]) -> str:
-    """Return the words for a value that generators cannot type: one of them takes the name of a map
-    for that of a class."""
+    """Return the description of a value that generators cannot type: one of them takes the name of
+    a map for the name of a class.
+    """
     return " Or: ".join(option.get("description", f"{option['type']}.") for option in options)
 
 

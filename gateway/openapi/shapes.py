@@ -1,5 +1,6 @@
-"""Shapes that are written piece by piece elsewhere, for the OpenAPI document; tests hold what is
-written against them."""
+"""Shapes of streamed chunks for the OpenAPI document; the code writes these chunks piece by piece.
+Tests check chunks against these shapes.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +19,27 @@ from millrace.schemas.sessions import SessionInfo
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``name`` comes first, with empty ``arguments``; then more of these."""
+    """Delta of a function call. ``name`` comes first, with empty ``arguments``; later deltas add to
+    ``arguments``.
+    """
 
     arguments: str
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CustomDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``name`` comes first, with an empty ``input``; then more of this."""
+    """Delta of a custom tool's call. ``name`` comes first, with an empty ``input``; later deltas
+    add to ``input``.
+    """
 
     input: str
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``id`` and ``type`` are in the first delta of a call, which is of a ``function`` or of a
-    ``custom`` tool."""
+    """Delta of a tool call. ``id`` and ``type`` are in the first delta of a call, which is of a
+    ``function`` or of a ``custom`` tool.
+    """
 
     index: int
     function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
@@ -43,7 +49,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is added to a message."""
+    """Addition to a message."""
 
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
@@ -51,7 +57,9 @@ class MessageDelta(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``finish_reason`` is null up to the choice's last chunk, which has ``stop_reason``, too."""
+    """Choice of a chat chunk. ``finish_reason`` is null up to the choice's last chunk, which also
+    has ``stop_reason``.
+    """
 
     index: int
     delta: MessageDelta
@@ -62,7 +70,9 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``choices`` is empty in the chunks that carry ``usage``, ``session`` or ``tool_step``."""
+    """Chunk of a chat completion. ``choices`` is empty in the chunks that carry ``usage``,
+    ``session`` or ``tool_step``.
+    """
 
     id: str
     created: int
@@ -76,7 +86,9 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``finish_reason`` is null up to the choice's last chunk, which has ``stop_reason``, too."""
+    """Choice of a completion chunk. ``finish_reason`` is null up to the choice's last chunk, which
+    also has ``stop_reason``.
+    """
 
     index: int
     text: str
@@ -88,7 +100,7 @@ class CompletionChunkChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 
 
 class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``choices`` is empty in the chunk that carries ``usage``."""
+    """Chunk of a text completion. ``choices`` is empty in the chunk that carries ``usage``."""
 
     id: str
     created: int

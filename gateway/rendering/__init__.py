@@ -1,4 +1,4 @@
 """Responses in the shapes of OpenAI's endpoints: chat, text completions, embeddings.
 
-Called by the endpoints and by batches; imports ``request`` and what is below.
+Called by the endpoints and by batches; imports ``request`` and the packages below.
 """

@@ -1,4 +1,4 @@
-"""``POST /v1/chat/completions``."""
+"""Endpoint ``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AFTER_TEXT = b"}" + _NO_LOGPROBS
 
 
 class ChatRenderer(ChunkRenderer):
-    """``chat.completion.chunk`` events and the ``chat.completion`` body."""
+    """Renderer of ``chat.completion.chunk`` events and the ``chat.completion`` body."""
 
     def __init__(self, response: ResponseReader, request: ChatCompletionRequest) -> None:
         super().__init__("chat.completion.chunk", response, request.stream_options)
@@ -154,7 +154,9 @@ class ChatRenderer(ChunkRenderer):
         return MessageToolCall(id=call.id, function=function)
 
     def _reasoning(self, part: ReasoningPart) -> bytes:
-        """Servers of thinking models call it by two names, and clients read one or the other."""
+        """Return the chunk of a reasoning part. It has both field names that servers of thinking
+        models use, since clients read one or the other.
+        """
         text = part.text if self._response.request.include_reasoning else ""
         delta: dict[str, object] = {"reasoning_content": text, "reasoning": text} if text else {}
         if part.logprobs or self._told:
@@ -170,7 +172,7 @@ class ChatRenderer(ChunkRenderer):
         delta: dict[str, object],
         told_of: AnswerText | ReasoningPart | None = None,
     ) -> bytes:
-        """A chunk with what was asked for about the tokens of ``told_of``."""
+        """Return a chunk with the requested token data of ``told_of``."""
         body = b',"delta":' + encode(delta)
         if told_of is None or not told_of.logprobs:
             body += _NO_LOGPROBS

@@ -1,4 +1,4 @@
-"""From numbers as a worker pools them to what a client asked for."""
+"""Conversion of pooled numbers to the requested form of embeddings."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ _BYTES_PER_NUMBER = 4
 
 
 class VectorForm(NamedTuple):
-    """``dimensions`` None keeps all numbers; fewer are scaled to length 1, whatever ``normalize``
-    says. ``as_base64``: the bytes of little-endian float32, in base64, else an array."""
+    """Form of embeddings. ``dimensions`` None keeps all numbers; fewer are scaled to length 1,
+    regardless of ``normalize``. ``as_base64`` selects the bytes of little-endian float32 in base64;
+    otherwise an array.
+    """
 
     dimensions: int | None
     normalize: bool
     as_base64: bool
 
     def encode(self, pooled: bytes) -> msgspec.Raw:
-        """JSON of an embedding that came as little-endian float32."""
+        """Return the JSON of an embedding given in little-endian float32."""
         num_all = len(pooled) // _BYTES_PER_NUMBER
         num_kept = num_all if self.dimensions is None else self.dimensions
         is_cut = num_kept < num_all
@@ -36,15 +38,15 @@ class VectorForm(NamedTuple):
         return self.encode_numbers(_scaled(values) if is_cut or self.normalize else values)
 
     def encode_numbers(self, values: Sequence[float]) -> msgspec.Raw:
-        """JSON of numbers as they are."""
+        """Return the JSON of numbers, unscaled."""
         if self.as_base64:
             return _quoted(struct.pack(f"<{len(values)}f", *values))
-        # Nine digits tell every float32 from every other.
+        # Nine digits distinguish all float32 values.
         return msgspec.Raw(f"[{','.join(f'{value:.9g}' for value in values)}]".encode())
 
 
 def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
-    """How the vectors are given out. Raises ParameterError."""
+    """Return the requested form of the vectors. Raises ParameterError."""
     dimensions, size = asked.dimensions, model.embedding_size
     if dimensions is not None and not 1 <= dimensions <= size:
         raise ParameterError(
@@ -57,7 +59,7 @@ def form_of(asked: EmbeddingRequest, model: ServedModelLike) -> VectorForm:
 
 
 def _scaled(values: tuple[float, ...]) -> tuple[float, ...]:
-    """To length 1; a vector of zeros has no direction and stays one of zeros."""
+    """Scale to length 1; a vector of zeros stays zero."""
     length = math.hypot(*values) or 1.0
     return tuple(value / length for value in values)
 
@@ -67,5 +69,5 @@ def _quoted(values: bytes) -> msgspec.Raw:
 
 
 def numbers_of(pooled: bytes) -> tuple[float, ...]:
-    """From little-endian float32."""
+    """Decode numbers from little-endian float32."""
     return struct.unpack(f"<{len(pooled) // _BYTES_PER_NUMBER}f", pooled)

@@ -1,4 +1,4 @@
-"""``POST /v1/completions``."""
+"""Endpoint ``POST /v1/completions``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _AFTER_TEXT = b',"logprobs":null,"finish_reason":null'
 
 
 class CompletionRenderer(ChunkRenderer):
-    """``text_completion`` events and body. With ``echo`` a choice's text begins with its prompt,
-    which comes with the first sign of the model's work."""
+    """Renderer of ``text_completion`` events and body. With ``echo`` a choice's text begins with
+    its prompt, which is sent with the first output of the model.
+    """
 
     def __init__(self, response: ResponseReader, request: CompletionRequest) -> None:
         super().__init__("text_completion", response, request.stream_options)
@@ -134,7 +135,7 @@ class CompletionRenderer(ChunkRenderer):
         return prompt if isinstance(prompt, str) else self._response.model.tokenizer.decode(prompt)
 
     def _echo(self, index: int) -> tuple[str, CompletionLogprobs | None]:
-        """The prompt of a choice, and its log-probabilities if they were asked for."""
+        """Return the prompt of a choice, and its log-probabilities if requested."""
         response = self._response
         prompt, text = response.prompt_of(index), self._prompt_text(index)
         tokenizer = response.model.tokenizer
@@ -144,7 +145,8 @@ class CompletionRenderer(ChunkRenderer):
         logprobs = response.prompt_logprobs(index)
         if len(logprobs) != len(token_ids):
             return text, None
-        # A tokenizer may have changed the prompt: its tokens end where the prompt does, at most.
+        # A tokenizer may have changed the prompt: its tokens end at the end of the prompt at the
+        # latest.
         offsets = [min(one, len(text)) for one in TextOffsets(tokenizer).push_all(token_ids)]
         return text, completion_logprobs(tokenizer, token_ids, logprobs, offsets)
 
@@ -180,8 +182,9 @@ class CompletionRenderer(ChunkRenderer):
         return completion_logprobs(tokenizer, token_ids, logprobs, offsets.push_all(token_ids))
 
     def _offsets_from(self, index: int, first_index: int) -> TextOffsets:
-        """Make the offsets of a choice. They begin after the echoed prompt and after the
-        tokens that an earlier connection sent."""
+        """Return the offsets of a choice. They begin after the echoed prompt and after the tokens
+        that an earlier connection sent.
+        """
         response = self._response
         sampling = response.request.sampling
         offsets = TextOffsets(

@@ -1,4 +1,4 @@
-"""What clients are told of tokens: ids, log-probabilities, and where their texts begin."""
+"""Token details in answers: ids, log-probabilities, and text offsets."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from millrace.schemas.openai import (
     TopLogprob,
 )
 
-# Enough of a prompt to know how the next word begins.
+# Enough of a prompt to determine how the next word begins.
 _PROMPT_TAIL_CHARACTERS = 8
 
 
 class ToldTokens:
-    """Those of one answer, as its parts come."""
+    """Token ids of one answer, collected as its parts come."""
 
     def __init__(self, response: ResponseReader) -> None:
         self._response = response
         self._token_ids: list[list[int]] = [[] for _ in response.choices]
 
     def add(self, part: Part) -> None:
-        """Right after the part was read."""
+        """Add the tokens of a part; call it right after the part was read."""
         if isinstance(part, AnswerText | ReasoningPart):
             self._token_ids[part.choice] += self._ids(part)
 
     def of_part(self, part: AnswerText | ReasoningPart) -> TokenIds:
-        """Those that a part tells of, right after it was read."""
+        """Return the token ids of a part; call it right after the part was read."""
         return _known(self._ids(part))
 
     def of_choice(self, choice: int) -> TokenIds:
-        """All that were added."""
+        """Return all added token ids of a choice."""
         return _known(self._token_ids[choice])
 
     def _ids(self, part: AnswerText | ReasoningPart) -> tuple[int, ...]:
@@ -51,16 +51,16 @@ class ToldTokens:
 
 
 def _known(token_ids: Iterable[int]) -> TokenIds:
-    """None for those of a result that was too large to be kept with its ids."""
+    """Return the ids; None for a result that was too large to be stored with its ids."""
     ids = tuple(token_ids)
     return None if UNKNOWN_TOKEN_ID in ids else ids
 
 
 class TextOffsets:
-    """Counts the characters of a text, token by token, from ``start`` on.
+    """Offsets of tokens in a text, in characters from ``start`` on.
 
-    All tokens of one character begin where the character does. Tokens without text (special tokens
-    and tokens in ``silent``) begin where the next text does.
+    All tokens of one character begin at the character. Tokens without text (special tokens and
+    tokens in ``silent``) begin at the next text.
     """
 
     def __init__(
@@ -83,24 +83,26 @@ class TextOffsets:
         self._length = start
 
     def push(self, token_id: int) -> int:
-        """Return where the token begins, in characters."""
+        """Return the offset of the token, in characters."""
         detokenizer = self._detokenizer
         if token_id in self._silent:
             return self._length
         if detokenizer.is_within_character and not _continues(self._tokenizer, token_id):
-            # Bytes that no later one completes show before this token.
+            # Bytes that no later token completes appear before this token.
             self._length += len(detokenizer.flush())
         offset = self._length
         self._length += len(detokenizer.push(token_id))
         return offset
 
     def push_all(self, token_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return where each token begins."""
+        """Return the offset of each token."""
         return tuple(map(self.push, token_ids))
 
 
 def _continues(tokenizer: TokenizerLike, token_id: int) -> bool:
-    """Whether a token may go on with a character; one without bytes leaves it as it is."""
+    """Return whether a token may continue a character. A token without bytes leaves the character
+    unchanged.
+    """
     raw = tokenizer.token_bytes(token_id)
     return not raw or token_id in tokenizer.special_token_ids or 0x80 <= raw[0] < 0xC0
 
@@ -108,14 +110,15 @@ def _continues(tokenizer: TokenizerLike, token_id: int) -> bool:
 def logprob_infos(
     tokenizer: TokenizerLike, logprobs: Sequence[TokenLogprob]
 ) -> tuple[LogprobInfo, ...]:
-    """One entry for each token."""
+    """Return one entry for each token."""
     return tuple(_info(tokenizer, one) for one in logprobs)
 
 
 def token_text(tokenizer: TokenizerLike, token_id: int) -> str:
-    """Return the text of a token. A token that is not whole characters shows as OpenAI's servers
-    write it: ``bytes:`` and its bytes with escapes, such as ``bytes:\\xf0\\x9f``, so that tokens of
-    different bytes have different texts."""
+    """Return the text of a token. A token of incomplete characters becomes ``bytes:`` and its bytes
+    with escapes, such as ``bytes:\xf0\x9f``, as on OpenAI's servers, so that tokens of different
+    bytes have different texts.
+    """
     raw = tokenizer.token_bytes(token_id)
     try:
         return raw.decode()
@@ -125,7 +128,8 @@ def token_text(tokenizer: TokenizerLike, token_id: int) -> str:
 
 def _alternatives(one: TokenLogprob) -> tuple[tuple[int, float], ...]:
     """Return the likeliest tokens, and last the chosen token if it is not among them: a grammar, a
-    bias or chance may have chosen it. Empty if no alternatives were asked for."""
+    bias or sampling may have chosen it. Empty if no alternatives were requested.
+    """
     if not one.top or any(token_id == one.token_id for token_id, _ in one.top):
         return one.top
     return (*one.top, (one.token_id, one.logprob))
@@ -153,8 +157,9 @@ def completion_logprobs(
     logprobs: Sequence[TokenLogprob | None],
     offsets: Sequence[int],
 ) -> CompletionLogprobs:
-    """The four lists of ``/v1/completions``. An entry is None for a token that nothing goes before;
-    ``offsets`` are where the tokens begin in the choice's text, in characters."""
+    """Return the four lists of ``/v1/completions``. An entry is None for a token without a
+    predecessor; ``offsets`` are the tokens' offsets in the choice's text, in characters.
+    """
     return CompletionLogprobs(
         tokens=tuple(token_text(tokenizer, token_id) for token_id in token_ids),
         token_logprobs=tuple(None if one is None else one.logprob for one in logprobs),
@@ -164,7 +169,7 @@ def completion_logprobs(
 
 
 def prompt_tokens(response: ResponseReader, choice: int) -> PromptTokens | msgspec.UnsetType:
-    """Those of the choice's prompt, if the request asked for them."""
+    """Return the log-probabilities of the choice's prompt tokens, if the request asked for them."""
     if not response.request.tells_prompt_logprobs:
         return msgspec.UNSET
     tokenizer = response.model.tokenizer
@@ -189,8 +194,9 @@ def _by_id(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[int, PromptToken
 
 
 def _top(tokenizer: TokenizerLike, one: TokenLogprob) -> dict[str, float]:
-    """Return log-probabilities of the alternatives and of the chosen token by their texts. The
-    chosen token is always among them. Of two tokens with one text, the likelier counts."""
+    """Return the log-probabilities of the alternatives and of the chosen token by their texts. The
+    chosen token is always among them. Of two tokens with one text, the likelier counts.
+    """
     found: dict[str, float] = {}
     for token_id, logprob in _alternatives(one) or ((one.token_id, one.logprob),):
         text = token_text(tokenizer, token_id)

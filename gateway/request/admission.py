@@ -1,4 +1,6 @@
-"""What is checked and reserved before jobs are queued, and given back when they have ended."""
+"""Admission of jobs: checks and reservations before they are queued, released when they have
+ended.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from millrace.schemas.errors import BusUnavailableError, MillraceError, Paramete
 from millrace.schemas.frames import Usage
 from millrace.schemas.jobs import Job, Tier
 
-# A longer body costs enough to be counted before it is read as a request.
+# A longer body costs enough to be counted before it is parsed.
 LONG_BODY_BYTES = 64 * 1024
 
 _LAPSES_AFTER_S = 120.0
@@ -36,15 +38,15 @@ _URGENCY = {Tier.BATCH: 0, Tier.FREE: 1, Tier.PRO: 2, Tier.ENTERPRISE: 3}
 
 
 class Admission:
-    """A queue that takes jobs, and room for them within their caller's limits.
+    """Admission of requests by the queue and by their caller's limits.
 
-    What is reserved is given back once: by ``settle`` when its jobs have ended, or by ``release``
-    if they were not queued. Gateways that go on with one another's responses reserve under the same
-    id, which takes nothing more. While ``draining`` no new request is accepted.
+    Each reservation is released once: by ``settle`` when its jobs have ended, or by ``release`` if
+    they were not queued. Gateways that continue each other's responses reserve under the same id,
+    which reserves nothing more. While ``draining`` no new request is accepted.
 
-    A request that is refused for what it says counts as a request of its caller's (``entry``). A
-    long body takes its entry before it is read, so that a caller over the limit costs no work. The
-    entry is given back when the jobs take what they need, so the request counts once.
+    A refused request still counts as a request of its caller (``entry``). A long body takes its
+    entry before it is read, so that a caller over the limit costs no work. The entry is released
+    when the jobs reserve, so the request counts once.
     """
 
     def __init__(
@@ -66,13 +68,13 @@ class Admission:
         self._request_timeout_s = request_timeout_s
 
     def check_open(self) -> None:
-        """Raises DrainingError, or what ``StoreWatch.check`` does while a store has no room."""
+        """Raise DrainingError, or the error of ``StoreWatch.check`` while a store has no room."""
         if self.draining:
             raise DrainingError
         self._stores.check()
 
     def check_queue(self, model: str) -> None:
-        """Raises QueueFullError or BusUnavailableError if a job would only be refused."""
+        """Raise QueueFullError or BusUnavailableError if the queue would refuse a job."""
         self._fleet.check_queue(model)
         if not self._bus.connected:
             raise BusUnavailableError("The message bus is unreachable. Try again in a moment.")
@@ -85,9 +87,12 @@ class Admission:
         jobs: Sequence[Job],
         deadline_s: float | None = None,
     ) -> Headers:
-        """Reserve the most that the jobs may need of the caller's limits; the headers say what is
-        left. Reserving again is the same as once. A later round of tools is no request of its own.
-        Raises what ``Limiter.reserve`` does."""
+        """Reserve the maximum that the jobs may need of the caller's limits; return headers with
+        the remaining amounts. Repeated calls reserve once. A later round of tools is not a request
+        of its own.
+
+        Raises the errors of ``Limiter.reserve``.
+        """
         num_prompt = sum(job.num_paid_prompt_tokens for job in jobs)
         num_completion = sum(job.max_completion_tokens for job in jobs)
         await self._give_back(reservation_id)
@@ -106,14 +111,15 @@ class Admission:
         return rate_headers(granted.accounts, granted.usages)
 
     def release(self, reservation_id: str) -> None:
-        """Nothing was served. Returns at once."""
+        """Release a reservation of which nothing was served. Returns at once."""
         self._limiter.settle_soon(reservation_id, None, None)
 
     def settle(
         self, reservation_id: str, model: ServedModelLike, usages: Sequence[Usage | None]
     ) -> None:
-        """The jobs of a reservation have ended; None for one that nothing was computed for. Returns
-        at once."""
+        """Settle a reservation whose jobs have ended, by their usages; None for a job without any
+        computation. Returns at once.
+        """
         known = [usage for usage in usages if usage is not None]
         if not known:
             self.release(reservation_id)
@@ -125,11 +131,11 @@ class Admission:
         price = sum(costs, _NOTHING)
         self._limiter.settle_soon(reservation_id, total_usage(known), price, model.prices.currency)
 
-    # --- requests that come to nothing ---
+    # --- refused requests ---
 
     @asynccontextmanager
     async def refusals_count(self, caller: Caller, request_id: str) -> AsyncIterator[None]:
-        """What is refused within counts as a request."""
+        """Count requests that are refused within this context."""
         try:
             yield
         except MillraceError as error:
@@ -145,7 +151,7 @@ class Admission:
 
     @asynccontextmanager
     async def counts(self, caller: Caller, request_id: str, num_bytes: int) -> AsyncIterator[None]:
-        """What is done within counts as a request, however it ends."""
+        """Count the work within this context as a request, however it ends."""
         self._prompts.check_room(caller.tenant, num_bytes)
         await self._take_entry(caller, request_id)
         self._entries.discard(request_id)
@@ -155,15 +161,18 @@ class Admission:
             self._limiter.settle_soon(_entry_id(request_id), _NO_TOKENS, _NOTHING)
 
     async def admit_body(self, caller: Caller, request_id: str, num_bytes: int) -> None:
-        """Let a body be read as a request. Raises TooManyLongPromptsError, or what
-        ``Limiter.reserve`` does, for a long one that is not to be read now."""
+        """Admit a body for parsing. Raises TooManyLongPromptsError, or the errors of
+        ``Limiter.reserve``, for a long body.
+        """
         if num_bytes <= LONG_BODY_BYTES:
             return
         self._prompts.check_room(caller.tenant, num_bytes)
         await self._take_entry(caller, request_id)
 
     async def _give_back(self, request_id: str) -> None:
-        """Something else counts this request, or it is nobody's fault that it came to nothing."""
+        """Release the entry of a request that is counted otherwise, or that failed through no fault
+        of its caller.
+        """
         if request_id in self._entries:
             self._entries.discard(request_id)
             await self._limiter.settle(_entry_id(request_id), None, None)
@@ -177,7 +186,9 @@ class Admission:
 
 
 def tier_of(request: GenerationRequest, caller: Caller) -> Tier:
-    """The tier of a request: the caller's own, or a less urgent one that it names."""
+    """Return the tier of a request: the caller's own, or a less urgent tier that the request
+    names.
+    """
     if request.tier is None:
         return caller.tier
     if _URGENCY[request.tier] > _URGENCY[caller.tier]:
@@ -189,17 +200,20 @@ def tier_of(request: GenerationRequest, caller: Caller) -> Tier:
 
 
 def _longest_tokens(job: Job) -> int:
-    """Of the prompt and one completion; an embedding has none."""
+    """Return the maximum number of tokens of the prompt and one completion; an embedding has no
+    completion.
+    """
     num_completion = 0 if job.pooling is not None else job.sampling.max_tokens or 0
     return len(job.prompt_token_ids or ()) + num_completion
 
 
 def _entry_id(request_id: str) -> str:
-    """The id of the entry, which is a reservation beside the request's own."""
+    """Return the id of the entry, which is a reservation beside the request's own."""
     return f"{request_id}.entry"
 
 
 def _is_of_the_request(error: MillraceError) -> bool:
-    """Whether it is refused for what it says; a limit's own refusal takes nothing more, and what
-    is broken or unreachable here is not the caller's fault."""
+    """Return whether the error is the request's fault. A limit's refusal is already counted, and
+    errors of this server are not the caller's fault.
+    """
     return error.http_status < 500 and not error.retryable and not isinstance(error, RateLimitError)

@@ -1,4 +1,4 @@
-"""From a request for embeddings, labels or scores to its jobs, one for each input."""
+"""Jobs of a request for embeddings, labels or scores: one for each input."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PAIR_FIELD = "text_pair"
 
 
 class Overflow(Enum):
-    """How an input that is longer than the model's context window is treated."""
+    """Treatment of an input that is longer than the model's context window."""
 
     REFUSED = auto()
     CUT = auto()  # at its end, as its client asks
@@ -31,8 +31,9 @@ class Overflow(Enum):
 
 
 def truncation(truncate: Truncate | None, num_kept: int | None) -> tuple[Overflow, int | None]:
-    """Return how longer inputs are treated, and ``truncate_prompt_tokens`` for their jobs. Raises
-    ParameterError if two fields contradict each other."""
+    """Return the treatment of long inputs, and ``truncate_prompt_tokens`` for their jobs. Raises
+    ParameterError if two fields contradict each other.
+    """
     if truncate in (None, False, "NONE"):
         return Overflow.REFUSED, num_kept
     if num_kept is not None:
@@ -43,7 +44,7 @@ def truncation(truncate: Truncate | None, num_kept: int | None) -> tuple[Overflo
 
 
 def first_tokens(tokenizer: TokenizerLike, text: str, num_tokens: int) -> str:
-    """The beginning of ``text`` that has at most ``num_tokens`` tokens."""
+    """Return the beginning of ``text`` with at most ``num_tokens`` tokens."""
     token_ids = tokenizer.encode(text, False)
     if len(token_ids) <= num_tokens:
         return text
@@ -56,14 +57,15 @@ def first_tokens(tokenizer: TokenizerLike, text: str, num_tokens: int) -> str:
     def length(end: int) -> int:
         return len(tokenizer.encode(text[:end], False))
 
-    # Others change the text, so that their tokens do not say where it ends.
+    # Others change the text, so that their tokens do not tell where it ends.
     return text[: bisect_right(range(len(text)), num_tokens, key=length) - 1]
 
 
 class Input(NamedTuple):
-    """A text, or token ids, in the field ``where`` of the request. The model reads ``pair``,
-    another text, together with it. If ``max_tokens`` is given, it reads at most this many tokens of
-    the text, from the beginning."""
+    """Text, or token ids, in the field ``where`` of the request. The model reads ``pair``, another
+    text, together with it. ``max_tokens``, if given, limits the tokens that it reads from the
+    beginning of the text.
+    """
 
     given: str | tuple[int, ...]
     where: str
@@ -73,7 +75,7 @@ class Input(NamedTuple):
 
 
 def inputs_of(given: str | Sequence[str | int | tuple[int, ...]]) -> list[Input]:
-    """The texts and token ids of a field ``input``. Raises ParameterError."""
+    """Return the texts and token ids of a field ``input``. Raises ParameterError."""
     if isinstance(given, str):
         return [Input(given, "input")]
     kinds = set(map(type, given))
@@ -87,14 +89,15 @@ def inputs_of(given: str | Sequence[str | int | tuple[int, ...]]) -> list[Input]
 
 
 def truncated_inputs(asked: EmbeddingRequest) -> tuple[list[Input], int | None]:
-    """The inputs of a request, and ``truncate_prompt_tokens`` of their jobs. Raises
-    ParameterError."""
+    """Return the inputs of a request, and ``truncate_prompt_tokens`` of their jobs. Raises
+    ParameterError.
+    """
     overflow, num_kept = truncation(asked.truncate, asked.truncate_prompt_tokens)
     return [one._replace(overflow=overflow) for one in inputs_of(asked.input)], num_kept
 
 
 def inputs_in(param: str, given: Sequence[str | tuple[int, ...]]) -> list[Input]:
-    """Those of a field that is a list. Raises ParameterError."""
+    """Return the inputs of a field that is a list. Raises ParameterError."""
     if not given:
         raise ParameterError(param, f"{param} must not be empty")
     if len(given) > MAX_INPUTS:
@@ -105,15 +108,17 @@ def inputs_in(param: str, given: Sequence[str | tuple[int, ...]]) -> list[Input]
 async def jobs_of(
     base: Job, inputs: Sequence[Input], model: ServedModelLike, prompts: PromptPool
 ) -> list[Job]:
-    """Make a job like ``base`` for each input: of several, each is a part of the request. Notices
-    name the inputs that are cut without the client having asked for it. Raises MillraceError, which
-    names the input at fault."""
+    """Make a job like ``base`` for each input. Of several jobs, each is a part of the request.
+    Notices name the inputs that are cut although the client did not ask for it.
+
+    Raises MillraceError that names the invalid input.
+    """
 
     if len(inputs) > 1 and base.part is None:
         base = msgspec.structs.replace(base, part=RequestPart(request_id=base.request_id))
 
     def prepare_all() -> list[Job]:
-        # Nothing is drawn for an embedding, so any seed will do.
+        # Embeddings need no sampling, so any seed will do.
         seeds = random.Random(base.request_id)
         return [
             _prepare(base, index, one, model=model, seeds=seeds) for index, one in enumerate(inputs)
@@ -124,8 +129,9 @@ async def jobs_of(
 
 
 def embedding_pooling(given: EmbeddingPooling | None, model: ServedModelLike) -> Pooling:
-    """How embeddings are made; by the model if it was not ``given``. Raises ParameterError for a
-    model that makes none."""
+    """Return the pooling of embeddings, by default the model's. Raises ParameterError for a model
+    without embeddings.
+    """
     if model.classifier is not None:
         raise ParameterError(
             "model",
@@ -140,14 +146,14 @@ def embedding_pooling(given: EmbeddingPooling | None, model: ServedModelLike) ->
 
 
 def classifier_of(model: ServedModelLike) -> ClassifierHead:
-    """Raises ParameterError for a model that makes no labels."""
+    """Return the classifier of a model. Raises ParameterError for a model without labels."""
     if model.classifier is None:
         raise ParameterError("model", "This model has no classification head: it makes no labels.")
     return model.classifier
 
 
 def user_of(given: str | None) -> str:
-    """Raises ParameterError for a name that is too long."""
+    """Return the user. Raises ParameterError for a name that is too long."""
     user = given or ""
     if len(user) > MAX_LABEL_CHARACTERS:
         raise ParameterError("user", f"user must have at most {MAX_LABEL_CHARACTERS} characters")

@@ -1,4 +1,4 @@
-"""One line in the gateway's log for each request that it refused, and for each that failed."""
+"""Log of refused and failed requests: one line for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIRST_SERVER_ERROR = 500
 
 
 class _Kind(NamedTuple):
-    """Failures that share a bound. Nothing of it is what a client wrote."""
+    """Failures that share a bound on log lines. It contains no text of clients."""
 
     what: str
     tenant: str
@@ -44,11 +44,12 @@ _OTHERS = _Kind("others", "", "others", 0, "")
 
 
 class FailureLog:
-    """Of one kind (tenant, path, status and code) ``LINES_OF_A_KIND`` lines are written in each
-    interval of ``INTERVAL_S``, and one more at its end that says how many were left out. Beyond
-    ``MAX_KINDS`` kinds in an interval the rest are left out as one kind.
+    """Rate-limited log of failures. Each kind (tenant, path, status and code) has
+    ``LINES_OF_A_KIND`` lines per interval of ``INTERVAL_S``, and one more at its end with the
+    number of omitted lines. Beyond ``MAX_KINDS`` kinds in an interval, all others share one
+    omission count.
 
-    A status of 500 or more is a warning. Owns its task: ``start`` makes it.
+    A status of 500 or more is a warning. Owns its task: ``start`` starts it.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -64,21 +65,21 @@ class FailureLog:
         self.flush()
 
     def refused(self, path: str, refusal: Refusal, tenant: str, request_id: str) -> None:
-        """Tell of a request that was never accepted."""
+        """Log a request that was never accepted."""
         self._note(_Kind(_REFUSED, tenant, path, refusal.status, refusal.code), request_id)
 
     def failed(self, path: str, refusal: Refusal, tenant: str, request_id: str) -> None:
-        """Tell of an accepted request that did not end well."""
+        """Log an accepted request that did not end well."""
         self._note(_Kind(_FAILED, tenant, path, refusal.status, refusal.code), request_id)
 
     def flush(self) -> None:
-        """End the interval: say how many lines were left out."""
+        """End the interval: log the number of omitted lines."""
         counts, self._counts = self._counts, Counter()
         for kind, count in counts.items():
             num_written = 0 if kind is _OTHERS else LINES_OF_A_KIND
             if count > num_written:
                 kind.write(
-                    "requests were refused or failed, and are not in the log one by one",
+                    "more requests were refused or failed than are in the log",
                     num_left_out=count - num_written,
                 )
 

@@ -1,4 +1,4 @@
-"""What any gateway has to know of a request to go on with its answer, in Redis."""
+"""Index of requests in Redis: the state that another gateway needs to continue an answer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from millrace.schemas.sessions import SessionInfo
 
 _STATE_TTL_S = 2 * 3600
 
-# KEYS: the claim's. ARGV: digest of the request, request id, TTL in s. Returns the digest and the
-# request id that have the key now.
+# KEYS: the claim. ARGV: digest of the request, request id, TTL in s. Returns the digest and the
+# request id that hold the key now.
 _CLAIM = Script(
     """
 local known = redis.call('HMGET', KEYS[1], 'digest', 'request_id')
@@ -30,7 +30,7 @@ return {ARGV[1], ARGV[2]}
 """
 )
 
-# KEYS: the claim's. ARGV: the request id that gives it up.
+# KEYS: the claim. ARGV: the request id that gives it up.
 _RELEASE = Script(
     """
 if redis.call('HGET', KEYS[1], 'request_id') ~= ARGV[1] then return 0 end
@@ -39,17 +39,17 @@ return redis.call('DEL', KEYS[1])
 )
 
 
-# Of each prompt of a request.
+# One entry per prompt of a request.
 PromptTokenIds = tuple[tuple[int, ...], ...]
 
 
 class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request that was accepted. ``origin`` is the gateway that its frames are sent to,
-    ``holder`` the one whose client gets them now. ``request`` is without the prompt unless a later
+    """State of an accepted request. Its frames are sent to the gateway ``origin``; the gateway
+    ``holder`` has the client that receives them now. ``request`` lacks the prompt unless a later
     round needs it. ``traceparent`` is the request's place in its trace, empty without one.
-    ``key_id`` is the API key that asked, ``asked`` is how. ``reasoning`` is how its completions
-    begin with thoughts, ``prompt_token_ids`` are of each prompt if they are to be told.
-    ``was_counted``: a former gateway recorded the end of the request.
+    ``key_id`` is the caller's API key; ``asked`` describes the call. ``reasoning`` tells how its
+    completions begin with thoughts. ``prompt_token_ids`` has the ids of each prompt if the request
+    asked for them. ``was_counted``: a former gateway recorded the end of the request.
     """
 
     request_id: str
@@ -73,7 +73,7 @@ class RequestState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class IdempotencyConflictError(MillraceError, code="idempotency_conflict", http_status=409):
-    """The key came before with another request."""
+    """Idempotency key that was used with a different request."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -87,14 +87,14 @@ _step_decoder = msgspec.msgpack.Decoder(ToolResult)
 
 
 class RequestIndex:
-    """Reads and writes over one link. With ``link`` None nothing can be known or claimed."""
+    """Index over one Redis link. With ``link`` None nothing can be stored or claimed."""
 
     def __init__(self, link: RedisLink | None, idempotency_ttl_s: float) -> None:
         self._link = link
         self._idempotency_ttl_s = round(idempotency_ttl_s)
 
     async def put(self, state: RequestState) -> None:
-        """Store it, unless Redis is unreachable: the request lives on its gateway."""
+        """Store a state, unless Redis is unreachable: then only this gateway knows the request."""
         ttl_s = self._idempotency_ttl_s if state.keep_result else _STATE_TTL_S
         key = redis_keys.request_key(state.request_id)
         try:
@@ -103,14 +103,14 @@ class RequestIndex:
             return
 
     async def get(self, request_id: str) -> RequestState | None:
-        """None for a request that is not known. Raises RedisUnreachableError."""
+        """Return the state of a request; None if it is unknown. Raises RedisUnreachableError."""
         if self._link is None:
             return None
         stored = await self._link.call("GET", redis_keys.request_key(request_id))
         return None if stored is None else _decoder.decode(stored)
 
     async def put_step(self, request_id: str, call_id: str, result: ToolResult) -> None:
-        """Remember what a tool gave, so that nobody has to run it again."""
+        """Store a tool's result, so that no gateway has to run the tool again."""
         key = redis_keys.request_steps_key(request_id)
         try:
             link = reachable(self._link)
@@ -120,7 +120,7 @@ class RequestIndex:
             return
 
     async def get_step(self, request_id: str, call_id: str) -> ToolResult | None:
-        """What a tool gave, if it ran and that was stored."""
+        """Return the stored result of a tool; None if there is none."""
         try:
             key = redis_keys.request_steps_key(request_id)
             stored = await reachable(self._link).call("HGET", key, call_id)
@@ -129,9 +129,11 @@ class RequestIndex:
         return None if stored is None else _step_decoder.decode(stored)
 
     async def claim(self, tenant: str, key: str, digest: str, request_id: str) -> str:
-        """The request id that has the key: ``request_id``, or that of an earlier, equal request.
+        """Claim a key. Return the request id that holds it: ``request_id``, or the id of an
+        earlier, equal request.
 
-        Raises IdempotencyConflictError if the earlier one was different, and RedisUnreachableError.
+        Raises IdempotencyConflictError if the earlier request was different, and
+        RedisUnreachableError.
         """
         claim_key = redis_keys.idempotency_key(tenant, key)
         known: list[bytes] = await reachable(self._link).evaluate(
@@ -142,7 +144,7 @@ class RequestIndex:
         return known[1].decode()
 
     async def release(self, tenant: str, key: str, request_id: str) -> None:
-        """Let the key be used again: its request was not answered, and may be tried again."""
+        """Release the key: its request was not answered and may be tried again."""
         try:
             claim_key = redis_keys.idempotency_key(tenant, key)
             await reachable(self._link).evaluate(_RELEASE, [claim_key], [request_id])
@@ -151,7 +153,7 @@ class RequestIndex:
 
 
 def digest_of(*parts: bytes) -> str:
-    """What tells requests apart under one key."""
+    """Return a digest that distinguishes requests with one key."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))

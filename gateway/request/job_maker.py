@@ -1,4 +1,4 @@
-"""The one place where requests become jobs, ready for a worker."""
+"""Conversion of requests to jobs, ready for a worker."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ from millrace.schemas.tools import ToolDefinition, ToolMode
 
 
 def job_id(request_id: str, choice: int, round_: int) -> str:
-    """The id of the job of one round of one choice; the first round of the first has the request's
-    own."""
+    """Return the id of the job of one round of one choice. The first round of the first choice has
+    the request's own id.
+    """
     return request_id + (f".{choice}" if choice else "") + (f"-r{round_}" if round_ else "")
 
 
 def part_of(request: GenerationRequest, request_id: str, number: int) -> RequestPart | None:
-    """Which generation of the request the first round of its job of this number is; None if it can
-    have no other. The choices of one prompt share it."""
+    """Return which generation of the request the first round of its job of this number is; None for
+    a request with a single generation. The choices of one prompt share the prompt.
+    """
     num_choices = request.jobs_per_prompt
     if num_choices == 1 and not request.other_prompts and not request.server_tools:
         return None
@@ -47,7 +49,7 @@ def part_of(request: GenerationRequest, request_id: str, number: int) -> Request
 
 
 def next_round(job: Job, number: int) -> Job:
-    """The job of a later round of the same choice, which pays for its own prompt."""
+    """Return the job of a later round of the same choice, which pays for its own prompt."""
     part = job.part
     assert part is not None, "a request with tools of the gateway's may have several rounds"
     part = replace(part, round=number, shares_prompt=False)
@@ -55,8 +57,9 @@ def next_round(job: Job, number: int) -> Job:
 
 
 def job_of(state: RequestState, number: int, *, keep_transcript: bool) -> Job:
-    """The job of this number, in its first round, of an accepted request. It has no prompt, and its
-    frames go to ``state.origin``."""
+    """Return the job of this number, in its first round, of an accepted request. It has no prompt,
+    and its frames go to ``state.origin``.
+    """
     request = state.request
     return Job(
         request_id=job_id(state.request_id, number, 0),
@@ -95,8 +98,9 @@ def bare_job(
     deadline_ns: int,
     api: Api,
 ) -> Job:
-    """A job over HTTP without its prompt: of a batch, of an input to embed, or of the gateway's
-    own."""
+    """Return a job over HTTP without its prompt: of a batch, of an input to embed, or of the
+    gateway's own.
+    """
     return Job(
         request_id=request_id,
         model=model,
@@ -113,8 +117,10 @@ def bare_job(
 
 
 class JobMaker:
-    """Tokenises, within the windows of model and caller. Raises MillraceError for what cannot be
-    honoured, which includes chat templates of requests unless ``trusts_templates``."""
+    """Maker of jobs: tokenises prompts within the windows of model and caller. Raises MillraceError
+    for requests that cannot be honoured, including chat templates of requests unless
+    ``trusts_templates``.
+    """
 
     def __init__(
         self,
@@ -132,9 +138,10 @@ class JobMaker:
     async def jobs(
         self, base: Job, request: GenerationRequest, model: ServedModelLike, caller: Caller
     ) -> list[Job]:
-        """One for each choice of each prompt, ready for a worker; for all that a beam search finds
-        there is one. Choices differ in their seeds only; ``base`` says everything that is not in
-        the ask, and the request's id."""
+        """Return a job for each choice of each prompt, ready for a worker; a beam search has one
+        job for all its answers. Choices differ in their seeds only. ``base`` has the request's id
+        and all fields that are not in the request.
+        """
         jobs: list[Job] = []
         for place_in_ask, job in enumerate(_with_each_prompt(base, request)):
             try:
@@ -166,8 +173,9 @@ class JobMaker:
     async def prepare(
         self, job: Job, request: GenerationRequest, model: ServedModelLike, caller: Caller
     ) -> Job:
-        """The job with token ids, within the windows of model and caller; its notices name the
-        constraints that its calls are not held to."""
+        """Return the job with token ids, within the windows of model and caller. Its notices name
+        the constraints that its calls are not held to.
+        """
         check_template(request.chat_template, is_trusted=self._trusts_templates)
         tools = self._tools_of(request)
         job = with_tools(job, request, model, tools)
@@ -193,8 +201,9 @@ class JobMaker:
         model: ServedModelLike,
         caller: Caller,
     ) -> None:
-        """Raises TierContextError, which says which part of the prompt is how long, for a job that
-        does not fit the caller's context."""
+        """Raise TierContextError for a job that does not fit the caller's context; the error has
+        the length of each part of the prompt.
+        """
         size, wanted = caller.context_tokens, request.sampling.max_tokens
         num_prompt_tokens = len(prepared.prompt_token_ids or ())
         if size is None or num_prompt_tokens + (wanted or 1) <= size:
@@ -227,7 +236,9 @@ class JobMaker:
 
 
 def prompt_token_ids(jobs: Sequence[Job], request: GenerationRequest) -> PromptTokenIds:
-    """Of each prompt of the request that ``jobs`` are of, if they are to be told."""
+    """Return the token ids of each prompt of the request of ``jobs``, if the request asked for
+    them.
+    """
     if not request.tells_token_ids:
         return ()
     return tuple(job.prompt_token_ids or () for job in jobs[:: request.jobs_per_prompt])
@@ -242,8 +253,9 @@ def _with_each_prompt(base: Job, request: GenerationRequest) -> list[Job]:
 
 
 def _within_context(job: Job, wanted: int | None, context_tokens: int) -> Job:
-    """The job with a completion of no stated length cut to the caller's context. One that does not
-    fit is refused when it is reserved."""
+    """Return the job with a completion of unstated length cut to the caller's context. A job that
+    does not fit is refused when it is reserved.
+    """
     sampling = job.sampling
     left = context_tokens - len(job.prompt_token_ids or ())
     if wanted is not None or left < 1 or (sampling.max_tokens or 0) <= left:

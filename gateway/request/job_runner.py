@@ -1,4 +1,4 @@
-"""Single jobs that the gateway reads to their end: embeddings, and its own generations."""
+"""Jobs that the gateway itself reads to their end: embeddings, and its own generations."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ _NS_PER_S = 1_000_000_000
 class InternalGenerationError(
     MillraceError, code="generation_failed", retryable=True, http_status=503
 ):
-    """A generation that no client waits for did not end well."""
+    """Failure of the gateway's own generation, which no client waits for."""
 
 
 class _JobClient(Client):
-    """Gathers the text of one stream, which it reads at once: nobody can be slow here, and only a
-    gateway that shuts down drops it."""
+    """Client that collects the text of one stream. It reads at once, so only a shutdown of the
+    gateway drops it.
+    """
 
     def __init__(self, context: ResponseContext) -> None:
         super().__init__(limit_bytes=2**62)
@@ -57,15 +58,17 @@ class _JobClient(Client):
 
 
 class GatewayJobRunner:
-    """Queues jobs whose frames come to this gateway."""
+    """Runner of jobs whose frames come to this gateway."""
 
     def __init__(self, context: ResponseContext) -> None:
         self._context = context
 
     async def run(self, job: Job) -> tuple[StreamReader, str]:
-        """What was read of a job that is ready for a worker at its end, and its text. Raises
-        MillraceError if it could not be queued, and DrainingError if this gateway shuts down before
-        the end."""
+        """Run a job that is ready for a worker; return its ended stream and its text.
+
+        Raises MillraceError if it could not be queued, and DrainingError if this gateway shuts down
+        before the end.
+        """
         streams = self._context.streams
         client = _JobClient(self._context)
         stream = await self._submit(job, client)
@@ -73,13 +76,14 @@ class GatewayJobRunner:
             await client.wait_end()
             streams.finish(stream)
         finally:
-            # Nothing to do if the end was read.
+            # No effect if the end was read.
             streams.abort(stream, "cancelled")
         return stream.reader, "".join(client.texts)
 
     async def generate(self, tenant: str, request_id: str, request: GenerationRequest) -> str:
-        """The text that answers a request of the gateway's own, as batch work of the tenant's.
-        Raises MillraceError for any other end."""
+        """Return the text of a generation of the gateway's own, run as the tenant's batch work.
+        Raises MillraceError for any other end.
+        """
         context = self._context
         model = await context.models.get(request.model, tenant, request.adapter)
         caller = Caller(tenant=tenant, tier=Tier.BATCH)
@@ -109,7 +113,9 @@ class GatewayJobRunner:
         raise InternalGenerationError(f"A generation in the background failed: {why}")
 
     async def _submit(self, job: Job, client: Client) -> OpenStream:
-        """The stream is accepted on return. Raises MillraceError: nothing was stored then."""
+        """Submit a job; return its accepted stream. Raises MillraceError, and then nothing was
+        stored.
+        """
         context = self._context
         context.admission.check_open()
         context.admission.check_queue(job.model)

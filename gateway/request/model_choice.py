@@ -1,5 +1,4 @@
-"""Requests that leave the choice of a model, or of its version, to the gateway, and what their
-callers are told of it."""
+"""Choice of a model or version for requests that leave it to the gateway, and its headers."""
 
 from __future__ import annotations
 
@@ -25,10 +24,12 @@ from millrace.schemas.tools import ToolMode
 
 
 class ModelChoice:
-    """Puts a model in the place of a route's name, by what is asked and how the models stand, and a
-    version in that of a name that stands for several, as rollouts say. A request that names a model
-    is left as it is. Raises ParameterError for what no choice can be made of, ModelNotFoundError
-    for a version that is not there."""
+    """Chooser of models and versions. It replaces a route's name by a model, according to the
+    request and the state of the models, and a name of several versions by a version, according to
+    rollouts. A request that names a model stays unchanged.
+
+    Raises ParameterError if no choice is possible, ModelNotFoundError for a missing version.
+    """
 
     def __init__(self, models: LoadedModels, fleet: FleetView, sessions: Sessions) -> None:
         self._models = models
@@ -42,10 +43,11 @@ class ModelChoice:
         tier: Tier,
         former: str = "",
     ) -> GenerationRequest:
-        """The request with a model and version, for ``tier``; one that has been here is left as it
-        is. ``former`` answered the conversation so far; that of a session is looked up, which
-        raises what reading a session raises. All of a session get the same version as long as
-        shares stay."""
+        """Return the request with a model and version, for ``tier``. A resolved request stays
+        unchanged. ``former`` is the model that answered the conversation so far; a session's model
+        is looked up, with the errors of reading a session. All requests of a session get the same
+        version as long as the rollout's shares stay.
+        """
         if request.model_requested:
             return request
         chosen = await self._routed(request, tenant, tier, former)
@@ -66,8 +68,9 @@ class ModelChoice:
         return _with(request, self._models.router.choose(request.model, question, state_of, former))
 
     def resolve_alone(self, request: GenerationRequest, tier: Tier) -> GenerationRequest:
-        """The request with the model that suits it, however the models stand just now, and its
-        stable version: the same on every gateway, and at any time between rollouts."""
+        """Return the request with the model that suits it, independent of the models' load, and its
+        stable version: the same on every gateway, and at any time between rollouts.
+        """
         if request.model in self._models.router.routes:
             question = _question(request, tier)
             chosen = self._models.router.choose(request.model, question, self._at_rest)
@@ -76,12 +79,12 @@ class ModelChoice:
         return request if version is None else _of_version(request, version)
 
     def _as_in_route(self, name: str, former: str) -> str:
-        """The model of a route that ``former`` is a version of."""
+        """Return the route's model of which ``former`` is a version, else ``former``."""
         family = self._models.family(former)
         return next((m for m in self._models.router.routes[name].models if m in family), former)
 
     def _state_of(self, tenant: str, model: str, tier: Tier) -> ModelState:
-        """Of several versions the stable one's."""
+        """Return the state of a model; of several versions, the stable version's."""
         state = self._at_rest(model, tier)
         model = self._models.stable_version(model) or model
         workers = [one for one in self._fleet.live_workers(model) if not one.draining]
@@ -101,7 +104,7 @@ class ModelChoice:
 
 
 def route_headers(request: GenerationRequest) -> list[tuple[bytes, bytes]]:
-    """What a response says of its model."""
+    """Return the headers about a response's model."""
     headers = [(b"x-millrace-model", request.model.encode())]
     if request.route_reason:
         headers.append((b"x-millrace-route-reason", request.route_reason.encode()))

@@ -1,4 +1,6 @@
-"""What the gateway refuses, as records: nobody else knows of a request that never was a job."""
+"""Records of the gateway's refusals: a refused request has no job, so no other process records
+it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _CLIENT_LEFT = 499
 
 
 class _Kind(NamedTuple):
-    """Refusals that are told as one."""
+    """Refusals that are recorded as one."""
 
     tenant: str
     key_id: str
@@ -56,16 +58,16 @@ class _Tally:
 
 
 class RefusalRecords:
-    """Counts refusals and publishes a record of each kind every second, so that however many come,
-    the outbox gets ``MAX_KINDS`` + 1 records a second at most.
+    """Aggregator of refusals. It counts them and publishes a record of each kind every second, so
+    that the outbox gets at most ``MAX_KINDS`` + 1 records a second.
 
-    A tenant (and all whose tenant nobody knows, together) has ``MAX_KINDS_OF_TENANT`` kinds in an
-    interval; what comes on top is counted as ``OTHER_REFUSALS``, still under the tenant's name as
-    long as there is room. While the outbox cannot be reached, nothing is lost: counting goes on
-    within the same bounds, and the interval lasts until it can. A record that may or may not have
-    been stored is published again as it is, which stores it once.
+    A tenant (unknown tenants count as one) has at most ``MAX_KINDS_OF_TENANT`` kinds per interval;
+    further kinds are counted as ``OTHER_REFUSALS``, still under the tenant's name as long as there
+    is room. While the outbox is unreachable, nothing is lost: counting continues within the same
+    bounds, and the interval is extended. A record that may have been stored is published again
+    unchanged, which stores it once.
 
-    Owns its task: ``start`` makes it, ``close`` sends what was counted, for a moment.
+    Owns its task: ``start`` starts it, ``close`` publishes the rest, for a moment.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class RefusalRecords:
 
     @property
     def num_waiting(self) -> int:
-        """Kinds and records that are held."""
+        """Return the number of held kinds and records."""
         return len(self._tallies) + len(self._unsent)
 
     def start(self) -> None:
@@ -97,9 +99,9 @@ class RefusalRecords:
     def note(
         self, door: str, refusal: Refusal, caller: Caller | None, request_id: str = ""
     ) -> None:
-        """Count and log a refusal of ``door``, a route or a name that is known beforehand. Returns
-        at once.
-        A client that left was not refused."""
+        """Count and log a refusal of ``door``, a route or a predefined name. Returns at once. A
+        client that left was not refused.
+        """
         if refusal.status < _FIRST_ERROR_STATUS or refusal.status == _CLIENT_LEFT:
             return
         status = str(refusal.status)
@@ -123,8 +125,9 @@ class RefusalRecords:
         return tally
 
     async def flush(self) -> bool:
-        """Publish what was counted, or what could not be published before; whether all of it is
-        stored."""
+        """Publish the counts, and records that could not be published before; return whether all
+        are stored.
+        """
         if not self._unsent:
             self._unsent = self._cut()
         records = self._unsent

@@ -1,4 +1,4 @@
-"""What a request's response is made of: its choices' streams, read into parts."""
+"""Reader of a request's response: reads the streams of its choices into parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NS_PER_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRequest:
-    """A request: its caller, model and route. ``created_s`` is UTC epoch."""
+    """Accepted request with its caller, model and route. ``created_s`` is UTC epoch seconds."""
 
     request: GenerationRequest
     caller: Caller
@@ -41,7 +41,7 @@ class AcceptedRequest:
     def of(
         cls, state: RequestState, request: GenerationRequest, caller: Caller, model: ServedModelLike
     ) -> AcceptedRequest:
-        """``request`` is the state's own, or that with its prompt."""
+        """Build it from a state. ``request`` is the state's own, or the same with its prompt."""
         return cls(
             request,
             caller,
@@ -56,8 +56,9 @@ class AcceptedRequest:
 
 
 class ResponseReader:
-    """Reads until ``ended``. The client has the tokens before ``first_indices``, one for each
-    choice, from another connection."""
+    """Reader of a response until ``ended``. The client has the tokens before ``first_indices``, one
+    for each choice, from another connection.
+    """
 
     def __init__(
         self, accepted: AcceptedRequest, gaps: TokenGaps, first_indices: tuple[int, ...] = ()
@@ -77,18 +78,19 @@ class ResponseReader:
 
     @property
     def notices(self) -> Notices:
-        """Those of the request, and those of the calls that have come."""
+        """Return the notices of the request and of its calls so far."""
         of_calls = [one for choice in self.choices for one in choice.notices]
         return bounded((*self.request.notices, *of_calls)) if of_calls else self.request.notices
 
     @property
     def num_jobs(self) -> int:
-        """How many jobs its first rounds are."""
+        """Return the number of jobs in its first rounds."""
         return len(self.choices) // self.request.sampling.num_answers
 
     def add_choices(self, stream: OpenStream, from_indices: Sequence[int] = ()) -> None:
-        """The next choices, which are read from ``stream``: one, or all answers of a beam search;
-        ``from_indices`` are theirs, or all 0."""
+        """Add the next choices, read from ``stream``: one, or all answers of a beam search.
+        ``from_indices`` are their first indices, by default 0.
+        """
         request = self.request
         mode = request.tool_choice.mode
         has_tools = bool(request.tools or self.own_tools) and mode is not ToolMode.NONE
@@ -111,7 +113,7 @@ class ResponseReader:
         )
 
     def read_parts(self, now_s: float) -> list[Part]:
-        """The parts that came since the last call, in the order of each choice."""
+        """Return the parts since the last call, in the order of each choice."""
         parts: list[Part] = []
         gaps = self._gaps
         for choice in self.choices:
@@ -125,12 +127,12 @@ class ResponseReader:
 
     @property
     def tools(self) -> tuple[ToolDefinition, ...]:
-        """Those that the model was told of."""
+        """Return the tools that the model was told of."""
         return self.request.tools
 
     @property
     def ended(self) -> bool:
-        """Whether all that will ever come has been taken."""
+        """Return whether the response has ended and all its parts were taken."""
         if self.refusal is not None:
             return True
         first = self.choices[0]
@@ -140,7 +142,7 @@ class ResponseReader:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a sign of life from a worker."""
+        """Return whether a worker has started the response."""
         return any(
             choice.round or choice.stream.reader.started or choice.stream.reader.has_pending
             for choice in self.choices
@@ -148,16 +150,16 @@ class ResponseReader:
 
     @property
     def usage(self) -> Usage:
-        """Of all choices and rounds; the prompt that they share counts once."""
+        """Return the usage of all choices and rounds; a shared prompt counts once."""
         return total_usage(choice.usage for choice in self.choices)
 
     @property
     def next_indices(self) -> tuple[int, ...]:
-        """The index of the first token of each choice that was not taken yet."""
+        """Return the index of the first token of each choice that was not taken yet."""
         return tuple([choice.next_index for choice in self.choices])
 
     def prompt_of(self, choice: int) -> str | tuple[int, ...]:
-        """The prompt of a choice, if the ask had a prompt."""
+        """Return the prompt of a choice, if the request had a prompt."""
         request = self.request
         number = choice // request.sampling.n
         if number:
@@ -165,23 +167,23 @@ class ResponseReader:
         return request.prompt if request.prompt is not None else request.prompt_token_ids or ()
 
     def prompt_token_ids(self, choice: int) -> tuple[int, ...]:
-        """Of the choice's prompt, if the ids of tokens are to be told."""
+        """Return the token ids of the choice's prompt, if the request asked for token ids."""
         return self._prompt_token_ids[choice // self.request.sampling.n]
 
     def prompt_logprobs(self, choice: int) -> tuple[TokenLogprob | None, ...]:
         return self.choices[choice].stream.reader.prompt_logprobs
 
     def _on_round_end(self, choice: Choice) -> None:
-        """The model has called tools of the gateway's own."""
+        """Handle the end of a round in which the model has called tools of the gateway."""
 
     def _on_failure(self, end: TerminalFrame) -> None:
-        """One choice has failed: so has the response."""
+        """Fail the response, since one choice has failed."""
         if self.refusal is None:
             self.refusal = refusal_of_end(end, self.request.form_field)
 
 
 def _end_token_ids(model: ServedModelLike, sampling: SamplingOptions) -> frozenset[int]:
-    """The tokens with which a completion is over, unless they are a part of its text."""
+    """Return the tokens that end a completion, unless they are a part of its text."""
     if sampling.include_stop_str_in_output:
         return frozenset()
     ends = () if sampling.ignore_eos else model.eos_token_ids

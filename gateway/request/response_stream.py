@@ -1,4 +1,4 @@
-"""A response and its client: who reads it, what becomes of it, and how it ends."""
+"""Response with its client: its reader, its phase, and its end."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ from millrace.schemas.tools import ToolDefinition
 
 @dataclass(frozen=True, slots=True)
 class ResponseContext:
-    """What the requests and responses of one gateway share. ``run_tools`` runs the tools that a
-    choice called and starts its next round; it never raises."""
+    """Shared objects of the requests and responses of one gateway. ``run_tools`` runs the tools
+    that a choice called and starts its next round; it never raises.
+    """
 
     bus: Bus
     config: GatewayConfig
@@ -65,24 +66,24 @@ class ResponseContext:
 
 
 class Keeper(Protocol):
-    """Reads a response that goes on without a client."""
+    """Reader of a response that continues without a client."""
 
     def add(self, part: Part) -> None:
-        """The next part. Must return at once."""
+        """Take the next part. Must return at once."""
 
     async def keep(self) -> None:
-        """The response has ended, well or not."""
+        """Handle the end of the response, successful or not."""
 
 
 class ReaderPhase(Enum):
-    """Who reads a response. ``_NEXT`` says what may follow what."""
+    """Reader of a response. ``_NEXT`` has the allowed transitions."""
 
     ATTACHED = auto()  # a client reads it
     DETACHED = auto()  # the client is gone and may come back
     CONCLUDING = auto()  # it ended while detached, and is being stored
-    ABORTED = auto()  # the client is gone, and what runs is cancelled
+    ABORTED = auto()  # the client is gone, and its jobs are cancelled
     FINISHED = auto()  # the end was delivered
-    HANDED_OFF = auto()  # another connection has it, and nothing here may touch it
+    HANDED_OFF = auto()  # another connection has it; do not touch it here
 
 
 _NEXT = {
@@ -101,14 +102,14 @@ _NEXT = {
 
 
 class ResponseStream(ResponseReader):
-    """What a client waits for; has the gateway's own tools run between its choices' rounds.
+    """Response that a client reads; runs the gateway's own tools between its choices' rounds.
 
     A client that is woken calls ``read_parts`` until ``ended``, then ``conclude`` if there is
-    something to store, and ``finish``. One that goes away calls ``abort``, which cancels, or
-    ``detach``, after which somebody else may take the response over. ``owner`` is the client's own.
-    One that ``is_copy`` is read by another client beside the response itself, and leaves that
-    alone: only a ``cancel`` is for both. ``was_counted``: its end was recorded before, and it is
-    read again.
+    something to store, and ``finish``. A client that leaves calls ``abort``, which cancels, or
+    ``detach``, after which another client may take the response over. ``owner`` is the client's own
+    object. A copy (``is_copy``) is read by another client beside the response itself and has no
+    effect on it, except that a ``cancel`` cancels both. ``was_counted``: its end was recorded
+    before, and it is read again.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class ResponseStream(ResponseReader):
         self.owner = owner
         self.is_copy = is_copy
         self.was_counted = was_counted
-        # A cancel that the client asked for is no failure, whatever ``refusal`` says.
+        # A cancel by the client is no failure, even if ``refusal`` is set.
         self.was_cancelled = False
         self.trace: RequestTrace | None = None
         self._settled: list[Usage | None] = []
@@ -140,30 +141,30 @@ class ResponseStream(ResponseReader):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Those of its limits and route, and one with the notices so far."""
+        """Return the headers of its limits and route, and one with the notices so far."""
         notices = self.notices
         told = [(NOTICE_HEADER, header_value(notices))] if notices else []
         return [*self._headers, *told]
 
     @property
     def tools(self) -> tuple[ToolDefinition, ...]:
-        """Those that the model was told of, the gateway's own after the client's."""
+        """Return the tools that the model was told of, the gateway's own after the client's."""
         named = map(self.context.tools.catalogue.get, self.request.server_tools)
         return (*self.request.tools, *(tool.definition for tool in named if tool is not None))
 
     @property
     def was_resumed(self) -> bool:
-        """Whether another connection had it before."""
+        """Return whether it was resumed from another connection."""
         return bool(self.first_indices)
 
     @property
     def is_attached(self) -> bool:
-        """Whether its client still waits for it."""
+        """Return whether its client still waits for it."""
         return self._phase is ReaderPhase.ATTACHED
 
     @property
     def was_handed_off(self) -> bool:
-        """Whether another connection has it now."""
+        """Return whether another connection has taken it over."""
         return self._phase is ReaderPhase.HANDED_OFF
 
     @property
@@ -171,16 +172,16 @@ class ResponseStream(ResponseReader):
         return {choice.stream.client for choice in self.choices}
 
     def _enter(self, phase: ReaderPhase) -> bool:
-        """Go on to a phase, if it may follow; whether it did."""
+        """Enter a phase if the transition is allowed; return whether it was."""
         if phase not in _NEXT[self._phase]:
             return False
         self._phase = phase
         return True
 
-    # --- what a client does ---
+    # --- calls of a client ---
 
     def cancel(self, reason: CancelReason) -> None:
-        """Stop; the end follows."""
+        """Cancel the response; its end follows."""
         self.was_cancelled = self.was_cancelled or reason is CancelReason.CLIENT
         for choice in self.choices:
             if choice.runs_tools:
@@ -190,7 +191,7 @@ class ResponseStream(ResponseReader):
                 self.context.streams.cancel(choice.stream, reason)
 
     def break_off(self, frame: Failed) -> None:
-        """End here with ``frame``, and cancel what runs."""
+        """End the response with ``frame``, and cancel its jobs."""
         for choice in self.choices:
             if choice.end is None:
                 choice.fail(frame)
@@ -199,7 +200,7 @@ class ResponseStream(ResponseReader):
                 choice.stream.wake()
 
     def abort(self, outcome: str) -> None:
-        """The client is gone and wants nothing more: cancel what runs."""
+        """Abort a response without a client: cancel its jobs."""
         if not self._enter(ReaderPhase.ABORTED):
             return
         for choice in self.choices:
@@ -207,8 +208,9 @@ class ResponseStream(ResponseReader):
         self.context.responses.copies.discard(self)
 
     def detach(self, for_s: float | None, outcome: str, keeper: Keeper | None = None) -> None:
-        """The client is gone but may come back within ``for_s`` (None: until it has ended);
-        ``keeper`` gets what comes."""
+        """Detach a client that may return within ``for_s`` (None: until the response has ended).
+        ``keeper`` gets the parts.
+        """
         if self.is_copy:
             self.abort(outcome)
         if not self._enter(ReaderPhase.DETACHED):
@@ -223,7 +225,7 @@ class ResponseStream(ResponseReader):
             stream.change_client(client)
 
     def hand_off(self) -> None:
-        """Another connection has it now."""
+        """Hand the response off to another connection."""
         self._enter(ReaderPhase.HANDED_OFF)
         self.context.responses.remove(self)
         for choice in self.choices:
@@ -233,7 +235,7 @@ class ResponseStream(ResponseReader):
 
     @property
     def must_conclude(self) -> bool:
-        """Whether the end has something to be stored before the client learns of it."""
+        """Return whether the end must be stored before the client learns of it."""
         is_kept = self.refusal is None or self.was_cancelled
         return self.session is not None and is_kept and not self.was_handed_off
 
@@ -250,7 +252,7 @@ class ResponseStream(ResponseReader):
         )
 
     async def release_key(self) -> None:
-        """Let the Idempotency-Key be tried again if the response failed in a way that may pass."""
+        """Release the Idempotency-Key if the response failed in a way that may pass."""
         refusal = self.refusal
         if refusal is not None and refusal.retry_after_s is not None and self.idempotency_key:
             await self.context.index.release(
@@ -258,7 +260,7 @@ class ResponseStream(ResponseReader):
             )
 
     def finish(self) -> None:
-        """The client has read the end."""
+        """Finish a response whose end the client has read."""
         was_attached = self.is_attached
         self._enter(ReaderPhase.FINISHED)
         context = self.context
@@ -286,7 +288,7 @@ class ResponseStream(ResponseReader):
                 self._path, self.refusal, self.caller.tenant, self.request_id
             )
         for other in self.choices:
-            if other.end is None:  # of no use any more
+            if other.end is None:  # no longer needed
                 self.context.streams.cancel(other.stream, CancelReason.CLIENT)
 
     # --- without a client ---
@@ -314,10 +316,10 @@ class ResponseStream(ResponseReader):
         finally:
             self.finish()
 
-    # --- what the table of streams reports ---
+    # --- reports of the table of streams ---
 
     def note_end(self, stream: OpenStream) -> None:
-        """A stream of this response has left the table: settle what was reserved for it."""
+        """Settle the reservation of a stream of this response that has left the table."""
         context = self.context
         if self._phase is not ReaderPhase.FINISHED or stream.outcome:
             context.history.keep_stream(self.request_id, stream)
@@ -335,14 +337,16 @@ class ResponseStream(ResponseReader):
             context.responses.remove(self)
 
     def release(self, reservation_id: str) -> None:
-        """Give back what was reserved for jobs that were not queued; where another gateway has the
-        response by now, that is its to do."""
+        """Release the reservation of jobs that were not queued, unless another gateway has taken
+        the response over and releases it.
+        """
         if not self.was_handed_off:
             self.context.admission.release(reservation_id)
 
     def _unlink(self, stream: OpenStream) -> None:
-        """Let nothing lead from a stream that has ended back here: what is in a circle is freed by
-        the garbage collector only, which comes rarely."""
+        """Remove all references from an ended stream to this object: cycles are freed by the
+        garbage collector only, which runs rarely.
+        """
         stream.owner = None
         if isinstance(stream.client, DetachedClient):
             stream.client = NULL_CLIENT
@@ -356,21 +360,24 @@ class ResponseStream(ResponseReader):
             choice.fail(TAKEN_OVER)
         elif self.awaits_round(choice):
             choice.runs_tools = True
-            # It is recorded now; what follows are jobs of their own.
+            # It is recorded now; the following jobs have records of their own.
             self.context.streams.finish(choice.stream)
             self.context.responses.tasks.spawn(self.context.run_tools(self, choice), "run tools")
 
     def awaits_round(self, choice: Choice) -> bool:
-        """Whether somebody here wants a choice to go on with the results of its tools."""
+        """Return whether a choice must continue with the results of its tools: a client or keeper
+        still wants it.
+        """
         is_wanted = self._phase in (ReaderPhase.ATTACHED, ReaderPhase.DETACHED)
         return is_wanted and choice.is_between_rounds()
 
     def start_round(self, choice: Choice, stream: OpenStream, *, may_call: bool) -> None:
-        """The job of a choice's next round is queued: go on with its stream, or have it end if
-        nobody wants it any more."""
+        """Start the next round of a choice with its queued job's stream, or end the stream if no
+        client wants it any more.
+        """
         former, streams = choice.stream, self.context.streams
         if self.was_handed_off:
-            # Whoever has the response now has this round, too: it must not be cancelled.
+            # The gateway that took over the response has this round, too: do not cancel it.
             streams.hand_off(stream)
             stream.abort(TAKEN_OVER.code)
             return
@@ -381,14 +388,16 @@ class ResponseStream(ResponseReader):
             stream.outcome = former.outcome
             stream.detach(self._detached_until_s)
         choice.start_round(stream, may_call=may_call)
-        # Frames may have come before the queue's answer did, and the client may be gone since.
+        # Frames may have come before the queue's acknowledgement, and the client may have left
+        # since.
         stream.change_client(former.client)
         self._unlink(former)
 
 
 class OpenResponses:
-    """Owns the responses whose end was not delivered yet, the ``copies`` that other clients read,
-    and the background ``tasks`` that run for them."""
+    """Table of responses whose end was not delivered yet, of the ``copies`` that other clients
+    read, and of their background ``tasks``.
+    """
 
     def __init__(self) -> None:
         self._responses: dict[str, tuple[ResponseStream, RequestState | None]] = {}
@@ -396,12 +405,14 @@ class OpenResponses:
         self.tasks = Tasks()
 
     def get(self, request_id: str) -> ResponseStream | None:
-        """The response itself, not a copy."""
+        """Return the response itself, not a copy."""
         known = self._responses.get(request_id)
         return None if known is None else known[0]
 
     def state_of(self, request_id: str) -> RequestState | None:
-        """What another gateway has to know of such a response, once it is accepted."""
+        """Return the state that another gateway needs to continue such a response, once it is
+        accepted.
+        """
         known = self._responses.get(request_id)
         return None if known is None else known[1]
 
@@ -409,11 +420,11 @@ class OpenResponses:
         return [*(response for response, _ in self._responses.values()), *self.copies]
 
     def add(self, response: ResponseStream, state: RequestState | None) -> None:
-        """``state`` is None until others may go on with it."""
+        """Add a response. ``state`` is None until other gateways may take it over."""
         self._responses[response.request_id] = (response, state)
 
     def remove(self, response: ResponseStream) -> None:
-        """It is over, or another connection has it."""
+        """Remove a response that is over, or that another connection has taken over."""
         self.copies.discard(response)
         if self.get(response.request_id) is response:
             del self._responses[response.request_id]

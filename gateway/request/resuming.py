@@ -1,4 +1,4 @@
-"""Responses that go on with another connection, at this gateway or after another."""
+"""Responses that continue on another connection, at this gateway or another."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ _HANDOVER_TIMEOUT_S = 0.5
 
 
 class UnknownRequestError(MillraceError, code="request_not_found", http_status=404):
-    """No request of that id is known for this caller."""
+    """Request id that is unknown for this caller."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(
-            f"There is no request {request_id!r:.200} to go on with: it is not yours, or too old."
+            f"There is no request {request_id!r:.200} to resume: it is not yours, or too old."
         )
         self.param = "request_id"
 
 
 class Resuming:
-    """``resume`` takes a response over from whoever held it, ``hand_over`` gives one away,
-    ``share`` reads one beside whoever holds it, ``adopt`` takes one that nobody holds."""
+    """Resumption of responses. ``resume`` takes a response over from its holder, ``hand_over``
+    gives one away, ``share`` reads one beside its holder, ``adopt`` takes one without a holder.
+    """
 
     def __init__(self, context: ResponseContext) -> None:
         self._context = context
@@ -51,12 +52,11 @@ class Resuming:
         *,
         owner: object = None,
     ) -> ResponseStream:
-        """The response from ``next_indices`` on, one for each choice. Whoever had it before gets
-        nothing more of it.
+        """Return the response from ``next_indices`` on, one for each choice. The previous holder
+        gets nothing more of it.
 
-        Raises UnknownRequestError, ParameterError for indices that cannot be,
-        RedisUnreachableError, and AuthenticationError for a key that was revoked since it was
-        shown.
+        Raises UnknownRequestError, ParameterError for invalid indices, RedisUnreachableError, and
+        AuthenticationError for a key that was revoked since it was shown.
         """
         await self._context.identity.check_key(caller)
         state = await self._state_of(caller, request_id)
@@ -69,7 +69,7 @@ class Resuming:
             raise ParameterError("next_index", "next_index must not be negative.")
         model = await self._context.models.get(state.request.model, adapter=state.request.adapter)
         accepted = AcceptedRequest.of(state, state.request, caller, model)
-        # Of rounds that are still to be asked for.
+        # Of rounds that have not been requested yet.
         keep_transcript = await self._context.identity.keeps_transcripts(state.tenant)
         handed_over: HandedOver | None = HandedOver(started_ns=self._started_ns)
         if state.holder != self._gateway_id:
@@ -86,7 +86,7 @@ class Resuming:
         statistics = {**history.of(request_id), **statistics}
         if not statistics:
             statistics = self._first_statistics(state, next_indices, is_dead=is_dead)
-        # Those of rounds that are still to be read.
+        # Of rounds that have not been read yet.
         history.keep(request_id, statistics)
         response = ResponseStream(
             self._context,
@@ -97,7 +97,7 @@ class Resuming:
         )
         for index, own in enumerate(_by_job(state, next_indices)):
             job = job_of(state, index, keep_transcript=keep_transcript)
-            # What a beam search found comes as a whole, or not at all.
+            # The result of a beam search comes as a whole or not at all.
             from_index = 0 if job.sampling.use_beam_search else own[0]
             stream = self._streams.take_over(job, client, response, from_index)
             stream.was_counted = state.was_counted
@@ -108,7 +108,7 @@ class Resuming:
         try:
             await self._follow(response, state, is_dead=is_dead)
         except BaseException:
-            # It goes on, for whoever asks again.
+            # The response continues, for a later request.
             response.detach(None, "failed")
             raise
         return response
@@ -116,10 +116,11 @@ class Resuming:
     async def adopt(
         self, caller: Caller, request_id: str, client: Client, *, owner: object = None
     ) -> ResponseStream | None:
-        """The response from its beginning if nobody holds it (any more), else None. Raises
-        UnknownRequestError and RedisUnreachableError."""
+        """Return the response from its beginning if it has no holder, else None. Raises
+        UnknownRequestError and RedisUnreachableError.
+        """
         lock = self._sharing.setdefault(request_id, asyncio.Lock())
-        # Of several at once, who finds nobody to hold it is the one that the others find.
+        # Of concurrent calls, the first becomes the holder that the others find.
         async with lock:
             state = await self._state_of(caller, request_id)
             await self._context.identity.check_key(caller)
@@ -132,8 +133,8 @@ class Resuming:
     async def share(
         self, caller: Caller, request_id: str, client: Client, *, owner: object = None
     ) -> ResponseStream:
-        """The response from its beginning, for one more client; those who read it go on reading.
-        Where nobody holds it any more, this one does from now on.
+        """Return the response from its beginning, for one more client; other clients continue to
+        read it. Without a holder, this gateway becomes the holder.
 
         Raises UnknownRequestError and RedisUnreachableError.
         """
@@ -173,7 +174,7 @@ class Resuming:
     async def _follow(
         self, response: ResponseStream, state: RequestState, *, is_dead: bool
     ) -> None:
-        """Have the frames come here; ``is_dead``: the holder is not there any more."""
+        """Redirect the frames to this gateway. ``is_dead``: the holder is gone."""
         is_foreign = state.origin != self._gateway_id
         try:
             if is_foreign:
@@ -201,23 +202,25 @@ class Resuming:
         return HandedOver(token_ids=token_ids, seen=statistics)
 
     def _has_ended(self, state: RequestState, handed_over: HandedOver | None) -> bool:
-        """Whether a gateway has recorded the end of a request that is not here, by what its holder
-        answered. What a holder that died had recorded is not known before the deadline."""
+        """Return whether a gateway has recorded the end of a request that is not here, according to
+        its holder's answer. Records of a dead holder are unknown before the deadline.
+        """
         if handed_over is not None and handed_over.started_ns is None:
             return False  # the holder still had it
         ended_there = handed_over is not None and state.created_ns >= (handed_over.started_ns or 0)
         return ended_there or self._clock.now_ns() > state.deadline_ns
 
     def _statistics_of(self, response: ResponseStream) -> dict[str, DeliveryStatistics]:
-        """What the client saw of the rounds that run."""
+        """Return the client's statistics of the running rounds."""
         streams = [choice.stream for choice in response.choices]
         return {stream.request_id: statistics_of(stream, self._clock) for stream in streams}
 
     def _first_statistics(
         self, state: RequestState, next_indices: tuple[int, ...], *, is_dead: bool
     ) -> dict[str, DeliveryStatistics]:
-        """Of a response that nobody knows more of than when it was begun. One that is read again
-        from its beginning, after its end, is a delivery of its own."""
+        """Return the initial statistics of a response with no known deliveries. A response that is
+        read again from its beginning, after its end, is a delivery of its own.
+        """
         goes_on = is_dead or any(next_indices)
         if not goes_on or self._clock.now_ns() > state.deadline_ns:
             return {}
@@ -227,8 +230,9 @@ class Resuming:
         }
 
     async def _state_of(self, caller: Caller, request_id: str) -> RequestState:
-        """What this gateway knows itself, also while Redis is unreachable, or what others wrote.
-        Raises UnknownRequestError, also for another tenant's request."""
+        """Return the state of a request from this gateway, also while Redis is unreachable, or from
+        Redis. Raises UnknownRequestError, also for another tenant's request.
+        """
         state = self._context.responses.state_of(request_id) or await self._context.index.get(
             request_id
         )
@@ -237,7 +241,7 @@ class Resuming:
         return state
 
     async def _ask_holder(self, state: RequestState) -> HandedOver | None:
-        """None: the holder is not there any more."""
+        """Ask the holder to hand over; return None if the holder is gone."""
         try:
             return await self._context.bus.control.hand_over(
                 state.holder, state.request_id, _HANDOVER_TIMEOUT_S
@@ -247,7 +251,7 @@ class Resuming:
 
 
 def _by_job(state: RequestState, of_choices: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """What is said of each choice, by the jobs that they are of."""
+    """Group values of choices by their jobs."""
     size = state.request.sampling.num_answers
     return [of_choices[start : start + size] for start in range(0, len(of_choices), size)]
 

@@ -1,4 +1,4 @@
-"""From a well-formed request to an accepted one: session, jobs, limits, streams, queue."""
+"""Submission of a well-formed request: session, jobs, limits, streams, queue."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ _NS_PER_S = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """Who asks, and how: the client that reads the response, which ``owner`` is a part of, the
-    endpoint that it came by, and the trace that it leaves. ``arrived_s`` (monotonic) is when the
-    gateway began with the request, before it was read; None: nobody waited for that. ``asked``
-    is for its record."""
+    """Origin of a request: its caller, the client that reads the response (``owner`` is its own
+    object), its endpoint, and its trace.
+
+    ``arrived_s`` (monotonic) is when the gateway began to read the request; None if no client
+    waited for that. ``asked`` is for its record.
+    """
 
     caller: Caller
     client: Client
@@ -47,9 +49,10 @@ class Requester:
 
 
 class RequestSubmitter:
-    """Makes responses of requests. The first request with an Idempotency-Key is answered, and its
-    result kept; equal ones get that answer from its beginning, also while it is still being made:
-    each of them its own copy."""
+    """Submitter of requests. The first request with an Idempotency-Key is answered, and its result
+    stored. Equal requests get a copy of that answer from its beginning, also while it is still in
+    progress.
+    """
 
     def __init__(self, context: ResponseContext, resuming: Resuming) -> None:
         self._context = context
@@ -64,16 +67,18 @@ class RequestSubmitter:
         key: str = "",
         digest: str = "",
     ) -> ResponseStream:
-        """The response, new or known; a new one has the request id ``new_id``. ``digest`` tells
-        apart requests with one ``key``; a request without a key is always new. Raises
-        IdempotencyConflictError for a key of another request, RedisUnreachableError, and what
-        ``submit_new`` raises; the key can be used again then."""
+        """Return the response, new or known. A new response has the request id ``new_id``.
+        ``digest`` distinguishes requests with one ``key``. A request without a key is always new.
+
+        Raises IdempotencyConflictError for a key of another request, RedisUnreachableError, and the
+        errors of ``submit_new``; the key can be used again then.
+        """
         if not key:
             return await self.submit_new(request, requester, new_id)
         context, index, tenant = self._context, self._context.index, requester.caller.tenant
         awaited_id, give_up_s = "", 0.0
         while True:
-            # Asked for each time: whoever has the key may be refused, and give it up.
+            # Claimed in each iteration: the holder of the key may be refused and release it.
             known_id = await index.claim(tenant, key, digest, new_id)
             now_s = context.clock.monotonic()
             if known_id == new_id:
@@ -81,7 +86,7 @@ class RequestSubmitter:
             if known_id != awaited_id:
                 awaited_id, give_up_s = known_id, now_s + _SUBMITTED_WITHIN_S
             try:
-                # The response under way or done, if it was accepted so far.
+                # Response in progress or done, if it was accepted so far.
                 response = await self._resuming.share(
                     requester.caller, known_id, requester.client, owner=requester.owner
                 )
@@ -96,11 +101,11 @@ class RequestSubmitter:
             return response
         self._submitting.add(known_id)
         try:
-            # If who claimed the key died before the queue had the job, it is submitted now under
-            # the same id, which the queue takes once.
+            # If the claimant of the key died before the queue had the job, it is submitted now
+            # under the same id, which the queue takes once.
             return await self.submit_new(request, requester, known_id, key)
         except BaseException:
-            if context.responses.get(known_id) is None:  # or somebody else has submitted it by now
+            if context.responses.get(known_id) is None:  # otherwise another caller has submitted it
                 await index.release(tenant, key, known_id)
             raise
         finally:
@@ -114,8 +119,11 @@ class RequestSubmitter:
         idempotency_key: str = "",
     ) -> ResponseStream:
         """Choose the model, fit the session, build the jobs, admit them, open their streams and
-        publish them; the response is accepted on return. A client that left in the meantime is for
-        the caller to notice. Raises MillraceError: nothing was stored then."""
+        publish them; return the accepted response. The caller must check for a client that left
+        meanwhile.
+
+        Raises MillraceError, and then nothing was stored.
+        """
         context, caller, trace = self._context, requester.caller, requester.trace
         context.admission.check_open()
         received_ns, received_s = context.clock.now_ns(), context.clock.monotonic()
@@ -157,7 +165,7 @@ class RequestSubmitter:
                 if requester.arrived_s is not None:
                     stream.delivery.intake_s = received_s - requester.arrived_s
                 response.add_choices(stream)
-            # Publish them. Nobody can attach to what may yet be refused.
+            # Publish them. Other clients can attach only after acceptance.
             context.responses.add(response, None)
             try:
                 await publish_for(response, request_id, jobs, streams)
@@ -171,7 +179,7 @@ class RequestSubmitter:
             return response
 
     def _is_here(self, request_id: str) -> bool:
-        """Whether this gateway submits the request, or has its response."""
+        """Return whether this gateway submits the request, or has its response."""
         return request_id in self._submitting or (
             self._context.responses.get(request_id) is not None
         )
@@ -209,7 +217,9 @@ class RequestSubmitter:
     async def _in_session(
         self, request: GenerationRequest, caller: Caller, model: ServedModelLike, request_id: str
     ) -> AsyncGenerator[tuple[SessionInfo | None, GenerationRequest]]:
-        """The request behind what its session holds, which keeps nothing of one that is refused."""
+        """Return the request with its session's messages in front. The session keeps nothing of a
+        refused request.
+        """
         if not request.session_id:
             yield None, request
             return
@@ -246,8 +256,9 @@ async def publish_for(
     streams: Sequence[OpenStream],
     first_reply: str = "",
 ) -> None:
-    """Publish the jobs of a response, for which room is reserved under ``reservation_id``: it is
-    given back if ``publish_jobs`` raises."""
+    """Publish the jobs of a response. Their reservation ``reservation_id`` is released if
+    ``publish_jobs`` raises.
+    """
     context, error = response.context, ""
     since_ns = context.clock.now_ns()
     try:
@@ -270,8 +281,8 @@ async def publish_jobs(
     """Publish jobs whose streams are open: all of them or none. Returns when the queue has stored
     them.
 
-    Frames of a job that the queue had already may go to ``first_reply``. Raises the error of a job
-    that cannot be stored, once the jobs that were stored are cancelled.
+    Frames of a job that was in the queue already may go to ``first_reply``. Raises the error of a
+    job that cannot be stored, after cancelling the stored jobs.
     """
     try:
         stored = await asyncio.gather(

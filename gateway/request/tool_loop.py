@@ -1,4 +1,4 @@
-"""The gateway's own tools: run between two rounds of a response, whose next job has their results.
+"""Gateway-run tools between two rounds of a response; the next round's job has their results.
 
 A round of a choice ends when the model has called tools. The response hands the choice to
 ``run_tools``, and gets it back with a stream of its next round, with its end, or failed.
@@ -31,20 +31,21 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 0.5
-# A gateway is gone after this many unanswered looks in a row; fewer may be a link that was down.
+# A gateway counts as dead after this many unanswered calls in a row; fewer may be a link failure.
 _MAX_UNANSWERED_LOOKS = 3
 
 
 class AnswerLostError(MillraceError, code="answer_lost", retryable=True, http_status=503):
-    """The gateway that made the response is gone before it was whole."""
+    """Loss of the gateway that made the response, before it was whole."""
 
     def __init__(self) -> None:
         super().__init__("The gateway that ran this response's tools is gone. Ask again.")
 
 
 async def run_tools(response: ResponseStream, choice: Choice) -> None:
-    """Run the tools that were called, then let the model go on with what they gave. Never
-    raises: the choice fails."""
+    """Run the called tools, then start the next round with their results. Never raises: on an error
+    the choice fails.
+    """
     try:
         await _run(response, choice)
     except MillraceError as error:
@@ -62,7 +63,7 @@ async def _run(response: ResponseStream, choice: Choice) -> None:
     assert said is not None
     own = [call for call in said.calls if call.name in response.own_tools]
     results = await asyncio.gather(*(_run_tool(response, call) for call in own))
-    # Who has tokens of the next round has these already.
+    # A client with tokens of the next round has these steps already.
     steps = choice.pending if choice.next_index <= choice.num_tokens else choice.had
     steps += [
         StepPart(
@@ -95,8 +96,9 @@ async def _run(response: ResponseStream, choice: Choice) -> None:
 
 
 async def _run_tool(response: ResponseStream, call: ToolCall) -> ToolResult:
-    """A tool's result, which is stored: whoever goes on with the response does not run it
-    again."""
+    """Run a tool and store its result, so that a gateway that continues the response does not run
+    it again.
+    """
     context = response.context
     if response.is_copy:
         return await _awaited_step(response, call)
@@ -110,8 +112,9 @@ async def _run_tool(response: ResponseStream, call: ToolCall) -> ToolResult:
 
 
 async def _awaited_step(response: ResponseStream, call: ToolCall) -> ToolResult:
-    """What a tool gave to whoever holds the response. Raises AnswerLostError if that gateway is
-    gone, or nobody wants to know any more."""
+    """Wait for a tool's result from the holder of the response. Raises AnswerLostError if that
+    gateway is gone, or if no client waits any more.
+    """
     clock, index = response.context.clock, response.context.index
     look_s = clock.monotonic() + _LOOK_S
     num_unanswered = 0
@@ -145,8 +148,11 @@ async def _is_held(response: ResponseStream) -> bool:
 
 
 async def _publish(response: ResponseStream, choice: Choice) -> OpenStream | None:
-    """The stream of a choice's next round; None if nobody here wants it any more. Raises
-    MillraceError: nothing was stored then."""
+    """Publish a choice's next round; return its stream, or None if no client here wants it any
+    more.
+
+    Raises MillraceError, and then nothing was stored.
+    """
     context, former = response.context, choice.stream
     if response.is_copy:
         job = next_round(former.job, choice.round + 1)
@@ -170,13 +176,13 @@ async def _publish(response: ResponseStream, choice: Choice) -> OpenStream | Non
     before = context.history.of(response.request_id).get(job.request_id)
     if before is not None:
         continue_statistics(stream, before, context.clock)
-    # Whoever had the response before may have been first with this round.
+    # A former holder of the response may have published this round first.
     await publish_for(response, job.request_id, [job], [stream], first_reply=former.job.reply)
     return stream
 
 
 async def _job(response: ResponseStream, choice: Choice) -> Job:
-    """In the last round that there may be, no tool can be called."""
+    """Return the job of the next round. In the last allowed round, no tool can be called."""
     number = choice.round + 1
     mode = ToolMode.AUTO if _may_call(response.context, number) else ToolMode.NONE
     request = replace(
@@ -195,10 +201,10 @@ async def _job(response: ResponseStream, choice: Choice) -> Job:
 
 
 def _may_call(context: ResponseContext, number: int) -> bool:
-    """Whether tools can be called in the round of this number, from 0."""
+    """Return whether tools can be called in the round of this number, from 0."""
     return number < context.config.max_tool_rounds
 
 
 def _fail(choice: Choice, frame: Failed) -> None:
-    if choice.is_between_rounds():  # it has no other end yet
+    if choice.is_between_rounds():  # it has not ended otherwise
         choice.fail(frame)

@@ -1,4 +1,4 @@
-"""What a gateway tells of a request in its trace: what was asked for, its jobs, how it ended.
+"""Trace of a request at the gateway: the request, its jobs, its end.
 
 The names are those of OpenTelemetry's conventions for HTTP and generative AI.
 """
@@ -40,7 +40,7 @@ _NS_PER_S = 1e9
 
 
 class TracedResponse(Protocol):
-    """What a trace reports of ``gateway.request.response_stream.ResponseStream``."""
+    """Subset of ``gateway.request.response_stream.ResponseStream`` that a trace reports."""
 
     choices: list[Choice]
     trace: RequestTrace | None
@@ -56,7 +56,7 @@ class TracedResponse(Protocol):
 
 
 class RequestTrace:
-    """One request of a client, from its receipt to ``finish``."""
+    """Trace of one client request, from its receipt to ``finish``."""
 
     def __init__(
         self,
@@ -86,28 +86,30 @@ class RequestTrace:
         self._response: TracedResponse | None = None
         self._is_over = False
 
-    # --- out ---
+    # --- headers ---
 
     @property
     def headers(self) -> Headers:
-        """By which the client finds the trace."""
+        """Return the headers by which the client finds the trace."""
         return [
             (b"traceparent", self.context.traceparent.encode()),
             (b"x-trace-id", self.context.trace_name.encode()),
         ]
 
     def with_headers(self, send: Send) -> Send:
-        """``send`` that adds them to the response."""
+        """Return a ``send`` that adds the trace's headers to the response."""
         return with_headers(send, lambda own: [*own, *self.headers])
 
     def add_context(self, job: Job) -> Job:
-        """The job with its place in the trace, below the span by which it is ``published``."""
+        """Return the job with its place in the trace, below the span in which it is
+        ``published``.
+        """
         return replace(job, traceparent=self._publishing(job).traceparent)
 
-    # --- what happens ---
+    # --- events ---
 
     def note_request(self, request: GenerationRequest) -> None:
-        """It is for a model that there is."""
+        """Note a request for an existing model."""
         self.note_model(request.model, request.model_requested)
         sampling, attributes = request.sampling, self._attributes
         for name in ("temperature", "top_p"):
@@ -121,13 +123,13 @@ class RequestTrace:
             attributes["millrace.route_reason"] = request.route_reason
 
     def note_model(self, model: str, requested: str = "") -> None:
-        """The model that answers, and the name that it was asked for by."""
+        """Note the model that answers, and the requested name."""
         self._name = f"{self._operation} {model}"
         self._attributes["gen_ai.request.model"] = requested or model
         self._attributes["gen_ai.response.model"] = model
 
     def record_publish(self, jobs: Sequence[Job], since_ns: int, error: str = "") -> None:
-        """The queue has stored these jobs of it, or refused to."""
+        """Record that the queue has stored these jobs, or the error of a refusal."""
         now_ns = self._clock.now_ns()
         for job in jobs:
             self._tracing.tell(
@@ -149,21 +151,22 @@ class RequestTrace:
             )
 
     def attach_response(self, response: TracedResponse) -> None:
-        """The answer that the client gets."""
+        """Attach the answer that the client gets."""
         self._response = response
         response.trace = self
         self._attributes["gen_ai.response.id"] = response.request_id
 
     def note_usage(self, usage: Usage) -> None:
-        """What it took."""
+        """Note the tokens of the request."""
         attributes = self._attributes
         attributes["gen_ai.usage.input_tokens"] = usage.prompt_tokens
         attributes["gen_ai.usage.cache_read.input_tokens"] = usage.cached_tokens
         attributes["gen_ai.usage.output_tokens"] = usage.completion_tokens
 
     def finish(self, status: int = 0, refusal: Refusal | None = None, error: str = "") -> None:
-        """The client has its answer, or is gone; the first call counts. ``status`` is what HTTP
-        said, 0 on a socket; without a refusal ``error`` may be what became of the client."""
+        """Finish the trace; only the first call counts. ``status`` is the HTTP status, 0 on a
+        socket. ``error`` may describe the client's end if there is no refusal.
+        """
         if self._is_over:
             return
         self._is_over = True
@@ -184,7 +187,7 @@ class RequestTrace:
         if grade >= _FAILED_FROM:
             error = error or str(grade)
         elif error or grade >= _REFUSED_FROM:
-            # The client's own doing is no failure of ours.
+            # A client's own abort is no failure of ours.
             self._attributes["error.type"] = error or str(grade)
             error = ""
         self._tracing.tell(
@@ -218,7 +221,7 @@ class RequestTrace:
             at_ns = self._since_ns + round(first_s * _NS_PER_S)
             events.append(SpanEvent("first token", at_ns))
             self._attributes["gen_ai.response.time_to_first_chunk"] = first_s
-        # One that was taken over began in the trace of another request.
+        # A response that was taken over began in the trace of another request.
         begun = parse_traceparent(streams[0].job.traceparent) if streams else None
         if begun is not None and begun.trace_id != self.context.trace_id:
             links.append(begun)
@@ -228,7 +231,7 @@ class RequestTrace:
 
 
 class RequestTraces:
-    """Gives the requests of one gateway their traces."""
+    """Factory of traces for the requests of one gateway."""
 
     def __init__(self, tracing: Tracing, clock: Clock, config: GatewayConfig) -> None:
         self._tracing = tracing
@@ -236,7 +239,9 @@ class RequestTraces:
         self._config = config
 
     def start(self, traceparent: str | None, route: str, method: str) -> RequestTrace | None:
-        """A request came, perhaps in a trace of its caller's; None if it is not recorded."""
+        """Start the trace of a request, perhaps inside its caller's trace; return None if it is not
+        recorded.
+        """
         context, parent_span_id = self._tracing.join(traceparent)
         if not context.is_recorded:
             return None

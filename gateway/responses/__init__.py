@@ -1,4 +1,4 @@
-"""The Responses API: items in, items and events out, and what is kept of them.
+"""Responses API: input items, output items and events, and stored responses.
 
-Called by ``api.responses``; imports ``request`` and what is below.
+Called by ``api.responses``; imports ``request`` and the packages below.
 """

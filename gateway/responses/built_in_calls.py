@@ -1,5 +1,6 @@
-"""Calls of tools that clients of the Responses API have built in, and what calls gave, in the words
-of chat completions."""
+"""Built-in tool calls of clients of the Responses API, and outputs of calls, converted for chat
+completions.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class _PatchOperation(msgspec.Struct, omit_defaults=True):
 
 
 class _Form(NamedTuple):
-    """How an item tells what is asked for: in which field, read how, and what it is of none."""
+    """Encoding of the arguments in an item: the field, its decoder, and its empty value."""
 
     field: str
     decoder: msgspec.json.Decoder[Any]
@@ -85,7 +86,7 @@ def built_in_item(
 
 
 def asked_of(item: BuiltInCallItem) -> dict[str, Any]:
-    """Return what the item tells that is asked for."""
+    """Return the arguments of the call that the item describes."""
     asked: dict[str, Any] = getattr(item, _FORMS[type(item)].field)
     return asked
 

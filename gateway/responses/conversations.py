@@ -1,4 +1,4 @@
-"""Conversations that answers are added to, in Redis."""
+"""Conversations in Redis, to which answers are added."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from millrace.schemas.responses.items import Item
 
 _HEAD = b"head"
 _ITEM = b"i:"
-# KEYS: the conversation's. ARGV: its time to live in seconds, what the items are added by (empty:
-# nobody asks twice), and the items.
+# KEYS: the conversation. ARGV: its time to live in seconds, the id of the addition (empty: it is
+# never repeated), and the items.
 _APPEND = Script(
     """
 if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
@@ -34,7 +34,7 @@ redis.call('EXPIRE', KEYS[1], ARGV[1])
 return 1
 """
 )
-# KEYS: the conversation's. ARGV: its time to live in seconds, its head, whether it is new (0 or 1).
+# KEYS: the conversation. ARGV: its time to live in seconds, its head, and 1 if it is new, else 0.
 _PUT = Script(
     """
 if ARGV[3] == '0' and redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
@@ -50,7 +50,7 @@ _decode_item = msgspec.json.Decoder(Item).decode
 
 
 class ConversationNotFoundError(MillraceError, code="conversation_not_found", http_status=404):
-    """No conversation of that id is kept for this tenant."""
+    """Conversation id that is unknown for this tenant."""
 
     param = "conversation"
 
@@ -61,7 +61,7 @@ class ConversationNotFoundError(MillraceError, code="conversation_not_found", ht
 
 
 class KeptConversation(NamedTuple):
-    """``fields`` has where each item is kept."""
+    """Stored conversation; ``fields`` has the Redis field of each item."""
 
     head: Conversation
     items: tuple[Item, ...]
@@ -69,8 +69,9 @@ class KeptConversation(NamedTuple):
 
 
 class ConversationStore:
-    """Each tenant's own conversations, for ``conversation_ttl_s`` after their last change. Without
-    a link Redis counts as unreachable. Everything raises RedisUnreachableError."""
+    """Store of each tenant's conversations, kept for ``conversation_ttl_s`` after their last
+    change. Without a link, Redis counts as unreachable. All calls raise RedisUnreachableError.
+    """
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig) -> None:
         self._link = link
@@ -78,11 +79,11 @@ class ConversationStore:
         self._max_bytes = config.response_max_bytes
 
     async def create(self, tenant: str, head: Conversation) -> None:
-        """Keep a new one, without items."""
+        """Store a new conversation without items."""
         await self._put(tenant, head, is_new=True)
 
     async def get(self, tenant: str, conversation_id: str) -> KeptConversation:
-        """Raises ConversationNotFoundError."""
+        """Return a conversation. Raises ConversationNotFoundError."""
         link = reachable(self._link)
         if len(conversation_id) > MAX_NAME_CHARACTERS:
             raise ConversationNotFoundError(conversation_id)
@@ -98,7 +99,7 @@ class ConversationStore:
         return KeptConversation(_decode_head(kept[_HEAD]), items, fields)
 
     def check_room(self, items: Sequence[Item]) -> None:
-        """Raises PayloadTooLargeError for more than a conversation may have."""
+        """Raise PayloadTooLargeError for more items than a conversation may have."""
         num_bytes = len(_encode(items))
         if num_bytes > self._max_bytes:
             raise PayloadTooLargeError(num_bytes, self._max_bytes)
@@ -106,31 +107,32 @@ class ConversationStore:
     async def append(
         self, tenant: str, conversation_id: str, items: Sequence[Item], added_by: str = ""
     ) -> None:
-        """Add items behind all others, unless that was done before by who is ``added_by``. Raises
-        ConversationNotFoundError."""
+        """Append items, unless ``added_by`` has appended them before. Raises
+        ConversationNotFoundError.
+        """
         link, key = reachable(self._link), _key(tenant, conversation_id)
         arguments: list[Argument] = [self._ttl_s, added_by, *map(_encode, items)]
         if not await insist(lambda: link.evaluate(_APPEND, [key], arguments)):
             raise ConversationNotFoundError(conversation_id)
 
     async def update(self, tenant: str, head: Conversation) -> None:
-        """Raises ConversationNotFoundError."""
+        """Replace the head of a conversation. Raises ConversationNotFoundError."""
         if not await self._put(tenant, head, is_new=False):
             raise ConversationNotFoundError(head.id)
 
     async def delete(self, tenant: str, conversation_id: str) -> bool:
-        """Whether there was one."""
+        """Delete a conversation; return whether it existed."""
         link = reachable(self._link)
         if len(conversation_id) > MAX_NAME_CHARACTERS:
             return False
         return bool(await link.call("DEL", _key(tenant, conversation_id)))
 
     async def delete_item(self, tenant: str, conversation_id: str, field: bytes) -> None:
-        """Forget the item that ``KeptConversation.fields`` has there."""
+        """Delete the item of a field in ``KeptConversation.fields``."""
         await reachable(self._link).call("HDEL", _key(tenant, conversation_id), field)
 
     async def _put(self, tenant: str, head: Conversation, *, is_new: bool) -> bool:
-        """Whether it is there now."""
+        """Store the head; return whether the conversation exists now."""
         link, key = reachable(self._link), _key(tenant, head.id)
         arguments = (self._ttl_s, _encode(head), int(is_new))
         return bool(await insist(lambda: link.evaluate(_PUT, [key], arguments)))

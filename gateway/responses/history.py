@@ -1,4 +1,4 @@
-"""From the items of a conversation to messages as chat completions take them."""
+"""Conversion of a conversation's items to chat messages."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _INPUT = "input"
 def messages_of(
     items: Sequence[Item], instructions: str | None, paths: Sequence[str] = ()
 ) -> tuple[Message, ...]:
-    """The conversation as chat completions take it: an assistant's calls belong to the message
-    before them, and what was thought to the message or call behind it. Calls that were cut off are
-    left out, unless they have an output. ``paths`` has the field of each item: it is empty for an
-    item of an earlier request.
+    """Return the conversation as chat messages. An assistant's calls belong to the message before
+    them, and thoughts to the message or call after them. Calls that were cut off are left out,
+    unless they have an output. ``paths`` has the field of each item: it is empty for an item of an
+    earlier request.
 
     Raises ParameterError for a result without a call and for a call without a result.
     """
@@ -78,7 +78,7 @@ def messages_of(
 
 
 def _call(item: Item) -> MessageToolCall | None:
-    """An item that is a call, as the model made it."""
+    """Return the call of an item as the model made it; None for other items."""
     if isinstance(item, FunctionCallItem):
         function = CalledFunction(name=item.name, arguments=item.arguments)
     elif isinstance(item, OtherCallItem):

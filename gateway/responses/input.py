@@ -1,4 +1,6 @@
-"""From the items of a Responses request to a conversation, and from its fields to an ask."""
+"""Conversion of a Responses request: its items to a conversation, its fields to a generation
+request.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ from millrace.schemas.responses.items import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
-# These ask for fields of other servers' tools; they change nothing here.
+# These request fields of other servers' tools; they have no effect here.
 _OF_OTHERS = (
     *("web_search_call.action.sources", "web_search_call.results", "file_search_call.results"),
     *("code_interpreter_call.outputs", "computer_call_output.output.image_url"),
@@ -57,7 +59,7 @@ _OF_OTHERS = (
 INCLUDABLE = (LOGPROBS, THOUGHTS, *_OF_OTHERS)
 _ROLES = tuple(str(kind.__struct_config__.tag) for kind in get_args(GivenMessage))
 
-# Fields that are known but not honoured, with the values that ask for nothing.
+# Fields that are known but not honoured, with their neutral values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "access_programs": (None, {"cyber": "standard"}),
     "context_management": (None, []),
@@ -75,7 +77,7 @@ _INSTEAD = {
     "prompt_logprobs": "ask chat completions for them",
     "truncate_prompt_tokens": "give truncation",
 }
-# How chat completions, which share the rules, spell what is spelled otherwise here.
+# Names of fields in chat completions that the Responses API spells otherwise; the rules are shared.
 _RESPELLED = {
     "max_completion_tokens": "max_output_tokens",
     "response_format.json_schema": "text.format",
@@ -102,7 +104,7 @@ class _Head(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """A message, or a reference to an item, may leave it out."""
+        """Return the type of the item. A message, or a reference to an item, may leave it out."""
         is_reference = self.role is None and self.id is not None
         return self.type or ("item_reference" if is_reference else "message")
 
@@ -116,7 +118,7 @@ _DECODERS: Mapping[str, msgspec.json.Decoder[RewrittenItem]] = {
     "item_reference": msgspec.json.Decoder(ItemReference),
     "agent_message": msgspec.json.Decoder(GivenAgentMessage),
 }
-# Items that are kept as they are given, without what is null.
+# Items that are stored unchanged, without null fields.
 _KEPT: Mapping[str, msgspec.json.Decoder[OtherItem]] = {
     kind.__struct_config__.tag: msgspec.json.Decoder(kind) for kind in get_args(OtherItem)
 }
@@ -124,8 +126,9 @@ _OBJECT: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, A
 
 
 class GivenItems(NamedTuple):
-    """The items of a request with their ``paths``, and a notice for each item or part that the
-    model does not read: they are not yet bounded."""
+    """Items of a request with their ``paths``, and a notice for each item or part that the model
+    does not read. The notices are not yet bounded.
+    """
 
     items: tuple[Item | ItemReference, ...]
     notices: Notices = ()
@@ -133,7 +136,7 @@ class GivenItems(NamedTuple):
 
 
 def check_fields(request: ResponsesRequest) -> None:
-    """Raises ParameterError for a field that is not honoured."""
+    """Raise ParameterError for a field that is not honoured."""
     for name, allowed in NEUTRAL.items():
         value = getattr(request, name)
         if isinstance(value, dict):
@@ -162,7 +165,7 @@ def check_fields(request: ResponsesRequest) -> None:
 
 
 def given_items(given: str | Sequence[msgspec.Raw], field: str = "input") -> GivenItems:
-    """The items of ``field``; the id of one that has none is empty.
+    """Return the items of ``field``. An item without an id has an empty id.
 
     Raises ParameterError naming the item and its field.
     """
@@ -191,16 +194,18 @@ def generation_request_of(
     notices: Notices = (),
     paths: Sequence[str] = (),
 ) -> GenerationRequest:
-    """Make the generation request of ``items``; ``notices`` name what was left out, and ``paths``
-    the fields of the items that the request itself gave: the last ones. Raises ParameterError, with
-    this API's names of fields, for what cannot be honoured."""
+    """Make the generation request of ``items``. ``notices`` name the ignored content. ``paths`` has
+    the fields of the items that the request itself gave: the last ones in ``items``.
+
+    Raises ParameterError, with this API's names of fields, for fields that cannot be honoured.
+    """
     places = ("",) * (len(items) - len(paths)) + tuple(paths)
     messages = messages_of(items, request.instructions, places)
     offered = offered_of_responses(request, items, places)
     if request.use_beam_search:
         raise ParameterError(
             "use_beam_search",
-            "use_beam_search goes with chat completions and completions; leave it out.",
+            "use_beam_search works with chat and text completions only; leave it out.",
         )
     try:
         parsed = parse_chat(_chat_request(request, messages), offered)
@@ -228,7 +233,7 @@ def _check_stream_options(request: ResponsesRequest) -> None:
 
 
 def _item(raw: msgspec.Raw, where: str) -> tuple[Item | ItemReference | None, list[Notice]]:
-    """An item, unless it is left out, and notices of what is left out."""
+    """Return an item, or None if it is ignored, and notices of ignored content."""
     try:
         kind = decode(_HEAD, bytes(raw)).kind
         if kind in _LEFT_OUT:
@@ -260,7 +265,7 @@ def _kept(kind: str, raw: bytes) -> OtherItem:
 
 
 def _is_sealed_elsewhere(given: GivenReasoning) -> bool:
-    """Whether there are thoughts that only another server can read."""
+    """Return whether the item has thoughts that only another server can read."""
     sealed = given.encrypted_content
     return not given.content and bool(sealed) and opened(sealed or "") is None
 

@@ -1,4 +1,4 @@
-"""From an answer's parts to the output items of the Responses API, and the events on the way."""
+"""Output items of the Responses API, and their events, made from an answer's parts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _PREFIX = ("fc", "ctc")
 
 
 class GrowingMessage:
-    """A message that grows."""
+    """Message in progress."""
 
     def __init__(self, item_id: str) -> None:
         self.item_id = item_id
@@ -76,7 +76,7 @@ class GrowingMessage:
 
 
 class GrowingThoughts:
-    """Reasoning that grows."""
+    """Reasoning in progress."""
 
     def __init__(self, item_id: str, *, seals: bool) -> None:
         self.item_id = item_id
@@ -97,7 +97,7 @@ class GrowingThoughts:
 
 
 class GrowingCall:
-    """A call whose arguments, or whose input, grow."""
+    """Call with growing arguments or input."""
 
     def __init__(self, item_id: str, call_id: str, kind: CallKind, *, custom: bool) -> None:
         self.item_id = item_id
@@ -131,13 +131,13 @@ class GrowingCall:
 
 
 class OutputItems:
-    """The output of one answer as far as its parts were taken.
+    """Output of one answer, as far as its parts were taken.
 
     Ids of items and sequence numbers depend on ``stem`` and on the joined content of the parts, not
-    on how the content is cut into parts: a stream that is read again has the same ids and numbers.
+    on the boundaries of parts: a stream that is read again has the same ids and numbers.
     ``incomplete`` is the reason if the answer ended before the model was done. ``kinds`` has the
     kind of each tool's calls by the tool's name for the model; calls of other tools are calls of
-    functions. If it ``seals`` thoughts, they are also in ``encrypted_content``.
+    functions. With ``seals``, thoughts are also in ``encrypted_content``.
     """
 
     def __init__(
@@ -157,22 +157,22 @@ class OutputItems:
         self._seals = seals
         self._done: list[Item] = []
         self._open: GrowingMessage | GrowingThoughts | GrowingCall | None = None
-        # Of tokens that showed no text yet: a part of a character, or of a call's markup.
+        # Of tokens without visible text yet: a part of a character, or of a call's markup.
         self._hidden: list[TokenLogprob] = []
 
     def number(self, advance: int = 1) -> int:
-        """The sequence number of an event that tells of ``advance`` things."""
+        """Return the sequence number of an event that counts as ``advance`` units."""
         self._next_number += advance
         return self._next_number - 1
 
     def items(self) -> tuple[Item, ...]:
-        """All items; the last one may have been cut off."""
+        """Return all items; the last one may be cut off."""
         if self._open is None:
             return tuple(self._done)
         return (*self._done, self._open.item("incomplete"))
 
     def add(self, part: Part) -> list[ResponseEvent]:
-        """The events of a part."""
+        """Return the events of a part."""
         events: list[ResponseEvent] = []
         if isinstance(part, AnswerText):
             self._take_text(part, events)
@@ -195,7 +195,7 @@ class OutputItems:
         advance: int = 1,
         **fields: Any,
     ) -> None:
-        """Append an event about the item that is open, which tells of ``advance`` things."""
+        """Append an event about the open item, which counts as ``advance`` units."""
         number = self.number(advance)
         events.append(kind(sequence_number=number, output_index=len(self._done), **fields))
 
@@ -262,7 +262,7 @@ class OutputItems:
             self._tell(events, kind, len(text), item_id=call.item_id, delta=text)
 
     def _take_step(self, part: StepPart, events: list[ResponseEvent]) -> None:
-        """A call of a tool of ours, and what it gave."""
+        """Add a call of a gateway-run tool, and its output."""
         self._start_call(part.call_id, part.name, events)
         self._take_arguments(part.arguments, events)
         item_id = self._item_id("fco", events)
@@ -276,7 +276,7 @@ class OutputItems:
         elif part.is_call_cut:
             self.incomplete = "stop"
         if not self._done and self._open is None:
-            # An answer of no words is a message too.
+            # An empty answer is a message too.
             self._begin(GrowingMessage(self._item_id("msg", events)), events)
         is_whole = self.incomplete is None or (
             isinstance(self._open, GrowingCall) and not part.is_call_cut
@@ -309,14 +309,15 @@ class OutputItems:
         self._done.append(item)
 
     def _item_id(self, kind: str, events: list[ResponseEvent]) -> str:
-        """Close the item that is open, and return the id of the next one."""
+        """Close the open item, and return the id of the next one."""
         self._close("completed", events)
         return f"{kind}_{self._stem}_{len(self._done)}"
 
 
 def _without_end(logprobs: tuple[LogprobInfo, ...], text: str) -> tuple[LogprobInfo, ...]:
-    """Without the token that ended the answer and shows no text: whether it comes in one part with
-    the last text is chance."""
+    """Drop the token that ended the answer and has no text: it may or may not come in one part with
+    the last text.
+    """
     shown, length = text.encode(), 0
     for count, info in enumerate(logprobs):
         if length == len(shown) and count:

@@ -1,4 +1,4 @@
-"""Items of a Responses request in the form in which they are kept and told."""
+"""Normalised items of a Responses request, as they are stored and returned."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ID_PREFIXES: Mapping[type[Item], str] = {
     ToolSearchOutputItem: "tso",
     AdditionalToolsItem: "at",
 }
-# What a request includes to get them.
+# Value of ``include`` that requests sealed thoughts.
 THOUGHTS = "reasoning.encrypted_content"
 _MARK = "millrace1."
 
@@ -84,7 +84,7 @@ def opened(content: str) -> str | None:
 
 
 def left_out_of(item: object, where: str) -> list[Notice]:
-    """Name each part of an item that the model does not read."""
+    """Return a notice for each part of an item that the model does not read."""
     return [
         left_out_at(f"{where}.{field}[{i}]", part.kind)
         for field in ("output", "content")
@@ -94,7 +94,7 @@ def left_out_of(item: object, where: str) -> list[Notice]:
 
 
 def with_sentences(item: OtherItem) -> OtherItem:
-    """The item as it is kept: with sentences in place of what the model does not read."""
+    """Return the item to store: with sentences in place of content that the model does not read."""
     if not isinstance(item, CustomToolCallOutputItem) or isinstance(item.output, str):
         return item
     pieces = tuple(
@@ -111,7 +111,7 @@ def said(text: str) -> MessageItem:
 def normalised(
     given: GivenMessage | GivenReasoning | GivenCall | GivenCallOutput | GivenAgentMessage,
 ) -> Item:
-    """Return the item as it is kept. Raises ParameterError for a field that is not honoured."""
+    """Return the item to store. Raises ParameterError for a field that is not honoured."""
     if getattr(given, "phase", None) is not None:
         raise ParameterError("phase", "phase is not supported; leave it out.")
     status = given.status or "completed"
@@ -160,7 +160,7 @@ def _piece(part: InputText | EchoedText | EchoedRefusal | UnreadPart) -> Content
 
 
 def named(items: Sequence[Item], stem: str, earlier: Sequence[Item]) -> tuple[Item, ...]:
-    """``items`` with an id each that no other one, or one of ``earlier``, has."""
+    """Return ``items``, each with an id that is unique among them and ``earlier``."""
     taken = {item.id for item in earlier}
     result: list[Item] = []
     for number, item in enumerate(items):

@@ -1,4 +1,4 @@
-"""Items of earlier answers that a request names by their ids."""
+"""References to items of earlier answers, by their ids."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from millrace.gateway.responses.store import ResponseStore, conversation_of, is_
 from millrace.schemas.errors import MillraceError, ParameterError
 from millrace.schemas.responses.items import Item, ItemReference
 
-# Made by ``items.OutputItems`` and ``input.named``: the middle is that of the answer's own id.
+# Ids of ``items.OutputItems`` and ``input.named``: the middle is from the answer's own id.
 _OURS = re.compile(r"[a-z]+_([0-9a-f]{24})_(?:in)?[0-9]+")
 _RESPONSE_ID = "resp-{stem}"
 _MAX_ANSWERS = 100
 
 
 class ItemNotFoundError(MillraceError, code="item_not_found", http_status=404):
-    """No item of that id is kept for this tenant."""
+    """Item id that is unknown for this tenant."""
 
     def __init__(self, param: str, item_id: str) -> None:
         super().__init__(
@@ -34,9 +34,12 @@ async def resolve(
     store: ResponseStore,
     field: str = "input",
 ) -> tuple[Item, ...]:
-    """The items, those that are named by their id from ``earlier`` or from the tenant's kept
-    answers. Raises ItemNotFoundError, RedisUnreachableError, and ParameterError for items of too
-    many answers."""
+    """Return the items, with references resolved from ``earlier`` or from the tenant's stored
+    answers.
+
+    Raises ItemNotFoundError, RedisUnreachableError, and ParameterError for items of too many
+    answers.
+    """
     items = said.items
     if not any(isinstance(item, ItemReference) for item in items):
         return tuple(item for item in items if not isinstance(item, ItemReference))

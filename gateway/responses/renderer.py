@@ -1,4 +1,4 @@
-"""The bytes of one answer of the Responses API: its events, or the whole object."""
+"""Bytes of one answer of the Responses API: its events, or the whole object."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ _WITH_DELTA = (AnswerText, ReasoningPart, CallArguments)
 
 
 class ResponseRenderer:
-    """A ``gateway.rendering.rendering.Renderer``. ``given`` are the items of the request's input,
-    ``earlier`` those before them; ``conversation`` is both, with ids. ``store`` None: the answer is
-    not to be kept. ``conversations`` has the one that the request names. Of its events, those after
-    the sequence number ``after`` are given out. An answer in the background is kept by
-    ``keep``."""
+    """Renderer of Responses answers. ``given`` are the items of the request's input, ``earlier``
+    the items before them; ``conversation`` is both, with ids. ``store`` None: the answer is not
+    stored. ``conversations`` has the conversation that the request names. Only events after the
+    sequence number ``after`` are emitted. An answer in the background is stored by ``keep``.
+    """
 
     plain: tuple[bytes, bytes] | None = None
 
@@ -144,11 +144,13 @@ class ResponseRenderer:
         return self._store is not None or bool(self._conversation_id)
 
     async def store(self) -> None:
-        """Keep the answer, if it is to be kept. It says by ``store`` false that it could not be:
-        an answer that is there is not withheld for that; and by no ``conversation`` that it could
-        not be added to one."""
+        """Store the answer if required. If storing fails, the answer has ``store`` false, and if it
+        cannot be added to its conversation it has no ``conversation``: an existing answer is not
+        withheld for that.
+        """
         if self.request.background:
-            # So does whoever holds it, but this client may ask for it as soon as it knows.
+            # The holder stores it as well, but this client may fetch it as soon as it learns of the
+            # end.
             await self.keep()
             return
         await self._add_to_conversation()
@@ -166,12 +168,13 @@ class ResponseRenderer:
             )
 
     def queued(self) -> ResponseAnswer:
-        """The answer before anything of it is there."""
+        """Return the answer before it has any output."""
         return self._response("queued")
 
     async def keep(self) -> None:
-        """Keep an answer in the background, which has ended. While Redis is unreachable it is not:
-        whoever asks for it later reads it again."""
+        """Store an ended background answer. While Redis is unreachable it is not stored: a later
+        request reads it again.
+        """
         assert self._store is not None
         tenant = self._response_stream.caller.tenant
         if self._response_stream.refusal is None:
@@ -185,7 +188,7 @@ class ResponseRenderer:
             )
 
     async def _add_to_conversation(self) -> None:
-        """Once, whoever reads the answer's end."""
+        """Add the answer to its conversation, once across all readers of its end."""
         if not self._conversation_id:
             return
         response, conversations = self._response_stream, self._conversations
@@ -210,7 +213,7 @@ class ResponseRenderer:
 
     @property
     def _was_cancelled(self) -> bool:
-        """Whether it was in the background, and somebody had it stopped."""
+        """Return whether a background answer was cancelled."""
         choice = self._response_stream.choices[0]
         return bool(self.request.background) and isinstance(choice.end, Cancelled)
 
@@ -287,13 +290,13 @@ def _text_of(request: ResponsesRequest) -> TextConfig:
 
 
 def _without_newlines(raw: msgspec.Raw) -> msgspec.Raw:
-    """A schema as it was written, fit for the one line that an event's data is."""
+    """Return a schema without line breaks, since an event's data is one line."""
     return msgspec.Raw(bytes(raw).translate(None, b"\r\n"))
 
 
 def bytes_of(events: Sequence[ResponseEvent]) -> bytes:
-    """The events as server-sent ones."""
-    # Nearly always it is one piece of text.
+    """Return the events as server-sent events."""
+    # Nearly always a single text delta.
     return _bytes_of_one(events[0]) if len(events) == 1 else b"".join(map(_bytes_of_one, events))
 
 
@@ -312,8 +315,9 @@ def _usage(usage: Usage) -> ResponseUsage:
 
 
 def _error_code(refusal: Refusal) -> str:
-    """Return the nearest code that OpenAI's answers have. ``invalid_prompt`` is for faults of the
-    request only."""
+    """Return the nearest error code of OpenAI's. ``invalid_prompt`` is for faults of the request
+    only.
+    """
     if refusal.code == ContextLengthError.code:
         return refusal.code
     if refusal.status == 429:

@@ -1,4 +1,4 @@
-"""The events of an answer that is over, made from its stored response.
+"""Events of an ended answer, made from its stored response.
 
 Neither the model nor the tokens of the answer are needed.
 """
@@ -148,9 +148,10 @@ def _kept_arguments(item: BuiltInCallItem) -> str:
 
 
 def events_after(events: Iterable[ResponseEvent], after: int) -> Iterator[ResponseEvent]:
-    """``events`` with a ``sequence_number`` over ``after``. That of a delta is its last
-    character's, so one that begins before loses the characters up to there: the client may have
-    read a stream whose text was cut otherwise."""
+    """Yield ``events`` with a ``sequence_number`` over ``after``. A delta has the number of its
+    last character: a delta that begins before ``after`` loses its first characters, since the
+    client may have read a stream whose text was cut otherwise.
+    """
     for event in events:
         num_lacking = event.sequence_number - after
         if num_lacking <= 0:
@@ -165,7 +166,7 @@ def events_after(events: Iterable[ResponseEvent], after: int) -> Iterator[Respon
 
 
 def _behind(text: str, logprobs: Sequence[LogprobInfo]) -> tuple[LogprobInfo, ...]:
-    """Those of the tokens that end behind ``text``."""
+    """Return the log-probabilities of the tokens that end after ``text``."""
     num_bytes, length = len(text.encode()), 0
     for count, info in enumerate(logprobs):
         length += len(info.bytes)

@@ -1,4 +1,4 @@
-"""Answers that later requests continue, in Redis."""
+"""Stored answers in Redis, which later requests continue."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-# Fast rather than small: text shrinks to a third anyway.
+# Speed matters more than size: text shrinks to a third anyway.
 _COMPRESSION = 1
 MAX_INLINE_BYTES = 65_536
-# The link tries again a second after a failure.
+# The link retries a second after a failure.
 _DELAYS_S = (0.5, 0.5, 0.5)
 
 
 class ResponseNotFoundError(MillraceError, code="response_not_found", http_status=404):
-    """No answer of that id is kept for this tenant."""
+    """Response id that is unknown for this tenant."""
 
     def __init__(self, response_id: str) -> None:
         super().__init__(
@@ -49,7 +49,7 @@ class ResponseNotFoundError(MillraceError, code="response_not_found", http_statu
 class PreviousResponseNotFoundError(
     MillraceError, code="previous_response_not_found", http_status=400
 ):
-    """The answer that a request continues is not kept (any more) for this tenant."""
+    """Request that continues an answer which is not stored (any more) for this tenant."""
 
     param = "previous_response_id"
 
@@ -73,28 +73,29 @@ _output_decoder = msgspec.json.Decoder(_Output)
 
 
 def conversation_of(stored: StoredResponse) -> tuple[Item, ...]:
-    """All items up to the end of an answer."""
+    """Return all items up to the end of an answer."""
     return (*stored.input, *_output_decoder.decode(stored.response).output)
 
 
 def model_of(stored: StoredResponse) -> str:
-    """The model that answered."""
+    """Return the model of the answer."""
     return _output_decoder.decode(stored.response).model
 
 
 def is_over(stored: StoredResponse) -> bool:
-    """Whether the answer has ended, however it did."""
+    """Return whether the answer has ended, successful or not."""
     return _output_decoder.decode(stored.response).status not in ("queued", "in_progress")
 
 
 def is_background(stored: StoredResponse) -> bool:
-    """Whether it was asked for with ``background``."""
+    """Return whether it was requested with ``background``."""
     return stored.request is not None
 
 
 class ResponseStore:
-    """Each tenant's own answers, for ``response_ttl_s`` each. Without a link Redis counts as
-    unreachable."""
+    """Store of each tenant's answers, kept for ``response_ttl_s`` each. Without a link, Redis
+    counts as unreachable.
+    """
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig) -> None:
         self._link = link
@@ -102,16 +103,18 @@ class ResponseStore:
         self._max_bytes = config.response_max_bytes
 
     async def check(self, items: tuple[Item, ...]) -> None:
-        """Raises PayloadTooLargeError for a conversation that would not be kept, and
-        RedisUnreachableError if nothing can be."""
+        """Raise PayloadTooLargeError for a conversation that is too large to be stored, and
+        RedisUnreachableError.
+        """
         num_bytes = len(_encoder.encode(items))
         if num_bytes > self._max_bytes:
             raise PayloadTooLargeError(num_bytes, self._max_bytes)
         await self._insist("PING")
 
     async def put(self, tenant: str, response: ResponseAnswer, items: tuple[Item, ...]) -> None:
-        """Keep an answer and the items before it, unless it is kept already: who tells of its end
-        again may know of more items than there were before it. Raises RedisUnreachableError."""
+        """Store an answer and the items before it, unless it is stored already: a second reader of
+        its end may know of later items. Raises RedisUnreachableError.
+        """
         packed = await _pack(response, items, None)
         key = redis_keys.response_key(tenant, response.id)
         await self._insist("SET", key, packed, "NX", "EX", self._ttl_s)
@@ -124,8 +127,9 @@ class ResponseStore:
         request: ResponsesRequest,
         num_earlier: int,
     ) -> None:
-        """Keep an answer in the background that is yet to be made, unless it is kept already.
-        Raises RedisUnreachableError."""
+        """Store a background answer before it is made, unless it is stored already. Raises
+        RedisUnreachableError.
+        """
         packed = await _pack(response, items, request, num_earlier)
         key = redis_keys.response_key(tenant, response.id)
         await self._insist("SET", key, packed, "NX", "EX", self._ttl_s)
@@ -137,8 +141,9 @@ class ResponseStore:
         items: tuple[Item, ...],
         request: ResponsesRequest,
     ) -> None:
-        """Keep the end of an answer in the background, unless that was forgotten or another end is
-        kept. Raises RedisUnreachableError."""
+        """Store the end of a background answer, unless the answer was deleted or another end is
+        stored. Raises RedisUnreachableError.
+        """
         stored = await self.get(tenant, response.id)
         if stored is None or is_over(stored):
             return
@@ -147,7 +152,9 @@ class ResponseStore:
         await self._insist("SET", key, packed, "XX", "EX", self._ttl_s)
 
     async def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """None if there is none that can be read. Raises RedisUnreachableError."""
+        """Return a stored answer; None if there is no readable one. Raises
+        RedisUnreachableError.
+        """
         link = reachable(self._link)
         if len(response_id) > MAX_NAME_CHARACTERS:
             return None
@@ -157,7 +164,7 @@ class ResponseStore:
         return await in_thread_if(len(packed) > MAX_INLINE_BYTES, lambda: _unpack(packed))
 
     async def delete(self, tenant: str, response_id: str) -> bool:
-        """Whether there was one. Raises RedisUnreachableError."""
+        """Delete an answer; return whether it existed. Raises RedisUnreachableError."""
         link = reachable(self._link)
         if len(response_id) > MAX_NAME_CHARACTERS:
             return False
@@ -169,7 +176,9 @@ class ResponseStore:
 
 
 async def insist(call: Callable[[], Awaitable[_T]]) -> _T:
-    """Wait a moment without Redis out: a conversation that is not kept cannot be continued."""
+    """Retry a call during a short outage of Redis: a conversation that is not stored cannot be
+    continued.
+    """
     return await retry(call, _DELAYS_S, asyncio.sleep)
 
 
@@ -191,7 +200,9 @@ async def _pack(
 
 
 def _unpack(packed: bytes) -> StoredResponse | None:
-    """None for what another version of this program kept in a form of its own."""
+    """Decode a stored answer; None if another version of this program stored it in its own
+    format.
+    """
     try:
         stored = _decoder.decode(zlib.decompress(packed))
         _output_decoder.decode(stored.response)

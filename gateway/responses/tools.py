@@ -1,5 +1,6 @@
-"""The tools of a Responses request: what the model is told of them, and what kind of item each
-call is."""
+"""Tools of a Responses request: their definitions for the model, and the kind of item of each
+call.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +74,7 @@ _COUNT: Mapping[str, Any] = {"type": "integer"}
 
 
 class CallKind(NamedTuple):
-    """What a call is for the client: a call of a function, of a custom tool or of a ``built_in``
-    tool."""
+    """Kind of a call for the client: of a function, of a custom tool or of a ``built_in`` tool."""
 
     name: str
     namespace: str = ""
@@ -82,7 +82,7 @@ class CallKind(NamedTuple):
 
 
 class _BuiltIn(NamedTuple):
-    """What the model is told of a tool whose schema no request has, and how its calls are told."""
+    """Definition of a built-in tool, whose schema is in no request, and the item of its calls."""
 
     description: str
     parameters: dict[str, Any]
@@ -150,9 +150,11 @@ _BUILT_IN: Mapping[type[ResponseTool], _BuiltIn] = {
 def offered_of_responses(
     request: ResponsesRequest, items: Sequence[Item], paths: Sequence[str] = ()
 ) -> OfferedTools:
-    """What the model is told of the tools of a request and of its conversation. ``paths`` has the
-    field of each item: it is empty for an item of an earlier request. Raises ParameterError, naming
-    the tool, for what cannot be honoured."""
+    """Return the definitions of the tools of a request and of its conversation. ``paths`` has the
+    field of each item: it is empty for an item of an earlier request.
+
+    Raises ParameterError, naming the tool, for a tool that cannot be honoured.
+    """
     return offered_tools(_given_tools(request, items, paths), asked_choice(request.tool_choice))
 
 
@@ -166,7 +168,7 @@ def call_kinds(request: ResponsesRequest, items: Sequence[Item]) -> dict[str, Ca
 
 
 def told_name(name: str, namespace: str) -> str:
-    """Return the name that the model knows a function of a namespace by."""
+    """Return the model's name of a function in a namespace."""
     if not namespace:
         return name
     joint = "" if namespace.endswith("_") else "__"
@@ -209,7 +211,9 @@ def _read(tools: Iterable[bytes], field: str) -> list[GivenTool]:
 def _given(
     raw: bytes, where: str, known: Iterable[str], namespace: str = "", about: str = ""
 ) -> Iterator[GivenTool]:
-    """The tool, or all of a namespace. ``about`` is said before the tool's own description."""
+    """Yield the tool, or all tools of a namespace. ``about`` precedes the tool's own
+    description.
+    """
     head = decode_within(where, _HEAD, raw)
     decoder = _DECODERS.get(head.type) if head.type in known else None
     if decoder is None:
@@ -223,7 +227,7 @@ def _given(
         yield GivenTool(where=where, type=head.type)
     elif isinstance(tool, NamespaceTool):
         for i, inner in enumerate(tool.tools):
-            # The description of the first tool begins with that of the namespace.
+            # The description of the first tool begins with the namespace's description.
             about = "" if i else tool.description or ""
             path = f"{where}.tools[{i}]"
             yield from _given(bytes(inner), path, _IN_NAMESPACES, tool.name, about)

@@ -1,7 +1,7 @@
-"""Chats in Redis: documents of front ends, each replaced whole if nobody was first.
+"""Chats in Redis: documents of front ends, each replaced whole by compare-and-set.
 
-A chat is a hash with ``revision``, ``title``, ``updated_ms`` and ``data`` (compressed JSON). Beside
-it each tenant has the ids of its chats in the order of their last change.
+A chat is a hash with ``revision``, ``title``, ``updated_ms`` and ``data`` (compressed JSON). Each
+tenant also has the ids of its chats in the order of their last change.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _MAX_INLINE_BYTES = 64 * 1024
 _IDS = re.compile(r"[A-Za-z0-9-][A-Za-z0-9_-]{0,63}")
 _CHANGED, _FULL = -1, -2
 
-# KEYS: the chat's, the tenant's list. ARGV: the revision that is expected, title, data, now in ms,
-# time to live in ms, how many chats there may be, the id. Gives the new revision, which is greater
-# than any that a deleted chat of that id had.
+# KEYS: the chat, the tenant's list. ARGV: the expected revision, title, data, now in ms, time to
+# live in ms, the maximum number of chats, the id. Returns the new revision, which is greater than
+# any revision of a deleted chat with that id.
 _PUT = Script(
     """
 local revision = tonumber(redis.call('HGET', KEYS[1], 'revision') or '0')
@@ -44,8 +44,8 @@ return revision
 """
 )
 
-# KEYS: the tenant's list. ARGV: the oldest time in ms, the id to go on behind (empty: from the
-# first on), how many. Gives 0 for an id that is not in it.
+# KEYS: the tenant's list. ARGV: the oldest time in ms, the id to continue after (empty: from the
+# first on), the maximum number. Returns 0 for an unknown id.
 _LIST = Script(
     """
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', ARGV[1])
@@ -59,7 +59,7 @@ return redis.call('ZREVRANGE', KEYS[1], from, from + ARGV[3] - 1)
 """
 )
 
-# KEYS: the chat's, the tenant's list. ARGV: the id.
+# KEYS: the chat, the tenant's list. ARGV: the id.
 _DELETE = Script(
     """
 redis.call('ZREM', KEYS[2], ARGV[1])
@@ -69,7 +69,7 @@ return redis.call('DEL', KEYS[1])
 
 
 class ChatNotFoundError(MillraceError, code="chat_not_found", http_status=404):
-    """No chat of that id is kept for this tenant."""
+    """Chat id that is unknown for this tenant."""
 
     param = "chat_id"
 
@@ -78,7 +78,7 @@ class ChatNotFoundError(MillraceError, code="chat_not_found", http_status=404):
 
 
 class ChatChangedError(MillraceError, code="chat_changed", http_status=409):
-    """Somebody else has changed the chat, or deleted it."""
+    """Chat that was changed or deleted meanwhile."""
 
     param = "revision"
 
@@ -90,15 +90,16 @@ class ChatChangedError(MillraceError, code="chat_changed", http_status=409):
 
 
 class TooManyChatsError(MillraceError, code="too_many_chats", http_status=409):
-    """A tenant has as many chats as it may have."""
+    """Chat beyond the tenant's limit."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(f"There are {limit} chats already, which is the limit. Delete some.")
 
 
 class ChatStore:
-    """Each tenant's own chats, for ``chat_ttl_s`` after their last change. Without a link Redis
-    counts as unreachable. All calls raise RedisUnreachableError."""
+    """Store of each tenant's chats, kept for ``chat_ttl_s`` after their last change. Without a
+    link, Redis counts as unreachable. All calls raise RedisUnreachableError.
+    """
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:
         self._link = link
@@ -108,8 +109,10 @@ class ChatStore:
         self._max_chats = config.max_chats
 
     async def list_newest(self, tenant: str, after: str, num: int) -> tuple[list[ChatInfo], bool]:
-        """At most ``num``, the last changed first, behind the chat ``after`` (empty: from the
-        first on), and whether there are more. Raises ParameterError if ``after`` is not there."""
+        """Return at most ``num`` chats, the last changed first, after the chat ``after`` (empty:
+        from the first on), and whether there are more. Raises ParameterError if ``after`` is
+        unknown.
+        """
         link, key = reachable(self._link), redis_keys.chats_key(tenant)
         oldest_ms = self._now_ms() - self._ttl_ms
         found = await link.evaluate(_LIST, [key], [oldest_ms, after, num + 1])
@@ -120,12 +123,12 @@ class ChatStore:
         kept = await asyncio.gather(
             *(link.call("HMGET", redis_keys.chat_key(tenant, one), *fields) for one in ids[:num])
         )
-        # One may have been deleted since.
+        # A chat may have been deleted since.
         infos = [_info(one, *values) for one, values in zip(ids, kept, strict=False) if values[0]]
         return infos, len(ids) > num
 
     async def get(self, tenant: str, chat_id: str) -> Chat:
-        """Raises ChatNotFoundError."""
+        """Return a chat. Raises ChatNotFoundError."""
         _check_id(chat_id)
         key = redis_keys.chat_key(tenant, chat_id)
         fields = ("revision", "title", "updated_ms", "data")
@@ -137,8 +140,10 @@ class ChatStore:
         return Chat(**msgspec.structs.asdict(info), document=msgspec.Raw(document))
 
     async def put(self, tenant: str, chat_id: str, update: ChatUpdate) -> ChatInfo:
-        """What is kept now. Raises ChatChangedError if there is another revision than that of the
-        update, PayloadTooLargeError, TooManyChatsError, and ChatNotFoundError for what is no id."""
+        """Store a chat; return its new state. Raises ChatChangedError if the revision differs from
+        the update's, PayloadTooLargeError, TooManyChatsError, and ChatNotFoundError for an invalid
+        id.
+        """
         _check_id(chat_id)
         document = bytes(update.document)
         if len(document) > self._max_bytes:
@@ -159,7 +164,7 @@ class ChatStore:
         return ChatInfo(id=chat_id, title=title, revision=revision, updated_at=now_ms // 1_000)
 
     async def delete(self, tenant: str, chat_id: str) -> bool:
-        """Whether there was one. Raises ChatNotFoundError for what is no id."""
+        """Delete a chat; return whether it existed. Raises ChatNotFoundError for an invalid id."""
         _check_id(chat_id)
         keys = [redis_keys.chat_key(tenant, chat_id), redis_keys.chats_key(tenant)]
         return bool(await reachable(self._link).evaluate(_DELETE, keys, [chat_id]))

@@ -1,4 +1,4 @@
-"""Which messages of a conversation fit into a context window. Pure: no clock, no store."""
+"""Fitting of a conversation's messages into a context window. Pure: no clock, no store."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ Encode = Callable[[Sequence[ChatMessage]], Sequence[int]]
 
 
 class Counted(msgspec.Struct, frozen=True, array_like=True):
-    """A message, and how many tokens its text has for the model ``model`` (empty: not counted).
-    What a chat template puts around it is not in the count."""
+    """Message with the number of tokens of its text for ``model`` (empty: not counted). The chat
+    template's tokens are not in the count.
+    """
 
     message: ChatMessage
     num_tokens: int = 0
@@ -34,8 +35,9 @@ class Counted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """Room for prompt and completion together. ``max_tokens`` is what the completion may have;
-    None: whatever is left, preferably ``reserve_tokens``."""
+    """Room for prompt and completion together. ``max_tokens`` is the completion's maximum; None:
+    the rest of the window, preferably ``reserve_tokens``.
+    """
 
     num_tokens: int
     max_tokens: int | None
@@ -43,22 +45,23 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def wanted_prompt_tokens(self) -> int:
-        """The longest prompt that leaves the completion enough room."""
+        """Return the longest prompt that leaves enough room for the completion."""
         completion = self.max_tokens
         if completion is None:
-            # A small window is not given away to a completion that nobody bounded.
+            # A small window is not given away to an unbounded completion.
             completion = min(self.reserve_tokens, self.num_tokens // 4)
         return self.num_tokens - completion
 
     @property
     def longest_prompt_tokens(self) -> int:
-        """The longest prompt that the model takes."""
+        """Return the longest prompt that the model takes."""
         return self.num_tokens - (1 if self.max_tokens is None else self.max_tokens)
 
 
 class Fitted(NamedTuple):
-    """A prompt, its length, how many messages were left out, and whether the summary stands in
-    it."""
+    """Prompt, its length, the number of messages that were left out, and whether it has the
+    summary.
+    """
 
     messages: tuple[ChatMessage, ...]
     num_prompt_tokens: int
@@ -69,7 +72,9 @@ class Fitted(NamedTuple):
 def count(
     messages: Iterable[Counted], model: str, num_tokens: Callable[[str], int]
 ) -> tuple[Counted, ...]:
-    """The messages, counted for ``model``; ``num_tokens`` is asked for those that are not yet."""
+    """Return the messages, counted for ``model``. ``num_tokens`` counts messages that are not
+    counted for it yet.
+    """
     return tuple(
         counted
         if counted.model == model
@@ -81,14 +86,14 @@ def count(
 def count_for(
     model: ServedModelLike, name: str, messages: Iterable[Counted]
 ) -> tuple[Counted, ...]:
-    """The messages, counted for ``model``, which is called ``name``."""
+    """Return the messages, counted for ``model``, whose name is ``name``."""
     return count(messages, name, lambda text: len(model.tokenizer.encode(text, False)))
 
 
 def window_of(
     request: GenerationRequest, model: ServedModelLike, caller: Caller, reserve_tokens: int
 ) -> Window:
-    """The model's window, or the caller's if that is smaller."""
+    """Return the model's window, or the caller's if that is smaller."""
     num_tokens = model.context_window_tokens
     return Window(
         num_tokens=min(num_tokens, caller.context_tokens or num_tokens),
@@ -98,14 +103,15 @@ def window_of(
 
 
 def text_of(message: ChatMessage) -> str:
-    """All that the model reads of a message."""
+    """Return all text of a message that the model reads."""
     calls = (f"{call.name} {call.arguments}" for call in message.tool_calls)
     return "\n".join([message.content, *calls])
 
 
 def turns(messages: Sequence[ChatMessage]) -> list[list[int]]:
-    """The indices of each turn: a user's message and all that follows until the next one, so that
-    the result of a tool is never apart from its call. System messages are in none."""
+    """Return the indices of each turn: a user's message and all messages until the next one, so
+    that a tool's result stays with its call. System messages are in none.
+    """
     found: list[list[int]] = []
     for index, message in enumerate(messages):
         if message.role == SYSTEM:
@@ -119,8 +125,9 @@ def turns(messages: Sequence[ChatMessage]) -> list[list[int]]:
 def continue_with(
     history: Sequence[Counted], turn: Sequence[Counted]
 ) -> tuple[Sequence[Counted], Sequence[Counted]]:
-    """Both as they stand in a prompt: system messages that a turn begins with take the place of
-    those that the history began with, as a client sends them anew with each turn."""
+    """Return both as they stand in a prompt: system messages at the start of a turn replace the
+    history's leading system messages, as a client sends them anew with each turn.
+    """
     num_new = num_leading(one.message for one in turn)
     if num_new == 0:
         return history, turn
@@ -135,13 +142,13 @@ def fit(
     window: Window,
     encode: Encode,
 ) -> Fitted:
-    """The newest part of ``history`` and all of ``turn`` as a prompt that fits the window.
+    """Return the newest part of ``history`` and all of ``turn`` as a prompt that fits the window.
 
-    System messages and what belongs to the same turn as ``turn`` stay; of the rest, the oldest
-    turns are left out whole until the prompt, as ``encode`` tells its tokens, is short enough. The
-    summary stands before what is kept. It is left out only if it would not fit, or if the model's
-    template refuses it. What must stay is given back even if it does not fit: whoever makes a job
-    of it refuses that, as any prompt that is too long. Raises what ``encode`` raises.
+    System messages and messages of the same turn as ``turn`` stay. Of the rest, the oldest turns
+    are left out whole until the prompt, tokenised by ``encode``, is short enough. The summary
+    stands before the remaining messages. It is left out only if it would not fit, or if the model's
+    template refuses it. Messages that must stay are returned even if they do not fit: the job maker
+    refuses them like any long prompt. Raises the errors of ``encode``.
     """
     everything = [*history, *turn]
     droppable = [
@@ -159,7 +166,7 @@ def fit(
             dropped.update(oldest)
             excess -= sum(everything[index].num_tokens + overhead for index in oldest)
 
-    # What surely does not fit is not even encoded.
+    # Turns that surely do not fit are dropped before encoding.
     drop(sum(counted.num_tokens for counted in everything) - limit, 0.0)
     while True:
         kept = [one for index, one in enumerate(everything) if index not in dropped]
@@ -188,10 +195,10 @@ def fit(
 def _compose(
     messages: Sequence[ChatMessage], summary: str, *, joined: bool
 ) -> tuple[ChatMessage, ...]:
-    """The conversation as it goes to the template.
+    """Return the messages for the template.
 
-    Many templates take one system message at most, in the first place: so those that lead, brought
-    together by what was left out, and the summary become one.
+    Many templates take at most one system message, in the first place. So the leading system
+    messages, which become adjacent when turns are left out, and the summary are joined.
     """
     if not summary and not joined:
         return tuple(messages)
@@ -205,7 +212,7 @@ def _compose(
 
 
 def num_leading(messages: Iterable[ChatMessage]) -> int:
-    """How many system messages are in front."""
+    """Return the number of leading system messages."""
     return sum(1 for _ in itertools.takewhile(lambda message: message.role == SYSTEM, messages))
 
 
@@ -217,8 +224,9 @@ async def fit_window(
     config: GatewayConfig,
     prompts: PromptPool,
 ) -> GenerationRequest:
-    """The ask with as many of its newest messages as fit the model's window and the caller's,
-    beside ``tools``. System messages and the last turn stay, even if they do not fit."""
+    """Return the request with as many of its newest messages as fit the model's window and the
+    caller's, beside ``tools``. System messages and the last turn stay, even if they do not fit.
+    """
     work = partial(_fit, request, tools, model, caller, config)
     return await prompts.run(caller.tenant, request.num_prompt_characters, work)
 
@@ -230,7 +238,9 @@ async def num_input_tokens(
     caller: Caller,
     prompts: PromptPool,
 ) -> int:
-    """How many tokens the prompt of ``request`` has, beside ``tools`` if the model may call any."""
+    """Return the number of prompt tokens of ``request``, with ``tools`` if the model may call
+    any.
+    """
     told = () if request.tool_choice.mode is ToolMode.NONE else tools
 
     def count() -> int:

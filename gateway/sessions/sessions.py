@@ -1,5 +1,6 @@
-"""Conversations that are kept between requests: into the prompt at the start of a request, and
-longer by a turn at its end."""
+"""Sessions: stored conversations that are put before a request's messages and extended by its
+turn.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ Definitions = Callable[[Sequence[str]], Sequence[ToolDefinition]]
 
 
 class SessionNotFoundError(MillraceError, code="session_not_found", http_status=404):
-    """There is no such conversation, or not any more."""
+    """Session that does not exist, or has expired."""
 
     param = "session_id"
 
@@ -52,19 +53,20 @@ class SessionNotFoundError(MillraceError, code="session_not_found", http_status=
 
 
 class FittedSession(msgspec.Struct, frozen=True, kw_only=True):
-    """The prompt of a request that continues a conversation, and what was left out of it."""
+    """Prompt of a request that continues a conversation, and the data about omitted messages."""
 
     messages: tuple[ChatMessage, ...]
     info: SessionInfo
 
 
 class Sessions:
-    """``begin`` before a request's jobs are made and ``commit`` when it is answered, on this
-    gateway or another. Without a link all but ``commit`` raise RedisUnreachableError.
+    """Sessions of one gateway. Call ``open_turn`` before a request's jobs are made and
+    ``commit_turn`` when it is answered, on this gateway or another. Without a link all but
+    ``commit_turn`` raise RedisUnreachableError.
 
     ``generate`` answers the requests that summarise; ``definitions`` describes the gateway's own
-    tools by their names. Owns the commits that wait for Redis and the summaries under way;
-    ``close`` ends them.
+    tools by their names. Owns the commits that wait for Redis and the running summaries; ``close``
+    ends them.
     """
 
     def __init__(
@@ -89,10 +91,11 @@ class Sessions:
     async def open_turn(
         self, caller: Caller, request: GenerationRequest, model: ServedModelLike, request_id: str
     ) -> FittedSession:
-        """Put the kept conversation before the messages of ``request``, and remember what it adds.
+        """Put the stored conversation before the messages of ``request``, and store the request's
+        addition.
 
-        Raises RedisUnreachableError, ParameterError for an ask that cannot continue a conversation,
-        SessionTooLargeError and SessionUnreadableError.
+        Raises RedisUnreachableError, ParameterError for a request that cannot continue a
+        conversation, SessionTooLargeError and SessionUnreadableError.
         """
         if request.messages is None:
             raise ParameterError("session_id", "session_id goes with messages, not with a prompt.")
@@ -123,19 +126,19 @@ class Sessions:
         return FittedSession(messages=fitted.messages, info=info)
 
     async def abandon_turn(self, tenant: str, session_id: str, request_id: str) -> None:
-        """The request was refused after ``begin``: keep nothing of it."""
+        """Discard the addition of a request that was refused after ``open_turn``."""
         try:
             await self._store.drop_turn(tenant, session_id, request_id)
         except RedisUnreachableError:
-            return  # Nobody will add it, and its time runs out by itself.
+            return  # No request will add it, and it expires.
 
     async def commit_turn(
         self, tenant: str, session_id: str, request_id: str, turns: Sequence[ChatMessage]
     ) -> None:
-        """Add what the request asked and was answered, once, however often this is called.
+        """Add the request's messages and its answer, once, even if called repeatedly.
 
-        Nothing that was said changes nothing. Never raises for Redis: while that is unreachable,
-        the turn is added later.
+        An empty answer adds nothing. Never raises for Redis: while it is unreachable, the turn is
+        added later.
         """
         answer = [turn for turn in turns if turn.role != "assistant" or _says_something(turn)]
         if not any(turn.role == "assistant" for turn in answer):
@@ -150,14 +153,16 @@ class Sessions:
             self._late.spawn(work, "add a turn to its session")
 
     async def last_model(self, tenant: str, session_id: str) -> str:
-        """The model that a conversation was with last; empty if there is none. Raises
-        SessionUnreadableError and RedisUnreachableError."""
+        """Return the last model of a conversation; empty if there is none. Raises
+        SessionUnreadableError and RedisUnreachableError.
+        """
         session = await self._store.load(tenant, session_id)
         return session.messages[-1].model if session.messages else ""
 
     async def history(self, tenant: str, session_id: str) -> SessionHistory:
-        """The conversation as it is kept. Raises SessionNotFoundError, SessionUnreadableError and
-        RedisUnreachableError."""
+        """Return the stored conversation. Raises SessionNotFoundError, SessionUnreadableError and
+        RedisUnreachableError.
+        """
         session = await self._store.load(tenant, session_id)
         if not session.num_messages:
             raise SessionNotFoundError
@@ -171,13 +176,14 @@ class Sessions:
         )
 
     async def delete(self, tenant: str, session_id: str) -> None:
-        """Forget a conversation, and what requests that still run would add to it. Raises
-        SessionNotFoundError and RedisUnreachableError."""
+        """Delete a conversation, and the additions of running requests. Raises SessionNotFoundError
+        and RedisUnreachableError.
+        """
         if not await self._store.delete(tenant, session_id):
             raise SessionNotFoundError
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel running tasks."""
         await self._late.close()
         await self._summaries.close()
 
@@ -210,11 +216,13 @@ class Sessions:
     async def _counted(
         self, tenant: str, messages: Sequence[Counted], name: str
     ) -> Sequence[Counted]:
-        """As they are if the model cannot be had here: they are counted when they are needed."""
+        """Return the messages with token counts. Without the model here, return them unchanged:
+        they are counted when needed.
+        """
         try:
             model = await self._models.get(name, tenant)
         except MillraceError as error:
-            _log.warning("an answer was not counted", extra={"model": name, "code": error.code})
+            _log.warning("tokens were not counted", extra={"model": name, "code": error.code})
             return messages
         num_characters = sum(len(one.message.content) for one in messages)
         return await self._prompts.run(
@@ -230,7 +238,7 @@ class Sessions:
         model: ServedModelLike,
         tools: Sequence[ToolDefinition],
     ) -> tuple[Turn, Fitted]:
-        """The turn, counted, and its prompt."""
+        """Return the turn, counted, and its prompt."""
 
         def work() -> tuple[Turn, Fitted]:
             tokenizer = model.tokenizer
@@ -249,7 +257,7 @@ class Sessions:
 
 
 def _check_keep(session: Session, keep: int | None) -> None:
-    """Raises ParameterError if it cannot be told what the first ``keep`` messages were."""
+    """Raise ParameterError if the first ``keep`` messages can no longer be told apart."""
     if keep is None or keep == 0:
         return
     if keep < 0:
@@ -267,4 +275,4 @@ def _says_something(message: ChatMessage) -> bool:
 
 
 def _lost(request_id: str, error: MillraceError) -> None:
-    _log.error("a turn is not in its session", extra={"request_id": request_id, "code": error.code})
+    _log.error("a turn was not stored", extra={"request_id": request_id, "code": error.code})

@@ -1,8 +1,8 @@
 """Conversations in Redis: each one compressed value that is replaced whole, by compare-and-set.
 
-A conversation is a hash with ``version`` (how often it changed), ``data`` (compressed JSON) and
-``floor`` (the version at which it was last deleted). What a request adds to it waits under a key of
-its own until the request is answered, so that any gateway can add it, and only once.
+A conversation is a hash with ``version`` (the number of its changes), ``data`` (compressed JSON)
+and ``floor`` (the version at which it was last deleted). The addition of a request waits under a
+key of its own until the request is answered, so that any gateway can add it, and only once.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _MAX_ATTEMPTS = 64
 _COMPRESSION_LEVEL = 1
 _MAX_INLINE_BYTES = 64 * 1024
 _MARGIN_S = 60.0
-# How long it is tried to add an answer while Redis is unreachable.
+# Time during which adding an answer is retried while Redis is unreachable.
 COMMIT_TIMEOUT_S = 60.0
 _COMMITTED, _DELETED, _CHANGED = -1, -2, -3
 
-# KEYS: the conversation's. ARGV: its new time to live in ms (0: as it is).
+# KEYS: the conversation. ARGV: its new time to live in ms (0: unchanged).
 _LOAD = Script(
     """
 local found = redis.call('HMGET', KEYS[1], 'version', 'data')
@@ -42,8 +42,8 @@ return {tonumber(found[1] or '0'), found[2] or '', redis.call('PTTL', KEYS[1])}
 """
 )
 
-# KEYS: the conversation's and, maybe, the waiting turn's. ARGV: the version that is expected, the
-# one that the change is based on, the new data, time to live in ms. Gives the new version.
+# KEYS: the conversation and, optionally, the waiting turn. ARGV: the expected version, the version
+# that the change is based on, the new data, time to live in ms. Returns the new version.
 _STORE = Script(
     """
 if KEYS[2] and redis.call('EXISTS', KEYS[2]) == 0 then return -1 end
@@ -61,8 +61,8 @@ return version + 1
 """
 )
 
-# KEYS: the conversation's. ARGV: how long in ms its end is remembered, so that requests that are
-# still answered do not bring it back.
+# KEYS: the conversation. ARGV: the time in ms for which its deletion is remembered, so that running
+# requests do not restore it.
 _DELETE = Script(
     """
 local known = redis.call('HMGET', KEYS[1], 'version', 'data')
@@ -76,7 +76,7 @@ return known[2] and 1 or 0
 
 
 class SessionTooLargeError(MillraceError, code="session_too_large", http_status=413):
-    """A conversation would hold more than is kept."""
+    """Conversation beyond the size limit."""
 
     param = "session_id"
 
@@ -88,7 +88,7 @@ class SessionTooLargeError(MillraceError, code="session_too_large", http_status=
 
 
 class SessionUnreadableError(MillraceError, code="session_unreadable", http_status=409):
-    """What is stored is not a conversation as this version writes it."""
+    """Stored session in an unknown format."""
 
     param = "session_id"
 
@@ -97,17 +97,18 @@ class SessionUnreadableError(MillraceError, code="session_unreadable", http_stat
 
 
 class SessionBusyError(MillraceError, code="session_busy", http_status=503, retryable=True):
-    """Too many others changed the conversation at the same time."""
+    """Conversation changed by too many requests at the same time."""
 
     def __init__(self) -> None:
         super().__init__("Too many requests change this session at once. Try again in a moment.")
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A conversation. ``messages`` follow on the ``num_summarised`` that ``summary`` stands for.
+    """Conversation. ``messages`` follow on the ``num_summarised`` messages that ``summary``
+    replaces.
 
-    ``turn_version`` is the version that the newest turn made; ``num_bytes`` the size of its JSON as
-    it was read, ``expires_in_s`` when it is forgotten.
+    ``turn_version`` is the version that the newest turn made. ``num_bytes`` is the size of its JSON
+    when read, ``expires_in_s`` its remaining time to live.
     """
 
     version: int = 0
@@ -121,20 +122,22 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def num_messages(self) -> int:
-        """With those that were summarised."""
+        """Return the number of messages, including the summarised ones."""
         return self.num_summarised + len(self.messages)
 
     @property
     def least_keep(self) -> int:
-        """How many messages, of all that there were, cannot be told apart any more: those that were
-        summarised and the system messages that stayed in front of what followed."""
+        """Return the number of leading messages that can no longer be told apart: the summarised
+        messages and the leading system messages that stayed.
+        """
         if not self.num_summarised:
             return 0
         return self.num_summarised + num_leading(one.message for one in self.messages)
 
     def cut(self, keep: int | None) -> Session:
-        """Only the first ``keep`` messages of all that there were (None: all of them): none, or at
-        least ``least_keep``."""
+        """Return the conversation with its first ``keep`` messages (None: all of them). ``keep`` is
+        0, or at least ``least_keep``.
+        """
         if keep is None:
             return self
         if keep == 0:
@@ -145,8 +148,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is added to a conversation as it was at ``base_version``, of which the first ``keep``
-    messages stay (None: all). ``model``, its window, and the caller's ``tier`` are the request's.
+    """Addition to a conversation at ``base_version``, of which the first ``keep`` messages stay
+    (None: all). ``model``, its window, and the caller's ``tier`` are the request's.
     """
 
     base_version: int = 0
@@ -157,10 +160,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tier: Tier = Tier.FREE
 
     def added_to(self, session: Session) -> Session:
-        """``session`` with the turn. If others were first, it goes behind theirs, and nothing is
-        forgotten."""
+        """Return ``session`` with the turn. Turns that were added concurrently stay, before this
+        turn.
+        """
         is_base = session.turn_version <= self.base_version <= session.version
-        # It may have been summarised since.
+        # The conversation may have been summarised since.
         can_cut = not self.keep or self.keep >= session.least_keep
         cut = session.cut(self.keep if is_base and can_cut else None)
         history, turn = continue_with(cut.messages, self.messages)
@@ -172,9 +176,10 @@ _TURNS = msgspec.json.Decoder(Turn)
 
 
 class SessionStore:
-    """The only one to read and write conversations. Without a link Redis counts as unreachable.
+    """Store of conversations, their only reader and writer. Without a link, Redis counts as
+    unreachable.
 
-    All calls raise RedisUnreachableError; what a call that raised has changed is not known.
+    All calls raise RedisUnreachableError; then the change may or may not have been made.
     """
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:
@@ -182,12 +187,13 @@ class SessionStore:
         self._config = config
         self._clock = clock
         self._ttl_ms = _ms(config.session_ttl_s)
-        # A turn waits as long as its request may run and its answer may be added late.
+        # A turn waits for the maximum duration of its request and of adding its answer late.
         self._turn_ttl_ms = _ms(config.request_timeout_s + COMMIT_TIMEOUT_S + _MARGIN_S)
 
     async def load(self, tenant: str, session_id: str, *, renew: bool = False) -> Session:
-        """The conversation, an empty one if there is none; ``renew`` starts its time to live
-        again. Raises SessionUnreadableError."""
+        """Return the conversation, an empty one if there is none. ``renew`` restarts its time to
+        live. Raises SessionUnreadableError.
+        """
         key = redis_keys.session_key(tenant, session_id)
         version, data, pttl_ms = await reachable(self._link).evaluate(
             _LOAD, [key], [self._ttl_ms if renew else 0]
@@ -202,7 +208,7 @@ class SessionStore:
         )
 
     def check_room(self, session: Session, turn: Turn) -> None:
-        """Raises SessionTooLargeError if the conversation has no room for what a request adds."""
+        """Raise SessionTooLargeError if the conversation has no room for a request's addition."""
         history = session.cut(turn.keep).messages
         num_bytes = session.num_bytes + len(msgspec.json.encode(turn.messages))
         if turn.keep is not None and num_bytes > self._config.session_max_bytes:
@@ -216,20 +222,21 @@ class SessionStore:
             raise SessionTooLargeError(num_bytes, self._config.session_max_bytes, "bytes")
 
     async def put_turn(self, tenant: str, session_id: str, request_id: str, turn: Turn) -> None:
-        """Keep what a request adds until it is answered."""
+        """Store a request's addition until it is answered."""
         key = redis_keys.session_turn_key(tenant, session_id, request_id)
         data = await _encoded(turn)
         await reachable(self._link).call("SET", key, data, "PX", self._turn_ttl_ms)
 
     async def drop_turn(self, tenant: str, session_id: str, request_id: str) -> None:
-        """The request was refused: it adds nothing."""
+        """Delete the addition of a refused request."""
         await reachable(self._link).call(
             "DEL", redis_keys.session_turn_key(tenant, session_id, request_id)
         )
 
     async def turn(self, tenant: str, session_id: str, request_id: str) -> Turn | None:
-        """What a request adds; None if that was done, or its time is over. Raises
-        SessionUnreadableError."""
+        """Return the addition of a request; None if it was added or has expired. Raises
+        SessionUnreadableError.
+        """
         data = await reachable(self._link).call(
             "GET", redis_keys.session_turn_key(tenant, session_id, request_id)
         )
@@ -238,11 +245,11 @@ class SessionStore:
     async def append(
         self, tenant: str, session_id: str, turn: Turn, request_id: str = ""
     ) -> Session | None:
-        """The conversation with the turn in it; None if it was deleted since the turn's base, or
-        if ``request_id`` is given and what that request adds was added before, by anybody.
+        """Return the conversation with the turn in it; None if the conversation was deleted since
+        the turn's base, or if the addition of ``request_id``, if given, was added before.
 
-        Raises SessionBusyError, SessionUnreadableError, and SessionTooLargeError if others that
-        came with this one have filled it.
+        Raises SessionBusyError, SessionUnreadableError, and SessionTooLargeError if concurrent
+        requests have filled it.
         """
         keys = [redis_keys.session_key(tenant, session_id)]
         if request_id:
@@ -255,7 +262,7 @@ class SessionStore:
                 updated_ns=self._clock.now_ns(),
             )
             if len(changed.messages) > len(session.messages):
-                # Requests at the same time all found room: what they add may pass the bounds once.
+                # Concurrent requests all found room: their additions may pass the bounds once.
                 self._check_size(len(session.messages), session.num_bytes)
             data = await _encoded(_stored(changed))
             version = await self._store(keys, session.version, turn.base_version, data)
@@ -266,24 +273,29 @@ class SessionStore:
         raise SessionBusyError
 
     async def replace(self, tenant: str, session_id: str, session: Session) -> bool:
-        """Put ``session`` in the place of what has its version; False if that is not there."""
+        """Replace the stored conversation of the same version by ``session``; return False if the
+        version differs.
+        """
         data = await _encoded(_stored(session))
         keys = [redis_keys.session_key(tenant, session_id)]
         return await self._store(keys, session.version, session.version, data) > 0
 
     async def delete(self, tenant: str, session_id: str) -> bool:
-        """Forget the conversation and what running requests would add to it; whether there was
-        one."""
+        """Delete the conversation and the additions of running requests; return whether it
+        existed.
+        """
         key = redis_keys.session_key(tenant, session_id)
         return bool(await reachable(self._link).evaluate(_DELETE, [key], [self._turn_ttl_ms]))
 
     async def lock_summary(self, tenant: str, session_id: str, ttl_s: float) -> bool:
-        """Whether the caller is the one to summarise the conversation, for ``ttl_s``."""
+        """Lock the conversation for summarising, for ``ttl_s``; return whether the caller got the
+        lock.
+        """
         key = redis_keys.session_summary_key(tenant, session_id)
         return await reachable(self._link).call("SET", key, 1, "NX", "PX", _ms(ttl_s)) is not None
 
     async def unlock_summary(self, tenant: str, session_id: str, after_s: float = 0.0) -> None:
-        """Let the next one summarise, not before ``after_s``."""
+        """Release the summary lock after ``after_s``."""
         key = redis_keys.session_summary_key(tenant, session_id)
         await reachable(self._link).call("PEXPIRE", key, _ms(after_s))
 
@@ -295,7 +307,7 @@ class SessionStore:
 
 
 def _stored(session: Session) -> Session:
-    """Without what only a reader knows."""
+    """Return the session without the fields that only a reader sets."""
     return msgspec.structs.replace(session, num_bytes=0, expires_in_s=0.0)
 
 
@@ -308,7 +320,9 @@ async def _encoded(value: Session | Turn) -> bytes:
 
 
 def _decode(decoder: msgspec.json.Decoder[_Value], data: bytes) -> tuple[_Value, int]:
-    """What ``_encoded`` gave, and the size of its JSON. Raises SessionUnreadableError."""
+    """Decode the output of ``_encoded``; also return the size of its JSON. Raises
+    SessionUnreadableError.
+    """
     try:
         plain = zlib.decompress(data)
         return decoder.decode(plain), len(plain)

@@ -1,4 +1,4 @@
-"""The oldest turns of long conversations become summaries, made in the background."""
+"""Summaries of the oldest turns of long conversations, made in the background."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 _MAX_AT_ONCE = 32
 _MAX_ATTEMPTS = 16
 _LOCK_MARGIN_S = 30.0
-# After a failure; the next answer would only run into the same one.
+# Pause after a failure, which would otherwise repeat with the next answer.
 _PAUSE_S = 60.0
-# Messages that are left as they are, and what may be summarised at once, as shares of the bound
-# and of the window. The template and the instruction take some of it.
+# Share of the bound for messages that stay unchanged, and share of the window that may be
+# summarised at once. The template and the instruction take the rest.
 _KEPT_SHARE = 0.5
 _READ_SHARE = 0.75
-# Who speaks, and an empty line.
+# Speaker and an empty line.
 _LINE_TOKENS = 8
 _WORDS_PER_TOKEN = 0.6
 _SPEAKERS = {"user": "User", "assistant": "Assistant", "tool": "Tool"}
@@ -41,23 +41,23 @@ _INSTRUCTION = (
     "text of at most {num_words} words and nothing else."
 )
 
-# Tenant, request id, and what to generate.
+# Tenant, request id, and the request to generate.
 Generate = Callable[[str, str, GenerationRequest], Awaitable[str]]
 
 
 class _Plan(NamedTuple):
-    """Which messages to summarise, by their indices, and all up to the last of them."""
+    """Messages to summarise, by their indices, and all messages up to the last of them."""
 
     indices: frozenset[int]
     prefix: tuple[Counted, ...]
 
 
 class Summaries:
-    """At most one summary of a conversation is made at a time, by whichever gateway; no request
-    waits for it, and if it fails the conversation stays as it is.
+    """Summariser of conversations. At most one summary of a conversation is made at a time, across
+    all gateways. No request waits for it, and if it fails the conversation stays unchanged.
 
-    ``generate`` gives the text of a request, or raises MillraceError. Owns the tasks that wait for
-    it; ``close`` ends them.
+    ``generate`` returns the text of a request, or raises MillraceError. Owns the tasks that wait
+    for it; ``close`` ends them.
     """
 
     def __init__(self, store: SessionStore, config: GatewayConfig, generate: Generate) -> None:
@@ -68,8 +68,9 @@ class Summaries:
         self._tasks = Tasks()
 
     def consider(self, tenant: str, session_id: str, session: Session, turn: Turn) -> None:
-        """Begin a summary if the policy of the turn's caller says so and the conversation, which
-        has just got that turn, is long enough."""
+        """Begin a summary if the policy of the turn's caller allows it and the conversation with
+        the new turn is long enough.
+        """
         if getattr(self._config.session_context, turn.tier.value) != "summary":
             return
         key = (tenant, session_id)
@@ -83,12 +84,13 @@ class Summaries:
         self._tasks.spawn(work, "summarise a session")
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel running tasks."""
         await self._tasks.close()
 
     def _plan(self, session: Session, turn: Turn) -> _Plan | None:
-        """The oldest whole turns, so many that what is left takes half of its bound; never the
-        newest turn. None if there is no need, or nothing that can be read at once."""
+        """Choose the oldest whole turns, so many that the remaining ones take half of their bound;
+        never the newest turn. Return None if there is no need, or if no turn fits one request.
+        """
         messages = session.messages
         bound = self._config.session_summary_share * turn.window_tokens
         num_left = sum(one.num_tokens for one in messages)
@@ -125,7 +127,7 @@ class Summaries:
     async def _summarise(
         self, tenant: str, session_id: str, session: Session, turn: Turn, plan: _Plan
     ) -> bool:
-        """Whether there was nothing that would fail again."""
+        """Summarise; return False if a retry would fail again."""
         request_id = new_request_id("sum")
         request = self._request(session_id, session, turn, plan)
         try:
@@ -139,7 +141,7 @@ class Summaries:
         if not summary:
             return False
         for _ in range(_MAX_ATTEMPTS):
-            # Turns that came in the meantime stay; a conversation that is another one now, too.
+            # Turns that came meanwhile stay; so does a conversation that was replaced.
             now = await self._store.load(tenant, session_id)
             is_same = now.num_summarised == session.num_summarised
             if not is_same or now.messages[: len(plan.prefix)] != plan.prefix:
@@ -165,7 +167,7 @@ class Summaries:
         text += [_line(session.messages[index].message) for index in sorted(plan.indices)]
         return GenerationRequest(
             model=turn.model,
-            # One message of the user's: there are templates that take nothing else.
+            # One user message: some templates take nothing else.
             messages=(ChatMessage("user", "\n\n".join(text)),),
             sampling=SamplingOptions(max_tokens=max_tokens, temperature=0.0),
             session_id=session_id,

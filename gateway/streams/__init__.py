@@ -1,5 +1,5 @@
-"""Open streams: frames in by one subscription, replays of what is missing, what clients saw.
+"""Open streams: frames from one subscription, replays of missing frames, statistics of deliveries.
 
-``streams`` has the table of them, ``stream`` one, ``choice`` what a response makes of it. Called by
-``request``; imports no other room.
+``streams`` has the table of streams, ``stream`` one stream, ``choice`` a response's view of it.
+Called by ``request``; imports no other package of the gateway.
 """

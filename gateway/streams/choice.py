@@ -1,4 +1,4 @@
-"""One choice of an answer: a stream of tokens to parts, round after round of tools."""
+"""Choice of an answer: converts a stream of tokens to parts, round after round of tools."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LENGTH = FinishReason.LENGTH
 
 
 class RoundEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model said in a round: thoughts, text, then calls."""
+    """Output of the model in a round: thoughts, text, then calls."""
 
     reasoning: str
     text: str
@@ -59,8 +59,9 @@ class _Call:
 
 
 class ToldTools(NamedTuple):
-    """All tools that the model was told of, the names of the gateway's ``own`` ones, and the names
-    of tools whose input is text. Calls of ``unheld`` tools are checked once they have come."""
+    """Tools that the model was told of, the names of the gateway's ``own`` tools, and the names of
+    tools with text as input. Calls of ``unheld`` tools are checked once they are complete.
+    """
 
     definitions: Sequence[ToolDefinition] = ()
     own: frozenset[str] = frozenset()
@@ -69,18 +70,17 @@ class ToldTools(NamedTuple):
 
 
 class Choice:
-    """Reads its stream, which is another one in each round.
+    """Choice that reads its stream, a new one in each round.
 
-    ``next_index`` counts the tokens of all rounds that the client was given. Calls of the gateway's
-    own tools are the gateway's business: the client does not see them. When there are any,
-    ``round_end`` is what was said, until ``start_round``; ``runs_tools`` while somebody sees to
-    that, and ``turns`` is the conversation of the rounds before. ``end`` is set when the stream of
-    the last round has ended. ``had`` are the parts that the client was given by another connection,
-    as far as they were read again; they all come before those that ``collect`` gives out. A token
-    of ``end_token_ids`` ends the stream: it is counted and has no log-probability, since it is none
-    of the answer's content. ``must_call``: the first round is held to calls of tools.
-    ``is_call_cut``: the arguments of the last of ``client_calls`` are not whole. ``notices`` are
-    about its calls.
+    ``next_index`` counts the tokens of all rounds that the client was given. The client does not
+    see calls of the gateway's own tools. After a round with such calls, ``round_end`` has its
+    output until ``start_round``; ``runs_tools`` is set while they run, and ``turns`` is the
+    conversation of the rounds before. ``end`` is set when the stream of the last round has ended.
+    ``had`` are the parts that the client was given by another connection, as far as they were read
+    again; all precede the parts of ``collect``. A token of ``end_token_ids`` ends the stream: it is
+    counted and has no log-probability, since it is not part of the answer's content. ``must_call``:
+    the first round is held to calls of tools. ``is_call_cut``: the arguments of the last of
+    ``client_calls`` are incomplete. ``notices`` are about its calls.
     """
 
     def __init__(
@@ -123,24 +123,24 @@ class Choice:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all that comes of this round is text: neither thoughts nor calls are told from
-        it."""
+        """Return whether all output of this round is text, without thoughts or calls."""
         return self._parser is None and self._reasoning is None
 
     @property
     def text(self) -> str:
-        """Without thoughts and the markup of tool calls."""
+        """Return the text without thoughts and the markup of tool calls."""
         return "".join(self._texts)
 
     @property
     def reasoning(self) -> str:
-        """The thoughts of all rounds."""
+        """Return the thoughts of all rounds."""
         return "".join(self._thoughts)
 
     @property
     def conversation(self) -> list[ChatMessage]:
-        """What was said so far, without thoughts: rounds of tools, then the last text and calls. A
-        call that was cut is left out: it has no result."""
+        """Return the conversation so far, without thoughts: rounds of tools, then the last text and
+        calls. A call that was cut is left out: it has no result.
+        """
         earlier = sum(len(turn.content) for turn in self.turns if turn.role == "assistant")
         num_calls = len(self.client_calls) - self.is_call_cut
         text, calls = self.text[earlier:], tuple(self.client_calls[:num_calls])
@@ -150,19 +150,20 @@ class Choice:
         return [*turns, ChatMessage("assistant", text, tool_calls=calls)]
 
     def token_ids(self, first_index: int, num_tokens: int) -> tuple[int, ...]:
-        """Of this round; ``first_index`` counts the tokens of all rounds."""
+        """Return token ids of this round; ``first_index`` counts the tokens of all rounds."""
         begin = first_index - self._base
         return tuple(self.stream.reader.token_ids[begin : begin + num_tokens])
 
     @property
     def usage(self) -> Usage:
-        """Of all rounds so far."""
+        """Return the usage of all rounds so far."""
         return total_usage((self._earlier, self.stream.reader.usage))
 
     @property
     def usage_so_far(self) -> Usage | None:
-        """The usage of all rounds so far, as the client was told; None while no worker has begun.
-        A prompt that another choice pays for is the prompt of this choice as well."""
+        """Return the usage of all rounds so far, as the client was told; None while no worker has
+        begun. A prompt that another choice pays for is the prompt of this choice as well.
+        """
         usage = usage_so_far(self.stream)
         if usage is None and not self.round:
             return None
@@ -177,15 +178,17 @@ class Choice:
 
     @property
     def num_tokens(self) -> int:
-        """Of all rounds so far."""
+        """Return the number of tokens of all rounds so far."""
         return self._base + self.stream.reader.next_index
 
     def is_between_rounds(self) -> bool:
-        """Whether the gateway's tools were called and no further round has begun."""
+        """Return whether the gateway's tools were called and no further round has begun."""
         return self.round_end is not None
 
     def start_round(self, stream: OpenStream, *, may_call: bool) -> None:
-        """Go on with the stream of the next round, in which calls are text unless ``may_call``."""
+        """Continue with the stream of the next round, in which calls are text unless
+        ``may_call``.
+        """
         self._earlier = self.usage
         self._base += self.stream.reader.next_index
         self.stream = stream
@@ -196,25 +199,25 @@ class Choice:
         self._enter_round()
 
     def end_with(self, reason: str) -> None:
-        """There is no further round."""
+        """End the choice without a further round."""
         self.round_end = None
         self.end = self.stream.reader.terminal
         self.reason = reason
         self.pending.append(ChoiceEnd(self.index, reason))
 
     def fail(self, frame: TerminalFrame) -> None:
-        """It ends here, whatever its stream does."""
+        """End the choice with ``frame``, regardless of its stream."""
         self.round_end = None
         self.end = frame
 
     def collect(self, now_s: float, gaps: TokenGaps, parts: list[Part]) -> None:
-        """Append what has come since the last call."""
+        """Append the parts since the last call."""
         if self.pending:
             parts += self.pending
             self.pending.clear()
         stream = self.stream
         if self.end is not None or self.round_end is not None:
-            # What tools give, or why they cannot go on, wakes the client again.
+            # The tools' results or failure will wake the client again.
             stream.is_ready = False
             return
         index, num_tokens, text, logprobs = stream.read(now_s, gaps)
@@ -229,8 +232,9 @@ class Choice:
             self._end_round(stream.reader.terminal, parts)
 
     def read_plain(self, now_s: float, gaps: TokenGaps) -> Progress | None:
-        """What has come of a choice of nothing but text, at less cost than by ``collect``; None:
-        there is more to it, and nothing was taken. The token path at load is made of this."""
+        """Return the progress of a text-only choice, cheaper than ``collect``; None if the choice
+        has more than text, and then nothing was taken. This is the token path at load.
+        """
         stream = self.stream
         if (
             not self.is_plain
@@ -264,7 +268,7 @@ class Choice:
             )
 
     def _id_maker(self, tool_format: ToolFormat) -> Callable[[], str]:
-        """Ids that are the same wherever and however often the stream is read."""
+        """Return a generator of ids that are the same whenever and wherever the stream is read."""
         seed = self.stream.request_id
         numbers = itertools.count()
 
@@ -291,7 +295,7 @@ class Choice:
         logprobs: tuple[TokenLogprob, ...],
         parts: list[Part],
     ) -> None:
-        """Append what ``num_tokens`` more tokens say."""
+        """Append the parts of ``num_tokens`` more tokens."""
         if self._reasoning is not None:
             thoughts, text = self._reasoning.push(text)
             if not self._reasoning.ended:
@@ -408,8 +412,9 @@ class Choice:
 
 
 class BeamChoice(Choice):
-    """The ``beam``-th best answer of its stream's job. What the job took is told by the best one,
-    so that it counts once. A client that has any of its tokens has them all."""
+    """Choice for the ``beam``-th best answer of its stream's job. The best answer reports the job's
+    usage, so that it counts once. A client that has any of its tokens has them all.
+    """
 
     def __init__(
         self,
@@ -425,17 +430,17 @@ class BeamChoice(Choice):
 
     @property
     def is_plain(self) -> bool:
-        """Nothing of it may be read before its end."""
+        """Return False: a beam search has no output before its end."""
         return False
 
     def token_ids(self, first_index: int, num_tokens: int) -> tuple[int, ...]:
-        """Of the answer."""
+        """Return token ids of the answer."""
         beam = self.stream.reader.beams[self._beam]
         return tuple(beam.token_ids[first_index : first_index + num_tokens])
 
     @property
     def usage(self) -> Usage:
-        """Of the whole search for the best answer; nothing for the others."""
+        """Return the usage of the whole search for the best answer; zero for the others."""
         return super().usage if self._beam == 0 else Usage()
 
     def collect(self, now_s: float, gaps: TokenGaps, parts: list[Part]) -> None:

@@ -1,4 +1,4 @@
-"""What clients saw: a record of each delivery, and what it continues from other connections."""
+"""Records of deliveries, with their continuation from other connections."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LONGEST_PAUSE_S = 4.0
 
 
 def statistics_of(stream: OpenStream, clock: Clock) -> DeliveryStatistics:
-    """What the client saw so far."""
+    """Return the statistics of the delivery so far."""
     now_s, now_ns = clock.monotonic(), clock.now_ns()
 
     def epoch_ns(at_s: float | None) -> int:
@@ -54,12 +54,13 @@ def statistics_of(stream: OpenStream, clock: Clock) -> DeliveryStatistics:
 
 
 def continue_statistics(stream: OpenStream, seen: DeliveryStatistics, clock: Clock) -> None:
-    """Count on from what the client, which has just come back, saw before. Of tokens that it has
-    though nobody knows since when, the gap begins with its return."""
+    """Continue from the statistics that a returning client had before. For tokens with an unknown
+    time of delivery, the gap begins with its return.
+    """
     now_s, now_ns = clock.monotonic(), clock.now_ns()
 
     def monotonic_s(at_ns: int) -> float | None:
-        # Two machines' clocks differ: nothing was before it could be.
+        # Two machines' clocks differ: clamp times in the future.
         return None if not at_ns else now_s - max(0, now_ns - at_ns) / _NS_PER_S
 
     delivery = stream.delivery
@@ -79,8 +80,9 @@ def continue_statistics(stream: OpenStream, seen: DeliveryStatistics, clock: Clo
 
 
 def delivery_record(stream: OpenStream, gateway_id: str, clock: Clock) -> DeliveryRecord:
-    """The record of a stream that has ended, or whose client has left it. ``first_byte_ms`` is 0
-    without a first token, and if nobody knows any more when that was."""
+    """Return the record of a stream that has ended, or whose client has left it. ``first_byte_ms``
+    is 0 without a first token, and if its time is unknown.
+    """
     now_s, delivery = clock.monotonic(), stream.delivery
     first_s, received_s = delivery.first_token_s, delivery.received_s
     return DeliveryRecord(
@@ -105,9 +107,8 @@ def delivery_record(stream: OpenStream, gateway_id: str, clock: Clock) -> Delive
 
 
 class DeliveryHistory:
-    """What was seen of answers that may still be gone on with, by their jobs: rounds that are over,
-    and ends that nobody has taken. It forgets what is older than ``keep_s``, and the oldest of too
-    many.
+    """Statistics of answers that may still be resumed, by their jobs: ended rounds, and ends that
+    no client has taken. It drops entries older than ``keep_s``, and the oldest of too many.
     """
 
     def __init__(self, clock: Clock, keep_s: float) -> None:
@@ -119,7 +120,7 @@ class DeliveryHistory:
         return len(self._kept)
 
     def keep(self, request_id: str, seen: Mapping[str, DeliveryStatistics]) -> None:
-        """Add to what is known of an answer."""
+        """Add to the statistics of an answer."""
         if not seen:
             return
         known = self.of(request_id)
@@ -133,20 +134,22 @@ class DeliveryHistory:
         self.keep(request_id, {stream.request_id: statistics_of(stream, self._clock)})
 
     def of(self, request_id: str) -> dict[str, DeliveryStatistics]:
-        """What is known of an answer."""
+        """Return the known statistics of an answer."""
         kept_s, seen = self._kept.get(request_id, (0.0, {}))
         return seen if self._clock.monotonic() - kept_s <= self._keep_s else {}
 
     def forget(self, request_id: str) -> None:
-        """Nobody goes on with it: its client has the end, or another gateway has it."""
+        """Drop an answer that will not be resumed here: its client has the end, or another gateway
+        has it.
+        """
         self._kept.pop(request_id, None)
 
 
 class Deliveries:
-    """Publishes records in the background, each tried until it is stored; ``num_lost`` counts those
-    that found too many waiting, or that the outbox will never take.
+    """Publisher of delivery records in the background, each retried until it is stored.
+    ``num_lost`` counts records lost to a full queue, or that the outbox will never take.
 
-    Owns its sender tasks: ``start`` makes them, ``close`` waits a moment for what is queued and
+    Owns its sender tasks: ``start`` starts them, ``close`` waits a moment for queued records and
     ends them.
     """
 
@@ -162,14 +165,14 @@ class Deliveries:
             self._senders.keep(self._send_all, self._clock, "send delivery records")
 
     def put(self, record: DeliveryRecord) -> None:
-        """Queue a record; never waits. A full queue (the bus is unreachable for long) loses it."""
+        """Queue a record; never waits. A full queue (the bus is unreachable for long) drops it."""
         try:
             self._waiting.put_nowait(record)
         except asyncio.QueueFull:
             self._lose(record, "too many records wait for the bus")
 
     async def close(self, timeout_s: float) -> None:
-        """Send what is queued for up to ``timeout_s``, then stop."""
+        """Send queued records for up to ``timeout_s``, then stop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._waiting.join()

@@ -1,4 +1,4 @@
-"""What the gateway knows of workers and queues: which workers live, and which queues are full."""
+"""Gateway's view of the fleet: live workers and full queues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _MIN_RETRY_AFTER_S = 1.0
 
 
 class FleetView:
-    """Listens to heartbeats and queue status; what is older than a few seconds counts as gone."""
+    """View of the fleet from heartbeats and queue status; reports older than a few seconds count as
+    gone.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -38,8 +40,9 @@ class FleetView:
         self._subscriptions = []
 
     def on_worker(self, status: WorkerStatus) -> None:
-        """A worker's name stays over its lives: a new life takes the place of the former one, until
-        that is heard again."""
+        """Take in a worker's heartbeat. A worker keeps its name over restarts: a new incarnation
+        replaces the former one, until that is heard again.
+        """
         worker_id = status.worker_id
         if status.retired:
             self._workers.pop(worker_id, None)
@@ -56,7 +59,7 @@ class FleetView:
         self._wanted.note(status, now_s)
 
     def live_workers(self, model: str | None = None) -> list[WorkerStatus]:
-        """Workers heard of lately, of one model or of all."""
+        """Return the workers with recent heartbeats, of one model or of all."""
         oldest_s = self._clock.monotonic() - _WORKER_SILENCE_S
         silent = [key for key, (_, seen_s) in self._workers.items() if seen_s < oldest_s]
         for key in silent:
@@ -66,29 +69,32 @@ class FleetView:
         ]
 
     def is_silent(self, worker_id: str) -> bool:
-        """Whether heartbeats of a worker are missing, or none was ever heard."""
+        """Return whether heartbeats of a worker are overdue, or none was ever heard."""
         known = self._workers.get(worker_id)
         return known is None or known[1] < self._clock.monotonic() - _OVERDUE_S
 
     def queues(self) -> list[QueueStatus]:
-        """The queues that a scheduler has reported on lately."""
+        """Return the queues that a scheduler has reported lately."""
         oldest_s = self._clock.monotonic() - _QUEUE_SILENCE_S
         return [status for status, seen_s in self._queues.values() if seen_s >= oldest_s]
 
     def queue(self, model: str) -> QueueStatus | None:
-        """The queue of a model, if a scheduler has reported on it lately."""
+        """Return the queue of a model, if a scheduler has reported it lately."""
         known = self._queues.get(model)
         if known is None or known[1] < self._clock.monotonic() - _QUEUE_SILENCE_S:
             return None
         return known[0]
 
     def desired_workers(self, model: str) -> int | None:
-        """The most workers that any scheduler wants for a model; None: none was heard of lately."""
+        """Return the highest number of workers that any scheduler wants for a model; None without
+        recent reports.
+        """
         return self._wanted.of(model, self._clock.monotonic())
 
     def check_queue(self, model: str) -> None:
-        """Raises QueueFullError while the model's queue is over its bound. That it has no workers
-        just now is no reason: jobs wait for the first, which the schedulers want for them."""
+        """Raise QueueFullError while the model's queue is over its bound. A missing worker is no
+        reason: jobs wait for the worker that the schedulers want started.
+        """
         status = self.queue(model)
         if status is not None and status.is_full:
             raise QueueFullError(

@@ -1,4 +1,4 @@
-"""What a response is made of on its way to a client, whatever endpoint the client came through."""
+"""Parts of a response on its way to a client, independent of the endpoint."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from millrace.schemas.frames import TokenLogprob
 
 
 class AnswerText(NamedTuple):
-    """``num_tokens`` more tokens of a choice from ``first_index`` on, and the text that they add,
-    which may be empty. ``logprobs`` has an entry for each token if the request asked for them, but
-    for one that ended the completion."""
+    """Text of ``num_tokens`` more tokens of a choice from ``first_index`` on; it may be empty.
+    ``logprobs`` has an entry for each token if the request asked for them, except for the token
+    that ended the completion.
+    """
 
     choice: int
     first_index: int
@@ -20,8 +21,9 @@ class AnswerText(NamedTuple):
 
 
 class ReasoningPart(NamedTuple):
-    """As ``AnswerText``, of the thoughts that come before the answer. The tokens with which they
-    end and the answer begins are counted there, if they come together."""
+    """Text of the thoughts before the answer, with the fields of ``AnswerText``. Tokens that end
+    the thoughts and begin the answer are counted there if they come together.
+    """
 
     choice: int
     first_index: int
@@ -31,8 +33,9 @@ class ReasoningPart(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    """The model calls a tool: the ``call``-th call of its choice. The input of a ``custom`` tool is
-    text."""
+    """Start of a tool call: the ``call``-th call of its choice. The input of a ``custom`` tool is
+    text.
+    """
 
     choice: int
     call: int
@@ -42,8 +45,9 @@ class CallStart(NamedTuple):
 
 
 class CallArguments(NamedTuple):
-    """More of a call's arguments, which are JSON once all are there, or of the text that is the
-    input of a ``custom`` tool."""
+    """More of a call's arguments, which form JSON once complete, or of a ``custom`` tool's input
+    text.
+    """
 
     choice: int
     call: int
@@ -52,8 +56,9 @@ class CallArguments(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """The gateway has run one of its own tools; the next round's text follows. ``output`` is what
-    the model is told."""
+    """Run of a gateway tool; the next round's text follows. ``output`` is its result for the
+    model.
+    """
 
     call_id: str
     name: str
@@ -64,16 +69,17 @@ class StepPart(NamedTuple):
     choice: int = 0
 
     def told(self) -> dict[str, Any]:
-        """The fields that clients are told of."""
+        """Return the fields for clients."""
         fields = self._asdict()
         del fields["choice"]
         return fields
 
 
 class ChoiceEnd(NamedTuple):
-    """A choice ended well: ``stop``, ``length`` or ``tool_calls``. ``stop_reason`` is the stop
-    string or the id of the stop token that ended it, if one did. ``is_call_cut``: the arguments of
-    the last call that the client was told of are not whole."""
+    """Successful end of a choice: ``stop``, ``length`` or ``tool_calls``. ``stop_reason`` is the
+    stop string or the id of the stop token that ended it, if any. ``is_call_cut``: the arguments of
+    the last call that the client got are incomplete.
+    """
 
     choice: int
     reason: str
@@ -85,8 +91,9 @@ Part = AnswerText | ReasoningPart | CallStart | CallArguments | StepPart | Choic
 
 
 class PartEvents(NamedTuple):
-    """The events of a part. ``delta`` is the event that tells its text, or what else is told of its
-    tokens; it comes after the others."""
+    """Events of a part. ``delta`` is the event with its text or other token data; it comes after
+    the others.
+    """
 
     others: bytes = b""
     delta: bytes = b""

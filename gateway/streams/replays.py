@@ -1,4 +1,4 @@
-"""Frames that are missing: asked for at the workers, then at the store of results."""
+"""Replays of missing frames: requested from workers, then from the store of results."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ _MIN_INTERVAL_S = 0.2
 _MAX_AT_ONCE = 64
 _LOST_AFTER_S = 5.0
 # After a partition the gateway may reach the index of requests before the worker that has the
-# answer and the store that has its result. After it learnt of the end, it asks both
-# for at most this time.
+# answer and the store that has its result. After it learnt of the end, it asks both for at most
+# this time.
 _UNREACHABLE_AFTER_S = 15.0
 _MAX_FRUITLESS = 3
 # Maximum number of other workers that are asked to test another server.
 _MAX_OTHERS = 16
-# Time-out of a question to a worker whose heartbeats stopped, before other servers are tried.
+# Timeout of a query to a worker whose heartbeats stopped, before other servers are tried.
 _SILENT_WORKER_TIMEOUT_S = 0.3
 
 
 class RunningRequestReader(Protocol):
-    """What the gateway uses of ``bus.running_requests.RunningRequestIndex``."""
+    """Subset of ``bus.running_requests.RunningRequestIndex`` that the gateway uses."""
 
     async def lookup(self, request_id: str) -> RunningRequest | None: ...
 
 
 class Replays:
-    """Asks for the frames of streams again. ``on_frame`` gets those of a stored result; ``on_lost``
-    ends a stream whose answer was made but cannot be had any more."""
+    """Requester of missing frames. ``on_frame`` gets the frames of a stored result; ``on_lost``
+    ends a stream whose answer was computed and lost.
+    """
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Replays:
         self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
 
     def is_due(self, stream: OpenStream) -> bool:
-        """Whether it may be asked for now; it counts as being asked for then."""
+        """Return whether a replay may be requested now; if so, mark it as requested."""
         replay = stream.replay
         due = not (
             replay.is_asked
@@ -72,7 +73,9 @@ class Replays:
         return due
 
     async def ask(self, stream: OpenStream) -> None:
-        """Ask the stream's worker, or, if it knows nothing, every worker of the model."""
+        """Ask the stream's worker, or, if it does not know the request, every worker of the
+        model.
+        """
         try:
             async with self._slots:
                 if stream.ended:
@@ -88,15 +91,16 @@ class Replays:
                 await self._end_if_over(stream, nobody_has_it=nobody_has_it)
                 is_over = stream.replay.over_since_s is not None
                 if nobody_has_it and not is_over and not stream.replay.is_foreign:
-                    # It waits in the queue; its frames will come by themselves.
+                    # The job waits in the queue; its frames will come without a replay.
                     stream.replay.is_needed = False
         finally:
             stream.replay.is_asked = False
             stream.replay.not_before_s = self._clock.monotonic() + _MIN_INTERVAL_S
 
     async def look_up(self, stream: OpenStream) -> None:
-        """Find out whether a stream of which nothing was heard has begun, or is over: word of that
-        may have been lost with another's connection. If so, it is to be asked for."""
+        """Look up whether a silent stream has begun, or is over, since the frames may have been
+        lost with a connection. If so, request a replay.
+        """
         try:
             async with self._slots:
                 if await self._has_begun(stream) or await self._has_left_the_queue(stream):
@@ -106,15 +110,17 @@ class Replays:
             stream.replay.not_before_s = self._clock.monotonic()
 
     async def _candidates(self, stream: OpenStream) -> AsyncIterator[str]:
-        """The worker whose tokens were read, the worker that the index names, then the others of
-        the model. The index may know a worker whose tokens and heartbeats did not come here."""
+        """Yield the worker whose tokens were read, the worker that the index names, then the other
+        workers of the model. The index may know a worker whose tokens and heartbeats did not come
+        here.
+        """
         known: list[str] = []
         if stream.reader.started is not None:
             known = [stream.reader.started.worker_id]
             yield known[0]
         if self._generations is not None:
             generation = await self._generations.lookup(stream.request_id)
-            # A request that no worker answered is nobody's.
+            # The worker_id is empty if no worker has started the request.
             if generation is not None and generation.worker_id not in {"", *known}:
                 known.append(generation.worker_id)
                 yield known[-1]
@@ -123,9 +129,10 @@ class Replays:
                 yield worker.worker_id
 
     async def _ask_worker(self, worker_id: str, stream: OpenStream) -> bool | None:
-        """True: it sends the frames again; False: it knows nothing of them; None: no answer. A
-        worker whose heartbeats are missing may be behind a link that is down: it is then asked over
-        the other servers of the bus."""
+        """Ask a worker. Return True if it sends the frames again, False if it does not know them,
+        None without an answer. A worker whose heartbeats are missing may be behind a broken link:
+        it is then asked over the other servers of the bus.
+        """
         replay = Replay(
             request_id=stream.request_id,
             from_index=stream.reader.next_index,
@@ -152,9 +159,10 @@ class Replays:
         return answer.ok
 
     async def _end_if_fruitless(self, stream: OpenStream) -> None:
-        """The frames of an attempt with an older epoch than one that the client has seen are not
-        taken. Such an attempt ends a request if the queue forgot its deliveries, and with them the
-        newer one: once the job is answered nothing else will come."""
+        """End a stream after fruitless replays of an attempt with an older epoch, whose frames are
+        dropped. Such an attempt ends a request if the queue forgot its deliveries, and with them
+        the newer attempt: once the job is answered, no frames will come.
+        """
         replay, now_s = stream.replay, self._clock.monotonic()
         replay.note_answer(stream.reader.next_index, now_s)
         is_fruitless = (
@@ -166,7 +174,8 @@ class Replays:
 
     async def _end_if_over(self, stream: OpenStream, *, nobody_has_it: bool) -> None:
         """End a stream whose frames no worker sends, once its request has been over for long
-        enough: a worker that did not answer, or the store of results, may still have them."""
+        enough: a worker that did not answer, or the store of results, may still have them.
+        """
         replay = stream.replay
         if stream.job.store_result and await self._read_result(stream):
             return
@@ -201,14 +210,18 @@ class Replays:
         )
 
     async def _is_finished(self, stream: OpenStream) -> bool:
-        """Whether the index says so; while that is unreachable nobody can tell."""
+        """Return whether the index has the request as finished; False while the index is
+        unreachable.
+        """
         if self._generations is None:
             return False
         known = await self._generations.lookup(stream.request_id)
         return known is not None and known.finished
 
     async def _has_left_the_queue(self, stream: OpenStream) -> bool:
-        """Whether its job is answered: who did so may have died before the index knew."""
+        """Return whether its job is answered: its worker may have died before it updated the
+        index.
+        """
         if stream.stream_sequence is None:
             return False
         try:

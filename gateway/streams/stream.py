@@ -1,4 +1,4 @@
-"""One open stream: the reader of a request's frames, its client, and what that client saw."""
+"""Open stream: the reader of a request's frames, its client, and the statistics of its delivery."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ _UNDER_STALL_S = math.nextafter(_STALL_S, 0.0)
 
 
 class StreamPhase(IntEnum):
-    """Who is at the far end. DETACHED may be skipped; none is entered again, as whoever comes back
-    gets a stream of its own."""
+    """Client state of a stream. DETACHED may be skipped. No phase is entered again, as a returning
+    client gets a new stream.
+    """
 
-    ATTACHED = 0  # a client takes what comes
-    DETACHED = 1  # nobody is connected, and somebody may go on with it
-    ABORTED = 2  # the client wants nothing more, and only the end is awaited
+    ATTACHED = 0  # a client reads the stream
+    DETACHED = 1  # no client is connected, and one may resume the stream
+    ABORTED = 2  # the client has left; only the end is awaited
 
 
 class Cancellation(NamedTuple):
-    """It was asked for; whoever runs the job is not waited for after ``give_up_s`` (monotonic)."""
+    """Requested cancellation; the stream stops waiting for the worker after ``give_up_s``
+    (monotonic).
+    """
 
     reason: CancelReason
     give_up_s: float
@@ -42,12 +45,14 @@ class Cancellation(NamedTuple):
 
 @dataclass(slots=True)
 class ReplayState:
-    """``is_needed`` once frames may have been missed. Of a stream that ``is_foreign`` they go to
-    another gateway that lives, so that each news of it has to be asked for. No question is put
-    while one ``is_asked``, nor before ``not_before_s`` (monotonic). ``num_fruitless`` workers in a
-    row said that they send what is missing from ``from_index`` on, which the client still lacks;
-    the first of them at ``fruitless_since_s``. ``over_since_s`` is when
-    the request was found to be over while its end is missing here; None: not found to be over."""
+    """State of replays. ``is_needed`` is set once frames may have been missed. A stream that
+    ``is_foreign`` has its frames sent to another live gateway, so that each update must be
+    requested. No query is sent while one ``is_asked``, nor before ``not_before_s`` (monotonic).
+    ``num_fruitless`` workers in a row answered that they send the missing frames from
+    ``from_index`` on, which the client still lacks; the first of them at ``fruitless_since_s``.
+    ``over_since_s`` is when the request was found to be over while its end is missing here; None:
+    not found to be over.
+    """
 
     is_needed: bool = False
     is_foreign: bool = False
@@ -59,7 +64,7 @@ class ReplayState:
     over_since_s: float | None = None
 
     def note_answer(self, next_index: int, now_s: float) -> None:
-        """A worker sends what is missing from ``next_index`` on."""
+        """Note that a worker sends the missing frames from ``next_index`` on."""
         self.over_since_s = None
         if next_index == self.from_index:
             self.num_fruitless += 1
@@ -70,10 +75,11 @@ class ReplayState:
 
 @dataclass(slots=True)
 class DeliveryFigures:
-    """What the client saw over all connections that it had, in the terms of ``DeliveryRecord``:
-    from ``received_s`` (monotonic), which may be before this gateway was asked, to
-    ``last_token_s``, and for ``intake_s`` before that. ``num_delivered`` are only the tokens that
-    were given out here."""
+    """Statistics of a delivery over all connections of the client, in the terms of
+    ``DeliveryRecord``: from ``received_s`` (monotonic), which may be before this gateway got the
+    request, to ``last_token_s``; ``intake_s`` precedes ``received_s``. ``num_delivered`` counts
+    only the tokens delivered here.
+    """
 
     received_s: float
     intake_s: float = 0.0
@@ -88,8 +94,9 @@ class DeliveryFigures:
     unnoted_gap_s: float = 0.0
 
     def note_gap(self, gap_s: float) -> None:
-        """Take in a gap between two deliveries. One of up to ``unnoted_gap_s`` changes nothing,
-        which spares most tokens the call."""
+        """Count a gap between two deliveries. A gap of up to ``unnoted_gap_s`` changes nothing,
+        which spares most tokens the call.
+        """
         is_stall = gap_s >= _STALL_S
         self.count_gaps_on(
             self.num_stalls + is_stall,
@@ -98,7 +105,7 @@ class DeliveryFigures:
         )
 
     def count_gaps_on(self, num_stalls: int, stalled_s: float, longest_gap_s: float) -> None:
-        """So much there was until now."""
+        """Set the counts of gaps so far."""
         self.num_stalls = num_stalls
         self.stalled_s = stalled_s
         self.longest_gap_s = longest_gap_s
@@ -106,13 +113,15 @@ class DeliveryFigures:
 
 
 class TokenGaps(Collector):
-    """Time between tokens as clients get them. Tokens that arrive together share their gap."""
+    """Prometheus histogram of the time between tokens as clients get them. Tokens that arrive
+    together share their gap.
+    """
 
     def __init__(self) -> None:
         self._tally = Histogram(PER_TOKEN_S)
 
     def add(self, gap_s: float, num_tokens: int) -> None:
-        """``num_tokens`` arrived ``gap_s`` after the ones before them."""
+        """Add ``num_tokens`` that arrived ``gap_s`` after the tokens before them."""
         self._tally.add(gap_s / num_tokens, num_tokens)
 
     def collect(self) -> Iterator[Metric]:
@@ -124,14 +133,14 @@ class TokenGaps(Collector):
         yield family
 
 
-# An attribute of an enum takes longer to look up, and each frame does so.
+# An attribute of an enum is slower to look up, and each frame does so.
 _ATTACHED, _, _ABORTED = StreamPhase
 
 
 class Client(ABC):
-    """The far end of one or several streams, and how much text waits for it.
+    """Client of one or several streams, and the amount of text that waits for it.
 
-    ``sending_since_s`` is the monotonic time at which a write began that is not through yet.
+    ``sending_since_s`` is the monotonic time at which an unfinished write began.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -141,33 +150,32 @@ class Client(ABC):
 
     @abstractmethod
     def wake(self, stream: OpenStream) -> None:
-        """The stream has something to take. Must return at once."""
+        """Wake the client for data of the stream. Must return at once."""
 
     @abstractmethod
     def drop(self, reason: str) -> None:
-        """The client does not read: part with it. Must return at once."""
+        """Disconnect a client that does not read. Must return at once."""
 
     def go_away(self) -> None:
-        """This gateway shuts down: part with the client, which may go on at another one."""
+        """Disconnect the client because this gateway shuts down; it may resume at another one."""
         self.drop(ClientEnd.GOING_AWAY)
 
 
 @dataclass(slots=True, eq=False)
 class OpenStream:
-    """A job that this gateway answers, from before it is published until its end is recorded.
+    """Job that this gateway answers, from before it is published until its end is recorded.
 
-    The table of streams feeds it; its client takes from it. ``outcome`` is how it ended for the
-    client: a ``Status`` value, or one of ``ClientEnd``. It
-    is ``accepted`` once the queue has its job, at ``stream_sequence`` if this gateway published it.
-    ``owner`` is whatever the client needs to find its way from the stream to what it is a part of,
-    until its end is recorded. A stream ``from_index`` is one that another connection began: the
-    client has the tokens before that. While it is DETACHED, at most until ``detached_until_s``,
-    nobody sees what is taken of it. Unless a frame comes, time alone changes nothing about it
-    before ``look_at_s`` (monotonic).
+    The table of streams feeds it; its client takes from it. ``outcome`` is its end for the client:
+    a ``Status`` value, or a ``ClientEnd``. It is ``accepted`` once the queue has its job, at
+    ``stream_sequence`` if this gateway published it. ``owner`` leads the client from the stream to
+    its own objects, until the end is recorded. A stream with ``from_index`` was begun by another
+    connection: the client has the tokens before that. While it is DETACHED, at most until
+    ``detached_until_s``, no client gets its output. Without a frame, time alone changes nothing
+    about it before ``look_at_s`` (monotonic).
 
-    One that ``is_copy`` is read beside the stream itself, for somebody else who asked the same:
-    nothing is settled, recorded or cancelled because of it. One that ``was_counted`` is read after
-    its end was recorded: no metric counts it again.
+    A copy (``is_copy``) is read beside the stream itself, for another client with the same request:
+    it settles, records and cancels nothing. A stream that ``was_counted`` is read after its end was
+    recorded: no metric counts it again.
     """
 
     job: Job
@@ -197,7 +205,7 @@ class OpenStream:
         self.last_frame_s = self.look_at_s = self.opened_s
 
     def _enter(self, phase: StreamPhase) -> bool:
-        """The one transition of phases: only forward; whether it was one."""
+        """Enter a later phase; return whether the phase changed."""
         if phase <= self.phase:
             return False
         self.phase = phase
@@ -213,7 +221,9 @@ class OpenStream:
 
     @property
     def num_seen(self) -> int:
-        """Tokens that the client has, those that another connection gave it among them."""
+        """Return the number of tokens that the client has, including tokens from another
+        connection.
+        """
         return min(self.from_index, self.reader.next_index) + self.delivery.num_delivered
 
     def feed(self, frame: Frame, now_s: float) -> Outcome:
@@ -237,7 +247,7 @@ class OpenStream:
         return outcome
 
     def read(self, now_s: float, gaps: TokenGaps) -> Progress:
-        """What waits for the client, which is woken again for whatever follows."""
+        """Return the waiting progress; later progress wakes the client again."""
         self.is_ready = False
         self.client.pending_bytes -= self.reader.pending_bytes
         progress = self.reader.take()
@@ -256,7 +266,7 @@ class OpenStream:
         return progress
 
     def note_delivered(self, num_tokens: int, now_s: float) -> None:
-        """The client is given so many tokens that were not read one by one."""
+        """Count tokens that the client was given without reading them one by one."""
         if self.phase is _ATTACHED:
             delivery = self.delivery
             delivery.num_delivered += num_tokens
@@ -265,7 +275,7 @@ class OpenStream:
             delivery.last_token_s = now_s
 
     def change_client(self, client: Client) -> None:
-        """What waits, and all that comes, is for ``client`` from now on."""
+        """Move waiting and future progress to ``client``."""
         self.client.pending_bytes -= self.reader.pending_bytes
         self.client = client
         self.look_at_s = 0.0
@@ -274,15 +284,17 @@ class OpenStream:
         client.wake(self)
 
     def detach(self, until_s: float | None) -> None:
-        """Nobody is connected; somebody may come before ``until_s`` (monotonic; None: at any
-        time)."""
+        """Detach the client; another may attach until ``until_s`` (monotonic; None: at any
+        time).
+        """
         if self._enter(StreamPhase.DETACHED):
             self.detached_until_s = until_s
             self.look_at_s = 0.0
 
     def abort(self, outcome: str) -> bool:
-        """The client is gone for good; what still comes is read and thrown away. Whether it was not
-        before."""
+        """Abort after the client has left for good: later frames are read and dropped. Return
+        whether it was not aborted before.
+        """
         if not self._enter(StreamPhase.ABORTED):
             return False
         self.outcome = self.outcome or outcome
@@ -297,7 +309,7 @@ class OpenStream:
 
 
 def status_of(stream: OpenStream) -> Status:
-    """How the request ended. It must have."""
+    """Return the status of an ended request."""
     match stream.reader.terminal:
         case Done():
             return Status.DONE
@@ -315,8 +327,9 @@ _COUNTS = [name for name in Usage.__struct_fields__ if name.endswith("_tokens")]
 
 
 def usage_so_far(stream: OpenStream) -> Usage | None:
-    """The known usage of a stream's job; None: none is known. A prompt that another
-    choice pays for counts no tokens."""
+    """Return the known usage of a stream's job; None if unknown. A prompt that another choice pays
+    for counts no tokens.
+    """
     reader = stream.reader
     if reader.usage is not None:
         return reader.usage
@@ -331,7 +344,7 @@ def usage_so_far(stream: OpenStream) -> Usage | None:
 
 
 def total_usage(usages: Iterable[Usage | None]) -> Usage:
-    """The sum of each count; None counts nothing."""
+    """Return the sum of each count; None counts nothing."""
     total = dict.fromkeys(_COUNTS, 0)
     for usage in filter(None, usages):
         for name in _COUNTS:
@@ -340,7 +353,7 @@ def total_usage(usages: Iterable[Usage | None]) -> Usage:
 
 
 class DetachedClient(Client):
-    """Reads in the place of a client that is gone, so that the end is noticed."""
+    """Substitute for a client that has left, so that the end is noticed."""
 
     def __init__(self, on_wake: Callable[[], None]) -> None:
         super().__init__(limit_bytes=2**62)
@@ -350,8 +363,8 @@ class DetachedClient(Client):
         self._on_wake()
 
     def drop(self, reason: str) -> None:
-        """There is no connection to close."""
+        """Do nothing: there is no connection to close."""
 
 
-# Of streams that have ended, and of those that are read without being woken.
+# For streams that have ended, and for streams that are read without waking.
 NULL_CLIENT = DetachedClient(lambda: None)

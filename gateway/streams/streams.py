@@ -1,4 +1,6 @@
-"""The table of open streams: frames in by one subscription, each stream's end out exactly once."""
+"""Table of open streams: frames come from one subscription, and each stream's end is reported
+exactly once.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from millrace.schemas.records import ClientEnd
 
 _log = logging.getLogger(__name__)
 _SWEEP_S = 0.25
-# How long nothing is heard of a stream that waits before somebody asks whether it still does.
+# Maximum silence of a waiting stream before its state is looked up.
 _LOOK_UP_S = 10.0
 _CANCEL_INTERVAL_S = 1.0
 _CANCEL_BOUND_S = 15.0
@@ -35,7 +37,7 @@ TAKEN_OVER = Failed(code="taken_over", message="Another connection goes on with 
 
 
 class _NotYet:
-    """In the place of a subscription that is being made."""
+    """Placeholder of a subscription in progress."""
 
     async def close(self) -> None:
         return
@@ -45,10 +47,10 @@ _NOT_YET = _NotYet()
 
 
 class StreamTable:
-    """Owns every open stream of this gateway, and the copies that others read.
+    """Table that owns every open stream of this gateway, and the copies that other clients read.
 
-    A stream leaves the table when its client has taken its end (``finish``); once the client is
-    gone, when the terminal frame is read or ``_CANCEL_BOUND_S`` have passed; or when another
+    A stream leaves the table when its client has taken its end (``finish``); once the client has
+    left, when the terminal frame is read or ``_CANCEL_BOUND_S`` have passed; or when another
     gateway has taken it over. ``on_end`` is called once for each stream that was accepted and was
     not taken over. ``on_frame`` never waits: it runs on the bus's read path.
     """
@@ -87,11 +89,11 @@ class StreamTable:
 
     @property
     def num_served(self) -> int:
-        """Streams whose client is still there."""
+        """Return the number of streams with a connected client."""
         return sum(stream.phase is StreamPhase.ATTACHED for stream in self)
 
     async def start(self) -> None:
-        """Listen for frames and for questions about streams; probe after every reconnect."""
+        """Subscribe to frames and to queries about streams; probe after every reconnect."""
         self._subscriptions = [
             await self._bus.frames.subscribe(self._gateway_id, self.on_frame),
             await self._serve_resume_points(self._gateway_id),
@@ -100,7 +102,7 @@ class StreamTable:
         self._sweeper.repeat(self._sweep, _SWEEP_S, self._clock, "sweep streams")
 
     async def close(self) -> None:
-        """Let the last cancels out, then stop."""
+        """Send the last cancels, then stop."""
         await self._sweeper.close()
         await self._tasks.close(_LAST_CANCELS_S)
         proxies = (standing.values() for standing in self._proxy_subscriptions.values())
@@ -121,8 +123,8 @@ class StreamTable:
         owner: object = None,
         from_index: int = 0,
     ) -> OpenStream:
-        """A stream for a job that is about to be published; ``received_s`` is monotonic."""
-        # Nobody here reads the prompt any more.
+        """Open a stream for a job that is about to be published; ``received_s`` is monotonic."""
+        # The prompt is not needed here any more.
         job = replace(job, prompt_token_ids=())
         stream = OpenStream(job, client, received_s, owner=owner, from_index=from_index)
         self._streams[job.request_id] = stream
@@ -130,8 +132,9 @@ class StreamTable:
         return stream
 
     def take_over(self, job: Job, client: Client, owner: object, from_index: int) -> OpenStream:
-        """A stream for a job that was published before, of whose tokens the client has those before
-        ``from_index``. ``follow`` it next."""
+        """Open a stream for a job that was published before; the client has its tokens before
+        ``from_index``. Call ``follow`` next.
+        """
         stream = self.open(job, client, self._clock.monotonic(), owner, from_index)
         stream.accepted = True
         return stream
@@ -139,8 +142,9 @@ class StreamTable:
     def copy(
         self, job: Job, client: Client, owner: object, *, is_foreign: bool | None = None
     ) -> OpenStream:
-        """A stream for another client of a job that was published before, from its first token on;
-        who has the job's stream keeps it. ``is_foreign`` None: as that stream, which is here."""
+        """Open a copy for another client of a job that was published before, from its first token
+        on; the original stream stays. ``is_foreign`` None: as the original stream, which is here.
+        """
         main = self._streams.get(job.request_id)
         if is_foreign is None:
             is_foreign = main is None or main.replay.is_foreign
@@ -153,23 +157,26 @@ class StreamTable:
         return stream
 
     def follow(self, stream: OpenStream, *, is_foreign: bool = True) -> None:
-        """Ask for all frames of a job that was published before; for news, too, if its frames are
-        sent to another gateway (``is_foreign``)."""
+        """Request all frames of a job that was published before, and updates, too, if its frames
+        are sent to another gateway (``is_foreign``).
+        """
         stream.replay.is_needed = True
         stream.replay.is_foreign = is_foreign
         self._ask_replay(stream)
 
     def hand_off(self, stream: OpenStream) -> None:
-        """Another connection, here or at another gateway, has it now: nothing is owed, and a client
-        that is still there is told."""
+        """Hand a stream off to another connection, here or at another gateway: nothing is settled,
+        and a connected client is told.
+        """
         self._remove(stream)
         stream.reader.end(TAKEN_OVER)
         stream.wake()
 
     async def subscribe_as_proxy_for(self, gateway_id: str, *, is_dead: bool) -> None:
-        """Say in the place of another gateway, whose streams were taken over, which tokens their
-        clients have, and if it is dead get its frames, until these streams have ended. Raises what
-        a subscription does, and can be called again then."""
+        """Stand in for another gateway whose streams were taken over: report the tokens of their
+        clients and, if it is dead, receive its frames, until these streams have ended. Raises the
+        errors of a subscription, and can be called again then.
+        """
         if gateway_id == self._gateway_id:
             return
         wanted = ("points", "frames") if is_dead else ("points",)
@@ -196,8 +203,9 @@ class StreamTable:
         return await control.serve_resume_points(gateway_id, self.resume_point, holds)
 
     def accept(self, stream: OpenStream, stream_sequence: int | None = None) -> None:
-        """The job is stored, there in the queue: from now on the stream ends in a terminal frame
-        and a record."""
+        """Accept a stream whose job is stored in the queue: from now on it ends in a terminal frame
+        and a record.
+        """
         stream.accepted = True
         stream.stream_sequence = stream_sequence
         if stream.ended and stream.phase is StreamPhase.ABORTED:
@@ -206,16 +214,18 @@ class StreamTable:
             self._send_cancel(stream, stream.cancellation)
 
     def finish(self, stream: OpenStream) -> None:
-        """The client has the end of it, or is gone and the end is known: record it."""
+        """Record the end of a stream whose client has taken it, or has left."""
         if self._remove(stream) and not stream.is_copy:
             self._on_end(stream)
 
     def discard(self, stream: OpenStream) -> None:
-        """The job was not stored; nothing is owed."""
+        """Discard a stream whose job was not stored; nothing is settled."""
         self._remove(stream)
 
     def _remove(self, stream: OpenStream) -> bool:
-        """Whether it was there: another one of the same request may have taken its place."""
+        """Remove a stream; return whether it was there, since another stream of the same request
+        may have replaced it.
+        """
         request_id = stream.request_id
         if stream.is_copy:
             copies = self._copies.get(request_id, [])
@@ -231,7 +241,7 @@ class StreamTable:
         return True
 
     def cancel(self, stream: OpenStream, reason: CancelReason) -> None:
-        """Ask for the stream's end; the terminal frame still comes from whoever runs it."""
+        """Cancel the job of a stream; the terminal frame still comes from its worker."""
         if stream.ended or stream.cancellation is not None:
             return
         stream.cancellation = Cancellation(reason, self._clock.monotonic() + _CANCEL_BOUND_S)
@@ -240,7 +250,9 @@ class StreamTable:
             self._send_cancel(stream, stream.cancellation)
 
     def abort(self, stream: OpenStream, outcome: str) -> None:
-        """The client is gone: cancel, and hold the stream until its end is known."""
+        """Abort a stream without a client: cancel its job, and keep the stream until its end is
+        known.
+        """
         if not stream.abort(outcome):
             return
         if stream.is_copy:
@@ -254,7 +266,7 @@ class StreamTable:
         stream = self._streams.get(request_id)
         if stream is not None:
             self._feed(stream, frame)
-        if self._copies:  # most gateways have none at most times
+        if self._copies:  # usually empty
             for copy in list(self._copies.get(request_id, ())):
                 self._feed(copy, frame)
 
@@ -266,7 +278,7 @@ class StreamTable:
             self.finish(stream)
 
     def resume_point(self, request_id: str) -> ResumePoint | None:
-        """Which tokens the client has; None for a stream that is not here."""
+        """Return the tokens that the client has; None for a stream that is not here."""
         stream = self._streams.get(request_id)
         if stream is None or stream.ended:
             return None
@@ -275,7 +287,7 @@ class StreamTable:
         return ResumePoint(token_ids=tuple(stream.reader.token_ids))
 
     async def _sweep(self) -> None:
-        """Look after the streams that frames alone do not move on."""
+        """Check the streams for conditions that depend on time."""
         if not self._streams and not self._copies and not self._proxy_subscriptions:
             self._has_streams.clear()
             await self._has_streams.wait()
@@ -321,8 +333,9 @@ class StreamTable:
             self._tasks.spawn(self._replays.look_up(stream), "look a stream up")
 
     def _next_look_s(self, stream: OpenStream, now_s: float) -> float:
-        """When time alone may next have something due of it; before that it need not be looked at,
-        which costs as much as sending a token."""
+        """Return the earliest time at which time alone may change the stream. Until then it is not
+        checked, since a check costs as much as sending a token.
+        """
         if stream.cancellation is not None:
             return now_s
         config = self._config
@@ -374,7 +387,7 @@ class StreamTable:
             await self._bus.control.cancel(cancel)
         except (MillraceError, TimeoutError) as error:
             _log.warning(
-                "a cancel could not be sent; it is tried again",
+                "a cancel could not be sent; retrying",
                 extra={"request_id": cancel.request_id, "why": str(error)},
             )
 
@@ -388,9 +401,9 @@ class StreamTable:
             self._tasks.spawn(self._replays.ask(stream), "ask for a replay")
 
     async def _close_idle_proxies(self) -> None:
-        """Stop standing in for gateways none of whose streams is left."""
+        """Stop standing in for gateways without remaining streams."""
         for gateway_id in list(self._proxy_subscriptions):
-            # Asked for each anew: while one is closed, a stream of another may be taken over.
+            # Evaluated anew each time: while one is closed, a stream of another may be taken over.
             if any(stream.job.reply == gateway_id for stream in self):
                 continue
             for subscription in self._proxy_subscriptions.pop(gateway_id).values():
@@ -400,4 +413,7 @@ class StreamTable:
         try:
             await subscription.close()
         except MillraceError as error:
-            _log.warning("a stand-in could not be closed", extra={"why": error.message})
+            _log.warning(
+                "a subscription for another gateway could not be closed",
+                extra={"why": error.message},
+            )

@@ -1,4 +1,4 @@
-"""Who calls, by which key, and what the limits leave to them.
+"""Tenants: callers, their keys, and the limits of both.
 
 Called by every endpoint and by ``request``; imports ``transport``.
 """

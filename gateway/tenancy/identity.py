@@ -1,4 +1,4 @@
-"""Who makes a request, by its API key, and what the key allows."""
+"""Callers of requests, identified by their API keys, and their permissions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from millrace.schemas.tenants import (
     lower_limit,
 )
 
-# The script that reserves looks at the key again, so this is only for what costs nothing.
+# The script that reserves checks the key again, so this is only for requests that cost nothing.
 _KEY_FRESH_S = 2.0
 _CONSENT_FRESH_S = 5.0
 _KNOWN_WHILE_AWAY_S = 3600.0
@@ -42,10 +42,10 @@ _RETRY_AFTER_S = 2.0
 
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant and the key that it came with (empty: none, which is for loopback only).
+    """Tenant and the key that it came with (empty: none, for loopback only).
 
-    ``tier`` is the most urgent one that its requests may have; ``context_tokens`` bounds prompt
-    and completion of a request together (None: the model's window does). An admin may see other
+    ``tier`` is the most urgent tier of its requests; ``context_tokens`` bounds prompt and
+    completion of a request together (None: the model's window does). An admin may see other
     tenants' figures.
     """
 
@@ -60,21 +60,21 @@ LOCAL = Caller(is_admin=True)
 
 
 class AuthenticationError(MillraceError, code="invalid_api_key", http_status=401):
-    """No API key where one is demanded, or one that opens nothing."""
+    """Request without a required API key, or with an invalid one."""
 
     def __init__(self, message: str, whose: Caller | None = None) -> None:
-        """``whose`` the key was, if it was one."""
+        """Create the error; ``whose`` is the caller of the key, if the key exists."""
         super().__init__(message)
         self.whose = whose
         self.headers = [(b"www-authenticate", b'Bearer realm="millrace"')]
 
 
 class InsufficientPermissionsError(MillraceError, code="insufficient_permissions", http_status=403):
-    """The key is good, but not for this."""
+    """Valid key without permission for this."""
 
 
 class KeysUnreachableError(RedisUnreachableError):
-    """A key that nobody here has seen lately cannot be looked up."""
+    """Key without a recent look-up that cannot be looked up now."""
 
     retry_after_s = _RETRY_AFTER_S
 
@@ -86,10 +86,10 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class Identity:
-    """Tells callers apart by their API keys, which it remembers for a few seconds.
+    """Identification of callers by their API keys, which are cached for a few seconds.
 
-    While Redis is unreachable, keys that were good within the last hour are taken at their word;
-    whose transcripts may be kept is not known then, so none are.
+    While Redis is unreachable, keys that were valid within the last hour are accepted. Consent to
+    transcripts is unknown then, so none are kept.
     """
 
     def __init__(self, link: RedisLink | None, config: GatewayConfig, clock: Clock) -> None:
@@ -97,7 +97,7 @@ class Identity:
         self._tiers = config.tiers
         self._clock = clock
         self.demands_keys = demands_keys(config)
-        # Whoever can reach a gateway from afar is not its operator.
+        # Remote callers are not the gateway's operator.
         self._is_local = is_loopback(config.host)
         self._demands_keys_from_afar = config.auth != "none"
         self._known: OrderedDict[str, _Known] = OrderedDict()
@@ -106,8 +106,9 @@ class Identity:
         self._consents: OrderedDict[str, tuple[bool, float]] = OrderedDict()
 
     async def keeps_transcripts(self, tenant: str) -> bool:
-        """Whether the tenant wants its transcripts kept, as of a few seconds ago at most. It is
-        asked for each request: a socket may stay open for days."""
+        """Return whether the tenant wants its transcripts kept, as of a few seconds ago at most.
+        Checked for each request: a socket may stay open for days.
+        """
         if self._store is None:
             return False
         known = self._consents.get(tenant)
@@ -124,16 +125,18 @@ class Identity:
         return record.keep_transcripts
 
     def demands_key_of(self, scope: Scope) -> bool:
-        """Whether whoever sent this request has to show a key. What a proxy passed on may come from
-        anywhere, also to a gateway that only this machine can reach."""
+        """Return whether the sender of this request has to show a key. A proxied request may come
+        from anywhere, even to a gateway that only this machine can reach.
+        """
         return self._demands_key(forwarded=is_forwarded(scope))
 
     def _demands_key(self, *, forwarded: bool) -> bool:
         return self.demands_keys or (forwarded and self._demands_keys_from_afar)
 
     async def caller(self, scope: Scope) -> Caller:
-        """Whose key the request's headers hold, which its scope tells from then on. Raises as
-        ``caller_of_token`` does."""
+        """Return the caller of the key in the request's headers, and note it in the scope. Raises
+        as ``caller_of_token`` does.
+        """
         try:
             caller = await self.caller_of_token(token_of(scope), forwarded=is_forwarded(scope))
         except AuthenticationError as error:
@@ -143,8 +146,9 @@ class Identity:
         return caller
 
     async def caller_of_token(self, token: str | None, *, forwarded: bool = False) -> Caller:
-        """Whose key this is, or whoever sends something without one. Raises AuthenticationError, or
-        KeysUnreachableError for a key that cannot be looked up now."""
+        """Return the caller of this key, or the local caller without one. Raises
+        AuthenticationError, or KeysUnreachableError for a key that cannot be looked up now.
+        """
         is_keyless = token is None or not token.startswith(KEY_PREFIX)
         if is_keyless and not self._demands_key(forwarded=forwarded):
             is_near = self._is_local and not forwarded
@@ -168,11 +172,11 @@ class Identity:
         return self._caller(known)
 
     async def close(self) -> None:
-        """Note what is being noted, and let go of the rest."""
+        """Wait for notes in progress, and release the rest."""
         await self._notes.close(_LAST_NOTES_S)
 
     def _note_use(self, key_id: str) -> None:
-        """Once a minute at most, beside what the caller waits for."""
+        """Note the use of a key at most once a minute, in the background."""
         now_s = self._clock.monotonic()
         if self._store is None or now_s - self._noted_s.get(key_id, -_NOTE_USE_S) < _NOTE_USE_S:
             return
@@ -180,13 +184,14 @@ class Identity:
         self._notes.spawn(self._write_use(self._store, key_id), f"note a use of {key_id}")
 
     async def _write_use(self, store: TenantStore, key_id: str) -> None:
-        # Nobody is refused for want of a note: Redis may be full, or away.
+        # A failed note refuses no request: Redis may be full, or unreachable.
         with contextlib.suppress(RedisUnreachableError, ResponseError):
             await store.note_use(key_id, self._clock.now_ns())
 
     async def check_key(self, caller: Caller) -> None:
-        """Look at the caller's key now. Raises AuthenticationError if it opens nothing any more.
-        While Redis is unreachable it is taken at its word."""
+        """Look up the caller's key now. Raises AuthenticationError for a revoked key. While Redis
+        is unreachable the key is accepted.
+        """
         if self._store is None or not caller.key_id:
             return
         with contextlib.suppress(RedisUnreachableError):
@@ -195,7 +200,7 @@ class Identity:
                 raise revoked_key(caller.key_id, caller)
 
     def forget(self, key_id: str) -> None:
-        """What was known of a key is out of date."""
+        """Drop a key from the cache."""
         self._known.pop(key_id, None)
 
     async def _look_up(self, key_id: str) -> _Known | None:
@@ -241,7 +246,9 @@ def _remember(known: OrderedDict[str, _V], key: str, value: _V) -> None:
 
 
 def token_of(scope: Scope) -> str | None:
-    """The token of ``Authorization: Bearer``, else of ``x-api-key``; None if there is neither."""
+    """Return the token of ``Authorization: Bearer``, else of ``x-api-key``; None if there is
+    neither.
+    """
     other: str | None = None
     for name, value in scope["headers"]:
         if name == b"authorization":
@@ -254,21 +261,21 @@ def token_of(scope: Scope) -> str | None:
 
 
 def require_admin(caller: Caller) -> None:
-    """Raises InsufficientPermissionsError."""
+    """Raise InsufficientPermissionsError unless the caller is an admin."""
     if not caller.is_admin:
         raise InsufficientPermissionsError("This needs an API key of an administrator.")
 
 
 def unknown_key() -> AuthenticationError:
-    """What to tell whoever comes with a key that was never made here."""
+    """Return the error for a key that was never created here."""
     return AuthenticationError("The API key is not known here. Check it for typing errors.")
 
 
 def revoked_key(key_id: str, whose: Caller | None = None) -> AuthenticationError:
-    """What to tell whoever comes with a revoked key."""
+    """Return the error for a revoked key."""
     return AuthenticationError(f"The API key {key_id} was revoked. Use another one.", whose)
 
 
 def demands_keys(config: GatewayConfig) -> bool:
-    """Whether a gateway that is set up so serves only callers with an API key."""
+    """Return whether a gateway with this configuration serves only callers with an API key."""
     return config.auth == "required" or (config.auth == "auto" and not is_loopback(config.host))

@@ -1,4 +1,4 @@
-"""Keys that were revoked while a client uses them, noticed within seconds."""
+"""Watch for keys that are revoked while a client uses them, noticed within seconds."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from millrace.runtime.tasks import Tasks
 
 _log = logging.getLogger(__name__)
 
-# With what a look-up is remembered for (``gateway.tenancy.identity``) it is well under the
-# promised 5 s.
+# With the cache time of ``gateway.tenancy.identity`` it is well under the promised 5 s.
 _INTERVAL_S = 1.5
 
 
 class KeyWatch:
-    """Asks every 1.5 s which of the keys in use open nothing any more, and tells of these.
+    """Watch that checks every 1.5 s which of the keys in use were revoked, and reports these.
 
-    Every gateway asks for its own clients. While Redis is unreachable nothing is known and nobody
-    is parted with. Owns its task: ``start`` makes it, ``close`` ends it.
+    Every gateway checks its own clients' keys. While Redis is unreachable, nothing is known and no
+    client is disconnected. Owns its task: ``start`` starts it, ``close`` ends it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The limits of a gateway's callers, and the headers that say what is left of them."""
+"""Limits of a gateway's callers, and their headers with the remaining amounts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _MS_PER_HOUR = 60 * _MS_PER_MINUTE
 
 
 def rate_headers(accounts: Sequence[Account], usages: Sequence[AccountUsage]) -> Headers:
-    """Size, rest and time until all is back, of whichever account has the least left; nothing is
-    said about what has no limit."""
+    """Return headers with the limit, the rest and the time until full, of the account with the
+    least left. Unlimited quantities have no headers.
+    """
     requests = [
         (account.limits.requests_per_minute, usage.requests)
         for account, usage in zip(accounts, usages, strict=True)
@@ -33,12 +34,12 @@ def rate_headers(accounts: Sequence[Account], usages: Sequence[AccountUsage]) ->
 
 
 def full_after_ms(per_minute: int, ticks: int) -> int:
-    """When a bucket has all of its limit to give again."""
+    """Return the time in ms until a bucket is full again."""
     return -(-ticks // per_minute)
 
 
 def duration(ms: int) -> str:
-    """As OpenAI writes it: ``20ms``, ``1.5s``, ``6m0s``, ``1h0m5s``."""
+    """Format a duration as OpenAI does: ``20ms``, ``1.5s``, ``6m0s``, ``1h0m5s``."""
     if ms < _MS_PER_S:
         return f"{ms}ms"
     hours, rest_ms = divmod(ms, _MS_PER_HOUR)
@@ -63,7 +64,7 @@ def _headers(what: str, buckets: list[tuple[int | None, int]]) -> Headers:
 
 
 class Limiter(LimitKeeper):
-    """A ``LimitKeeper`` for callers, with errors and headers as HTTP has them."""
+    """``LimitKeeper`` for callers, with errors and headers for HTTP."""
 
     def __init__(
         self,
@@ -76,9 +77,10 @@ class Limiter(LimitKeeper):
         super().__init__(link, config.tiers, clock, redis_time=redis_time)
 
     async def reserve(self, holder: Holder, demand: Demand) -> Granted:
-        """As ``LimitKeeper.reserve``. A RateLimitError has headers that say what is left.
+        """Reserve as ``LimitKeeper.reserve`` does. A RateLimitError has headers with the remaining
+        amounts.
 
-        Raises AuthenticationError for a key that was revoked by now.
+        Raises AuthenticationError for a key that was revoked meanwhile.
         """
         try:
             return await super().reserve(holder, demand)
@@ -89,7 +91,7 @@ class Limiter(LimitKeeper):
             raise _authentication_error(error) from error
 
     async def caller_usage(self, caller: Caller) -> list[tuple[Account, AccountUsage]]:
-        """As ``usage``. Raises AuthenticationError for a key that is gone."""
+        """Return ``usage`` of a caller. Raises AuthenticationError for a revoked key."""
         try:
             return await self.usage(caller)
         except KeyGoneError as error:

@@ -1,4 +1,4 @@
-"""Tools that the gateway runs itself: the catalogue, the runner, and which addresses it may call.
+"""Tools that the gateway runs itself: the catalogue, the runner, and the addresses it may call.
 
-Called by ``request.tool_loop`` and ``api.tools``; imports no other room.
+Called by ``request.tool_loop`` and ``api.tools``; imports no other package of the gateway.
 """

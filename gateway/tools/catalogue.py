@@ -1,4 +1,4 @@
-"""The HTTP tools that the gateway runs itself, from a YAML file."""
+"""HTTP tools that the gateway runs itself, from a YAML file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a URL leads: what secrets may be sent to, and connections are made to."""
+    """Origin of a URL: the receiver of secrets and connections."""
 
     scheme: str
     host: str
@@ -34,8 +34,9 @@ class Origin(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerTool:
-    """A tool, ready to be called. ``secret`` never leaves for another origin than that of ``url``,
-    and is in no text that is made of the tool."""
+    """Tool, ready to be called. ``secret`` never leaves for another origin than that of ``url``,
+    and is in no text that is made of the tool.
+    """
 
     definition: ToolDefinition
     url: str
@@ -54,7 +55,7 @@ class ServerTool:
 
 
 class ToolCatalogue:
-    """The tools by name, in the order of the file. Immutable."""
+    """Tools by name, in the order of the file. Immutable."""
 
     def __init__(self, tools: Sequence[ServerTool] = ()) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -66,8 +67,9 @@ class ToolCatalogue:
         return self._tools.get(name)
 
     def definitions(self, names: Sequence[str]) -> tuple[ToolDefinition, ...]:
-        """What the model is told about the tools of these names, each once. Raises
-        ParameterError("server_tools") for one that there is not."""
+        """Return the definitions of the tools of these names for the model, each once. Raises
+        ParameterError("server_tools") for an unknown name.
+        """
         for name in names:
             if name not in self._tools:
                 known = ", ".join(self._tools) or "none"
@@ -96,9 +98,9 @@ class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def load_tools(path: str, env: Mapping[str, str]) -> ToolCatalogue:
-    """Read a file of tools; "" is none at all. Secrets come from ``env``.
+    """Read a file of tools; "" has none. Secrets come from ``env``.
 
-    Raises ConfigError naming the file, the tool and the key at fault.
+    Raises ConfigError that names the file, the tool and the invalid key.
     """
     if not path:
         return ToolCatalogue()
@@ -124,7 +126,9 @@ def load_tools(path: str, env: Mapping[str, str]) -> ToolCatalogue:
 
 
 def origin_of(url: str) -> Origin:
-    """Raises ValueError for what is no http or https URL in ASCII, or holds a user or password."""
+    """Return the origin of a URL. Raises ValueError unless it is an http or https URL in ASCII
+    without user and password.
+    """
     split = urlsplit(url)
     if (
         split.scheme not in _DEFAULT_PORTS
@@ -173,9 +177,9 @@ def _secret(header: _SecretHeader | None, env: Mapping[str, str]) -> tuple[bytes
 
 
 def _header(key: str, name: str, value: str) -> tuple[bytes, bytes]:
-    """The value is not told: it may be a secret."""
+    """Return a header. Errors do not contain the value, which may be a secret."""
     if not _HEADER_NAME.fullmatch(name) or name.lower() in _OWN_HEADERS:
-        raise ValueError(f"{key}: {name!r:.80} is no header that can be set")
+        raise ValueError(f"{key}: {name!r:.80} is not a header that can be set")
     if not _HEADER_VALUE.fullmatch(value):
         raise ValueError(f"{key}: the value of {name} must be one line of ASCII")
     return name.lower().encode(), value.encode()
@@ -191,5 +195,5 @@ def _validator(
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError as error:
         raise ValueError(f"parameters is not a JSON Schema: {error.message}") from error
-    # With an empty registry, nothing that a schema refers to is fetched from the network.
+    # With an empty registry, no reference of a schema is fetched from the network.
     return jsonschema.Draft202012Validator(schema, registry=Registry()).iter_errors

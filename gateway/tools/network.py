@@ -1,4 +1,4 @@
-"""Connections of tools: to addresses that were checked, and to no others."""
+"""Connections of tools, to checked addresses only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpcore
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-# Where clouds hand out credentials, beyond the link-local addresses.
+# Addresses where clouds hand out credentials, beyond the link-local ones.
 _METADATA = frozenset(
     ipaddress.ip_address(text) for text in ("fd00:ec2::254", "100.100.100.200", "192.0.0.192")
 )
@@ -22,19 +22,21 @@ _EMBEDDING = tuple(ipaddress.ip_network(text) for text in ("::/96", "64:ff9b::/9
 
 
 class ForbiddenAddressError(Exception):
-    """A name leads to where tools may not go."""
+    """Name with an address that tools must not connect to."""
 
 
 async def resolve(host: str, port: int) -> Sequence[str]:
-    """The addresses of a host, as the system knows them. Raises OSError."""
+    """Resolve a host to its addresses. Raises OSError."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_allowed(address: str, *, allow_private: bool) -> bool:
-    """Whether tools may connect to an IP address: a public one, or also a private or loopback
-    one. Never a link-local, multicast or reserved one, nor one that hands out credentials."""
+    """Return whether tools may connect to an IP address: a public one, or also a private or
+    loopback one. Link-local, multicast and reserved addresses, and addresses that hand out
+    credentials, are never allowed.
+    """
     ip = _innermost(ipaddress.ip_address(address))
     if ip in _METADATA or ip.is_link_local or ip.is_multicast or ip.is_unspecified:
         return False
@@ -44,7 +46,7 @@ def is_allowed(address: str, *, allow_private: bool) -> bool:
 
 
 def _innermost(ip: _Address) -> _Address:
-    """The IPv4 address within an IPv6 address, where there is one."""
+    """Return the IPv4 address within an IPv6 address, if there is one."""
     if isinstance(ip, ipaddress.IPv4Address) or ip.is_loopback or ip.is_unspecified:
         return ip
     if ip.teredo is not None:
@@ -56,9 +58,10 @@ def _innermost(ip: _Address) -> _Address:
 
 
 class CheckedNetwork(httpcore.AsyncNetworkBackend):
-    """Resolves a host once for each connection, checks every address, and connects to just these:
-    a name that changes its mind in between gains nothing. ``private_host`` and port may be on a
-    private network; None: no host may."""
+    """Network that resolves a host once for each connection, checks every address, and connects to
+    just these, so that a changed DNS answer has no effect. ``private_host`` and port may be on a
+    private network; None: no host may.
+    """
 
     def __init__(self, resolve: Resolve, private_host: tuple[str, int] | None) -> None:
         self._resolve = resolve
@@ -73,7 +76,9 @@ class CheckedNetwork(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """Raises ForbiddenAddressError if any of the host's addresses is forbidden."""
+        """Connect to a host. Raises ForbiddenAddressError if any of the host's addresses is
+        forbidden.
+        """
         addresses = await self._resolve(host, port)
         allow_private = (host, port) == self._private_host
         if not all(is_allowed(address, allow_private=allow_private) for address in addresses):

@@ -1,4 +1,4 @@
-"""Runs the gateway's own tools for a model: bounded in time, size, number and where they lead."""
+"""Runner of the gateway's own tools for a model: bounded in time, size, number and addresses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_REFUSAL_CHARACTERS = 1_000
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _SAME_REQUEST = frozenset({307, 308})
 _JSON_BODY: Headers = ((b"content-type", b"application/json"),)
-# Unpacked answers are bounded by what is read: nothing is to be packed.
+# The limit on read bytes applies to unpacked answers, so request no compression.
 _ALWAYS: Headers = (
     (b"accept", b"application/json, text/*;q=0.9, */*;q=0.1"),
     (b"accept-encoding", b"identity"),
@@ -36,13 +36,14 @@ _ALWAYS: Headers = (
 
 _log = logging.getLogger(__name__)
 
-# It reads all the certificates that are trusted, which takes longer than starting a gateway.
+# Reading all trusted certificates takes longer than starting a gateway.
 _tls_context = functools.cache(httpcore.default_ssl_context)
 
 
 class ToolResult(msgspec.Struct, frozen=True):
-    """``output`` is what the model is told: the tool's answer, or what went wrong. It is remembered
-    in Redis for the gateway that goes on with the response."""
+    """Result of a tool. ``output`` is for the model: the tool's answer, or the error. It is stored
+    in Redis for a gateway that continues the response.
+    """
 
     ok: bool
     output: str
@@ -50,7 +51,7 @@ class ToolResult(msgspec.Struct, frozen=True):
 
 
 class _ToolError(Exception):
-    """What the model is told about a tool that gave nothing."""
+    """Error message of a tool for the model."""
 
 
 class _Request(NamedTuple):
@@ -61,10 +62,10 @@ class _Request(NamedTuple):
 
 
 class ToolRunner:
-    """Runs tools by name, at most ``config.max_tool_runs`` at a time.
+    """Runner of tools by name, at most ``config.max_tool_runs`` at a time.
 
-    Owns a pool of connections for each tool, until ``close``. Raises ConfigError for a bound that
-    lets nothing run, and for a tool whose host is not in ``config.tool_allowed_hosts``.
+    Owns a pool of connections for each tool, until ``close``. Raises ConfigError for a bound of
+    zero runs, and for a tool whose host is not in ``config.tool_allowed_hosts``.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ToolRunner:
             )
 
     async def run(self, name: str, arguments: str) -> ToolResult:
-        """Call a tool with arguments that are JSON. Never raises for what tool or model do."""
+        """Call a tool with arguments in JSON. Never raises for errors of tool or model."""
         start_s = self._clock.monotonic()
         ok, output = await self._outcome(name, arguments)
         return ToolResult(ok, output, (self._clock.monotonic() - start_s) * 1e3)
@@ -127,7 +128,7 @@ class ToolRunner:
         except (OSError, UnicodeError, httpcore.NetworkError, httpcore.ProtocolError) as error:
             _log.warning("tool %s: %s: %s", name, type(error).__name__, error)
             return False, "The tool cannot be reached."
-        except Exception:  # noqa: BLE001 (whatever it is, the model goes on without the tool)
+        except Exception:  # noqa: BLE001 (the model continues without the tool)
             _log.exception("tool %s failed", name)
             return False, "The tool failed."
 
@@ -147,12 +148,12 @@ class ToolRunner:
     def _redirected(
         self, tool: ServerTool, request: _Request, response: httpcore.Response
     ) -> _Request:
-        """The request to make instead. Headers of the tool's own go to its own origin only."""
+        """Return the redirected request. The tool's own headers go to its own origin only."""
         url = urljoin(request.url, _header_of(response, b"location"))
         try:
             origin = origin_of(url)
         except ValueError as error:
-            raise _ToolError("The tool redirects to what is no web address.") from error
+            raise _ToolError("The tool redirects to an invalid web address.") from error
         downgraded = tool.origin.scheme == "https" and origin.scheme == "http"
         if downgraded or not self._is_allowed_host(origin.host):
             raise ForbiddenAddressError(f"it redirects to {origin.scheme}://{origin.host}")
@@ -170,7 +171,7 @@ class ToolRunner:
 
 
 def _checked_arguments(tool: ServerTool, text: str) -> dict[str, Any]:
-    """The arguments as an object that fits the schema. Raises _ToolError."""
+    """Return the arguments as an object that fits the schema. Raises _ToolError."""
     try:
         arguments = json.loads(text or "{}", parse_constant=_no_constant)
         if not isinstance(arguments, dict):
@@ -215,7 +216,7 @@ def _headers_for(tool: ServerTool, origin: Origin, body: bytes) -> Headers:
 
 
 async def _text_of(tool: ServerTool, response: httpcore.Response) -> str:
-    """The body of an answer that is one. Raises _ToolError."""
+    """Return the body of a valid answer. Raises _ToolError."""
     ok = 200 <= response.status < 300
     limit = tool.max_response_bytes
     chunks: list[bytes] = []
@@ -255,7 +256,7 @@ def _header_of(response: httpcore.Response, name: bytes) -> str:
 
 
 def _without_secret(tool: ServerTool, text: str) -> str:
-    """Tools may send back what they got, the key without its scheme too."""
+    """Remove the secret from a text: tools may echo it, also without its scheme."""
     if tool.secret is None:
         return text
     whole = tool.secret[1].decode()

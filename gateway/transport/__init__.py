@@ -1,4 +1,4 @@
-"""Connections: reading and writing HTTP, writing to sockets at once, origins, proxies, TLS.
+"""Connections: reading and writing HTTP, immediate writes to sockets, origins, proxies, TLS.
 
-Called by every other room; imports ``errors`` only.
+Called by all other packages of the gateway; imports ``errors`` only.
 """

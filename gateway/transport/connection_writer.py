@@ -1,7 +1,7 @@
-"""Writing to a connection at once, past the server's awaitable ``send``: what a token costs.
+"""Immediate writes to a connection, past the server's awaitable ``send``: the cost per token.
 
-An ASGI ``send`` is a task's turn of the event loop and a message built and taken apart. On the
-path of tokens a connection's own protocol lends its transport instead; all else goes by ``send``.
+An ASGI ``send`` is a task's turn of the event loop and a message built and taken apart. On the path
+of tokens a connection's own protocol lends its transport instead; all else goes by ``send``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _TEXT = 0x81  # a whole message of text, RFC 6455, section 5.2
 
 
 class ConnectionWriter(Protocol):
-    """``on_writable`` is called when the client has read enough for more to be written."""
+    """Writer to a connection. ``on_writable`` is called when the client has read enough for more to
+    be written.
+    """
 
     on_writable: Callable[[], None] | None
 
@@ -29,11 +31,11 @@ class ConnectionWriter(Protocol):
     def is_writable(self) -> bool: ...
 
     def write(self, payloads: list[bytes]) -> None:
-        """Never waits; what is written while it is not writable piles up in memory."""
+        """Write payloads; never waits. Data written while it is not writable piles up in memory."""
 
 
 def text_frames(payloads: list[bytes]) -> bytes:
-    """Each payload, in UTF-8, as an unmasked WebSocket message."""
+    """Return each payload, in UTF-8, as an unmasked WebSocket message."""
     pieces: list[bytes] = []
     for payload in payloads:
         size = len(payload)
@@ -48,13 +50,15 @@ def text_frames(payloads: list[bytes]) -> bytes:
 
 
 def chunk(payloads: list[bytes]) -> bytes:
-    """The payloads as one chunk of a body in chunked transfer coding, RFC 9112, section 7.1."""
+    """Return the payloads as one chunk of a body in chunked transfer coding, RFC 9112, section
+    7.1.
+    """
     body = payloads[0] if len(payloads) == 1 else b"".join(payloads)
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
 class CoalescedWriter(Protocol):
-    """Somebody who may have something to write."""
+    """Writer that may have something to write."""
 
     def flush(self) -> None: ...
 
@@ -62,8 +66,10 @@ class CoalescedWriter(Protocol):
 
 
 class WriteCoalescer:
-    """Calls everybody who asked for it in the next turn of the event loop, together: what one
-    message from the bus has for hundreds of clients costs one turn, and no task is woken."""
+    """Coalescer of writes: calls all registered writers together in the next turn of the event
+    loop, so that one message from the bus for hundreds of clients costs one turn, and wakes no
+    task.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[CoalescedWriter] = []
@@ -79,27 +85,28 @@ class WriteCoalescer:
             try:
                 client.flush()
             except Exception:
-                # One client's trouble must not keep the others from being written to.
+                # An error of one client must not keep the others from being written to.
                 logger.exception("a client could not be written to")
                 client.drop("failed")
 
 
 class ResponseTransport:
-    """A connection's transport as one response writes to it. Each write is a call of the kernel,
-    which costs more than most of what a request does here: what is written between ``hold`` and
-    ``release`` leaves by one."""
+    """Transport of a connection as one response writes to it. Each write is a system call, which
+    costs more than most of a request's work here: writes between ``hold`` and ``release`` leave in
+    one call.
+    """
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._held: list[bytes] | None = None
 
     def hold(self) -> None:
-        """Keep what is written until ``release``."""
+        """Buffer writes until ``release``."""
         if self._held is None:
             self._held = []
 
     def release(self) -> None:
-        """Write what was kept, and what comes from now on at once."""
+        """Write the buffer, and write at once from now on."""
         held, self._held = self._held, None
         if held:
             self._transport.write(b"".join(held))
@@ -119,16 +126,15 @@ class ResponseTransport:
 
 
 class HttpWriter:
-    """A response whose head was sent by ``send``, without a length, and whose end will be. What is
-    written between ``hold`` and ``release`` leaves in one piece: call ``release``, whatever
-    happens.
+    """Writer of a response whose head was sent by ``send``, without a length, and whose end will
+    be. Writes between ``hold`` and ``release`` leave in one piece: always call ``release``.
 
-    Writers know the transport, which forgets its protocol when it closes: so nothing of a
-    connection that is gone waits for the garbage collector.
+    Writers know the transport, which forgets its protocol when it closes: so nothing of a closed
+    connection waits for the garbage collector.
     """
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl, version: str) -> None:
-        """``version`` of HTTP: a client of 1.0 knows no chunks."""
+        """Create a writer. ``version`` is the HTTP version: a client of 1.0 knows no chunks."""
         self._has_chunks = version != "1.0"
         self.transport = ResponseTransport(transport)
         self._connection = transport
@@ -143,7 +149,7 @@ class HttpWriter:
         self.transport.write(chunk(payloads) if self._has_chunks else b"".join(payloads))
 
     def hold(self) -> None:
-        """Have what is written, by ``send`` too, leave in one piece with ``release``."""
+        """Buffer writes, also by ``send``, until ``release`` writes them in one piece."""
         self.transport.hold()
 
     def release(self) -> None:

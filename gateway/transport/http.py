@@ -1,4 +1,4 @@
-"""Bare ASGI for JSON endpoints on the token path: bodies in within bounds, answers out."""
+"""Bare ASGI for JSON endpoints on the token path: bounded bodies in, answers out."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
-# Where a request's scope has whose it is, once that is known, and whether it is a job by now.
+# Keys of a request's scope: its caller, once known, and whether it is a job by now.
 CALLER = "millrace.caller"
 ACCEPTED = "millrace.accepted"
 REFUSED = "millrace.refused"
-# What makes of a refusal what clients of that path read, if not OpenAI's.
+# Converter of refusals for clients of that path, if not OpenAI's shape.
 SHAPED = "millrace.shaped"
 JSON = (b"content-type", b"application/json")
 _HANDSHAKE_RESPONSE = "websocket.http.response"  # the name of an extension of ASGI
-# What clients say that say nothing: curl sends the latter with any data.
+# Content types without meaning: curl sends the latter with any data.
 _TAKEN_AS_JSON = frozenset({"", "application/x-www-form-urlencoded"})
 _LINGER_S = 2.0
 _LINGER_BYTES = 64 * 1024 * 1024
@@ -42,7 +42,7 @@ _FORM = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class BodyDeadline:
-    """``body_timeout_s`` from its head on, and longer by what its bytes take at
+    """Deadline of a body: ``body_timeout_s`` after its head, plus the time of its bytes at
     ``body_bytes_per_s``; at most ``body_timeout_s`` of silence. Times are of one monotonic clock.
     """
 
@@ -52,7 +52,7 @@ class BodyDeadline:
         self._begun_s = begun_s
 
     def at_s(self, num_bytes: int, now_s: float) -> float:
-        """When more must have come than ``num_bytes``."""
+        """Return the time by which more than ``num_bytes`` must have come."""
         whole_s = self._begun_s + self._timeout_s + num_bytes / self._bytes_per_s
         return min(whole_s, now_s + self._timeout_s)
 
@@ -64,11 +64,11 @@ class BodyDeadline:
 
 
 class ClientLeftError(Exception):
-    """The client closed the connection before its request was complete."""
+    """Close of the connection by the client before its request was complete."""
 
 
 def new_request_id(prefix: str) -> str:
-    """An id that is fit for subjects and headers: ``prefix`` and 96 random bits."""
+    """Return an id that is valid in subjects and headers: ``prefix`` and 96 random bits."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
@@ -77,11 +77,11 @@ def request_id_header(request_id: str) -> tuple[bytes, bytes]:
 
 
 async def read_body(scope: Scope, receive: Receive, config: GatewayConfig) -> bytes:
-    """The whole body, of ``max_body_bytes`` at most.
+    """Read the whole body, of at most ``max_body_bytes``.
 
     Raises PayloadTooLargeError as soon as more than the limit is declared or has come,
     SlowRequestError if it takes too long, ParameterError for a bad Content-Length, MediaTypeError
-    for a body that is said not to be JSON, and ClientLeftError.
+    for a content type other than JSON, and ClientLeftError.
     """
     limit_bytes = config.max_body_bytes
     declared_bytes = content_length(scope)
@@ -119,7 +119,7 @@ def _check_media_type(scope: Scope) -> None:
 
 
 def content_length(scope: Scope) -> int | None:
-    """What the head declares. Raises ParameterError if it is no number."""
+    """Return the declared length. Raises ParameterError unless it is a number."""
     declared = header_of(scope, b"content-length")
     if declared is not None and not (declared.isascii() and declared.isdigit()):
         raise ParameterError("content-length", "content-length must be a number")
@@ -127,7 +127,7 @@ def content_length(scope: Scope) -> int | None:
 
 
 def header_of(scope: Scope, name: bytes) -> str | None:
-    """The value of a request's header (``name`` in lower case), if it is there."""
+    """Return the value of a request's header (``name`` in lower case), if present."""
     for known, value in scope["headers"]:
         if known == name:
             text: str = value.decode("latin-1")
@@ -136,8 +136,9 @@ def header_of(scope: Scope, name: bytes) -> str | None:
 
 
 def json_response(value: object, status: int = 200, encoded: bytes = b"") -> Response:
-    """A Starlette response with a value as JSON, and a header with its ``notices``, if it has any.
-    ``encoded`` is its JSON, if that is there already."""
+    """Return a Starlette response with a value as JSON, and a header with its ``notices``, if it
+    has any. ``encoded`` is its JSON, if available.
+    """
     notices: Notices = getattr(value, "notices", None) or ()
     headers = {NOTICE_NAME: header_value(notices).decode()} if notices else None
     body = encoded or msgspec.json.encode(value)
@@ -145,7 +146,7 @@ def json_response(value: object, status: int = 200, encoded: bytes = b"") -> Res
 
 
 async def send_response(send: Send, status: int, headers: Headers, body: bytes) -> None:
-    """A whole response of a known length."""
+    """Send a whole response of a known length."""
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
     await send({"type": "http.response.body", "body": body})
@@ -157,7 +158,7 @@ async def send_refusal(send: Send, refusal: Refusal, request_id: str) -> None:
 
 
 async def refuse_handshake(scope: Scope, send: Send, refusal: Refusal) -> None:
-    """Refuse a WebSocket that was not accepted; a server that cannot say why answers 403."""
+    """Refuse a WebSocket handshake. A server without the response extension answers 403."""
     if _HANDSHAKE_RESPONSE not in scope.get("extensions", {}):
         await send({"type": "websocket.close"})
         return
@@ -169,10 +170,10 @@ async def refuse_handshake(scope: Scope, send: Send, refusal: Refusal) -> None:
 async def refuse_and_close(
     receive: Receive, send: Send, refusal: Refusal, more_headers: Headers | None = None
 ) -> None:
-    """Refuse a body that was not read to its end, and close the connection.
+    """Refuse a request whose body was not read to its end, and close the connection.
 
-    Closing at once would reset the connection under the answer, so what the client still sends is
-    thrown away for a moment until it has read that.
+    Closing at once would reset the connection before the client reads the answer, so the rest of
+    the body is discarded for a moment.
     """
     body = refusal.body
     headers = [
@@ -203,9 +204,10 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 class RequestIds:
-    """Answers with a client's ``X-Request-Id`` of 1 to 128 visible ASCII characters, and with our
-    own id beside it: a client may use one id twice, and everything here is keyed by ours. Without
-    such an id, ours is ``X-Request-Id``."""
+    """Middleware that answers with a client's ``X-Request-Id`` of 1 to 128 visible ASCII
+    characters, and with our own id beside it: a client may use one id twice, and everything here is
+    keyed by ours. Without such an id, ours is ``X-Request-Id``.
+    """
 
     def __init__(self, app: AsgiApp) -> None:
         self._app = app
@@ -220,7 +222,7 @@ class RequestIds:
 
 
 def with_headers(send: Send, change: Callable[[Headers], Headers]) -> Send:
-    """``send`` of a response with the headers that ``change`` makes of its own."""
+    """Return a ``send`` that replaces a response's headers by ``change`` of them."""
 
     async def send_changed(event: Event) -> None:
         if event["type"] == "http.response.start":
@@ -231,7 +233,7 @@ def with_headers(send: Send, change: Callable[[Headers], Headers]) -> Send:
 
 
 def with_id_also_as(name: bytes, send: Send) -> Send:
-    """Our own id in a header of that name, too."""
+    """Return a ``send`` that adds our own id in a header of that name."""
     return with_headers(
         send,
         lambda own: [*own, *((name, value) for known, value in own if known == _NAME)],
@@ -239,6 +241,8 @@ def with_id_also_as(name: bytes, send: Send) -> Send:
 
 
 def _headers_with(given: str, headers: Headers) -> Headers:
-    """Those of an answer, where ours is under its other name and the client's in its place."""
+    """Return the headers of an answer with our id under its other name and the client's in its
+    place.
+    """
     renamed = [(_OWN_NAME if name.lower() == _NAME else name, value) for name, value in headers]
     return [*renamed, request_id_header(given)]

@@ -1,8 +1,8 @@
-"""Where a request comes from: the address behind trusted proxies, and the web page in a browser.
+"""Origin of a request: the address behind trusted proxies, and the web page in a browser.
 
-A browser sends a page's requests with its ``Origin``. A page of somebody else must not be able to
-use a gateway that needs no key because only this machine can reach it. Nor may a page that had its
-name lead here after it was loaded: what it reads then comes without ``Origin``, for that name.
+A browser sends a page's requests with its ``Origin``. A foreign page must not be able to use a
+gateway that needs no key because only this machine can reach it. Nor may a page that rebound its
+DNS name to this machine after it was loaded: its requests come without ``Origin``, for that name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from millrace.schemas.config import GatewayConfig
 from millrace.schemas.errors import MillraceError
 
 _FORWARDED = "millrace.forwarded"
-# What proxies add. One of them is enough to know that a request is not its sender's own.
+# Headers that proxies add. Any of them shows that a request was forwarded.
 _HEADERS = frozenset(
     {
         b"forwarded",
@@ -54,21 +54,23 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _ANY = "*"
 _MAX_AGE_S = b"600"
 _MAX_ORIGIN_CHARACTERS = 300  # a scheme, a name of 253 characters and a port
-_MAX_ASKED_CHARACTERS = 2_000  # of names of headers, which are told back
-_MAX_HOSTS = 64  # that what was read of them is kept for
+_MAX_ASKED_CHARACTERS = 2_000  # of names of headers, which are echoed
+_MAX_HOSTS = 64  # size of the cache of parsed hosts
 _METHODS = b"GET, POST, DELETE"
 
 
 def is_forwarded(scope: Scope) -> bool:
-    """Whether a proxy passed the request on: it may come from anywhere, wherever the proxy is."""
+    """Return whether a proxy passed the request on: it may come from anywhere, wherever the proxy
+    is.
+    """
     return bool(scope.get(_FORWARDED))
 
 
 class ProxyReader:
-    """Tells the application the address and scheme that a trusted proxy saw.
+    """Middleware that sets the client address and scheme that a trusted proxy saw.
 
-    ``X-Forwarded-For`` and ``X-Forwarded-Proto`` of anybody else are not believed. That there is
-    such a header is: see ``is_forwarded``.
+    ``X-Forwarded-For`` and ``X-Forwarded-Proto`` of other senders are ignored, but their presence
+    is noted: see ``is_forwarded``.
     """
 
     def __init__(self, app: AsgiApp, config: GatewayConfig) -> None:
@@ -95,13 +97,12 @@ class ProxyReader:
         scope["client"] = (str(self._client(peer, said)), 0)
         schemes = [str(value, "latin-1") for name, value in headers if name == b"x-forwarded-proto"]
         if schemes:
-            # Of several the last is the one that our own proxy wrote.
+            # Of several values, our own proxy wrote the last.
             scheme = schemes[-1].rpartition(",")[2].strip().lower()
             scope["scheme"] = _SCHEMES[scope["type"]].get(scheme, scope["scheme"])
 
     def _client(self, peer: _Address, said: str) -> _Address:
-        """The last address before those of trusted proxies; what is before it anybody may have
-        written."""
+        """Return the last address before those of trusted proxies; earlier ones may be forged."""
         client = peer
         for hop in reversed(said.split(",")):
             address = _address(hop.strip())
@@ -117,7 +118,7 @@ class ProxyReader:
 
 
 def _address(text: str) -> _Address | None:
-    """An address, as proxies write it: perhaps with a port."""
+    """Parse an address, as proxies write it: perhaps with a port."""
     if text.startswith("["):
         text = text[1:].partition("]")[0]
     elif text.count(":") == 1:
@@ -131,7 +132,7 @@ def _address(text: str) -> _Address | None:
 
 
 class OriginError(MillraceError, code="origin_not_allowed", http_status=403):
-    """A page of another origin, which was not allowed."""
+    """Request of a page with a disallowed origin."""
 
     def __init__(self, origin: str) -> None:
         super().__init__(
@@ -141,18 +142,20 @@ class OriginError(MillraceError, code="origin_not_allowed", http_status=403):
 
 
 class HostError(MillraceError, code="host_not_allowed", http_status=403):
-    """A request for a name that this machine has not."""
+    """Request for a host name that this machine does not have."""
 
     def __init__(self, host: str) -> None:
         super().__init__(
-            f"This gateway needs no key and is for this machine only, not for {host:.200}. Ask for "
-            "localhost, or have its operator name the pages' origin in gateway.allowed_origins."
+            f"This gateway needs no key and serves this machine only, not {host:.200}. Use "
+            "localhost, or have its operator list the page's origin in gateway.allowed_origins."
         )
 
 
 class OriginGuard:
-    """Refuses requests of pages that are not allowed, and answers browsers that ask beforehand.
-    ``on_refused`` is told of each refusal, and returns it as clients of the path read it."""
+    """Guard that refuses requests of pages that are not allowed, and answers browsers' preflight
+    requests. ``on_refused`` is called with each refusal, and returns it in the shape of the path's
+    clients.
+    """
 
     def __init__(
         self,
@@ -197,10 +200,10 @@ class OriginGuard:
         await send({"type": "http.response.body", "body": refusal.body})
 
     def _is_own(self, origin: str, scope: Scope) -> bool:
-        """Whether the page came from here: from the host that the request is for.
+        """Return whether the page came from here: from the host that the request is for.
 
-        Without keys that host has to be an address, or this machine by name: any other name may be
-        somebody else's, who has it lead here.
+        Without keys that host has to be an address, or this machine by name: a foreign owner may
+        have any other name resolve to this machine.
         """
         try:
             parts = urlsplit(origin)
@@ -216,8 +219,9 @@ class OriginGuard:
         return origin in self._allowed
 
     def _is_for_us(self, host: str, scope: Scope) -> bool:
-        """Whether a request without an origin may be for this host. Names without a dot are given
-        on this machine or its network: nobody else can have them lead here."""
+        """Return whether a request without an origin may be for this host. Names without a dot
+        resolve on this machine or its network only, so a foreign owner cannot rebind them.
+        """
         is_private = self._is_local and not self._demands_key_of(scope)
         if not is_private or _ANY in self._allowed:
             return True
@@ -256,7 +260,7 @@ class OriginGuard:
 
 @functools.lru_cache(maxsize=_MAX_HOSTS)
 def _name_in(host: str) -> str | None:
-    """The name in a header of that name, without its port; None: it is none."""
+    """Return the name in a ``Host`` header, without its port; None if it is invalid."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

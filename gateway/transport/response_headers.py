@@ -1,6 +1,7 @@
-"""Headers of responses: what the OpenAPI document says of them, and which ones web pages may read.
+"""Headers of responses: their descriptions in the OpenAPI document, and which of them web pages may
+read.
 
-Every header that the gateway sets is in a group here. A test holds that.
+Every header that the gateway sets is in a group here, which a test checks.
 """
 
 from __future__ import annotations
@@ -15,42 +16,41 @@ RATE_LIMITS: dict[str, Schema] = {
     }
     for what in ("requests", "tokens")
     for aspect, text in (
-        ("limit", "How many {what} a minute are allowed, if there is a limit."),
-        ("remaining", "How many {what} are left now."),
-        ("reset", "When all {what} are back, such as 6m0s."),
+        ("limit", "Limit of {what} per minute, if there is one."),
+        ("remaining", "Number of {what} left now."),
+        ("reset", "Time until all {what} are available again, such as 6m0s."),
     )
 }
 ROUTED: dict[str, Schema] = {
     "x-millrace-model": {"description": "The model that answers.", "schema": _STRING},
     "x-millrace-route-reason": {
-        "description": "Why it is that one, if the request left the choice.",
+        "description": "The reason for the model, if the request left the choice.",
         "schema": _STRING,
     },
 }
 HEADERS: dict[str, Schema] = {
     "x-request-id": {
         "description": "The X-Request-Id of the request, if it has 1 to 128 visible ASCII "
-        "characters; else the id under which the request is known here.",
+        "characters; otherwise the id of the request here.",
         "schema": _STRING,
     },
     "x-millrace-request-id": {
-        "description": "The id under which the request is known here, if x-request-id is the "
-        "client's.",
+        "description": "The id of the request here, if x-request-id is the client's.",
         "schema": _STRING,
     },
     "Retry-After": {
-        "description": "Seconds after which it may be tried again.",
+        "description": "Seconds to wait before a retry.",
         "schema": {"type": "integer", "minimum": 1},
     },
     "x-should-retry": {
-        "description": "Whether the same request may succeed soon: true beside Retry-After, false "
-        "where it fails again.",
+        "description": "True if the same request may succeed soon, as with Retry-After; false "
+        "if it will fail again.",
         "schema": {"type": "boolean"},
     },
     **RATE_LIMITS,
     **ROUTED,
 }
-# Of Anthropic's API, of messages that were read with a notice, and of tracing.
+# Headers of Anthropic's API, of notices, and of tracing.
 _UNDOCUMENTED = ("request-id", "x-millrace-notice", "traceparent", "x-trace-id")
 
 EXPOSED = ", ".join([*HEADERS, *_UNDOCUMENTED]).lower().encode()

@@ -1,6 +1,6 @@
-// One generation of the client in millrace.js: what has come of it, wherever it came from.
+// Generation of the client in millrace.js: its state, independent of connections.
 
-// How often in a row tokens that are missing are asked for.
+// Maximum number of consecutive requests for missing tokens.
 const MOST_ASKED = 5;
 const MOST_CHOICES = 128;
 
@@ -41,7 +41,7 @@ export class MillraceError extends Error {
 
 /** @typedef {{callId: string, name: string, arguments: string}} ToolCall */
 
-/** Up to where something of a choice was told: tokens, characters of text and of calls' arguments. */
+/** Progress of a choice: tokens, characters of text and of calls' arguments. */
 class Place {
   constructor(index = 0, text = 0, calls = []) {
     this.index = index;
@@ -79,7 +79,7 @@ class Choice {
     return this.#told.index;
   }
 
-  /** The delta with what is new of it, null if nothing is, undefined if it does not fit. */
+  /** Return the new part of a delta, null if nothing is new, undefined if it does not fit. */
   addDelta(event) {
     const { index, num_tokens: numTokens } = event;
     const end = index + numTokens;
@@ -158,7 +158,7 @@ export class Generation {
       this.#resolve = resolve;
       this.#reject = reject;
     });
-    // Whoever iterates gets the error there, and need not await `done` too.
+    // An iterating caller gets the error there and need not await `done` too.
     this.settled = this.done.then(() => {}, () => {});
     const { signal } = listeners;
     if (signal?.aborted) this.cancelledHere();
@@ -181,9 +181,9 @@ export class Generation {
     await this.done;
   }
 
-  // What the client calls.
+  // Called by the client.
 
-  /** Have it run once, however often it is sent; a key of the caller's own stays. */
+  /** Set an idempotency key, so that it runs once even if sent repeatedly; keep the caller's own key. */
   drawKey() {
     if (this.#message.idempotency_key) return;
     this.#drawnKey = randomId();
@@ -199,7 +199,7 @@ export class Generation {
     return true;
   }
 
-  /** Whether it does not matter that it may have arrived before. */
+  /** Return whether it is safe to send again. */
   get maySendAgain() {
     return this.requestId !== "" || !this.#wasSent || Boolean(this.#message.idempotency_key);
   }
@@ -210,7 +210,7 @@ export class Generation {
     [nextIndex].flat().forEach((index, number) => this.#choiceOf(number).startAt(index));
   }
 
-  /** Whether what was refused is the attempt to go on, which may be made again. */
+  /** Return whether the refusal was of a resume, which may be retried. */
   mayAskAgain() {
     return !this.#isAttached && this.requestId !== "" && ++this.#numAsked <= MOST_ASKED;
   }
@@ -284,7 +284,7 @@ export class Generation {
     this.#wakeAll();
   }
 
-  /** It was cancelled where no gateway could be told. */
+  /** Handle a cancel while no gateway is connected. */
   cancelledHere() {
     this.#finish("cancelled", null, { type: "done", finish_reason: "cancelled" });
   }
@@ -330,7 +330,7 @@ export class Generation {
     this.#wakeAll();
   }
 
-  /** A listener that throws is reported and harms nobody else. */
+  /** Call a listener; report its exception and go on. */
   #tell(name, ...values) {
     try {
       this.#listeners[name]?.(...values);

@@ -2,7 +2,7 @@
 
 const NAME = "millrace.key";
 
-/** The key, kept until the tab is closed, or longer if its owner said so; "" if there is none. */
+/** Return the key, kept until the tab is closed, or longer if the user chose so; "" without a key. */
 export function storedKey() {
   return sessionStorage.getItem(NAME) ?? localStorage.getItem(NAME) ?? "";
 }

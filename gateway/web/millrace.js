@@ -47,10 +47,10 @@ export class Millrace {
   #timing;
   #state = "connecting";
   #socket = null; // the connection that generations are on
-  #next = null; // one that is being made
+  #next = null; // a connection in progress
   #running = new Set();
   #byId = new Map();
-  #orphans = []; // messages that resume what is to be cancelled once there is a connection
+  #orphans = []; // resume messages of generations to cancel after reconnecting
   #numIds = 0;
   #pauseMs;
   #retry = 0;
@@ -88,7 +88,7 @@ export class Millrace {
     return this.#state;
   }
 
-  /** Another key: connects again with it, and goes on with what runs. */
+  /** Set another key: reconnect with it, and resume the running generations. */
   set token(token) {
     if (this.#state === "closed" || (token === this.#token && this.#state === "open")) return;
     this.#token = token;
@@ -126,7 +126,7 @@ export class Millrace {
     return this.#begin(generation);
   }
 
-  /** Part for good. What still runs is cancelled, and rejected here. */
+  /** Close for good. Running generations are cancelled, and rejected here. */
   close() {
     this.#listening.abort();
     clearTimeout(this.#retry);
@@ -151,7 +151,7 @@ export class Millrace {
     return generation;
   }
 
-  /** Give a generation a new id on the present connection, and ask there for what is missing. */
+  /** Give a generation a new id on the current connection and request its missing tokens. */
   #attach(generation) {
     if (generation.id) this.#byId.delete(generation.id);
     generation.id = `m${++this.#numIds}`;
@@ -201,7 +201,7 @@ export class Millrace {
     socket.settle = () => clearTimeout(giveUp);
   }
 
-  /** The new connection is good: everything that runs moves over, and an old one is let go. */
+  /** Adopt the new connection: move all running generations to it, and drop the old one. */
   #opened(socket) {
     socket.settle();
     this.#next = null;
@@ -296,7 +296,7 @@ export class Millrace {
     }
   }
 
-  /** The key is not good. What runs waits for another. */
+  /** Handle a bad key: running generations wait for another. */
   #refused(socket, error) {
     socket.settle();
     this.#abandon(socket);
@@ -329,7 +329,7 @@ export class Millrace {
     if (socket === this.#socket) this.#stopWatching();
   }
 
-  /** Plan the next attempt; pauses grow, and chance keeps many clients from coming as one. */
+  /** Schedule the next attempt, with exponential backoff and jitter. */
   #later(attempt) {
     const pauseMs = this.#pauseMs * (0.5 + Math.random());
     this.#pauseMs = Math.min(this.#pauseMs * this.#timing.growth, this.#timing.longestPauseMs);
@@ -343,7 +343,7 @@ export class Millrace {
     else if (this.#state === "open") this.#ping();
   }
 
-  // A connection that died without a word is noticed by a ping that nobody answers.
+  // An unanswered ping reveals a dead connection.
 
   #watch() {
     this.#stopWatching();

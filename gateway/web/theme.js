@@ -1,5 +1,5 @@
-// The theme of a page before anything is painted: the system's, or the one that was chosen. Of this
-// script, which blocks, all that the pages know is <html data-theme> and the event "themechange".
+// Sets the theme before the first paint: the system's, or the user's choice. This script blocks.
+// Pages use only <html data-theme> and the event "themechange".
 {
   const NAME = "millrace.theme";
   const COLOURS = { light: "#f5f3ec", dark: "#0d1517" };

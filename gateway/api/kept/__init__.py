@@ -1,1 +1,1 @@
-"""Answers and conversations that are kept, and the endpoints over them."""
+"""Stored answers and conversations, and their endpoints."""

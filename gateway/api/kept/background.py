@@ -1,4 +1,4 @@
-"""Answers that are made whether or not anybody waits for them."""
+"""Background answers, computed without a connected client."""
 
 from __future__ import annotations
 
@@ -32,17 +32,20 @@ _decode = msgspec.json.Decoder(ResponseAnswer).decode
 
 
 class NotInBackgroundError(MillraceError, code="not_in_background", http_status=400):
-    """What goes only with an answer in the background was asked of another one."""
+    """Request for an operation that only background answers support."""
 
     def __init__(self, param: str) -> None:
-        super().__init__("Only an answer that was asked for with background: true can do that.")
+        super().__init__("This needs an answer that was created with background: true.")
         self.param = param
 
 
 class BackgroundResponses:
-    """The answer's record says that it is on its way, until the gateway that holds it has read its
-    end. If that gateway is gone, the next one that is asked holds it: the queue has the job, and
-    the worker or the store of results what came of it."""
+    """Background answers and their records.
+
+    The record of an answer says that it is in progress, until the gateway that holds it has read
+    its end. If that gateway is gone, the next gateway that gets a request for the answer takes it
+    over: the queue has the job, and the worker or the result store has the output.
+    """
 
     def __init__(self, gateway: Gateway, store: ResponseStore) -> None:
         self._gateway = gateway
@@ -52,8 +55,10 @@ class BackgroundResponses:
     async def begin(
         self, render: Callable[[ResponseReader], ResponseRenderer], response: ResponseStream
     ) -> bytes:
-        """Have a response that was accepted go on without its client; what it is so far. Raises
-        RedisUnreachableError: it is cancelled then."""
+        """Continue an accepted response without its client; return the initial body.
+
+        Raises RedisUnreachableError after cancelling the response.
+        """
         renderer = render(response)
         tenant, queued = response.caller.tenant, renderer.queued()
         try:
@@ -68,8 +73,11 @@ class BackgroundResponses:
         return msgspec.json.encode(queued) if stored is None else bytes(stored.response)
 
     async def look(self, caller: Caller, response_id: str) -> StoredResponse | None:
-        """What is kept of an answer now; None if nothing is. Has one that nobody holds any more go
-        on here. Raises RedisUnreachableError."""
+        """Return the stored state of an answer; None if there is none. Take over an answer without
+        a holder.
+
+        Raises RedisUnreachableError.
+        """
         stored = await self._store.get(caller.tenant, response_id)
         if stored is None or not is_background(stored) or is_over(stored):
             return stored
@@ -77,9 +85,9 @@ class BackgroundResponses:
         try:
             adopted = await self._gateway.resuming.adopt(caller, response_id, client)
         except UnknownRequestError:
-            return None  # older than what is known of any request
+            return None  # expired: older than all records of requests
         except ModelNotFoundError:
-            return stored  # nothing more of it can be read here
+            return stored  # cannot be continued here
         if adopted is not None:
             adopted.detach(None, "", self.renderer(stored, adopted))
         if not await self._has_begun(response_id):
@@ -89,8 +97,10 @@ class BackgroundResponses:
         return msgspec.structs.replace(stored, response=encoded)
 
     async def cancel(self, caller: Caller, response_id: str) -> StoredResponse:
-        """Have an answer end; what is kept of it then. One that has ended stays as it is. Raises
-        ResponseNotFoundError, NotInBackgroundError and RedisUnreachableError."""
+        """Cancel an answer and return its stored state then. A finished answer stays unchanged.
+
+        Raises ResponseNotFoundError, NotInBackgroundError and RedisUnreachableError.
+        """
         stored = await self._store.get(caller.tenant, response_id)
         if stored is None:
             raise ResponseNotFoundError(response_id)
@@ -106,7 +116,9 @@ class BackgroundResponses:
     def renderer(
         self, stored: StoredResponse, response: ResponseReader, after: int = -1
     ) -> ResponseRenderer:
-        """Of an answer in the background; gives out the events ``after`` a sequence number."""
+        """Return a renderer of a background answer that emits the events ``after`` a sequence
+        number.
+        """
         assert stored.request is not None
         describe = partial(logprob_infos, response.model.tokenizer)
         earlier, given = stored.input[: stored.num_earlier], stored.input[stored.num_earlier :]
@@ -145,7 +157,7 @@ class BackgroundResponses:
             response.abort("cancelled")  # nothing to do if its end was read
 
     async def _has_begun(self, response_id: str) -> bool:
-        """Whether a worker has it, or had."""
+        """Return whether a worker has started the response."""
         response = self._gateway.responses.get(response_id)
         if response is not None and response.has_begun:
             return True

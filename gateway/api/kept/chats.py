@@ -1,5 +1,6 @@
-"""``/v1/chats``: what a front end keeps of its conversations, for the tenant's other browsers;
-``/v1/sessions/{id}``: a conversation that the gateway keeps, to read and to delete."""
+"""Endpoints ``/v1/chats``: conversations of a front end, shared by the tenant's browsers;
+``/v1/sessions/{id}``: read and delete a session of the gateway.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ _PAGE_CHATS = 20
 
 
 class ChatsNeedKeyError(MillraceError, code="chats_need_key", http_status=403):
-    """Callers without a key cannot be told apart, so nothing is kept that they could list."""
+    """Chats request without a key. Callers without a key cannot be told apart, so nothing is stored
+    for them.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -34,7 +37,7 @@ class ChatsNeedKeyError(MillraceError, code="chats_need_key", http_status=403):
 
 
 class ChatsApi(RestApi):
-    """Starlette endpoints over one gateway; each tenant sees its own chats."""
+    """Chat endpoints of one gateway; each tenant sees its own chats."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway)
@@ -50,8 +53,9 @@ class ChatsApi(RestApi):
         ]
 
     async def list(self, request: Request) -> Response:
-        """In pages, the last changed first. One that is changed while they are read may come again
-        or be missing."""
+        """List chats in pages, the last changed first. A chat that changes between two pages may
+        appear twice or be missing.
+        """
         refuse_other_fields(request, ("limit", "after"))
         caller = await self._caller(request)
         num = limit_of(request, _PAGE_CHATS, MAX_PAGE_CHATS)
@@ -64,7 +68,7 @@ class ChatsApi(RestApi):
         return json_response(await self._store.get(caller.tenant, request.path_params["chat_id"]))
 
     async def put(self, request: Request) -> Response:
-        """Keep a new one, or another revision of it."""
+        """Store a new chat, or a new revision of it."""
         caller = await self._caller(request)
         asked = await self._read(request, ChatUpdate)
         _check(asked)
@@ -87,9 +91,9 @@ class ChatsApi(RestApi):
 
 
 def _check(asked: ChatUpdate) -> None:
-    """Raises ParameterError."""
+    """Raise ParameterError for an invalid update."""
     if not 0 <= asked.revision < 2**53:
-        raise ParameterError("revision", "revision must be that of what was read last, or 0.")
+        raise ParameterError("revision", "revision must be the last revision that you read, or 0.")
     if len(asked.title) > MAX_TITLE_CHARACTERS:
         raise ParameterError("title", f"title has at most {MAX_TITLE_CHARACTERS} characters.")
     if not bytes(asked.document).lstrip().startswith(b"{"):
@@ -103,7 +107,7 @@ class SessionDeleted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionsApi(RestApi):
-    """Starlette endpoints over one gateway's sessions; a caller sees its own tenant's only."""
+    """Session endpoints of one gateway; each tenant sees its own sessions."""
 
     def routes(self) -> list[Route]:
         path = "/v1/sessions/{session_id:path}"
@@ -113,13 +117,13 @@ class SessionsApi(RestApi):
         ]
 
     async def read(self, request: Request) -> Response:
-        """The turns that are kept. Looking at them does not prolong a session's life."""
+        """Return the stored turns of a session. Reading does not extend the session's life."""
         caller = await self._caller(request)
         session_id = _session_id(request)
         return json_response(await self._gateway.sessions.history(caller.tenant, session_id))
 
     async def delete(self, request: Request) -> Response:
-        """Forget it, and what requests that still run would add to it."""
+        """Delete a session, and turns that running requests would add to it."""
         caller = await self._caller(request)
         session_id = _session_id(request)
         await self._gateway.sessions.delete(caller.tenant, session_id)

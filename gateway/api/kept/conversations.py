@@ -1,4 +1,4 @@
-"""``/v1/conversations``: conversations that answers of the Responses API are added to."""
+"""Endpoint ``/v1/conversations``: conversations to which answers of the Responses API are added."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _NS_PER_S = 1_000_000_000
 
 
 class ConversationsApi(RestApi):
-    """Starlette endpoints over one gateway; each tenant sees its own conversations."""
+    """Conversation endpoints of one gateway; each tenant sees its own conversations."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway)
@@ -64,7 +64,7 @@ class ConversationsApi(RestApi):
         ]
 
     async def create(self, request: Request) -> Response:
-        """A new one, with the items that are given."""
+        """Create a conversation with the given items."""
         caller = await self._caller(request)
         asked = await self._read(request, ConversationRequest)
         check_metadata(asked.metadata)
@@ -85,7 +85,7 @@ class ConversationsApi(RestApi):
         return json_response(kept.head)
 
     async def update(self, request: Request) -> Response:
-        """Other metadata, in the place of what it has."""
+        """Replace the metadata of a conversation."""
         caller = await self._caller(request)
         asked = await self._read(request, ConversationUpdate)
         check_metadata(asked.metadata)
@@ -95,7 +95,9 @@ class ConversationsApi(RestApi):
         return json_response(head)
 
     async def delete(self, request: Request) -> Response:
-        """Forget it with its items. Answers that run then are added to none."""
+        """Delete a conversation with its items. Answers in progress are added to no
+        conversation.
+        """
         caller = await self._caller(request)
         conversation_id = request.path_params["conversation_id"]
         if not await self._store.delete(caller.tenant, conversation_id):
@@ -103,14 +105,14 @@ class ConversationsApi(RestApi):
         return json_response(ConversationDeleted(id=conversation_id))
 
     async def items(self, request: Request) -> Response:
-        """Its items, in pages."""
+        """Return the items of a conversation in pages."""
         check_items_query(request)
         caller = await self._caller(request)
         kept = await self._store.get(caller.tenant, request.path_params["conversation_id"])
         return items_page(request, kept.items)
 
     async def add_items(self, request: Request) -> Response:
-        """More items, behind all others."""
+        """Append items to a conversation."""
         check_query(request, ())
         caller = await self._caller(request)
         asked = await self._read(request, NewItems)
@@ -129,7 +131,7 @@ class ConversationsApi(RestApi):
         return json_response(kept.items[_place(request, kept.items)])
 
     async def delete_item(self, request: Request) -> Response:
-        """Forget one item; what is left of the conversation."""
+        """Delete one item; return the conversation without it."""
         caller = await self._caller(request)
         conversation_id = request.path_params["conversation_id"]
         kept = await self._store.get(caller.tenant, conversation_id)
@@ -140,8 +142,9 @@ class ConversationsApi(RestApi):
     async def _given(
         self, raw: Sequence[msgspec.Raw], earlier: tuple[Item, ...], caller: Caller
     ) -> tuple[tuple[Item, ...], Notices]:
-        """The items that are to be added to ``earlier``, each with an id of its own, and notices of
-        the content that is not kept."""
+        """Return the items to add to ``earlier``, each with a new id, and notices of content that
+        is not stored.
+        """
         if len(raw) > MAX_NEW_ITEMS:
             raise ParameterError(
                 "items", f"items takes at most {MAX_NEW_ITEMS} at a time, got {len(raw)}."

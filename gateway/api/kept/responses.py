@@ -1,4 +1,4 @@
-"""``POST /v1/responses``, and what is kept of its answers."""
+"""Endpoint ``POST /v1/responses``, and the stored responses."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 class ResponsesEndpoint(Endpoint):
-    """Answers in the shape of OpenAI's Responses API.
+    """Endpoint for OpenAI's Responses API.
 
-    An answer is kept unless ``store`` is false, so that a later request can continue it. While
-    Redis is unreachable, one that asks to be kept is refused, and one that does not say is not
-    kept.
+    Responses are stored unless ``store`` is false, so that a later request can continue them. While
+    Redis is unreachable, a request with ``store: true`` is refused; a request without ``store`` is
+    answered and not stored.
     """
 
     route = "/v1/responses"
@@ -89,7 +89,7 @@ class ResponsesEndpoint(Endpoint):
         self._decoder = msgspec.json.Decoder(ResponsesRequest)
 
     async def prepare(self, body: bytes, caller: Caller, prompts: PromptPool) -> Prepared:
-        """Raises MillraceError for a body that cannot be honoured."""
+        """Read a body. Raises MillraceError for a body that cannot be honoured."""
         request, said = await read_long(prompts, caller, body, self._read)
         previous = await self._previous(request.previous_response_id, caller)
         earlier = () if previous is None else conversation_of(previous)
@@ -128,7 +128,7 @@ class ResponsesEndpoint(Endpoint):
         )
 
     async def count(self, body: bytes, caller: Caller, prompts: PromptPool) -> InputTokens:
-        """Count the tokens of a body's prompt. Raises what ``prepare`` raises."""
+        """Count the tokens of a body's prompt. Raises the same errors as ``prepare``."""
         prepared = await self.prepare(body, caller, prompts)
         tools = self._all_tools(prepared.request)
         model = await self._gateway.models.get(
@@ -143,7 +143,7 @@ class ResponsesEndpoint(Endpoint):
         return request, given_items(request.input)
 
     def _all_tools(self, generation_request: GenerationRequest) -> tuple[ToolDefinition, ...]:
-        """Those of the client and those of the gateway."""
+        """Return the client's tools and the gateway's tools of the request."""
         try:
             return (
                 *generation_request.tools,
@@ -161,7 +161,9 @@ class ResponsesEndpoint(Endpoint):
         return stored
 
     async def _keeps(self, request: ResponsesRequest, items: tuple[Item, ...]) -> bool:
-        """Whether the answer is to be kept. Raises if it cannot be and must."""
+        """Return whether the answer will be stored. Raises if storing is required and not
+        possible.
+        """
         if request.store is False:
             return False
         try:
@@ -194,7 +196,9 @@ class ResponsesEndpoint(Endpoint):
 
 
 class ResponsesApi(RestApi):
-    """What is kept of answers; each tenant sees its own. An answer is kept when it has ended."""
+    """Endpoints of stored responses; each tenant sees its own. A response is stored when it has
+    ended.
+    """
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway)
@@ -213,8 +217,9 @@ class ResponsesApi(RestApi):
         ]
 
     async def response(self, request: Request) -> HttpResponse:
-        """The answer as it was given, or is in the background so far; its events with ``stream``,
-        those after ``starting_after``."""
+        """Return the stored response, or the state of a background response so far. With
+        ``stream``, return its events, from ``starting_after`` on.
+        """
         check_query(request, ("stream", "starting_after"))
         is_stream, after = _is_stream(request), _starting_after(request)
         caller = await self._caller(request)
@@ -231,20 +236,22 @@ class ResponsesApi(RestApi):
         return _Followed(self._gateway, self._background, caller, stored, response_id, after)
 
     async def cancel(self, request: Request) -> HttpResponse:
-        """Have an answer in the background end."""
+        """Cancel a background response."""
         caller = await self._caller(request)
         stored = await self._background.cancel(caller, request.path_params["response_id"])
         return _whole(stored)
 
     async def input_tokens(self, request: Request) -> HttpResponse:
-        """How many tokens the prompt of a request would have. It counts as a request."""
+        """Count the tokens that the prompt of a request would have. The call counts as a
+        request.
+        """
         async with self._counted_body(request) as (caller, body):
             prompts = self._gateway.prompts
             count = await self._endpoint.count(body, caller, prompts)
         return json_response(count)
 
     async def delete(self, request: Request) -> HttpResponse:
-        """Forget an answer; one that is made in the background is made no more."""
+        """Delete a response; cancel it first if it runs in the background."""
         caller = await self._caller(request)
         response_id = request.path_params["response_id"]
         stored = await self._store.get(caller.tenant, response_id)
@@ -255,7 +262,7 @@ class ResponsesApi(RestApi):
         return json_response(ResponseDeleted(id=response_id))
 
     async def input_items(self, request: Request) -> HttpResponse:
-        """All items that went before the answer, in pages, the newest first unless told."""
+        """List all input items before the answer in pages, newest first by default."""
         check_items_query(request)
         caller, response_id = await self._caller(request), request.path_params["response_id"]
         stored = await self._store.get(caller.tenant, response_id)
@@ -265,7 +272,7 @@ class ResponsesApi(RestApi):
 
 
 class _ToldNotices(msgspec.Struct, frozen=True):
-    """The notices of a stored response."""
+    """Notices of a stored response."""
 
     notices: Notices = msgspec.field(name=NOTICE_NAME, default=())
 
@@ -292,8 +299,9 @@ def _notice_headers(stored: StoredResponse) -> Headers:
 
 
 class _Followed(HttpResponse):
-    """The events of an answer in the background, as they come. If this gateway no longer has the
-    model, another gateway may go on with the answer; all events are then sent after its end."""
+    """Events of a background response, streamed as they come. If this gateway no longer has the
+    model, another gateway may continue the response; all events are then sent after its end.
+    """
 
     def __init__(
         self,
@@ -326,9 +334,10 @@ class _Followed(HttpResponse):
         return self._background.renderer(self._stored, response, self._after)
 
     async def _ended(self, receive: Receive) -> StoredResponse | None:
-        """Wait for the end of the answer and return the stored response; None if the client left
-        before. Raises ResponseNotFoundError for an answer that takes longer than
-        ``request_timeout_s``."""
+        """Wait for the end of the response and return it; None if the client leaves before.
+
+        Raises ResponseNotFoundError after ``request_timeout_s``.
+        """
         gateway = self._gateway
         client = HttpClient(gateway.config.client_buffer_bytes, lambda: None)
         give_up_s = gateway.clock.monotonic() + gateway.config.request_timeout_s
@@ -353,7 +362,9 @@ def _is_stream(request: Request) -> bool:
 
 
 def _starting_after(request: Request) -> int:
-    """-1: from the first event on."""
+    """Return the sequence number of ``starting_after``; -1, the default, starts at the first
+    event.
+    """
     value = request.query_params.get("starting_after")
     if value is None:
         return -1

@@ -1,1 +1,1 @@
-"""The endpoints that answer with one vector or one number for each input."""
+"""Endpoints that answer with one vector or one number per input."""

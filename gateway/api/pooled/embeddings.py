@@ -1,4 +1,4 @@
-"""``POST /v1/embeddings``, and ``/pooling`` and ``/classify`` as vLLM's servers have them."""
+"""Endpoints ``POST /v1/embeddings``, and ``/pooling`` and ``/classify`` as in vLLM."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from millrace.schemas.pooling import Pooling
 
 ROUTE = "/v1/embeddings"
 POOLING_ROUTE = "/pooling"
-# Fields that only embeddings have.
+# Fields of embeddings only.
 _OF_EMBEDDINGS = ("dimensions", "normalize", "pooling")
 CLASSIFY_ROUTE = "/classify"
 
@@ -96,7 +96,7 @@ def _pool(asked: PoolingRequest) -> PooledAsk:
         pooling = embedding_pooling(asked.pooling, model)
         if asked.use_activation is not None:
             raise ParameterError(
-                "use_activation", "use_activation goes with labels; see normalize."
+                "use_activation", "use_activation applies to labels; use normalize."
             )
         return PooledPlan(inputs, pooling, form_of(asked, model).encode, whole)
 
@@ -116,14 +116,14 @@ def _labels(asked: PoolingRequest, model: ServedModelLike) -> Callable[[bytes], 
     head = classifier_of(model)
     for name in _OF_EMBEDDINGS:
         if getattr(asked, name) is not None:
-            raise ParameterError(name, f"{name} goes with embeddings, and this model makes labels.")
+            raise ParameterError(name, f"{name} applies to embeddings; this model makes labels.")
     activation = class_activation(head, asked.use_activation)
     form = VectorForm(None, False, asked.encoding_format == "base64")
     return lambda pooled: form.encode_numbers(activated(numbers_of(pooled), activation))
 
 
 def class_activation(head: ClassifierHead, use_activation: bool | None) -> Activation:
-    """What the numbers of a text's labels go through."""
+    """Return the activation that is applied to the logits of a text's labels."""
     return Activation.NONE if use_activation is False else head.class_activation
 
 

@@ -1,5 +1,4 @@
-"""Requests whose answer is made of embeddings or labels: a job for each input, answered
-together."""
+"""Requests with answers made of embeddings or labels: a job for each input, answered together."""
 
 from __future__ import annotations
 
@@ -47,15 +46,16 @@ from millrace.schemas.jobs import Job
 from millrace.schemas.notices import NOTICE_HEADER, Notices, bounded, header_value
 from millrace.schemas.pooling import Pooling
 
-# Jobs of one request that are in the queue or run at a time.
+# Maximum number of queued or running jobs per request.
 MAX_JOBS_AT_ONCE = 64
 
 _NS_PER_S = 1_000_000_000
 
 
 class AnswerHead(NamedTuple):
-    """What is known of an answer beside what was pooled: ``usage`` and ``notices`` are of all
-    inputs, ``created_s`` is UTC epoch."""
+    """Metadata of an answer. ``usage`` and ``notices`` cover all inputs; ``created_s`` is UTC epoch
+    seconds.
+    """
 
     request_id: str
     created_s: int
@@ -64,9 +64,12 @@ class AnswerHead(NamedTuple):
 
 
 class PooledPlan(NamedTuple):
-    """What a model is to compute of each input, and what is made of that: ``of_input`` of what a
-    worker pooled of an input, in little-endian float32, and ``whole``, the body, of all that
-    ``of_input`` made."""
+    """Plan of a pooled request: the model's computation for each input, and the conversion of its
+    results.
+
+    ``of_input`` converts the pooled values of one input, little-endian float32; ``whole`` makes the
+    body from the results of ``of_input`` for all inputs.
+    """
 
     inputs: Sequence[Input]
     pooling: Pooling
@@ -75,8 +78,9 @@ class PooledPlan(NamedTuple):
 
 
 class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
-    """A body that was understood. ``model`` is None if it names none. ``plan`` is asked once the
-    model is known, and raises ParameterError for what that cannot do."""
+    """Parsed body. ``model`` is None if the body names none. ``plan`` is called once the model is
+    known, and raises ParameterError for unsupported fields.
+    """
 
     model: str | None
     plan: Callable[[ServedModelLike], PooledPlan]
@@ -92,7 +96,9 @@ class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
         plan: Callable[[ServedModelLike], PooledPlan],
         num_kept: int | None,
     ) -> PooledAsk:
-        """Raises ParameterError for a field that cannot be honoured."""
+        """Build an ask from a parsed body. Raises ParameterError for a field that cannot be
+        honoured.
+        """
         return cls(
             model=asked.model,
             plan=plan,
@@ -104,14 +110,14 @@ class PooledAsk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Made(NamedTuple):
-    """What became of one input."""
+    """Result of one input."""
 
     made: Any
     usage: Usage
 
 
 class _EndedBadlyError(Exception):
-    """A job ended in something else than numbers."""
+    """End of a job without numbers."""
 
     def __init__(self, end: TerminalFrame) -> None:
         super().__init__(type(end).__name__)
@@ -119,8 +125,9 @@ class _EndedBadlyError(Exception):
 
 
 class PooledEndpoint:
-    """One such endpoint, at each of ``paths``. ``read`` raises MillraceError for a body that cannot
-    be honoured."""
+    """Endpoint for pooled requests at each of ``paths``. ``read`` raises MillraceError for a body
+    that cannot be honoured.
+    """
 
     def __init__(
         self,
@@ -140,7 +147,7 @@ class PooledEndpoint:
         return [Route(path, self.answer, methods=["POST"]) for path in self._paths]
 
     async def answer(self, request: Request) -> Response:
-        """Answer, and tell of it in its trace if there is one."""
+        """Answer a request and record its trace, if it has one."""
         traces = self._gateway.traces
         if traces is None:
             return await self._answer(request, None)
@@ -163,8 +170,9 @@ class PooledEndpoint:
         return response if trace is None else _with_headers(response, trace.headers)
 
     async def _answer(self, request: Request, trace: RequestTrace | None) -> Response:
-        """All inputs are read, or the whole request is an error; a client that leaves cancels what
-        is not done."""
+        """Answer once the results of all inputs are read; an error of one input fails the whole
+        request. Cancel unfinished jobs if the client leaves.
+        """
         caller = await self._gateway.identity.caller(request.scope)
         request_id = new_request_id(self._id_prefix)
         async with self._gateway.admission.refusals_count(caller, request_id):
@@ -217,8 +225,10 @@ class PooledEndpoint:
         return _with_headers(json_response(answer), headers)
 
     async def _only_scorer(self, tenant: str) -> str:
-        """Return the model of a body that names none: the only cross-encoder, or the only model.
-        Raises ParameterError if there are several."""
+        """Return the model for a body that names none: the only cross-encoder, or the only model.
+
+        Raises ParameterError if there are several.
+        """
         names = self._gateway.models.names()
         scorers = [one for one in names if await self._is_scorer(one, tenant)]
         if len(scorers) != 1 and len(names) != 1:
@@ -231,7 +241,7 @@ class PooledEndpoint:
         try:
             model = await self._gateway.models.get(name, tenant)
         except MillraceError:
-            return False  # its files cannot be used, so it answers nothing
+            return False  # its files are unusable
         return model.task == "score"
 
     def _base_job(
@@ -261,8 +271,11 @@ class PooledEndpoint:
         made: list[_Made | None],
         receive: Receive,
     ) -> None:
-        """Fill ``made``. Raises _EndedBadlyError, ClientLeftError, or MillraceError for a job that
-        could not be published; the jobs that are under way are cancelled then."""
+        """Fill ``made``. On an error, cancel the running jobs.
+
+        Raises _EndedBadlyError, ClientLeftError, or MillraceError for a job that could not be
+        published.
+        """
         numbers = iter(range(len(jobs)))
 
         async def work() -> None:

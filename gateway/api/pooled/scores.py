@@ -1,4 +1,5 @@
-"""``POST /v1/rerank`` and ``/v1/score``: pairs of texts, by a cross-encoder or by their embeddings.
+"""Endpoints ``POST /v1/rerank`` and ``/v1/score``: pairs of texts, scored by a cross-encoder or by
+the cosine of their embeddings.
 
 A rerank may be in the form of Text Embeddings Inference: ``texts`` in, a list of scores out.
 """
@@ -48,7 +49,7 @@ from millrace.schemas.errors import ParameterError
 from millrace.schemas.notices import field_of
 from millrace.schemas.pooling import Pooling
 
-# By the name that the endpoint has here, then by those of other servers.
+# This endpoint's field name, then the names of other servers.
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 SCORE_PATHS = ("/v1/score", "/score")
 _DECODER = msgspec.json.Decoder(RankTextsRequest)
@@ -72,14 +73,18 @@ def scoring_endpoints(gateway: Gateway) -> list[PooledEndpoint]:
 
 
 class _Scorer(NamedTuple):
-    """How texts are compared: what is made of each input, and of all of these each pair's score."""
+    """Scoring method: ``of_input`` converts the pooled values of an input, ``scores`` computes the
+    score of each pair.
+    """
 
     of_input: Callable[[bytes], Any]
     scores: Callable[[Sequence[Any]], list[float]]
 
 
 def _cosines(num_first: int) -> _Scorer:
-    """Of the embeddings of ``num_first`` texts and of those that they are compared with."""
+    """Return a scorer that compares the embeddings of ``num_first`` texts with the embeddings of
+    the texts after them.
+    """
 
     def scores(made: Sequence[Vector]) -> list[float]:
         first, second = made[:num_first], made[num_first:]
@@ -91,12 +96,12 @@ def _cosines(num_first: int) -> _Scorer:
 
 
 def _relevances(activation: Activation) -> _Scorer:
-    """What a cross-encoder says of each pair."""
+    """Return a scorer for the relevance that a cross-encoder computes for each pair."""
     return _Scorer(lambda pooled: activated(numbers_of(pooled), activation)[0], list)
 
 
 def _rerank(asked: RerankRequest, field: str = "documents") -> PooledAsk:
-    """``field`` is the caller's name of the documents."""
+    """Build the ask of a rerank. ``field`` is the caller's name of the documents."""
     if asked.top_n is not None and asked.top_n < 0:
         raise ParameterError("top_n", f"top_n must not be negative, got {asked.top_n}")
     _at_least_1(asked, "max_chunks_per_doc")
@@ -108,7 +113,7 @@ def _rerank(asked: RerankRequest, field: str = "documents") -> PooledAsk:
 
 
 def _reranked(asked: RerankRequest, scores: list[float], head: AnswerHead) -> RerankList:
-    # Of equals the one that was given first: the order is the same whenever it is asked for.
+    # Sorting is stable: documents with equal scores keep the request's order.
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[: asked.top_n or None]
     with_texts = asked.return_documents is not False
     return RerankList(
@@ -143,7 +148,7 @@ def _as_object(document: str | dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(asked: RerankRequest, where: str, document: str | dict[str, Any]) -> str:
-    """The text of a document. Raises ParameterError for an object without one."""
+    """Return the text of a document. Raises ParameterError for an object without a text."""
     if isinstance(document, str):
         return document
     names = asked.rank_fields or ("text",)
@@ -163,7 +168,7 @@ def _text_of(asked: RerankRequest, where: str, document: str | dict[str, Any]) -
 
 
 def _at_least_1(asked: RerankRequest | ScoreRequest, name: str) -> int | None:
-    """The value of a limit. Raises ParameterError for one below 1."""
+    """Return the value of a limit. Raises ParameterError for a value below 1."""
     limit: int | None = getattr(asked, name)
     if limit is not None and limit < 1:
         raise ParameterError(name, f"{name} must be at least 1, got {limit}")
@@ -228,8 +233,9 @@ def _ask_of(
 def _limited(
     asked: RerankRequest | ScoreRequest, first: list[Input], second: list[Input]
 ) -> tuple[list[Input], list[Input], int | None]:
-    """Both texts with the limits of queries and documents, and ``truncate_prompt_tokens`` of their
-    jobs. Raises ParameterError."""
+    """Return both texts with the limits of queries and documents, and ``truncate_prompt_tokens`` of
+    their jobs. Raises ParameterError.
+    """
     if asked.truncate == "START":
         raise ParameterError(
             "truncate", "truncate: texts are cut at their end here; give END or NONE."
@@ -252,21 +258,21 @@ def _check_scores_pairs(asked: RerankRequest | ScoreRequest, head: ClassifierHea
     if not head.scores_pairs:
         raise ParameterError(
             "model",
-            f"This model tells {len(head.labels)} labels of a text, not how relevant it is to "
-            "another: ask /classify.",
+            f"This model returns {len(head.labels)} labels of a text, not the relevance of a pair: "
+            "use /classify.",
         )
     if asked.pooling is not None:
-        raise ParameterError("pooling", "pooling goes with embeddings, not with a cross-encoder.")
+        raise ParameterError("pooling", "pooling applies to embeddings, not to cross-encoders.")
 
 
 class _Texts(msgspec.Struct):
-    """The field by which a body in this form is known."""
+    """Field that identifies a body in this form."""
 
     texts: msgspec.Raw = msgspec.Raw(b"")
 
 
 def _ranks(asked: RankTextsRequest, ranked: RerankList) -> tuple[TextRank, ...]:
-    """The answer of a rerank in the form of Text Embeddings Inference."""
+    """Return the answer of a rerank in the form of Text Embeddings Inference."""
     texts = asked.texts if asked.return_text else ()
     return tuple(
         TextRank(
@@ -279,7 +285,7 @@ def _ranks(asked: RankTextsRequest, ranked: RerankList) -> tuple[TextRank, ...]:
 
 
 def has_texts(body: bytes) -> bool:
-    """Whether a body is in this form."""
+    """Return whether a body is in this form."""
     try:
         return bool(msgspec.json.decode(body, type=_Texts).texts)
     except (msgspec.DecodeError, RecursionError, UnicodeError):

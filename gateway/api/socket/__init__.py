@@ -1,1 +1,1 @@
-"""``/v1/ws``: many generations on one socket."""
+"""Endpoint ``/v1/ws``: many generations on one socket."""

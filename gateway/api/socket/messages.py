@@ -1,4 +1,4 @@
-"""One request on a socket, and its messages. A delta costs a concatenation."""
+"""Request on a socket, and its messages. A delta costs one concatenation."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ from millrace.schemas.websocket import (
 
 
 class SocketRequest:
-    """What a client calls ``id``. ``response`` is set once it was accepted; a client that cancels
-    before that has ``cancelled`` set. ``arrived_s`` (monotonic) is when its message was there.
-    ``is_plain``: one choice, of which only text is told."""
+    """Request with the client's ``id``. ``response`` is set once it was accepted. ``cancelled`` is
+    set if the client cancels before that. ``arrived_s`` (monotonic) is the arrival of its message.
+    ``is_plain``: the response has one choice, and only its text is sent.
+    """
 
     def __init__(self, client_request_id: str, request_id: str, arrived_s: float) -> None:
         self.id = client_request_id
@@ -55,14 +56,14 @@ class SocketRequest:
         self._delta_head = b""
 
     def accept(self, response: ResponseStream) -> None:
-        """It is stored; its request id is the answer's."""
+        """Attach the accepted response; its request id becomes the answer's."""
         self.response = response
         self.request_id = response.request_id
         self.is_plain = len(response.choices) == 1 and response.request.sampling.logprobs is None
         self._delta_head = b'{"type":"delta",%b,"index":' % encode(self._names)[1:-1]
 
     def accepted(self, response: ResponseStream) -> Accepted:
-        """The first message of an answer."""
+        """Return the first message of an answer."""
         return Accepted(
             **self._names,
             session=response.session,
@@ -71,7 +72,7 @@ class SocketRequest:
         )
 
     def notes_of(self, stream: OpenStream, payloads: list[bytes]) -> None:
-        """Append what there is to say about the first choice's way to a worker."""
+        """Append messages about the progress of the first choice's job."""
         queued, started = stream.reader.queued, stream.reader.started
         if queued is not None and queued is not self._queued:
             self._queued = queued
@@ -87,7 +88,7 @@ class SocketRequest:
             payloads.append(encode(told))
 
     def say_plain(self, progress: Progress) -> bytes:
-        """The delta of a choice that is alone and has nothing but text."""
+        """Return the delta of a sole choice that has only text."""
         assert self.response is not None
         return b'%b%d,"num_tokens":%d,"text":%b}' % (
             self._delta_head,
@@ -97,7 +98,7 @@ class SocketRequest:
         )
 
     def say(self, part: Part) -> bytes:
-        """The message for a part; empty for one that needs none."""
+        """Return the message for a part; empty if the part needs none."""
         if type(part) is AnswerText:
             return self._delta(part)
         match part:
@@ -123,7 +124,7 @@ class SocketRequest:
         return b""
 
     def end(self, response: ResponseStream) -> ServerMessage:
-        """The last message of an answer that has ended."""
+        """Return the last message of an ended answer."""
         refusal = response.refusal
         if refusal is not None and not (response.was_cancelled and refusal.code == "cancelled"):
             return self.refuse(refusal)
@@ -148,11 +149,13 @@ class SocketRequest:
 
     @property
     def _names(self) -> dict[str, Any]:
-        """What all its messages begin with."""
+        """Return the fields with which all its messages begin."""
         return {"id": self.id, "request_id": self.request_id}
 
     def _reasoning(self, part: ReasoningPart) -> bytes:
-        """Thoughts that are not wanted are tokens without text."""
+        """Return the message of a reasoning part. Unwanted thoughts are sent as tokens without
+        text.
+        """
         assert self.response is not None
         if not self.response.request.include_reasoning:
             return self._delta(AnswerText(*part)._replace(text="")) if part.num_tokens else b""

@@ -1,4 +1,4 @@
-"""The requests of one WebSocket, and what goes out on it."""
+"""Requests of one WebSocket, and its outgoing messages."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _Start = Callable[[SocketRequest], Awaitable[ResponseStream]]
 
 
 class SocketSession(Client):
-    """Owns the requests of one socket.
+    """Session that owns the requests of one socket.
 
-    Whatever is ready in one turn of the event loop goes out in one write. ``dropped`` says why the
-    client must be parted with; ``close`` cancels everything that still runs, or holds it for a
-    client that may come back. ``caller`` is None until it is known. ``traceparent`` came with the
-    handshake: what is asked for is a part of that trace.
+    All messages that are ready in one turn of the event loop go out in one write. ``dropped`` is
+    the reason for disconnecting the client. ``close`` cancels all running requests, or holds them
+    for a returning client. ``caller`` is None until the client has authenticated. ``traceparent``
+    came with the handshake: the requests are part of that trace.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SocketSession(Client):
         self._last_words = b""  # behind what there is to say of requests
         self.dropped = ""
 
-    # What streams call.
+    # Callbacks of streams.
 
     def wake(self, stream: OpenStream) -> None:
         self._ready.append(stream)
@@ -86,13 +86,14 @@ class SocketSession(Client):
         self._dropped_event.set()
 
     def drop_when_said(self, reason: str) -> None:
-        """Part with the client once it was sent what there is to say."""
+        """Disconnect the client once all pending messages were sent."""
         self._parting = reason
         self._schedule_flush()
 
     def expel(self, why: AuthenticationError) -> None:
-        """The client's key opens nothing any more: tell it, and part with it, also if it does not
-        read that."""
+        """Tell the client that its key was revoked, and disconnect it, even if it does not read the
+        message.
+        """
         if self._parting:
             return
         self._last_words = encode(Error(code=why.code, message=why.message))
@@ -103,18 +104,18 @@ class SocketSession(Client):
         await self._dropped_event.wait()
 
     def announce_going_away(self) -> None:
-        """The gateway shuts down: the socket ends with its last request."""
+        """Announce the shutdown of this gateway: the socket ends with its last request."""
         self._is_going_away = True
         self.say(GoingAway())
 
-    # What the client asks for.
+    # Messages of the client.
 
     def generate(self, message: Generate) -> None:
-        """Start a request in the background; or say why not."""
+        """Start a request in the background, or send a refusal."""
         self._begin(message.id, partial(self._answer_to, message))
 
     def resume(self, message: Resume) -> None:
-        """Go on with a request of another socket; or say why not."""
+        """Resume a request of another socket, or send a refusal."""
         self._begin(message.id, partial(self._resumed, message))
 
     def runs(self, client_request_id: str) -> bool:
@@ -134,8 +135,9 @@ class SocketSession(Client):
             request.response.cancel(CancelReason.CLIENT)
 
     def refuse(self, error: Error, status: int, limit: str = "") -> None:
-        """Say why a message is refused; ``status`` is the status that HTTP would have. An id that
-        is too long is left out."""
+        """Send a refusal of a message. ``status`` is the equivalent HTTP status. An id that is too
+        long is left out.
+        """
         if error.id is not None and len(error.id) > _MAX_ID_CHARACTERS:
             error = msgspec.structs.replace(error, id=None)
         self.note_refusal(Refusal(status=status, code=error.code, message="", limit=limit))
@@ -144,7 +146,7 @@ class SocketSession(Client):
     def note_refusal(
         self, refusal: Refusal, request_id: str = "", caller: Caller | None = None
     ) -> None:
-        """Have it counted."""
+        """Count a refusal."""
         self._gateway.refusals.note(_ROUTE, refusal, caller or self.caller, request_id)
 
     def say(self, message: ServerMessage) -> None:
@@ -153,7 +155,7 @@ class SocketSession(Client):
         self.say_payload(encode(message))
 
     def say_payload(self, payload: bytes) -> None:
-        """Queue a message. What the client asks for and does not read counts against its bound."""
+        """Queue a message. Unread messages count against the client's limit."""
         self._payloads.append(payload)
         self._schedule_flush()
         self.pending_bytes += len(payload)
@@ -161,7 +163,9 @@ class SocketSession(Client):
             self.drop(ClientEnd.SLOW_CLIENT)
 
     def close(self, *, hold: bool) -> None:
-        """The socket is gone; with ``hold`` its client may come back for what runs."""
+        """Close the session of a closed socket; ``hold`` keeps running requests for a returning
+        client.
+        """
         self._closed = True
         self._holds = hold
         for request in self._requests.values():
@@ -179,7 +183,7 @@ class SocketSession(Client):
             text = f"id must have 1 to {_MAX_ID_CHARACTERS} characters."
             self.refuse(Error(code="invalid_parameter", message=text, param="id"), 400)
         elif client_request_id in self._requests:
-            # Without its id, which would end the one that runs.
+            # Without the id, which would end the running request.
             text = f"A generation with the id {client_request_id!r} runs on this socket."
             self.refuse(Error(code="duplicate_id", message=text, param="id"), 409)
         elif len(self._requests) >= limit:
@@ -211,7 +215,7 @@ class SocketSession(Client):
         )
         key, digest = message.idempotency_key or "", ""
         if key:
-            # A client that asks again may name the request anew.
+            # A repeated request may get a new request id.
             unnamed = msgspec.structs.replace(message, id="")
             digest = digest_of(b"generate", msgspec.json.encode(unnamed))
         return await gateway.submitter.submit(parsed, requester, request.request_id, key, digest)
@@ -245,7 +249,7 @@ class SocketSession(Client):
         self.say(request.accepted(response))
         if request.cancelled:
             response.cancel(CancelReason.CLIENT)
-        # Frames may have come before the queue's answer did.
+        # Frames may have come before the queue's acknowledgement.
         for choice in response.choices:
             self.wake(choice.stream)
 
@@ -287,7 +291,7 @@ class SocketSession(Client):
     # From answers to the socket.
 
     def flush(self) -> None:
-        """Write what is ready, if the client reads."""
+        """Write pending messages if the client reads."""
         self._is_asked = False
         now_s = self._gateway.clock.monotonic()
         if not self._writer.is_writable:
@@ -315,10 +319,10 @@ class SocketSession(Client):
             self._gateway.write_coalescer.schedule(self)
 
     def _collect(self, stream: OpenStream, now_s: float, payloads: list[bytes]) -> None:
-        """Append what an answer has for its client, its end last."""
+        """Append an answer's messages for its client, its end last."""
         response = stream.owner
         if not isinstance(response, ResponseStream):
-            return  # its end was said
+            return  # its end was sent
         request = response.owner
         if (
             not isinstance(request, SocketRequest)

@@ -1,4 +1,4 @@
-"""``/v1/ws``: many requests on one socket, on bare ASGI."""
+"""Endpoint ``/v1/ws``: many requests on one socket, on bare ASGI."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _UNAUTHENTICATED = "unauthenticated"
 
 
 class WebSocketHandler:
-    """Serves one socket for each call: reads its messages, answers each, until it closes."""
+    """ASGI handler of WebSockets: each call serves one socket until it closes."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -78,7 +78,9 @@ class WebSocketHandler:
                 del self._per_address[address]
 
     async def _welcome(self, scope: Scope, address: str) -> Caller | None:
-        """Who is there; None if the key is to follow. Raises MillraceError for one to refuse."""
+        """Return the caller; None if the key follows in a message. Raises MillraceError for a
+        refused client.
+        """
         gateway = self._gateway
         offered = scope["subprotocols"]
         if offered and SUBPROTOCOL not in offered:
@@ -121,8 +123,9 @@ class WebSocketHandler:
             )
 
     async def _read(self, scope: Scope, receive: Receive, session: SocketSession) -> int:
-        """Handle messages until the client leaves or is dropped; the code that it closed with, 0 if
-        it did not."""
+        """Handle messages until the client leaves or is dropped; return its close code, 0 if it
+        sent none.
+        """
         dropped = asyncio.create_task(session.wait_dropped())
         late = asyncio.get_running_loop().call_later(_KEY_WITHIN_S, _drop_stranger, session)
         try:
@@ -188,8 +191,9 @@ class WebSocketHandler:
     def _malformed(
         self, payload: str | bytes, error: MillraceError, session: SocketSession
     ) -> Error:
-        """The error for a message that is not one, to the id that it names if it can be read; not
-        to that of a request that runs, which would end with it."""
+        """Return the error for a malformed message. It carries the message's id if that can be
+        read, but never the id of a running request, which the error would end.
+        """
         try:
             head = _head(payload)
         except InvalidJsonError as not_json:
@@ -203,7 +207,7 @@ class WebSocketHandler:
 
 
 class TooManySocketsError(MillraceError, code="too_many_sockets", retryable=True, http_status=429):
-    """One address has as many sockets as it may."""
+    """Socket beyond the limit of one address."""
 
     limit = "max_sockets_per_address"
 
@@ -228,7 +232,7 @@ def _drop_stranger(session: SocketSession) -> None:
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """What a message that is none says of itself; what else is in it does not matter."""
+    """Type and id of a malformed message; other fields are ignored."""
 
     type: Any = None
     id: Any = None
@@ -238,7 +242,7 @@ _HEAD = msgspec.json.Decoder(_Head)
 
 
 def _head(payload: str | bytes) -> _Head:
-    """To find out whom an error is for. Raises InvalidJsonError."""
+    """Read the id that an error is for. Raises InvalidJsonError."""
     try:
         return decode(_HEAD, payload)
     except ParameterError:

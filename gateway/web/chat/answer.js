@@ -71,7 +71,7 @@ class ToolView {
   }
 }
 
-/** JSON with its lines broken; anything else, and what is not complete yet, as it is. */
+/** Return JSON indented; return incomplete JSON and other text unchanged. */
 function pretty(text) {
   const shown = text.length > LONGEST_SHOWN ? `${text.slice(0, LONGEST_SHOWN)}…` : text;
   if (!/^\s*[[{]/.test(shown)) return shown;

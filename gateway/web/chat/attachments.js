@@ -36,7 +36,7 @@ export class Attachments {
     return this.numReading > 0;
   }
 
-  /** Take what is pasted as an attachment, if it is a file or long; true if so. */
+  /** Attach a pasted file or long text; return true if it was attached. */
   takePaste(data) {
     if (data.files.length > 0) {
       this.addFiles([...data.files]);
@@ -53,7 +53,7 @@ export class Attachments {
     for (const file of files) this.#add(file.name, () => textOf(file));
   }
 
-  /** The question with what is attached in front of it. */
+  /** Return the question with the attachments in front of it. */
   questionWith(text) {
     return [...this.items.map(blockOf), text].filter(Boolean).join("\n\n");
   }
@@ -95,7 +95,7 @@ export class Attachments {
     item.numTokens = counted.count;
     const most = Math.floor(counted.max_model_len * LARGEST_SHARE);
     if (counted.max_model_len && others + counted.count > most) {
-      const also = others ? " with what is attached already" : "";
+      const also = others ? " with the files already attached" : "";
       throw new UnfitError(
         `is too long${also}: ${whole.format(Math.ceil(others + counted.count))} tokens; ${this.model()} has room for ${whole.format(most)}.`,
       );

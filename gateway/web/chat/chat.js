@@ -27,6 +27,8 @@ const STATES = {
   closed: "Closed",
 };
 
+const DEMO = "demo";
+
 const [log, prompt, send] = ["log", "prompt", "send"].map(byId);
 const touch = matchMedia("(pointer: coarse)");
 
@@ -54,7 +56,7 @@ const drawer = new Drawer({
 const models = new Models({
   onLoad: useModels,
   onRefused: (message) => settings.open(message),
-  onChange: () => workers.look(),
+  onChange: useModel,
   isWanted: () => client.state === "open" && !models.isReady,
 });
 const workers = new Workers({ isWanted: isWaiting, onChange: showWaiting });
@@ -113,7 +115,7 @@ function showParameters() {
 
 // Conversations.
 
-/** `isLinked`: it may be one that this browser has not heard of. */
+/** Open a conversation; with `isLinked`, this browser may not know it yet. */
 function open(id, isLinked = false) {
   if (conversation?.isBusy) live.set(conversation.id, conversation);
   else conversation?.leave();
@@ -270,7 +272,7 @@ function isWaiting() {
 
 function showWaiting() {
   const isOut = models.isReady && !isServed(models.name);
-  const text = isOut ? `No worker serves ${models.name} now. What you ask waits until one does.` : "";
+  const text = isOut ? `No worker serves ${models.name} now. Your message waits until one does.` : "";
   byId("notice").textContent = text;
   byId("notice").hidden = !isOut;
   for (const turn of conversation.turns) if (turn.state === "running") views.get(turn.id)?.show(turn);
@@ -300,6 +302,11 @@ async function useModels() {
   await settings.load();
 }
 
+function useModel() {
+  refresh();
+  workers.look();
+}
+
 function useKey() {
   models.forget();
   client.token = storedKey();
@@ -313,6 +320,7 @@ function refresh() {
   send.disabled = !isBusy && !(canSend() && hasQuestion());
   send.setAttribute("aria-label", isBusy ? "Stop" : "Send");
   const isEmpty = conversation.turns.length === 0;
+  prompt.placeholder = hintOf(models);
   byId("welcome").hidden = !isEmpty;
   byId("heading").hidden = isEmpty;
   for (const id of ["new-chat", "new-chat-bar"]) byId(id).disabled = isEmpty;
@@ -320,6 +328,12 @@ function refresh() {
     example.disabled = !canSend();
   }
   following.showLatest();
+}
+
+/** Return the hint of the message box: the demo model knows one subject only. */
+function hintOf({ isReady, name }) {
+  if (!isReady) return "Message";
+  return name === DEMO ? "Ask about serving language models" : `Message ${name}`;
 }
 
 function announce(text) {

@@ -1,4 +1,4 @@
-// Conversations as the gateway keeps them for a key: other browsers with it have them, too.
+// Conversations saved at the gateway: all browsers with keys of one tenant share them.
 
 import { fetchWithKey, storedKey } from "../key.js";
 
@@ -6,12 +6,12 @@ const MOST_LISTED = 60;
 const MOST_ATTEMPTS = 4;
 const PUSH_MS = 400;
 const TIMEOUT_MS = 8_000;
-// Why a browser keeps conversations to itself, by the gateway's code.
+// Reasons for keeping conversations in the browser only, by the gateway's error code.
 const REASONS = {
-  chats_need_key: "Kept in this browser only: the gateway keeps conversations for who has a key.",
-  state_unavailable: "Kept in this browser only: the gateway cannot keep conversations now.",
-  too_many_chats: "Kept in this browser only: the gateway has as many conversations as it keeps. Delete some.",
-  payload_too_large: "This conversation has become too long for the gateway. It is kept in this browser.",
+  chats_need_key: "Kept in this browser only. Conversations are saved on the server when you use an API key.",
+  state_unavailable: "Kept in this browser only: the server cannot save conversations now.",
+  too_many_chats: "Kept in this browser only: the limit of saved conversations is reached. Delete some.",
+  payload_too_large: "This conversation is too long to save on the server. It is kept in this browser.",
 };
 const UNKNOWN = "Kept in this browser only.";
 const KEPT = "Kept on the gateway for your key, and in this browser.";
@@ -42,7 +42,7 @@ export class Chats {
   }
 
   async #list() {
-    // What is called is there once the caller goes on.
+    // Deferred, so that the caller has set up the objects that the callbacks use.
     await null;
     const account = accountOf(storedKey());
     if (account !== this.#store.account) {
@@ -105,7 +105,7 @@ export class Chats {
     await pushing;
   }
 
-  /** Whoever was first stays: what they have is taken in, and sent along with what is new here. */
+  /** Save a conversation. On a conflict, merge the newer revision of the gateway and send again. */
   async #pushAll(id) {
     for (let attempt = 0; attempt < MOST_ATTEMPTS; attempt += 1) {
       const session = this.#store.session(id);
@@ -137,7 +137,7 @@ export class Chats {
     this.#say.onChange(id);
   }
 
-  /** What is new there is listed; what is there no more, and has not changed here, is forgotten. */
+  /** Add the gateway's new conversations; forget deleted ones unless they changed here. */
   #take({ data, has_more: hasMore }) {
     const account = this.#store.account;
     const there = new Set(data.map(({ id }) => id));
@@ -170,7 +170,7 @@ export class Chats {
   }
 }
 
-/** What tells keys apart and is not secret: the part of a key that the gateway knows it by. */
+/** Return the public part of a key, its id at the gateway. */
 function accountOf(key) {
   return /^mr-([^-]+)-/.exec(key)?.[1] ?? "";
 }

@@ -19,10 +19,10 @@ const ORPHAN_MS = 6_000;
 const STATE_UNAVAILABLE = "state_unavailable";
 
 /**
- * Owns the running answer, of which there is at most one. `all` has every version of every turn,
- * `turns` those that are shown. `catchUp()` brings what other browsers did into the store.
- * `onTurns(turns)` is called when turns come and go, `onTurn(turn)`
- * when one has changed, `onEnd(turn)` when its answer is complete.
+ * Conversation with at most one running answer, which it owns. `all` has every version of every
+ * turn, `turns` the displayed turns. `catchUp()` loads changes of other browsers into the store.
+ * `onTurns(turns)` is called when turns come and go, `onTurn(turn)` when a turn has changed,
+ * `onEnd(turn)` when its answer is complete.
  */
 export class Conversation {
   constructor({ id, client, store, owner, catchUp, onTurns, onTurn, onEnd }) {
@@ -42,7 +42,7 @@ export class Conversation {
 
   /**
    * Take in what the gateway keeps for requests, once what it keeps for browsers `isHere`, and go on
-   * with an answer that nobody reads any more.
+   * with an unfinished answer that no tab reads.
    */
   async open(isHere) {
     this.onTurns(this.turns);
@@ -100,7 +100,7 @@ export class Conversation {
     }
   }
 
-  /** Show what was last said after a version of a turn. */
+  /** Show the newest turns after a version of a turn. */
   choose(turn) {
     this.show(newestLeaf(this.all, turn));
   }
@@ -188,7 +188,7 @@ export class Conversation {
     const held = this.#heldTurns();
     const before = pathTo(this.all, turn.parent).filter(isHeld);
     const isWhole = before.length === held.length && before.every(({ id }, place) => held[place].id === id);
-    // A system prompt that is sent takes the place of the one that is kept; none does not.
+    // A system prompt in the request replaces the session's; an absent one does not.
     const mayStay = system || !heldSystem;
     if (mayStay && isWhole && (held.length === 0 || heldUntilMs > Date.now())) {
       // What another browser has added since does not come before this question.

@@ -61,7 +61,7 @@ export class Drawer {
     byId("menu").focus();
   }
 
-  /** What is behind an open drawer, or in a closed one, cannot be reached. */
+  /** Make the page behind an open drawer, or a closed drawer, inert. */
   settle(isOpen) {
     document.body.classList.toggle("drawer-open", isOpen && narrow.matches);
     this.root.inert = narrow.matches && !isOpen;
@@ -69,7 +69,7 @@ export class Drawer {
     byId("menu").setAttribute("aria-expanded", String(isOpen && narrow.matches));
   }
 
-  /** `liveIds` are those whose answer goes on in the background. */
+  /** Show the list; `liveIds` are conversations with a running answer. */
   show(sessions, currentId, liveIds) {
     this.shown = [sessions, currentId, liveIds];
     const wanted = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
@@ -84,7 +84,7 @@ export class Drawer {
     byId("sessions").replaceChildren(...items);
     byId("search").hidden = sessions.length === 0;
     byId("no-sessions").hidden = items.length > 0;
-    byId("no-sessions").textContent = wanted.length ? "Nothing found." : "What you ask is listed here.";
+    byId("no-sessions").textContent = wanted.length ? "Nothing found." : "Your conversations appear here.";
     byId("found").textContent = wanted.length ? `${items.length} found` : "";
   }
 
@@ -92,7 +92,7 @@ export class Drawer {
     if (this.shown) this.show(...this.shown);
   }
 
-  /** Whether all words are somewhere in its title or text. */
+  /** Return whether all words are in its title or text. */
   has(session, wanted) {
     const text = `${session.title}\n${this.textOf(session.id)}`.toLowerCase();
     return wanted.every((word) => text.includes(word));
@@ -103,7 +103,7 @@ export class Drawer {
     return this.words.get(id);
   }
 
-  /** Where the first word was said, if not in the title. */
+  /** Return the text around the first word, if it is not in the title. */
   snippet({ id, title }, wanted) {
     const missing = wanted.find((word) => !title.toLowerCase().includes(word));
     if (!missing) return "";
@@ -125,7 +125,7 @@ export class Drawer {
     }
   }
 
-  /** The arrows go along the list. */
+  /** Move through the list by arrow keys. */
   listKey(event) {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     const entries = [...byId("sessions").querySelectorAll(".choose")];
@@ -145,7 +145,7 @@ export class Drawer {
       button("Rename", () => this.rename(item, session), { class: "do" }),
       button("Markdown", () => this.onExport(id, "markdown"), { class: "do", "aria-label": `Save ${title} as Markdown` }),
       button("JSON", () => this.onExport(id, "json"), { class: "do", "aria-label": `Save ${title} as JSON` }),
-      // It leads somewhere only for those whose key the gateway keeps it for.
+      // Links work only for conversations that the gateway saves for the tenant.
       account ? this.linkButton(session) : null,
       button("Delete", (pressed) => this.confirmDelete(pressed, id), { class: "do" }),
     );
@@ -164,7 +164,7 @@ export class Drawer {
     return button("Link", copy, {
       class: "do",
       "aria-label": `Copy the link to ${title}`,
-      title: "Opens it for who has a key of the same tenant",
+      title: "Opens for anyone with an API key of the same tenant",
     });
   }
 
@@ -190,7 +190,7 @@ export class Drawer {
     field.select();
   }
 
-  /** A second press within a moment deletes. */
+  /** Delete on a second press within a moment. */
   confirmDelete(pressed, id) {
     if (pressed.dataset.sure) {
       this.onDelete(id);

@@ -1,4 +1,4 @@
-// Questions to begin with.
+// Example questions.
 
 import { button, byId, make } from "../dom.js";
 
@@ -11,7 +11,7 @@ const EXAMPLES = [
   "What does Millrace promise?",
 ];
 
-/** `onAsk(question)` is called for the one that is chosen. */
+/** Show the examples; `onAsk(question)` is called for the chosen question. */
 export function showExamples(onAsk) {
   const items = EXAMPLES.map((question) => make("li", {}, button(question, () => onAsk(question))));
   byId("examples").append(...items);

@@ -1,4 +1,4 @@
-// Conversations as files: in Markdown to read, in JSON to take along and bring back.
+// Export of conversations to Markdown and JSON files, and import of JSON.
 
 import { make } from "../dom.js";
 import { answerOf } from "./history.js";
@@ -8,13 +8,13 @@ const FORMAT = "millrace.chat";
 const MOST_BYTES = 5_000_000;
 const STATES = new Set(["done", "failed"]);
 
-/** A download of a conversation, without asking anybody; `kind` is "markdown" or "json". */
+/** Download a conversation without a request; `kind` is "markdown" or "json". */
 export function saveAs(kind, document) {
   if (kind === "json") save(fileName(document.title, "json"), "application/json", JSON.stringify(document, null, 1));
   else save(fileName(document.title, "md"), "text/markdown", markdownOf(document));
 }
 
-/** What is shown of a conversation, in Markdown. */
+/** Return the visible turns of a conversation as Markdown. */
 function markdownOf({ title, model, leaf, turns, parameters }) {
   const parts = [`# ${title}`];
   if (model) parts.push(`Model: ${model}`);
@@ -38,7 +38,7 @@ function fileName(title, extension) {
   return `${stem.toLowerCase() || "conversation"}.${extension}`;
 }
 
-/** What an exported file holds; throws an Error that says what is wrong with it. */
+/** Parse an exported file; throw an Error that describes an invalid file. */
 export async function readExport(file) {
   if (file.size > MOST_BYTES) throw new Error(`${file.name} is too large.`);
   let document;
@@ -65,7 +65,7 @@ export async function readExport(file) {
 
 const text = (value) => (typeof value === "string" ? value : "");
 
-/** Only what a turn has; null for what is none. */
+/** Return the known fields of a turn; null for an invalid turn. */
 function turnOf(given) {
   if (typeof given?.id !== "string" || typeof given.question !== "string") return null;
   if (!Array.isArray(given.parts) || !given.parts.every(isPart)) return null;

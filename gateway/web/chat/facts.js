@@ -11,7 +11,7 @@ const ENDS = {
   tool_calls: "waits for a tool",
 };
 
-/** The spans of a turn's figures: name and value of what is known. */
+/** Return the spans of a turn's known figures: name and value. */
 export function factSpans(turn) {
   const { facts } = turn;
   const found = [];
@@ -37,11 +37,11 @@ function endFacts({ promptTokens, cachedTokens, finishReason, session, numInterr
     found.push(["", `${counted(session.num_dropped, "old message")} left out`, title]);
   }
   if (session?.num_summarised > 0) {
-    const title = "To fit the context window, the oldest messages stand in it as a summary.";
+    const title = "To fit the context window, the oldest messages were replaced by a summary.";
     found.push(["", `${counted(session.num_summarised, "old message")} summarised`, title]);
   }
   if (numInterruptions > 0) {
-    const title = "The connection was lost meanwhile; the answer went on where it had stopped.";
+    const title = "The connection was lost; the answer resumed where it had stopped.";
     found.push(["", numInterruptions === 1 ? "resumed once" : `resumed ${numInterruptions} times`, title]);
   }
   const end = ENDS[finishReason] ?? finishReason;

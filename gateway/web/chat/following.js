@@ -1,4 +1,4 @@
-// Stays at the end of a conversation while it grows, unless somebody has scrolled away.
+// Scrolls to the end of a growing conversation, unless the user has scrolled away.
 
 import { byId } from "../dom.js";
 
@@ -14,7 +14,7 @@ export class Following {
       this.isOn = this.isAtEnd;
       this.showLatest();
     });
-    // What is below may grow, and leaves less room.
+    // Content below the log may grow and shrink the visible area.
     new ResizeObserver(() => this.follow()).observe(this.main);
     byId("latest").addEventListener("click", () => {
       this.isOn = true;

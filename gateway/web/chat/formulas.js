@@ -18,7 +18,7 @@ let loading = null;
 
 /**
  * Extensions of marked. A formula's token has its whole `raw` source, the `text` between the marks,
- * and `isDisplay`; one that is still open has no text.
+ * and `isDisplay`; an unfinished formula has no text.
  */
 export const formulaExtensions = [
   {
@@ -36,7 +36,7 @@ export const formulaExtensions = [
   },
 ];
 
-/** Where in the paragraph at the beginning a line begins a formula. */
+/** Return the position in the first paragraph at which a line begins a formula. */
 function lineInParagraph(source) {
   const end = source.indexOf("\n\n");
   const place = (end < 0 ? source : source.slice(0, end)).search(/\n(?:\$\$|\\\[)/);
@@ -51,7 +51,7 @@ function blockToken(source) {
   const room = paragraph < 0 ? source : source.slice(0, paragraph);
   const [opening, closing] = fence;
   const end = room.indexOf(closing, indent + opening.length);
-  // The rest of the paragraph is not Markdown while the formula is written.
+  // The rest of the paragraph is not Markdown while the formula is unfinished.
   if (end < 0) return { type: "formulaBlock", raw: room, isDisplay: true };
   const after = end + closing.length;
   if (!/^[ \t]*(?:\n|$)/.test(room.slice(after))) return undefined; // words follow on its line
@@ -76,7 +76,7 @@ function inlineToken(source, before) {
   return text ? { type: "formula", raw: `$${text}$`, text, isDisplay: false } : undefined;
 }
 
-/** As Pandoc has it, and no sums of money: `$5 and $10`, `US$5`, `$5 to x$`. */
+/** Inline formulas by Pandoc's rules, which exclude money: `$5 and $10`, `US$5`, `$5 to x$`. */
 function betweenDollars(source, before) {
   if (/[\w$\\]$/.test(before) || /^\$[\s$]/.test(source)) return "";
   let end = 1;
@@ -114,7 +114,7 @@ function load() {
   return import(LIBRARY).catch(() => (loading = null));
 }
 
-/** Broken LaTeX keeps its source, and says on it what is wrong. */
+/** Render a formula; show the source of invalid LaTeX with the error as its title. */
 function draw(code) {
   const source = code.textContent;
   const displayMode = code.classList.contains("display");

@@ -1,4 +1,4 @@
-// A little colour for code: comments, strings, numbers and the words that many languages share.
+// Syntax highlighting of comments, strings, numbers and keywords that many languages share.
 
 import { make } from "../dom.js";
 

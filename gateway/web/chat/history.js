@@ -1,4 +1,4 @@
-// Conversations as the gateway keeps them.
+// Sessions of the gateway.
 
 import { fetchWithKey } from "../key.js";
 
@@ -55,7 +55,7 @@ export function turnsOf(messages) {
   return turns;
 }
 
-/** What was said in a turn, without its tools. */
+/** Return the text of a turn, without its tools. */
 export function answerOf(turn) {
   return turn.parts
     .filter((part) => part.kind === "text")
@@ -63,12 +63,12 @@ export function answerOf(turn) {
     .join("");
 }
 
-/** Whether the gateway keeps the turn, too: what failed it forgets. */
+/** Return whether the gateway stores the turn, too: it drops failed turns. */
 export function isHeld(turn) {
   return turn.state === "done" && turn.parts.length > 0;
 }
 
-/** Whether a turn is one that the gateway tells of; of an answer that was stopped it may have more. */
+/** Return whether a turn equals the gateway's; the gateway may have more of a stopped answer. */
 export function isSame(told, turn) {
   if (told.question !== turn?.question) return false;
   const [there, here] = [answerOf(told), answerOf(turn)];
@@ -76,9 +76,9 @@ export function isSame(told, turn) {
 }
 
 /**
- * How many of the gateway's messages come before a question that follows the turns `before`, if it
- * begins with these; else -1. `numHeld` is how many turns it was known to have: of those that are in
- * its summary, it does not tell.
+ * Return the number of the gateway's messages before a question that follows the turns `before`; -1
+ * if the gateway's history does not begin with these turns. `numHeld` is the known number of turns:
+ * the gateway does not list summarised turns.
  */
 export function placeAfter(history, before, numHeld) {
   const kept = turnsOf(history.messages);

@@ -1,5 +1,5 @@
-// Markdown as nodes of the document. Markup in what a model writes stays text; DOMPurify keeps all but
-// the elements and attributes that Markdown needs out of the page.
+// Markdown rendered to DOM nodes. HTML in a model's output stays text; DOMPurify admits only the
+// elements and attributes that Markdown needs.
 
 import { button, copyText, make } from "../dom.js";
 import { drawFormulas, formulaExtensions } from "./formulas.js";
@@ -29,7 +29,7 @@ class ChatTokenizer extends Tokenizer {
   tag() {}
   def() {}
 
-  /** Addresses without a scheme are not looked for: that takes long in text without spaces. */
+  /** Do not search for addresses without a scheme, which is slow in text without spaces. */
   url(source) {
     return WEB_ADDRESS.test(source) ? super.url(source) : undefined;
   }
@@ -59,7 +59,7 @@ class ChatTokenizer extends Tokenizer {
 }
 
 const renderer = {
-  // The page has headings of its own above.
+  // The page's own headings are above.
   heading({ tokens, depth }) {
     const tag = `h${Math.min(6, depth + 2)}`;
     return `<${tag}>${this.parser.parseInline(tokens)}</${tag}>`;
@@ -69,7 +69,7 @@ const renderer = {
     return tokens ? this.parser.parseInline(tokens) : escaped(text);
   },
 
-  /** A line's end is one also in the text, for who searches or copies it. */
+  /** Keep line breaks in the text too, so that search and copy see them. */
   br() {
     return "<br>\n";
   },
@@ -95,7 +95,7 @@ const renderer = {
     return anchor(href, raw, this.parser.parseInline(tokens));
   },
 
-  /** Of an image only the link is made, so nothing is loaded. */
+  /** Render an image as a link, so that nothing is loaded. */
   image({ href, raw, text }) {
     return anchor(href, raw, escaped(text), ' class="image"');
   },
@@ -109,7 +109,7 @@ function escaped(text) {
   return text.replace(/[&<>"]/g, (character) => `&#${character.charCodeAt(0)};`);
 }
 
-/** What must not be followed is shown as it was written. */
+/** Show a forbidden link as its source text. */
 function anchor(address, raw, label, properties = "") {
   const url = safeUrl(address);
   if (!url) return escaped(raw);
@@ -124,7 +124,7 @@ function safeUrl(address) {
   return SCHEMES.has(url.protocol) ? url.href : null;
 }
 
-/** The element of each block, with what Markdown has no words for. */
+/** Return the element of each block, with additions that Markdown lacks. */
 function elementsOf(blocks) {
   const fragment = DOMPurify.sanitize(marked.parser(blocks), ALLOWED);
   const growing = isGrowing(blocks.at(-1)) ? fragment.lastElementChild : null;
@@ -152,7 +152,7 @@ function codeFigure(text, language, isComplete) {
 
 const isGrowing = (block) => block?.type === "code" && !CLOSED_FENCE.test(block.raw);
 
-/** Shows a text that grows: what is finished stays, only its last block is made anew. */
+/** View of a growing text: finished blocks stay, only the last block is rendered again. */
 export class Markdown {
   #root;
   #finished = 0; // characters of the text whose blocks stay as they are
@@ -182,7 +182,7 @@ export class Markdown {
     this.#finished += before.reduce((sum, { raw }) => sum + raw.length, 0);
   }
 
-  /** Code that is still written only gets its new lines, so that it can be selected meanwhile. */
+  /** Append only new lines to growing code, so that it can be selected meanwhile. */
   #growsCode(block) {
     const last = this.#lastBlock;
     if (!isGrowing(block) || last?.type !== "code" || this.#last.length !== 1) return false;

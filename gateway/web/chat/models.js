@@ -7,8 +7,8 @@ const LAST = "millrace.model";
 const RETRY_MS = 2_000;
 
 /**
- * `onLoad()` is called when the gateway has told its models, `onRefused(message)` when it wants
- * another key, `onChange()` when somebody has chosen. It asks again while `isWanted()`.
+ * Model menu. `onLoad()` is called when the models are loaded, `onRefused(message)` when the gateway
+ * needs another key, `onChange()` when the user has chosen. It retries while `isWanted()`.
  */
 export class Models {
   constructor({ onLoad, onRefused, onChange, isWanted }) {
@@ -33,12 +33,12 @@ export class Models {
     return this.cardOf(this.name);
   }
 
-  /** The model's, or that of the model whose adapter it is. */
+  /** Return the card of a model, or of an adapter's model. */
   cardOf(name) {
     return this.cards.find(({ id, adapters = [] }) => id === name || adapters.includes(name));
   }
 
-  /** Choose it, if there is one. */
+  /** Choose a model, if it exists. */
   choose(name) {
     if (this.cards.some(({ id }) => id === name)) this.select.value = name;
   }

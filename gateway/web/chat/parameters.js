@@ -1,4 +1,4 @@
-// What a conversation is asked with: the system prompt and how answers are drawn.
+// Parameters of a conversation: system prompt and sampling.
 
 import { byId, make } from "../dom.js";
 
@@ -10,7 +10,7 @@ const NUMBERS = {
 };
 const MOST_STOPS = 16;
 
-/** The dialog. `onChange(parameters)` is called with what was given; what was left empty is not in it. */
+/** Parameters dialog. `onChange(parameters)` is called with the fields that are not empty. */
 export class Parameters {
   constructor({ onChange }) {
     this.dialog = byId("parameters");
@@ -25,7 +25,7 @@ export class Parameters {
     byId("parameters-reset").addEventListener("click", () => this.fill({}));
   }
 
-  /** `card` is the model's; its `sampling_defaults` say what counts where nothing is given. */
+  /** Open the dialog; `sampling_defaults` of the model's `card` are the placeholders. */
   open(parameters, card) {
     const window = card?.max_model_len;
     for (const [name, { usual }] of Object.entries(NUMBERS)) {
@@ -68,7 +68,7 @@ export class Parameters {
     this.onChange(found);
   }
 
-  /** Say at the field what is wrong with its value; true if nothing is. */
+  /** Show a field's error beside it; return true if its value is valid. */
   check(field) {
     const problem = this.problemOf(field);
     const place = byId(`${field.id}-problem`);
@@ -97,7 +97,7 @@ export class Parameters {
 
 const stopsOf = (text) => text.split("\n").filter((line) => line !== "");
 
-/** Say on the button in a few words what is set. */
+/** Summarize the parameters that are set in the button's title. */
 export function showSet({ system, stop, ...numbers }) {
   const words = Object.entries(numbers).map(([name, value]) => `${name} ${value}`);
   if (system) words.unshift("system prompt");
@@ -107,7 +107,7 @@ export function showSet({ system, stop, ...numbers }) {
   opener.classList.toggle("set", Boolean(system));
 }
 
-/** The choice of a temperature in one touch: those that most want, and the one that is set. */
+/** Quick choice of a temperature: common values and the current value. */
 export class TemperaturePick {
   constructor(onChoose) {
     this.select = byId("temperature");

@@ -1,11 +1,11 @@
-// Writes an answer down as it comes: parts, figures and state of a turn.
+// Records an answer as it comes: parts, figures and state of a turn.
 
 const SAVE_MS = 1_000;
 
 /**
- * Begins a generation by `begin(listeners)` and fills `turn` with what comes. `ended` resolves with
- * null, or with the error. `onSave` is called now and then, `onChange` with everything. `isTimed`:
- * it begins now, so that its times mean something.
+ * Recorder of a generation: starts it by `begin(listeners)` and fills `turn`. `ended` resolves with
+ * null, or with the error. `onSave` is called now and then, `onChange` on every change. `isTimed`:
+ * the generation begins now, so its times are valid.
  */
 export class Recorder {
   constructor(turn, begin, { isTimed, onChange, onSave }) {

@@ -31,7 +31,7 @@ export class Settings {
     return this.names.filter((name) => wanted.includes(name));
   }
 
-  /** Show what tools there are: none, if the gateway cannot tell. */
+  /** Show the tools; none if the gateway does not answer. */
   async load() {
     const answer = await fetchWithKey("/v1/tools").catch(() => null);
     const { data = [] } = answer?.ok ? await answer.json() : {};

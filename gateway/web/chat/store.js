@@ -1,4 +1,4 @@
-// What this browser keeps of conversations, shared by its tabs.
+// Conversations stored in this browser, shared by its tabs.
 
 import { answerOf } from "./history.js";
 import { merged, newestLeaf, withParents } from "./tree.js";
@@ -8,14 +8,14 @@ const TURNS = "millrace.turns.";
 const MOST_SESSIONS = 60;
 const MOST_CHARACTERS = 250_000; // of one conversation
 const FRESH = { title: "", isRenamed: false, model: "", heldUntilMs: 0, leaf: null, parameters: {} };
-// What the gateway keeps of a session, too; the rest is this browser's own.
+// Fields of a session that the gateway stores, too; the others are this browser's own.
 const SHARED = ["title", "isRenamed", "model", "leaf", "heldLeaf", "heldSystem", "parameters"];
 
 /**
  * Sessions are `{id, title, isRenamed, model, parameters, createdMs, usedMs, leaf}`, where `leaf` is
  * the last turn that is shown. The gateway has the conversation up to the turn `heldLeaf` behind the
- * system prompt `heldSystem`, `numHeld` messages in all (null: not known), for sure until `heldUntilMs`. A session of an `account` (what a key
- * stands for, "": none) is kept there as a chat of `revision`; `isChanged` if it has changed since.
+ * system prompt `heldSystem`, `numHeld` messages in all (null: unknown), at least until
+ * `heldUntilMs`. A session of an `account` (the id of a key, "": none) is kept there as a chat of `revision`; `isChanged` if it has changed since.
  *
  * A turn is `{id, parent, question, parts, state, owner, askedMs, savedMs, requestId, facts, error}`,
  * its parts `{kind: "text", text}` or `{kind: "tool", callId, name, arguments, ok, output,
@@ -32,7 +32,7 @@ export class Store {
     });
   }
 
-  /** Those of the account and those of none, the latest first. */
+  /** Return the sessions of the account and of no account, latest first. */
   sessions() {
     return this.#all().filter(({ account }) => !account || account === this.account);
   }
@@ -57,12 +57,12 @@ export class Store {
     this.#write(SESSIONS, this.#all().filter((session) => session.id !== id), id);
   }
 
-  /** All versions of all turns. */
+  /** Return all versions of all turns. */
   turns(id) {
     return withParents(read(TURNS + id));
   }
 
-  /** The oldest are forgotten where there is no room; the newest is kept whatever its size. */
+  /** Store turns; drop the oldest beyond `MOST_CHARACTERS`, but keep the newest turn of any size. */
   putTurns(id, turns) {
     let characters = 0;
     let from = turns.length;
@@ -70,7 +70,7 @@ export class Store {
     this.#write(TURNS + id, turns.slice(Math.min(from, Math.max(0, turns.length - 1))), id);
   }
 
-  /** Add a turn at the end, or change the one that has its id. */
+  /** Append a turn, or replace the turn with its id. */
   putTurn(id, turn) {
     const turns = this.turns(id);
     const place = turns.findIndex((known) => known.id === turn.id);
@@ -79,25 +79,25 @@ export class Store {
     this.putTurns(id, turns);
   }
 
-  /** What is kept elsewhere, or taken along: a session and its turns. */
+  /** Return the document of a session and its turns, for the gateway or a file. */
   document(id) {
     const session = this.session(id);
     const shared = Object.fromEntries(SHARED.map((name) => [name, session[name]]));
     return { format: "millrace.chat", version: 1, ...shared, turns: this.turns(id) };
   }
 
-  /** Take in such a document; what is here and not there stays. */
+  /** Merge such a document; keep turns that only this browser has. */
   takeDocument(id, { turns = [], ...shared }, changes = {}) {
     const known = this.session(id);
     const both = merged(this.turns(id), withParents(turns));
     const told = known?.isChanged ? {} : pick(shared);
     const leaf = (told.leaf ?? known?.leaf) || newestLeaf(both, both[0]);
-    // Who wrote it may have gone on there since: what the gateway holds has to be looked at.
+    // The other browser may have continued the answer: read the state at the gateway.
     this.putSession(id, { ...told, leaf, heldUntilMs: 0, ...changes });
     this.putTurns(id, both);
   }
 
-  /** The title and all that was said, to look in. */
+  /** Return the title and all text, for the search. */
   words(id) {
     const said = this.turns(id).map((turn) => `${turn.question}\n${answerOf(turn)}`);
     return said.join("\n");
@@ -107,7 +107,7 @@ export class Store {
     return read(SESSIONS).sort((a, b) => b.usedMs - a.usedMs);
   }
 
-  /** Write, and make room by forgetting what was said in the oldest conversations. */
+  /** Write; if storage is full, drop the turns of the oldest conversations. */
   #write(key, value, id) {
     const text = JSON.stringify(value);
     const victims = this.#all().filter((session) => session.id !== id);

@@ -5,7 +5,7 @@
 export function pathTo(turns, leaf) {
   const byId = new Map(turns.map((turn) => [turn.id, turn]));
   const path = [];
-  // Each counts once: what was imported may run in a circle.
+  // Visit each turn once: an imported tree may have cycles.
   for (let turn = byId.get(leaf); turn; turn = byId.get(turn.parent)) {
     path.unshift(turn);
     byId.delete(turn.id);
@@ -18,7 +18,7 @@ export function versionsOf(turns, { parent }) {
   return turns.filter((turn) => turn.parent === parent);
 }
 
-/** The id of the turn at the end of what was last said after `turn`. */
+/** Return the id of the last turn on the newest path after `turn`. */
 export function newestLeaf(turns, turn) {
   let leaf = turn;
   const seen = new Set();
@@ -32,14 +32,14 @@ export function newestLeaf(turns, turn) {
   return leaf?.id ?? null;
 }
 
-/** Turns of a page that knew no versions follow one another. */
+/** Chain turns that were saved by a page without versions. */
 export function withParents(turns) {
   return turns.map((turn, place) =>
     turn.parent === undefined ? { ...turn, parent: turns[place - 1]?.id ?? null } : turn,
   );
 }
 
-/** Both trees in one. Of a turn that is in both the one counts that was written last. */
+/** Merge two trees. Of a turn in both, the last written one is used. */
 export function merged(ours, theirs) {
   const byId = new Map(ours.map((turn) => [turn.id, turn]));
   for (const turn of theirs) {

@@ -1,4 +1,4 @@
-// A question and its answer, as they are shown.
+// View of a question and its answer.
 
 import { button, copyText, icon, make } from "../dom.js";
 import { AnswerView } from "./answer.js";
@@ -36,13 +36,13 @@ export class TurnView {
     const deeds = make("span", { class: "deeds" }, this.versions, this.actions);
     const facts = make("div", { class: "facts" }, this.figures, deeds);
     this.body = make("div", { class: "answer" }, this.answer.root, this.status, this.trouble, facts);
-    // A heading for who goes from one to the next by a screen reader.
+    // A heading lets screen readers jump from turn to turn.
     const heading = make("h2", { class: "spoken" }, "Question");
     this.root = make("article", { class: "turn" }, heading, this.question, this.body);
     this.show(turn);
   }
 
-  /** At most once for each picture of the screen. */
+  /** Render at most once per frame. */
   showSoon(turn, onShown) {
     this.turn = turn;
     this.painting ??= requestAnimationFrame(() => {
@@ -68,7 +68,7 @@ export class TurnView {
   statusText() {
     const { facts } = this.turn;
     if (!this.isMine(this.turn)) return "Being answered in another tab";
-    if (facts.isInterrupted) return "The connection is lost. The answer goes on when it is back";
+    if (facts.isInterrupted) return "Connection lost. The answer continues after reconnecting";
     if (this.turn.parts.length > 0) return "";
     const place = facts.queued ? `${whole.format(facts.queued)} ahead` : "";
     const missing = this.waitsFor(this.turn);
@@ -81,7 +81,7 @@ export class TurnView {
     return place ? `Waiting, ${place}${inSeconds}` : "Next in line";
   }
 
-  /** A question that is long is shown in part until somebody wants it all. */
+  /** Fold a long question until the user unfolds it. */
   questionNodes(question) {
     const numLines = question.split("\n").length;
     if (numLines <= LONG_LINES && question.length <= LONG_CHARACTERS) return [question];
@@ -95,7 +95,7 @@ export class TurnView {
     return [words, toggle];
   }
 
-  /** Which of the turn's versions this one is, with a way to the others. */
+  /** Show the version's number, with buttons to the others. */
   showVersions(versions) {
     const place = versions.findIndex(({ id }) => id === this.turn.id);
     const words = `${place + 1}/${versions.length}`;
@@ -117,7 +117,7 @@ export class TurnView {
     );
   }
 
-  /** Have the focus where it was on the version before. */
+  /** Restore the focus that the previous version had. */
   focusVersions(step) {
     const [earlier, later] = this.versions.querySelectorAll("button");
     const [wanted, other] = step < 0 ? [earlier, later] : [later, earlier];
@@ -151,7 +151,7 @@ export class TurnView {
     if (this.turn.error?.retryAtMs > Date.now()) this.countDown(retry, this.turn.error.retryAtMs);
   }
 
-  /** The gateway has said when to try again. */
+  /** Count down to the retry time of the gateway. */
   countDown(retry, atMs) {
     const tick = () => {
       const leftS = Math.ceil((atMs - Date.now()) / 1e3);
@@ -191,7 +191,7 @@ export class TurnView {
     field.setSelectionRange(field.value.length, field.value.length);
   }
 
-  /** Let go of what would tick on. */
+  /** Stop the timers. */
   close() {
     clearInterval(this.countdown);
     cancelAnimationFrame(this.painting);

@@ -1,28 +1,28 @@
-// Whether a worker serves a model, asked of the gateway while somebody waits.
+// Polls the gateway for models with workers while a request waits.
 
 const POLL_MS = 2_000;
 const TIMEOUT_MS = 4_000;
 
-/** `onChange()` is called when `serves` may answer something else. */
+/** Poller; `onChange()` is called when the result of `serves` may have changed. */
 export class Workers {
   #models = null; // of live workers; null: not known
   #timer = 0;
   #isWanted;
 
-  /** `isWanted()` says whether to go on asking. */
+  /** Poll while `isWanted()`. */
   constructor({ isWanted, onChange }) {
     this.#isWanted = isWanted;
     this.onChange = onChange;
   }
 
-  /** False if no worker does, true if one does or it is not known. A route leads to any model. */
+  /** Return false if no worker serves the model, true if one does or it is unknown. A route may use any model. */
   serves(model, isRoute) {
     if (!this.#models) return true;
     if (isRoute) return this.#models.length > 0;
     return this.#models.some((one) => model === one || model.startsWith(`${one}:`));
   }
 
-  /** Ask now, and again as long as it is wanted. */
+  /** Poll now, and repeat while wanted. */
   async look() {
     clearTimeout(this.#timer);
     const signal = AbortSignal.timeout(TIMEOUT_MS);

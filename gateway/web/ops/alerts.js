@@ -1,11 +1,11 @@
-// How the alerts and the objectives stand.
+// Alerts and service level objectives.
 
 import { bytes, clock, compact, dateTime, day, lasting, ms, percent, whole } from "./format.js";
 import { number, Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
 const DAY_S = 86_400;
-const NAMES = { firing: "Firing", pending: "Pending", unknown: "Unknown", ok: "Well" };
+const NAMES = { firing: "Firing", pending: "Pending", unknown: "Unknown", ok: "OK" };
 const UNITS = {
   share: (value) => percent(100 * value),
   per_s: (value) => `${compact(value)} a second`,
@@ -13,7 +13,7 @@ const UNITS = {
   s: lasting,
   bytes,
 };
-// What is under its bound when it is wrong.
+// Alerts that fire below their bound.
 const LEAST = new Set(["MillraceStoreShort"]);
 
 const ALERTS = [
@@ -27,29 +27,29 @@ const ALERTS = [
 ];
 const OBJECTIVES = [
   { name: "Model", of: (row) => row.model },
-  number("Requests", (row) => whole(row.requests), { note: "Of the range; those that clients cancelled do not count" }),
-  number("Served as promised", (row) => shareOf(row.attainment), { note: "Answered, and within both objectives" }),
+  number("Requests", (row) => whole(row.requests), { note: "Requests in the range, without cancelled ones" }),
+  number("Within objectives", (row) => shareOf(row.attainment), { note: "Answered, and within both objectives" }),
   number("TTFT met", (row) => shareOf(row.requests ? row.ttft_met / row.requests : null)),
   number("TPOT met", (row) => shareOf(row.requests ? row.tpot_met / row.requests : null)),
-  number("Burn rate", burn, { note: "How many times as fast as allowed the range spends the error budget" }),
-  number("Budget left", left, { note: "Of the error budget of the whole window" }),
+  number("Burn rate", burn, { note: "Rate of error budget use in the range, relative to the allowed rate" }),
+  number("Budget left", left, { note: "Share of the error budget of the whole window" }),
 ];
 
 const wrong = new Table("alerts", ALERTS, "No alerts are firing.");
-const well = new Table("alerts-well", ALERTS, "Nothing is known to be well.");
+const passing = new Table("alerts-well", ALERTS, "No rule is known to be OK.");
 const objectives = new Table("slo", OBJECTIVES, "No request has ended in this window.");
 
-/** Show the alerts, those that are well apart, and the objectives' rows. The words above them name
- * budgets that are used up too: error budgets, and monthly budgets that requests were refused for. */
+/** Show the alerts, with passing rules apart, and the objectives' rows. The summary above them also
+ * counts overspent error budgets and tenants whose requests exceeded their monthly budget. */
 export function showAlerts({ alerts, budget, refusals }) {
   const overspent = budget.filter(({ budget_left }) => budget_left !== null && budget_left < 0);
   const tenants = new Set(refusals.filter(({ limit_reached }) => limit_reached === "monthly_budget").map(({ tenant }) => tenant));
   const count = (state) => alerts.filter((row) => row.state === state).length;
-  const [firing, pending, unknown] = ["firing", "pending", "unknown"].map(count);
+  const [firing, pending, unknown, ok] = ["firing", "pending", "unknown", "ok"].map(count);
   wrong.none = `No alerts are firing.${overspent.length ? ` The error budget of ${overspent.map(({ model }) => model).join(", ")} is overspent: see Objectives.` : ""}`;
   wrong.show(alerts.filter((row) => row.state !== "ok"));
-  well.show(alerts.filter((row) => row.state === "ok"));
-  byId("alerts-well-count").textContent = `${alerts.length - firing - pending - unknown} that are well`;
+  passing.show(alerts.filter((row) => row.state === "ok"));
+  byId("alerts-well-count").textContent = `${ok} ${ok === 1 ? "rule" : "rules"} OK`;
   const parts = [
     [firing, "firing"],
     [pending, "pending"],
@@ -87,11 +87,11 @@ function since({ since_s }) {
   return `${age_s > DAY_S ? `${day(since_s)}, ` : ""}${clock(since_s, false)}, for ${lasting(age_s)}`;
 }
 
-/** In words of docs/monitoring.md, whose code and links are marked as Markdown has them. */
+/** Render the meaning and advice of an alert; the Markdown text is from docs/monitoring.md. */
 function advice({ state, meaning, advice: text, detail }) {
   const parts = text.replace(/\[([^\]]+)\]\([^)]+\)/g, "“$1” in the documentation").split("`");
   const said = parts.map((part, i) => (i % 2 ? make("code", {}, part) : part));
-  return make("td", {}, make("b", {}, state === "unknown" ? "Nobody can tell" : meaning), detail ? `: ${detail.replace(/\.$/, "")}` : "", ". ", ...said);
+  return make("td", {}, make("b", {}, state === "unknown" ? "State unknown" : meaning), detail ? `: ${detail.replace(/\.$/, "")}` : "", ". ", ...said);
 }
 
 function shareOf(value) {

@@ -1,25 +1,25 @@
-// Questions to the gateway: rows of saved queries, and files of them.
+// Saved queries at the gateway: rows and files.
 
 import { exactNumber } from "./integers.js";
 import { make } from "/static/dom.js";
 import { fetchWithKey } from "/static/key.js";
 
 const TIMEOUT_MS = 15_000;
-// Telemetry answers each question within its time, but not all of them at once.
+// Telemetry has a time limit for each query, so do not run all at once.
 const MAX_AT_ONCE = 3;
 
 /** The gateway demands an administrator's key. */
 export class KeyNeededError extends Error {}
 
-/** The question itself is refused: asking again gives the same. */
+/** Refusal of the query itself: a retry fails the same way. */
 export class RefusedError extends Error {}
 
 let numAsked = 0;
 const waiting = [];
 
-/** Rows of a saved query; questions wait for one another, but one that is `urgent`, as somebody just
- * clicked for it, for nobody who is not under way. When `signal` aborts nobody wants the answer any
- * more: it is not asked for, or not waited for. */
+/** Return the rows of a saved query. At most `MAX_AT_ONCE` queries run at a time. An `urgent` query,
+ * such as after a click, goes to the front of the waiting queries. Aborting `signal` cancels the
+ * query. */
 export async function ask(name, params, { signal, urgent = false } = {}) {
   if (numAsked < MAX_AT_ONCE) numAsked += 1;
   else await new Promise((resolve) => { if (urgent) waiting.unshift(resolve); else waiting.push(resolve); });

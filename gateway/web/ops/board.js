@@ -1,4 +1,4 @@
-// The charts of the page: what each of them asks and shows.
+// Charts of the page: their queries and series.
 
 import { Chart } from "./chart.js";
 import { moneyOf } from "./currencies.js";
@@ -26,7 +26,7 @@ const latency = (name) => ({
   former: `${name}_p95_ms`,
 });
 
-/** All charts, in their sections; `save(query, params)` saves what one shows. */
+/** All charts, in their sections; `save(query, params)` saves the rows of a chart. */
 export class Board {
   constructor(save, onZoom) {
     const chart = (section, query, options) => {
@@ -48,20 +48,20 @@ export class Board {
       { key: "cached_per_s", label: "cached" },
     ];
     this.charts = {
-      traffic: chart("traffic", "traffic", { title: "Requests", unit: "per second", kind: "stack", series: traffic, note: "Requests count where they ended." }),
+      traffic: chart("traffic", "traffic", { title: "Requests", unit: "per second", kind: "stack", series: traffic, note: "Each request counts at the time of its end." }),
       tokens: chart("traffic", "tokens", { title: "Tokens", unit: "per second", kind: "area", series: tokens, note: "Tokens of requests that ended: output, prompt computed, prompt from the prefix cache." }),
       queue_wait: chart("traffic", "latency", { title: "Time in the queue", unit: "ms", ...latency("queue"), note: "From receipt to the worker's start." }),
       ttft: chart("latency", "latency", { title: "Time to first token", unit: "TTFT, ms", ...latency("ttft"), note: "From receipt to when the worker had the first token; of all requests." }),
-      first_byte: chart("latency", "client_latency", { title: "First byte", unit: "at the client, ms", ...latency("first_byte"), note: "What clients saw, but for the network: from the request at the gateway, before it was read, to when the gateway wrote the first token. Of requests over HTTP and WebSocket." }),
+      first_byte: chart("latency", "client_latency", { title: "First byte", unit: "at the client, ms", ...latency("first_byte"), note: "Time clients waited, without the network: from the request at the gateway, before it was read, to when the gateway wrote the first token. Of requests over HTTP and WebSocket." }),
       tpot: chart("latency", "latency", { title: "Time per output token", unit: "TPOT, ms", ...latency("tpot"), note: "A request's mean time per token after the first; each request counts once." }),
       itl: chart("latency", "latency", { title: "Between tokens", unit: "ITL, ms", ...latency("itl"), note: "As TPOT, but each token counts once: long answers weigh more." }),
       e2e: chart("latency", "latency", { title: "Whole answer", unit: "E2E, ms", ...latency("e2e"), note: "From receipt to the end, of requests that were answered." }),
       queue: chart("capacity", "workers", { title: "Queue", unit: "requests", kind: "area", series: [{ key: "queued", label: "waiting" }, { key: "running", label: "running" }], note: ALL_TENANTS }),
       batch: chart("capacity", "workers", { title: "Batch", unit: "sequences a worker", kind: "area", series: [{ key: "batch", label: "running" }, { key: "workers", label: "workers" }], note: ALL_TENANTS }),
       kv: chart("capacity", "workers", { title: "Utilisation", unit: "%", kind: "area", most: 100, series: [{ key: "kv_use_percent", label: "KV blocks" }, { key: "busy_percent", label: "device busy" }], note: ALL_TENANTS }),
-      runs: chart("reliability", "interruptions", { title: "Not as planned", unit: "requests", kind: "bars", series: INTERRUPTIONS, note: "Runs that another worker went on with, preemptions for want of KV blocks, and requests that were shed, expired or failed." }),
-      refused: chart("refused-requests", "refusals_over_time", { title: "Refused", unit: "requests", kind: "bars", series: [], note: "Requests that were never accepted, by the limit that was reached, or else the error, with the HTTP status." }),
-      delivery: chart("reliability", "interruptions", { title: "Seen by clients", unit: "times", kind: "bars", series: RETURNS, note: "Returns to a stream that was lost, and gaps of a second or more between tokens." }),
+      runs: chart("reliability", "interruptions", { title: "Interruptions", unit: "requests", kind: "bars", series: INTERRUPTIONS, note: "Attempts continued by another worker, preemptions for lack of KV blocks, and requests that were shed, expired or failed." }),
+      refused: chart("refused-requests", "refusals_over_time", { title: "Refused", unit: "requests", kind: "bars", series: [], note: "Requests that were never accepted, by limit or error, with the HTTP status." }),
+      delivery: chart("reliability", "interruptions", { title: "Seen by clients", unit: "times", kind: "bars", series: RETURNS, note: "Resumed streams, and gaps of a second or more between tokens." }),
     };
     const inCurrency = (currency) => ({ unit: currency, kind: "bars", format: (value, digits) => money(value, currency, digits) });
     this.moneyCharts = new Map();
@@ -99,7 +99,7 @@ export class Board {
     charts.refused.update(refused.rows, coarse, refused.series, former("refusedOverTime", (all) => reasonsOf(all).rows));
   }
 
-  /** Two charts for each currency that there is money of; those of other currencies are hidden. */
+  /** Show two charts for each currency with costs; hide the charts of other currencies. */
   #showMoney(rows, axis, former) {
     const currencies = moneyOf(rows).map(({ currency }) => currency);
     for (const currency of currencies) {
@@ -117,7 +117,7 @@ export class Board {
 
 const hasCost = (row) => row.busy_cost + row.idle_cost > 0;
 
-/** Rows with nothing but the values of these series, added up by time. */
+/** Return rows with the values of these series only, summed by time. */
 function picked(rows, series) {
   const byTime = new Map();
   for (const row of rows) {
@@ -128,7 +128,7 @@ function picked(rows, series) {
   return [...byTime.values()];
 }
 
-/** What requests in a currency cost, with one colour for each model. */
+/** Cost of requests in a currency, with one colour for each model. */
 function modelCosts(rows, currency) {
   const mine = rows.filter((row) => row.currency === currency);
   const sums = new Map();

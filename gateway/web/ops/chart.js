@@ -20,7 +20,7 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
  * One panel. `series` are `{key, label, hue}` from the lowest up, `hue` one of the page's colours if it
  * is not that of their place; `kind` is "line", "area" (lines with the first one filled), "stack" or
  * "bars" (both stacked). `format` makes a value text; the axis asks it for as many digits as its ticks
- * have. `note` is what is known of the figures themselves; `onSave` saves what is shown; `onZoom(from,
+ * have. `note` explains the figures; `onSave` saves the displayed rows; `onZoom(from,
  * to)` takes a stretch of time that was drawn, in Unix seconds. `former` is the key of the series that is
  * drawn once more, dashed, as it was in a range before; of stacked ones it is all of them together.
  */
@@ -111,12 +111,12 @@ export class Chart {
     );
     const times = steps.map(({ t }) => t + this.step / 2);
     const drawn = [...(this.stacked ? lines.reverse() : lines), ...(this.before ? [this.before] : [])];
-    // uPlot takes a line of nothing for one that the scale need not hold the others for.
+    // With an empty line, uPlot's own scale may not cover the other lines: compute the maximum here.
     this.highest = Math.max(0, ...drawn.flat().filter((value) => value !== null));
     return [times, ...drawn];
   }
 
-  /** What was there `shift` seconds before each step, to within half of one. */
+  /** Return the values `shift` seconds before each step, to within half a step. */
   #before(steps) {
     const { rows, shift } = this.former;
     const place = (t) => Math.round(t / this.step);
@@ -201,7 +201,7 @@ export class Chart {
     return { font: FONT, stroke: () => colour("--soft"), size, gap: 8, space: 32, values, ticks: { show: false }, grid: { stroke: () => (this.rows.length ? colour("--line") : "transparent"), width: 1 } };
   }
 
-  /** Read out the values at the shared cursor; the latest when nobody points. */
+  /** Show the values at the shared cursor, or the latest values without a cursor. */
   #readOut() {
     const { left, idx } = this.drawn?.cursor ?? OUTSIDE;
     const pointed = left >= 0 ? (this.steps[idx] ?? null) : null;
@@ -218,7 +218,7 @@ export class Chart {
     this.when.style.left = `${Math.min(Math.max(x, half), this.plot.clientWidth - half)}px`;
   }
 
-  /** The last step that there is something of. */
+  /** Return the last step with data. */
   #latest() {
     const last = this.rows.at(-1);
     return last ? this.steps.indexOf(last) : (this.before?.findLastIndex((value) => value !== null) ?? -1);
@@ -252,12 +252,12 @@ export class Chart {
     this.onZoom(Math.floor(low), Math.ceil(Math.max(high, low + MIN_ZOOM_S)));
   }
 
-  /** Point at a place, in this chart and in those that share its cursor. */
+  /** Move the cursor in this chart and in the charts that share it. */
   #point(place) {
     this.drawn?.setCursor(place, true, true);
   }
 
-  /** Arrow keys go from step to step and say what is there. */
+  /** Move the cursor by arrow keys and announce the values. */
   #keyed(event) {
     if (event.key === "Escape") this.#point(OUTSIDE);
     const last = this.rows.length - 1;
@@ -279,7 +279,7 @@ function formerLine() {
   return { stroke: hue, width: 1.4, dash: [5, 4], points: { show: true, size: 4, fill: hue, filter: lonely } };
 }
 
-/** The places of a line's values that have no neighbour: a line of one point is not seen. */
+/** Return the indices of values without a neighbour, since a line of one point is invisible. */
 function lonely(plot, line) {
   const values = plot.data[line];
   return [...values.keys()].filter((i) => values[i] !== null && (values[i - 1] ?? null) === null && (values[i + 1] ?? null) === null);
@@ -291,7 +291,7 @@ function decimals(value) {
   return (mantissa.split(".")[1] ?? "").length + Number(exponent ?? 0);
 }
 
-/** A button that saves what a panel shows. */
+/** Button that saves the rows of a panel. */
 export function saveButton(title, onSave) {
   const words = `Save “${title}” as a CSV file`;
   return button("CSV", onSave, { class: "save", title: words, "aria-label": words });

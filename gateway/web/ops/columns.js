@@ -1,4 +1,4 @@
-// What the tables of the analytics store have: each column with its type, its meaning and its unit. The
+// Columns of the tables of the analytics store, with type, meaning and unit. The
 // rows are a file of this version: they need no key, and are those of docs/tables.md.
 
 import { Table } from "./table.js";
@@ -9,7 +9,7 @@ const table = new Table("columns", [
   { name: "Column", of: (row) => make("code", {}, row.column), sort: (row) => row.column },
   { name: "Type", of: (row) => row.type },
   { name: "Meaning", of: (row) => row.comment },
-], "No table or column is called or described so.");
+], "No table or column matches.");
 
 let rows = [];
 
@@ -22,7 +22,7 @@ try {
   const answer = await fetch("tables.json");
   if (!answer.ok) throw new Error(`the gateway answered ${answer.status}`);
   rows = (await answer.json()).map((row) => ({ ...row, text: [row.table, row.column, row.comment].join(" ").toLowerCase() }));
-  byId("said").textContent = "Times are UTC. Read the views that end in _once: they have each row of their table once.";
+  byId("said").textContent = "Times are UTC. Query the views that end in _once, which have each row of their table once.";
   byId("find").addEventListener("input", show);
   show();
 } catch (error) {

@@ -1,7 +1,7 @@
 // Money of each currency by itself: amounts of two currencies are never added.
 
-/** What requests and devices of a range cost, a row for each currency that there is money of, in
- * their order; one row where there is none. `cost` and `device_cost` are exact, as text. */
+/** Return the cost of requests and devices of a range: a row for each currency with costs, in
+ * order; one row if there are none. `cost` and `device_cost` are exact, as text. */
 export function moneyOf({ totals: [totals], devices }) {
   const idle = new Map();
   for (const { currency, idle_cost } of devices) idle.set(currency, (idle.get(currency) ?? 0) + idle_cost);
@@ -22,7 +22,7 @@ export function moneyOf({ totals: [totals], devices }) {
   return [rows[0] ?? nothingOf("USD")];
 }
 
-/** The row of a currency that nothing cost anything in. */
+/** Return the row of a currency without costs. */
 export function nothingOf(currency) {
   return { currency, cost: "0", device_cost: "0", requests: 0, completion_tokens: 0, device_us: 0, idle_cost: 0 };
 }

@@ -4,7 +4,7 @@ import { compact } from "./format.js";
 import { COMPARISONS, CUSTOM, RANGES } from "./view.js";
 import { button, byId } from "/static/dom.js";
 
-/** Make the controls; `change(part)` is called with what of the view somebody chose. */
+/** Make the controls; `change(part)` is called with the changed part of the view. */
 export function makeFilters(change) {
   const group = byId("ranges");
   for (const { id, label } of [...RANGES, { id: CUSTOM, label: "Custom" }]) {
@@ -49,7 +49,7 @@ function mark(id) {
   }
 }
 
-/** Have the controls say what the view is; times that nobody chose are those of the frame. */
+/** Show the view in the controls; times not chosen are the bounds of the frame. */
 export function showFilters(view, { bounds }) {
   mark(view.range);
   byId("custom").hidden = view.range !== CUSTOM;
@@ -66,7 +66,7 @@ export function showFilters(view, { bounds }) {
   byId("clear").hidden = !view.tenant && !view.model;
 }
 
-/** Offer the tenants and models that had requests in the range, and what is chosen anyway. */
+/** Offer the tenants and models with requests in the range, and the current choices. */
 export function offer(rows, view) {
   for (const [name, all] of [["tenant", "All tenants"], ["model", "All models"]]) {
     const select = byId(name);

@@ -1,8 +1,8 @@
-// Numbers, money and times as people read them.
+// Formatting of numbers, money and times.
 
 const NONE = "–";
 
-/** At most three significant digits, with k and M; "–" for what is not there. */
+/** Format with at most three significant digits, k and M; "–" for a missing value. */
 export function compact(value) {
   if (!Number.isFinite(value)) return NONE;
   const size = Math.abs(value);
@@ -30,12 +30,12 @@ export function whole(value) {
   return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
 }
 
-/** Joules; "–" where nobody measured. */
+/** Format joules; "–" for an unmeasured value. */
 export function joules(value) {
   return Number.isFinite(value) ? `${compact(value)} J` : NONE;
 }
 
-/** Milliseconds; seconds from ten of them on. */
+/** Format milliseconds; as seconds from 10 s on. */
 export function ms(value) {
   if (!Number.isFinite(value)) return NONE;
   return value >= 10_000 ? `${compact(value / 1000)} s` : `${compact(value)} ms`;
@@ -62,7 +62,7 @@ export function money(value, currency, digits) {
   }
 }
 
-// As many digits after the point as the store keeps of money.
+// Decimal places of money in the store.
 const MONEY_DIGITS = 12;
 
 /** `a + sign * b`, exactly, of amounts that are text as the store gives them. */
@@ -85,7 +85,7 @@ export function percent(value) {
 
 /** The time of day of a Unix time in seconds, where the reader is. */
 export function clock(seconds, withSeconds = true) {
-  // "hh:mm:ss" and a zone, whatever the reader's language.
+  // "hh:mm:ss" and a zone, independent of the locale.
   return new Date(seconds * 1000).toTimeString().slice(0, withSeconds ? 8 : 5);
 }
 
@@ -129,7 +129,7 @@ export function bytes(value) {
   return value >= 2 ** 30 ? `${compact(value / 2 ** 30)} GiB` : `${compact(value / 2 ** 20)} MiB`;
 }
 
-/** Microseconds as what they are: µs, ms, s or hours. */
+/** Format microseconds as µs, ms, s or hours. */
 export function span(us) {
   if (!Number.isFinite(us)) return NONE;
   if (us >= 7.2e9) return `${compact(us / 3.6e9)} h`;

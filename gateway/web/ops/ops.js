@@ -1,4 +1,4 @@
-// The operations page: asks the saved queries again and again and shows what they answer.
+// Operations page: polls the saved queries and shows their rows.
 
 import { KeyNeededError, RefusedError, save } from "./ask.js";
 import { showAlerts } from "./alerts.js";
@@ -33,7 +33,7 @@ const board = new Board(
   (from, to) => change({ range: CUSTOM, from, to }),
 );
 
-/** Save what a query answers for the view, with `more` parameters. */
+/** Save the rows of a query for the view, with `more` parameters. */
 function saveShown(query, more = {}) {
   return saveFile(query, { ...asked(query, view, frameOf(view).bounds), ...more });
 }
@@ -41,7 +41,7 @@ function saveShown(query, more = {}) {
 async function refresh() {
   clearTimeout(timer);
   const mine = ++round;
-  // What was asked for another view would keep this one waiting.
+  // Cancel queries of another view, which would delay this one.
   asking.abort();
   asking = new AbortController();
   const frame = frameOf(view);
@@ -51,7 +51,7 @@ async function refresh() {
     if (mine !== round) return;
     show(rows, frame);
     lastSeen = Date.now() / 1000;
-    say(wait ? "live" : "still", wait ? "Live" : "A range that is over");
+    say(wait ? "live" : "still", wait ? "Live" : "Past range");
   } catch (error) {
     if (mine !== round) return;
     if (error instanceof KeyNeededError) return sayLocked(error);
@@ -83,7 +83,7 @@ function show(rows, frame) {
 
 const addressOf = (id) => hashOf({ ...view, request: id });
 
-/** Look at something else; it becomes a step of the browser's history. */
+/** Change the view and add it to the browser's history. */
 function change(part) {
   const next = hashOf({ ...view, ...part });
   if (next === hashOf(view)) showFilters(view, frameOf(view));
@@ -93,7 +93,7 @@ function change(part) {
   }
 }
 
-/** Show what the address says. */
+/** Show the view of the address. */
 function follow() {
   const before = view;
   view = readView(location.hash);
@@ -116,7 +116,7 @@ async function saveFile(query, params) {
   } catch (error) {
     byId("saving").textContent = "";
     if (error instanceof KeyNeededError) return sayLocked(error);
-    byId("problem").textContent = error.name === "TypeError" ? "The file could not be made whole: the connection was lost. Try again." : error.message;
+    byId("problem").textContent = error.name === "TypeError" ? "The file is incomplete: the connection was lost. Try again." : error.message;
     byId("problem").hidden = false;
     byId("problem").scrollIntoView({ block: "nearest" });
   }
@@ -140,7 +140,7 @@ function complain(kind, state, text) {
 }
 
 function sayLocked({ message }) {
-  complain("locked", "Needs a key", "The figures of all tenants are shown for the key of an administrator.");
+  complain("locked", "Needs a key", "Enter the API key of an administrator to see the figures of all tenants.");
   askForKey(byId("key"), message, () => {
     refresh();
     void showRequest(view.request);

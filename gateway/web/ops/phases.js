@@ -1,4 +1,4 @@
-// What a request spent its time in, from the events of its timeline.
+// Phases of a request, from the events of its timeline.
 
 const WAITS = { received: "Queued", interrupted: "Waiting again", dispatched: "On its way to the worker" };
 

@@ -1,4 +1,4 @@
-// What the page asks for a view, and how often.
+// Queries of a view, and how often they run.
 
 import { ask } from "./ask.js";
 import { comparedWith } from "./view.js";
@@ -15,7 +15,8 @@ const MIN_COMPARED_MS = 15_000;
 const OF_WORKERS = new Set(["workers", "device_cost", "unit_cost"]);
 const OF_TENANTS = new Set(["refusals", "refusals_over_time", "recent_refusals"]);
 
-/** The parameters of a query for a view: workers serve all tenants, and who is refused has no model. */
+/** Return the parameters of a query for a view. Worker queries ignore the tenant filter, refusal
+ * queries the model filter. */
 export function asked(query, { tenant, model, refused }, bounds) {
   if (query === "alerts" || query === "rollouts") return {};
   if (query === "workers_now") return { model };
@@ -26,8 +27,7 @@ export function asked(query, { tenant, model, refused }, bounds) {
 
 const kept = new Map();
 
-/** Rows of a question that need not be of this moment, from when it was last put if that was less
- * than `forMs` ago. */
+/** Return the rows of a query, cached if they are younger than `forMs`. */
 async function askNow(query, params, forMs, signal) {
   const name = `${query} ${JSON.stringify(params)}`;
   const known = kept.get(name);
@@ -77,7 +77,7 @@ export async function askAll(view, frame, signal) {
   });
 }
 
-/** What was there before changes little: it is asked for as often as a step of the charts is long. */
+/** The compared range changes little: query it once per step of the charts. */
 async function askBefore(view, { step, barStep }, { bounds, shift, words }, signal) {
   const forMs = Math.max(MIN_COMPARED_MS, 1000 * step);
   const put = (query, more) => askNow(query, { ...asked(query, view, bounds), ...more }, forMs, signal);

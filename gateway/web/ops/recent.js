@@ -30,7 +30,7 @@ const COLUMNS = [
 const table = new Table("recent", COLUMNS, "No request of this kind has ended in this range.");
 let shown = "";
 
-/** Make the controls: `change(part)` is called with what somebody chose, `save()` to export. */
+/** Make the controls: `change(part)` is called with a choice, `save()` to export. */
 export function makeRecent(change, save) {
   byId("status").append(...STATUSES.map((status) => new Option(status)));
   byId("status").addEventListener("change", () => change({ status: byId("status").value }));
@@ -42,7 +42,7 @@ export function makeRecent(change, save) {
   byId("export").addEventListener("click", save);
 }
 
-/** Have the controls say what the view is. */
+/** Show the view in the controls. */
 export function showRecentFilters(view) {
   byId("status").value = view.status;
   if (document.activeElement !== byId("id")) byId("id").value = view.id;

@@ -1,4 +1,4 @@
-// What was refused before it was accepted: over time, by kind, and the latest.
+// Refused requests: over time, by kind, and the latest.
 
 import { clock, dateTime, day, secondsOf, whole } from "./format.js";
 import { number, statusMark, Table } from "./table.js";
@@ -8,7 +8,7 @@ const DAY_S = 86_400;
 const SEARCH_MS = 300;
 const MAX_REASONS = 6;
 
-const tenant = { name: "Tenant", of: (row) => row.tenant || "–", title: (row) => (row.tenant ? "" : "Nobody knows who asked") };
+const tenant = { name: "Tenant", of: (row) => row.tenant || "–", title: (row) => (row.tenant ? "" : "Unknown tenant") };
 const key = { name: "Key", of: (row) => row.api_key || "–", kind: "mono" };
 const status = number("Status", (row) => (row.status ? String(row.status) : "–"));
 const limit = { name: "Limit", of: (row) => row.limit_reached || "–" };
@@ -42,7 +42,7 @@ const LATEST = [
 const kinds = new Table("refusals", KINDS, "Nothing was refused in this range.");
 const latest = new Table("recent-refusals", LATEST, "Nothing of this kind was refused in this range.");
 
-/** Make the field that one looks for a refusal with; `change(part)` takes what was chosen. */
+/** Make the search field of refusals; `change(part)` is called with its value. */
 export function makeRefusals(change) {
   choose = change;
   let timer = 0;

@@ -1,4 +1,4 @@
-// One request: its events in time, what it took, what it cost, what its client saw.
+// Request details: timeline, usage, cost and delivery.
 
 import { KeyNeededError, ask } from "./ask.js";
 import { clock, compact, dateTime, joules, money, ms, percent, span, whole } from "./format.js";
@@ -60,7 +60,7 @@ export async function showRequest(id) {
   }
 }
 
-/** What is known of an id that no request that ended has: it may have been refused. */
+/** Show an id without an ended request: it may be of a refused request. */
 async function notAccepted(id) {
   const [refusal] = await ask("refusal_details", { id }, { urgent: true });
   if (!refusal) return missing();
@@ -68,17 +68,17 @@ async function notAccepted(id) {
   return make(
     "div",
     { class: "missing" },
-    make("p", {}, refusal.limit_reached ? `It was refused: it would have been over the limit ${refusal.limit_reached}.` : "It was refused, and never accepted."),
+    make("p", {}, refusal.limit_reached ? `It was refused, because it would have exceeded the limit ${refusal.limit_reached}.` : "It was refused, and never accepted."),
     group("Refusal", [
       ["Status", String(refusal.status)],
       ["Error code", refusal.code],
       ["Limit", refusal.limit_reached],
-      ["Tenant", refusal.tenant || "nobody knows whose"],
+      ["Tenant", refusal.tenant || "unknown"],
       ["Key", refusal.api_key],
       ["Endpoint", refusal.door],
       ["Gateway", refusal.gateway],
       ["At", dateTime(refusal.last_us / 1e6)],
-      ["Alike in that second", whole(refusal.refused)],
+      ["Same refusals in that second", whole(refusal.refused)],
     ]),
   );
 }
@@ -88,7 +88,7 @@ function missing() {
     "div",
     { class: "missing" },
     make("p", {}, "No request of this id has ended."),
-    make("p", { class: "quiet-note" }, "It may still run: it is here a second after it ends. Records are kept for 400 days."),
+    make("p", { class: "quiet-note" }, "It may still be running: it appears here a second after its end. Records are kept for 400 days."),
   );
 }
 
@@ -118,7 +118,7 @@ function facts(request) {
   ];
 }
 
-/** Its phases to scale, the shortest still to be seen; the list below says the same in words. */
+/** Phases to scale, with a minimum width; the list below has the same in words. */
 function bar(phases) {
   const parts = phases.map(({ kind, label, us }) => {
     const part = make("span", { class: `phase ${kind}`, title: `${label}: ${span(us)}` });
@@ -230,7 +230,7 @@ function groups(request) {
   return made;
 }
 
-/** What its attempts had from other workers' KV caches, in the order of attempts. */
+/** Tokens that its attempts pulled from other workers' KV caches, in the order of attempts. */
 function pulls({ pull_sources, pull_tokens }) {
   return pull_sources.map((source, i) => ["Pulled", `${whole(pull_tokens[i])} from ${source}`]);
 }

@@ -1,4 +1,4 @@
-// Tables that are described by their columns.
+// Tables, defined by their columns.
 
 import { button, byId, make } from "/static/dom.js";
 
@@ -92,7 +92,7 @@ export function statusMark(tag, text, status) {
   return make(tag, { class: "status", "data-status": status }, make("span", { class: "dot" }), text);
 }
 
-/** Text for the eyes, and what is said in its place to whom the page is read to. */
+/** Visible text with an alternative for screen readers. */
 export function saidAs(said, text) {
   return [make("span", { "aria-hidden": "true" }, text), make("span", { class: "spoken" }, said)];
 }

@@ -1,18 +1,18 @@
-// Small tables: the workers, what a million tokens cost, what went wrong.
+// Small tables: workers, cost of a million tokens, errors.
 
 import { saveButton } from "./chart.js";
 import { bytes, clock, compact, dateTime, day, money, ms, percent, secondsOf, whole } from "./format.js";
 import { number, saidAs, statusMark, Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
-const PULLED = "What came from other workers' KV caches within the last 45 seconds";
-const SERVED = "What other workers pulled from its KV cache within the last 45 seconds";
+const PULLED = "Tokens pulled from other workers' KV caches in the last 45 seconds";
+const SERVED = "Tokens other workers pulled from its KV cache in the last 45 seconds";
 // A column with `isOf(row)` is there while that holds for any row.
 const WORKERS = [
   { name: "Worker", of: (row) => row.name || row.worker, kind: "mono", title: (row) => row.worker },
   { name: "Model", of: (row) => row.model },
   { name: "Device", of: (row) => row.device_name || "CPU" },
-  number("Devices", (row) => whole(row.num_devices), { note: "That compute together", isOf: isGroup }),
+  number("Devices", (row) => whole(row.num_devices), { note: "Devices that compute one model together", isOf: isGroup }),
   { name: "Role", of: (row) => row.role, isOf: hasRole },
   number("Running", (row) => whole(row.running)),
   number("Waiting", (row) => whole(row.waiting)),
@@ -21,7 +21,7 @@ const WORKERS = [
   }),
   number("Pulled", (row) => whole(row.pulled_tokens), { unit: "tokens", note: PULLED, isOf: exchanges }),
   number("Served", (row) => whole(row.served_tokens), { unit: "tokens", note: SERVED, isOf: exchanges }),
-  number("Busy", (row) => meter(100 * row.busy_share), { title: () => "of the last sample's time" }),
+  number("Busy", (row) => meter(100 * row.busy_share), { title: () => "Share of the last sample's time" }),
   number("Utilisation", (row) => (row.device_name ? percent(row.device_share <= 1 ? 100 * row.device_share : row.device_share) : "–")),
   number("Memory", (row) => (row.device_memory_total_bytes ? `${bytes(row.device_memory_bytes)} of ${bytes(row.device_memory_total_bytes)}` : "–")),
   number("Step", (row) => ms(row.step_ms), { unit: "mean" }),
@@ -29,10 +29,10 @@ const WORKERS = [
 ];
 const UNIT_COST = [
   { name: "Model", of: (row) => row.model },
-  costColumn("Paid", "paid_per_million", "What tenants paid"),
-  costColumn("Busy", "busy_cost_per_million", "The device while it was busy"),
-  costColumn("All", "all_cost_per_million", "The device while it was there, idle time included"),
-  costColumn("Best", "best_cost_per_million", "At the most tokens per busy second that were seen"),
+  costColumn("Paid", "paid_per_million", "Price paid by tenants"),
+  costColumn("Busy", "busy_cost_per_million", "Cost of busy device time"),
+  costColumn("All", "all_cost_per_million", "Cost of all device time, idle time included"),
+  costColumn("Best", "best_cost_per_million", "Cost at the highest measured tokens per busy second"),
 ];
 const ERRORS = [
   { name: "What", of: (row) => statusMark("td", row.error_code || row.status, row.status) },
@@ -47,7 +47,7 @@ const WAYS = [
   { key: "intake", label: "Before receipt", note: "From the request at the gateway to its receipt: key, body, parsing" },
   { key: "ttft", label: "TTFT", note: "From receipt to when the worker had the first token: admission, queue, prefill" },
   { key: "way_back", label: "Way back", note: "From the worker over the bus and through the gateway to the connection" },
-  { key: "first_byte", label: "First byte", note: "What the client saw, but for the network: the three together" },
+  { key: "first_byte", label: "First byte", note: "Time the client waited, without the network: sum of the three" },
 ];
 const FIRST_BYTE = [
   { name: "Model", of: (row) => row.model || "All models", title: (row) => `${whole(row.requests)} requests` },
@@ -57,10 +57,10 @@ const FIRST_BYTE = [
 
 const workers = new Table("workers", WORKERS, "No worker has reported within the last 15 seconds.");
 const unitCost = new Table("unit-cost", UNIT_COST, "Nothing was computed in this range.");
-const errors = new Table("errors", ERRORS, "Nothing went wrong in this range.");
-const firstByte = new Table("first-byte", FIRST_BYTE, "No client has got a first token in this range.");
+const errors = new Table("errors", ERRORS, "No errors in this range.");
+const firstByte = new Table("first-byte", FIRST_BYTE, "No client received a first token in this range.");
 
-/** Give the tables their buttons: `save(query)` saves what one shows. */
+/** Add the save buttons; `save(query)` saves the rows of a table. */
 export function makeTables(save) {
   for (const [id, query] of [["workers", "workers_now"], ["unit-cost", "unit_cost"], ["errors", "error_codes"], ["first-byte", "first_byte"], ["slo", "slo_budget"], ["refusals", "refusals"], ["recent-refusals", "recent_refusals"]]) {
     const panel = byId(id).closest(".panel");
@@ -106,7 +106,7 @@ function meter(value) {
 }
 
 function costColumn(name, field, note) {
-  const title = (row) => (row[field] === null ? "There is nothing to tell by" : `Exactly ${row[field]} ${row.currency}`);
+  const title = (row) => (row[field] === null ? "No data" : `Exactly ${row[field]} ${row.currency}`);
   return number(name, (row) => money(row[field], row.currency), { note, title });
 }
 

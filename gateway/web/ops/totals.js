@@ -7,7 +7,7 @@ import { byId, make } from "/static/dom.js";
 
 const LESS = { better: "less" };
 const TTFT = "Time to first token, median: from receipt to when the worker had it, of all requests";
-const FIRST_BYTE = "What clients saw, median: from the request at the gateway to when that wrote the first token";
+const FIRST_BYTE = "First byte, median: from the request at the gateway to writing the first token";
 
 /**
  * Show the totals. `rows` are answers by the names of their questions; `rows.before` those of the
@@ -54,11 +54,11 @@ function moneyTiles(sums, { energy_j }, isOneOfSeveral) {
   const energy = energy_j === null || isOneOfSeveral ? "" : `${joules(energy_j)} · `;
   return [
     { name: name("Tenants pay"), value: shown(sums.cost), detail: perMillion(sums), title: `Exactly ${sums.cost} ${currency}, for ${whole(sums.requests)} requests`, of: (one) => of(one).cost, shown },
-    { name: name("Devices cost"), value: shown(sums.device_cost), detail: `${span(sums.device_us)} busy · ${energy}${shown(sums.idle_cost)} idle`, title: `What requests' device time cost us, exactly ${sums.device_cost} ${currency}; idle time of all devices apart`, of: (one) => of(one).device_cost, shown },
+    { name: name("Devices cost"), value: shown(sums.device_cost), detail: `${span(sums.device_us)} busy · ${energy}${shown(sums.idle_cost)} idle`, title: `Cost of requests' device time, exactly ${sums.device_cost} ${currency}; idle time of all devices apart`, of: (one) => of(one).device_cost, shown },
   ];
 }
 
-/** What the tiles go by. */
+/** Return the figures of the tiles. */
 function figuresOf(rows) {
   const { totals: [totals], refusedOverTime, firstByte } = rows;
   const all = firstByte.find(({ model }) => model === "");

@@ -1,4 +1,4 @@
-// Who used what, and what they pay for it: by tenant, user, key, model or adapter.
+// Usage and spend by tenant, user, key, model or adapter.
 
 import { saveButton } from "./chart.js";
 import { addMoney, compact, money, percent, span, whole } from "./format.js";
@@ -25,7 +25,7 @@ const FIGURES = [
   number("Tenants pay", (row) => money(row.cost, row.currency), { sort: (row) => byCurrency(row, row.cost), title: (row) => `Exactly ${row.cost} ${row.currency}` }),
 ];
 
-/** What amounts are sorted by: those of a currency stand together. */
+/** Sort key of amounts: amounts of one currency stand together. */
 function byCurrency({ currency }, amount) {
   return `${currency} ${Number(amount).toFixed(12).padStart(40, "0")}`;
 }
@@ -73,7 +73,7 @@ function sumsOf(rows) {
   return [...sums.values()].map((sum) => ({ ...sum, label: "All" }));
 }
 
-/** What is in the sum and in none of the rows, of which only so many are shown. */
+/** Return the difference between the sum and the displayed rows, which are limited. */
 function restOf(sum, rows) {
   const rest = rows.filter(({ currency }) => currency === sum.currency).reduce((until, row) => added(until, row, -1n), sum);
   return { ...rest, label: "Others" };

@@ -1,4 +1,4 @@
-// What is looked at: the range, the filters and the request that is open, all of it in the address
+// The view: range, filters and the open request, all of it in the address
 // behind the "#", where it can be shared and reaches no server's log.
 
 export const RANGES = [
@@ -17,16 +17,16 @@ const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 180, 300, 600, 720, 900, 1800, 36
 const MAX_POINTS = 120;
 const MAX_BARS = 30;
 const TEXTS = ["tenant", "model", "compare", "by", "refused", "status", "id", "request"];
-// What a range may be seen beside, and how long before it that begins: null, right before it.
+// Ranges to compare with, and how long before they begin; null: right before the range.
 export const COMPARISONS = [
   { id: "previous", label: "the time before", shift: null },
   { id: "day", label: "a day before", shift: 86_400 },
   { id: "week", label: "a week before", shift: 604_800 },
 ];
-// Whose usage is listed; the first one if nobody chose.
+// Groupings of the usage table; the first is the default.
 export const DIMENSIONS = ["tenant", "user", "key", "model", "adapter"];
 
-/** The view that an address asks for; what is no range is the last 15 minutes. */
+/** Return the view of an address; an invalid range becomes the last 15 minutes. */
 export function readView(hash) {
   const asked = new URLSearchParams(hash.replace(/^#/, ""));
   const view = { range: DEFAULT.id, from: 0, to: 0 };

@@ -90,7 +90,7 @@ async def test_an_answer_goes_on_after_a_lost_connection(front: RunningGateway, 
     await page.keyboard.press("Enter")
     await eventually(lambda: len(front.worker.jobs) == 1)
     front.close_connections()
-    await expect(page.locator(".status")).to_contain_text("goes on when it is back")
+    await expect(page.locator(".status")).to_contain_text("continues after reconnecting")
     await expect(page.locator("#connection")).to_have_attribute("data-state", "open")
     front.worker.gate.set()
     await expect(said(page)).to_have_text("one two three four")

@@ -57,7 +57,7 @@ async def test_parameters_go_with_each_question(front: RunningGateway, page: Pag
     for label, bad, problem in (
         ("Temperature", "hot", "A number from 0 to 2."),
         ("Top p", "0", "A number above 0, up to 1."),
-        ("Most tokens", "1.5", "A whole number from 1 to"),
+        ("Max tokens per answer", "1.5", "A whole number from 1 to"),
         ("Seed", "-1", "A whole number from 0 to"),
     ):
         field = dialog.get_by_label(label)
@@ -71,7 +71,7 @@ async def test_parameters_go_with_each_question(front: RunningGateway, page: Pag
         ("System prompt", "Be brief."),
         ("Temperature", "0.3"),
         ("Top p", "0.9"),
-        ("Most tokens", "5"),
+        ("Max tokens per answer", "5"),
         ("Seed", "7"),
         ("Stop strings", "END\n###"),
     ):

@@ -176,7 +176,7 @@ async def test_redirects_to_private_networks(
 async def test_redirects_to_no_address(tmp_path: Path, server: ToolServer, location: str) -> None:
     server.answers["/w"] = reply("", 307, location=location)
     result = await outcome(tmp_path, {"url": server.url("/w")})
-    assert result.output == "The tool redirects to what is no web address."
+    assert result.output == "The tool redirects to an invalid web address."
 
 
 async def test_secrets_stay_at_their_origin(
