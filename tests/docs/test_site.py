@@ -77,7 +77,6 @@ def _small_repository(root: Path, text: str) -> Path:
     ("link", "is_valid"),
     [
         ("../README.md#a-page", True),
-        ("results", True),
         ("../lost.md", False),
         ("../README.md#lost", False),
     ],
