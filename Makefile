@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 PACKAGES := bench bus cli gateway millrace registry engine runtime scheduler schemas simulation telemetry workers
 DATA   ?= data
 
-.PHONY: setup own-environment up test test-changed test-all measure-tests lint types imports check bench engines engines-vllm test-engines test-gpu test-clients clean
+.PHONY: setup own-environment up test test-changed test-all measure-tests lint types imports check bench docs engines engines-vllm test-engines test-gpu test-clients clean
 
 setup: $(READY)
 
@@ -71,6 +71,9 @@ check: lint types imports test
 
 bench: setup  ## overhead of the whole path compared with the engine alone
 	$(BIN)/python -m benchmarks.system --only walk $(ARGS)
+
+docs: setup  ## the documents as a site, in build/site; fails for a link that leads nowhere
+	$(BIN)/python -m tools.site
 
 engines: setup  ## llama.cpp's server, built from source into .engines
 	deploy/engines/install-llamacpp $(BIN)/python

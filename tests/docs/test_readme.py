@@ -1,7 +1,8 @@
-"""What the documents say can be typed, opened and run."""
+"""Links, commands, code and figures of the documents are valid."""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import re
@@ -54,6 +55,22 @@ def test_modules_to_run_exist(document: Path) -> None:
         assert importlib.util.find_spec(module) is not None, module
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_options_of_the_benchmarks_in_the_readme_exist() -> None:
+    text = (ROOT / "README.md").read_text()
+    lines = re.findall(r"^python -m benchmarks\.peers (.+)$", text, re.MULTILINE)
+    assert len(lines) == 2
+    code = ast.parse((ROOT / "benchmarks" / "peers" / "__main__.py").read_text())
+    [run] = [one for one in code.body if isinstance(one, ast.FunctionDef) and one.name == "run"]
+    parameters = {one.arg for one in (*run.args.args, *run.args.kwonlyargs)}
+    for line in lines:
+        for option in re.findall(r"--([a-z-]+)", line):
+            assert option.replace("-", "_") in parameters
+
+
 def test_commands_of_the_readme_parse() -> None:
     lines = re.findall(r"^(millrace .+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(lines) >= 5
@@ -62,15 +79,17 @@ def test_commands_of_the_readme_parse() -> None:
         assert build_parser().parse_args(words[1:]).handler is not None
 
 
-def test_python_of_the_readme_compiles() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("name", ["README.md", "docs/first-request.md"])
+def test_python_for_newcomers_compiles(name: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
-        compile(block, "README.md", "exec")
+        compile(block, name, "exec")
 
 
-def test_the_endpoints_of_the_readme_are_those_that_are_served() -> None:
-    section = (ROOT / "README.md").read_text().split("## What is served")[1].split("\n- **")[0]
+def test_the_table_of_endpoints_matches_the_openapi_document() -> None:
+    page = (ROOT / "docs" / "endpoints.md").read_text()
+    section = page.split("## What is served")[1].split("\n## ")[0]
     told = {
         endpoint.rstrip("/") for endpoint in re.findall(r"`(?:[A-Z]+ )?(/[a-z0-9_./]*)", section)
     }
@@ -86,7 +105,7 @@ def test_the_endpoints_of_the_readme_are_those_that_are_served() -> None:
 
 
 def test_the_settings_of_an_engine_on_a_gpu_are_there() -> None:
-    section = (ROOT / "README.md").read_text().split("## On a GPU")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "gpu.md").read_text()
     cells = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
     names = re.findall(r"`(\w+)(?:: \w+)?`", "".join(cells))
     assert len(names) >= 6

@@ -87,6 +87,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ),
     ("docs/websocket.schema.json", ("tests/gateway/test_openapi.py",)),
     ("docs/bench-report.schema.json", ("tests/cli/bench/test_bench.py",)),
+    ("docs/first-request.md", ("tests/e2e/api/test_examples.py",)),
     ("docs/agents.md", ("tests/clients/agents_page.py",)),
     ("docs/tables.md", ("tests/telemetry/queries/test_analytics_page.py",)),
     (
@@ -103,9 +104,10 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("deploy/nats/*", ("tests/bus/nats/*", "tests/deploy/*")),
     ("deploy/*", ("tests/deploy/*",)),
     ("docker-compose.yml", ("tests/deploy/*",)),
-    ("README.md", ("tests/deploy/test_wheel.py", "tests/tools/demo/test_faq.py")),
+    ("README.md", ("tests/deploy/test_wheel.py", "tests/e2e/api/test_examples.py")),
     ("*.md", ()),
     ("LICENSE", ()),
+    ("zensical.toml", ()),
     ("Makefile", ("tests/suite/test_setup.py",)),
     (".*", ()),
 )

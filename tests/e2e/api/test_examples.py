@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from playwright.async_api import expect
 
 from tests.support.chromium import chromium
+from tests.support.repository import ROOT
 from tests.support.system import System
 
 pytestmark = pytest.mark.e2e
@@ -38,3 +40,16 @@ def test_a_stream_is_read_to_its_end(system: System) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert "first token" in finished.stdout.lower()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/first-request.md"])
+def test_the_first_client_prints_an_answer(system: System, page: str) -> None:
+    block = re.search(r"```python\n(from openai .*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert block is not None
+    assert "http://127.0.0.1:8000" in block[1]
+    program = block[1].replace("http://127.0.0.1:8000", system.http)
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60.0, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "lease" in finished.stdout.lower() or "worker" in finished.stdout.lower()

@@ -31,8 +31,8 @@ class Feature(NamedTuple):
 
 
 FEATURES = (
-    Feature("README.md", r"\*\*Resume\.\*\*", r"`Last-Event-ID`"),
-    Feature("README.md", r"\*\*Idempotency-Key\.\*\*", r"`Idempotency-Key`"),
+    Feature("docs/endpoints.md", r"\*\*Resume\.\*\*", r"`Last-Event-ID`"),
+    Feature("docs/endpoints.md", r"\*\*Idempotency-Key\.\*\*", r"`Idempotency-Key`"),
     Feature("docs/autoscaling.md", r"--autoscale 1:4", r"`millrace up --autoscale MIN:MAX`"),
     Feature("docs/autoscaling.md", r"KEDA", r"KEDA"),
     Feature("docs/autoscaling.md", r"deploy/kubernetes|[Kk]ubernetes", r"`deploy/kubernetes`"),
@@ -69,14 +69,14 @@ FEATURES = (
     Feature("docs/security.md", r"# Security", r"`docs/security\.md`"),
     Feature("docs/connections.md", r"TLS", r"TLS"),
     Feature("docs/simulate.md", r"millrace simulate", r"`millrace simulate --trace"),
-    Feature("README.md", r"millrace bench", r"`millrace bench"),
-    Feature("README.md", r"millrace top", r"`millrace top`"),
-    Feature("README.md", r"millrace migrate", r"`millrace migrate`"),
-    Feature("README.md", r"storage_full|On a full disk", r"`storage_full`"),
-    Feature("README.md", r"response_format", r"`response_format`"),
-    Feature("README.md", r"/static/millrace\.js", r"`/static/millrace\.js`"),
-    Feature("README.md", r"kv_cache_dtype: fp8", r"`kv_cache_dtype: fp8`"),
-    Feature("README.md", r"--tensor-parallel 2", r"`millrace up .*--tensor-parallel 2`"),
+    Feature("docs/cli.md", r"millrace bench", r"`millrace bench"),
+    Feature("docs/cli.md", r"millrace top", r"`millrace top`"),
+    Feature("docs/cli.md", r"millrace migrate", r"`millrace migrate`"),
+    Feature("docs/endpoints.md", r"storage_full|On a full disk", r"`storage_full`"),
+    Feature("docs/structured-output.md", r"response_format", r"`response_format`"),
+    Feature("docs/first-request.md", r"/static/millrace\.js", r"`/static/millrace\.js`"),
+    Feature("docs/gpu.md", r"kv_cache_dtype: fp8", r"`kv_cache_dtype: fp8`"),
+    Feature("docs/cli.md", r"--tensor-parallel 2", r"`millrace up .*--tensor-parallel 2`"),
     Feature("docs/parallelism.md", r"--pipeline-parallel 2", r"`--pipeline-parallel 2`"),
     Feature("docs/speculation.md", r"--speculation ngram", r"`millrace up --speculation ngram`"),
     Feature("docs/speculation.md", r"--speculation eagle3=", r"`eagle3=PATH`"),
@@ -93,7 +93,7 @@ FEATURES = (
 
 # What does not exist, by the pair that says so and the words of the documents that do.
 ABSENT = (
-    ("gpu_support", "README.md", r"No GPU was at hand for this version"),
+    ("gpu_support", "docs/gpu.md", r"No GPU was at hand for this version"),
     ("multi_gpu", "docs/parallelism.md", r"This has not run on GPUs"),
 )
 

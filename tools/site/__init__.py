@@ -1,0 +1,1 @@
+"""Documentation site: staged from the repository's pages, built by Zensical."""
