@@ -1,4 +1,4 @@
-"""What a step takes, in formulas: those of docs/parallelism.md."""
+"""What a step takes, in formulas: those of docs/parallel-steps.md."""
 
 from __future__ import annotations
 
