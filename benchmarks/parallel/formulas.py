@@ -1,4 +1,4 @@
-"""Formulas of a step's time, from docs/parallelism.md."""
+"""Formulas of a step's time, from docs/parallel-steps.md."""
 
 from __future__ import annotations
 

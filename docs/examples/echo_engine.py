@@ -1,9 +1,9 @@
-"""An engine of your own: it answers with the prompt's tokens, over and over.
+"""Example of a custom engine that repeats the prompt's tokens.
 
     millrace up --engine custom --engine-command docs/examples/echo_engine.py:EchoEngine
 
-What it has to promise is in ``workers.engine_like.EngineLike``; a real one calls its model where
-this one looks a token up.
+``workers.engine_like.EngineLike`` documents the required methods. A real engine calls its model
+in ``_next_token``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _US_PER_S = 1e6
 
 
 class EchoEngine(EngineLike):
-    """Steps all requests together, one token each. Owns the task that steps, until ``close``."""
+    """Engine that computes one token per request and step, in a task that ``close`` ends."""
 
     promises = EnginePromises(
         continues_sampling=True,
@@ -42,7 +42,7 @@ class EchoEngine(EngineLike):
 
     @classmethod
     async def start(cls, model: ServedModel, config: EngineConfig, clock: Clock) -> EchoEngine:
-        """Ready at once: there are no weights to load."""
+        """Return an engine that is ready at once, because it loads no weights."""
         return cls(model, config.max_num_sequences or 64, clock)
 
     def __init__(self, model: ServedModel, max_num_sequences: int, clock: Clock) -> None:
@@ -58,7 +58,7 @@ class EchoEngine(EngineLike):
 
     @property
     def stats(self) -> EngineStats:
-        """As of the last step."""
+        """Statistics of the last step."""
         left = [most - len(made) for _, made, most in self._requests.values()]
         return EngineStats(
             max_num_sequences=self._max_num_sequences,
@@ -72,7 +72,7 @@ class EchoEngine(EngineLike):
         )
 
     def add(self, request: EngineRequest) -> None:
-        """Answered from the next step on; in place of one of the same id."""
+        """Add a request for the next step. It replaces a request of the same id."""
         self._drop(request.request_id)
         self._work.set()
         try:
@@ -94,13 +94,13 @@ class EchoEngine(EngineLike):
         self._requests[request.request_id] = (request, made, most - len(request.prompt_token_ids))
 
     def cancel(self, request_id: str) -> None:
-        """Nothing more comes of it but what it took."""
+        """Drop a request and report its device time."""
         self._answers = [one for one in self._answers if one.request_id != request_id]
-        last_word = DeviceTime(request_id, 0, self._drop(request_id), over=True)
-        asyncio.get_running_loop().call_soon(lambda: self.on_device_times([last_word]))
+        final_time = DeviceTime(request_id, 0, self._drop(request_id), over=True)
+        asyncio.get_running_loop().call_soon(lambda: self.on_device_times([final_time]))
 
     async def wait_closed(self) -> str:
-        """Returns when the stepping is over."""
+        """Wait for the step task to end, and return the reason."""
         await asyncio.wait((self._stepping,))
         return "the echo engine was closed"
 
@@ -146,6 +146,6 @@ class EchoEngine(EngineLike):
         return random.Random(f"{sampling.seed}:{index}").choice(prompt)
 
     def _drop(self, request_id: str) -> float:
-        """Forget a request; what it took, in us."""
+        """Remove a request and return its device time in us."""
         self._requests.pop(request_id, None)
         return self._taken_s.pop(request_id, 0.0) * _US_PER_S

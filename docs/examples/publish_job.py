@@ -1,11 +1,10 @@
-"""A service that publishes a job in JSON with nothing but nats-py, and follows its stream.
+"""Service that publishes a JSON job and reads its stream. It needs only nats-py.
 
 python docs/examples/publish_job.py data/run/nats.env "What is a lease?" [REQUEST_ID]
 
-The first argument is a file with the lines NATS_URL=…, NATS_USER=… and NATS_PASSWORD=…: `millrace
-up` writes one that only its own user may read. On a server with users of its own
-(docs/nats-accounts.md) the user is service-example. A request id that was used before gets the
-answer of that request. Ctrl-C cancels the job.
+The first argument is a file with NATS_URL=…, NATS_USER=… and NATS_PASSWORD=…, as `millrace up`
+writes it. On a server with users (docs/nats-accounts.md) the user is service-example. A repeated
+request id gets the first request's answer. Ctrl-C cancels the job.
 """
 
 import asyncio
@@ -22,13 +21,13 @@ from nats.aio.msg import Msg
 
 TENANT = "example"
 ENDS = ("done", "cancelled", "expired", "shed", "failed")
-# After this long without a frame the result is looked up: a lost connection loses frames.
+# Read the stored result after this time without a frame: a lost connection loses frames.
 QUIET_S = 5.0
 
 
 async def ask(access: dict[str, str], question: str, request_id: str) -> str:
-    """The answer's text, printed as it comes. Raises RuntimeError if there is none."""
-    # Many libraries do not read a user and password in the URL, so they stand apart.
+    """Print the answer as it arrives and return its text. Raises RuntimeError if there is none."""
+    # Many libraries ignore a user and password in the URL.
     connection = await nats.connect(
         access["NATS_URL"],
         user=access["NATS_USER"],
@@ -47,11 +46,11 @@ async def ask(access: dict[str, str], question: str, request_id: str) -> str:
         "model": "demo",
         "messages": [{"role": "user", "content": question}],
         "temperature": 0,
-        # The tenant's name, alone or followed by a slash and a name: frames go nowhere else.
+        # The tenant's name, optionally with a slash and a listener's name.
         "reply": TENANT,
         "store_result": True,
     }
-    # The acknowledgement says that the job is stored: from here on it will be answered.
+    # The acknowledgement means that the job is stored and will be answered.
     stored = await connection.jetstream().publish(
         f"jobs.demo.free.{TENANT}",
         json.dumps(job).encode(),
@@ -70,7 +69,7 @@ async def ask(access: dict[str, str], question: str, request_id: str) -> str:
 
 
 async def read(connection: Client, frames: asyncio.Queue[dict[str, Any]], request_id: str) -> str:
-    """The text of an answer, from its frames, or from its stored result if frames are missing."""
+    """Return an answer's text from frames, or from the stored result if frames are missing."""
     text, num_tokens = "", 0
     while True:
         try:
@@ -79,7 +78,7 @@ async def read(connection: Client, frames: asyncio.Queue[dict[str, Any]], reques
             frame = {"type": "nothing"}
         index = frame.get("index", 0)
         if frame["type"] == "delta" and index <= num_tokens < index + len(frame["token_ids"]):
-            # Frames may come twice: the text of tokens that are here already is left out.
+            # Frames may repeat: skip the text of known tokens.
             had = num_tokens - index
             ends = frame.get("text_ends") or [len(frame.get("text", ""))]
             new = frame.get("text", "")[ends[had - 1] if had else 0 :]
@@ -102,8 +101,10 @@ async def read(connection: Client, frames: asyncio.Queue[dict[str, Any]], reques
 
 
 async def find_result(connection: Client, request_id: str) -> dict[str, Any] | None:
-    """The result of a request, which ``store_result`` keeps for a day after its end; None while it
-    may still come. Raises RuntimeError if there is none."""
+    """Return the stored result, which ``store_result`` keeps for a day, or None while it may come.
+
+    Raises RuntimeError if there is none.
+    """
     answer = await connection.request(f"ctl.result.{TENANT}.{request_id}", b"", timeout=5.0)
     found: dict[str, Any] = json.loads(answer.data)
     if "error" not in found:
@@ -114,7 +115,7 @@ async def find_result(connection: Client, request_id: str) -> dict[str, Any] | N
 
 
 def access_in(file: str) -> dict[str, str]:
-    """The variables in a file such as nats.env."""
+    """Read the variables of a file such as nats.env."""
     lines = shlex.split(Path(file).read_text(encoding="utf-8"), comments=True)
     return dict(line.split("=", 1) for line in lines)
 

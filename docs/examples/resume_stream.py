@@ -1,4 +1,4 @@
-"""An answer over SSE that outlives its gateway, with nothing but the standard library.
+"""SSE stream that survives its gateway, with the standard library alone.
 
 python docs/examples/resume_stream.py http://127.0.0.1:8000 "What happens when a gateway dies?"
 """
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 
 
 def answer(url: str, question: str, **options: object) -> Iterator[str]:
-    """The pieces of the answer's text as they come, each once."""
+    """Yield each piece of the answer's text once."""
     message = {"role": "user", "content": question}
     body = {"model": "demo", "messages": [message], "stream": True, **options}
-    # The key makes it harmless to send the request again before anything was heard of it.
+    # The key makes it safe to send the request again.
     headers = {"Content-Type": "application/json", "Idempotency-Key": uuid.uuid4().hex}
     while True:
         try:
@@ -25,13 +25,13 @@ def answer(url: str, question: str, **options: object) -> Iterator[str]:
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError) and error.code != 503:
                 raise
-            time.sleep(0.2)  # then another gateway; an application would give up at some time
+            time.sleep(0.2)  # then another gateway; an application would limit the retries
         else:
             return
 
 
 def _until_lost(url: str, body: bytes, headers: dict[str, str]) -> Iterator[str]:
-    """Notes in ``headers`` where it is. Raises OSError if the stream breaks off."""
+    """Yield text and keep the position in ``headers``. Raises OSError if the stream breaks off."""
     request = urllib.request.Request(url, body, headers)  # noqa: S310 (the user's own address)
     event_id, pieces = "", list[str]()
     with urllib.request.urlopen(request, timeout=30) as events:  # noqa: S310
@@ -49,7 +49,7 @@ def _until_lost(url: str, body: bytes, headers: dict[str, str]) -> Iterator[str]
                     raise (ConnectionError if is_passing else RuntimeError)(chunk["error"])
                 pieces += [choice["delta"].get("content") or "" for choice in chunk["choices"]]
             elif not field and event_id:
-                # The event is complete: what came up to here will not come again.
+                # The event is complete: a resume starts after it.
                 yield from pieces
                 headers["Last-Event-ID"] = event_id
                 event_id, pieces = "", []

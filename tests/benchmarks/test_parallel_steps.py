@@ -22,7 +22,7 @@ from benchmarks.parallel.steps import FILE, Results, results, tables
 from benchmarks.support.command import RESULTS
 from tests.support.repository import ROOT
 
-PAGE = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "parallel-steps.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ RULES: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("docs/agents.md", ("tests/clients/agents_page.py",)),
     ("docs/tables.md", ("tests/telemetry/queries/test_analytics_page.py",)),
     (
-        "docs/analytics.md",
+        "docs/analytics*.md",
         (
             "tests/telemetry/queries/*_page.py",
             "tests/telemetry/http/tools/test_python_tools.py",

@@ -330,6 +330,6 @@ async def test_system_tables_that_drivers_ask_for(client: httpx.AsyncClient) -> 
 
 
 def test_the_docs_list_the_ignored_settings() -> None:
-    page = (ROOT / "docs" / "analytics.md").read_text()
+    page = (ROOT / "docs" / "analytics-tools.md").read_text()
     for name in IGNORED_SETTINGS:
         assert f"`{name}…`" in page if name.endswith("_") else f"`{name}`" in page, name

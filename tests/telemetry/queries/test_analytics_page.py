@@ -1,4 +1,4 @@
-"""docs/analytics.md says what is so."""
+"""Facts and statements in docs/analytics.md and docs/analytics-tools.md hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from tests.telemetry.answered import rows_of
 from tests.telemetry.books import FIRST_S, REQUEST_ROWS, fill
 from tests.telemetry.records import refusal_record, request_record
 
-PAGE = (ROOT / "docs" / "analytics.md").read_text(encoding="utf-8")
+PAGE = "\n".join(
+    (ROOT / "docs" / name).read_text(encoding="utf-8")
+    for name in ("analytics.md", "analytics-tools.md")
+)
 _INTERNAL = {"outbox_ledger", "schema_migrations"}
 
 

@@ -24,7 +24,7 @@ from tests.support.repository import ROOT
 from tests.telemetry.books import FIRST_S, fill
 
 _HERE = Path(__file__).parent
-_PAGE = (ROOT / "docs" / "analytics.md").read_text(encoding="utf-8")
+_PAGE = (ROOT / "docs" / "analytics-tools.md").read_text(encoding="utf-8")
 _TIMEOUT_S = 180.0
 _CONNECT = ("clickhouse-connect==1.12.0", "pandas==3.1.1", "pyarrow==26.0.1")
 _PACKAGES: dict[str, tuple[str, ...]] = {
