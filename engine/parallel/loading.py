@@ -225,10 +225,9 @@ class CpuGroup:
 
 def _rank_shape(config: ModelConfig, engine: ResolvedEngineConfig) -> RankShape:
     """Return a shape with room for a step's rows and their block tables."""
-    bounds = engine.bounds(config.context_window_tokens)
-    most_rows = _ROWS_AHEAD * (bounds.num_tokens + bounds.num_sequences)
+    most_rows = _most_rows(config, engine)
     row_bytes = _FLOAT_BYTES * max(config.hidden_size, config.vocab_size // engine.tensor_parallel)
-    table_bytes = 4 * bounds.num_blocks
+    table_bytes = 4 * engine.bounds(config.context_window_tokens).num_blocks
     message_bytes = most_rows * (row_bytes + table_bytes + 64)
     return RankShape(engine.tensor_parallel, message_bytes, most_rows * row_bytes)
 
@@ -241,10 +240,14 @@ def _link_shapes(
     if num_stages == 1:
         return []
     row_bytes = _FLOAT_BYTES * (config.vocab_size // size + 16 + config.hidden_size)
-    bounds = engine.bounds(config.context_window_tokens)
-    most_rows = _ROWS_AHEAD * (bounds.num_tokens + bounds.num_sequences)
-    back = LinkShape(size, 1, num_stages, most_rows * row_bytes)
+    back = LinkShape(size, 1, num_stages, _most_rows(config, engine) * row_bytes)
     return [LinkShape(1, size, num_stages, message_bytes)] * (num_stages - 1) + [back]
+
+
+def _most_rows(config: ModelConfig, engine: ResolvedEngineConfig) -> int:
+    """Return how many rows may wait between ranks."""
+    bounds = engine.bounds(config.context_window_tokens)
+    return _ROWS_AHEAD * (bounds.num_tokens + bounds.num_sequences)
 
 
 class DeviceGroup:
