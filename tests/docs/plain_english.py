@@ -85,7 +85,12 @@ def docstrings(name: str) -> Iterator[Finding]:
 def hard_openings(name: str) -> tuple[list[Finding], int]:
     """Find docstrings of a Python file with a hard opening; also return how many it has in all."""
     found = list(docstrings(name))
-    return [one for one in found if _first_word(one.text) in OPENINGS], len(found)
+    return [one for one in found if is_hard_opening(one.text)], len(found)
+
+
+def is_hard_opening(text: str) -> bool:
+    """Return whether a docstring's first word is neither a verb nor a noun."""
+    return _first_word(text) in OPENINGS
 
 
 def paraphrases(name: str) -> list[Finding]:
@@ -103,21 +108,35 @@ def _first_word(text: str) -> str:
     return found[0].lower() if found else ""
 
 
+class Counted(NamedTuple):
+    """Findings of some files, and the number of their docstrings."""
+
+    openings: list[Finding]
+    num_docstrings: int
+    paraphrases: list[Finding]
+
+
+def count(paths: list[str]) -> Counted:
+    """Check the tracked files below ``paths``, or all files if it is empty."""
+    openings: list[Finding] = []
+    lines: list[Finding] = []
+    num_docstrings = 0
+    for name in files(paths):
+        if Path(name).suffix == ".py":
+            found, number = hard_openings(name)
+            openings += found
+            num_docstrings += number
+        lines += paraphrases(name)
+    return Counted(openings, num_docstrings, lines)
+
+
 def main() -> None:
     """Print the counts, and with ``--list`` each finding."""
     parser = argparse.ArgumentParser(prog="python -m tests.docs.plain_english")
     parser.add_argument("paths", nargs="*", help="files or folders; all by default")
     parser.add_argument("--list", action="store_true", help="print each finding")
     arguments = parser.parse_args()
-    openings: list[Finding] = []
-    lines: list[Finding] = []
-    num_docstrings = 0
-    for name in files(arguments.paths):
-        if Path(name).suffix == ".py":
-            found, number = hard_openings(name)
-            openings += found
-            num_docstrings += number
-        lines += paraphrases(name)
+    openings, num_docstrings, lines = count(arguments.paths)
     if arguments.list:
         sys.stdout.writelines(f"{one}\n" for one in (*openings, *lines))
     share = 100 * len(openings) / max(1, num_docstrings)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from playwright.async_api import expect
 
 from tests.support.chromium import chromium
+from tests.support.engine.checkpoints_made import write_checkpoint
 from tests.support.repository import ROOT
 from tests.support.system import System
 
@@ -53,3 +56,31 @@ def test_the_first_client_prints_an_answer(system: System, page: str) -> None:
     )
     assert finished.returncode == 0, finished.stderr
     assert "lease" in finished.stdout.lower() or "worker" in finished.stdout.lower()
+
+
+def test_the_commands_of_the_readme_work_in_their_order(tmp_path: Path) -> None:
+    """The README's `millrace` commands, on a system of their own because the last ends it."""
+    lines = re.findall(r"^millrace (.+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    commands = [shlex.split(line, comments=True) for line in lines]
+    values = {"NAME": "tiny", "PATH": str(write_checkpoint(tmp_path / "tiny"))}
+    system = System(tmp_path / "data", ("--port", "0")).start()
+    printed = {}
+    try:
+        for words in commands:
+            arguments = [values.get(word, word) for word in words]
+            finished = subprocess.run(
+                [sys.executable, "-m", "millrace", *arguments, "--data", str(system.data)],
+                capture_output=True,
+                text=True,
+                timeout=60.0,
+                check=False,
+            )
+            assert finished.returncode == 0, (words, finished.stdout, finished.stderr)
+            printed[words[0]] = finished.stdout
+        assert list(printed) == ["status", "publish", "models", "keys", "sql", "down"]
+        assert "demo" in printed["status"]
+        assert "key" in printed["publish"].lower()
+        assert printed["keys"].startswith("mr-")
+        assert "demo" in printed["sql"]
+    finally:
+        assert system.stop() == 0
