@@ -109,7 +109,7 @@ class GuardedSystem:
     def forbidden(self) -> list[str]:
         """What the server forbade to any part."""
         lines = [line for file in self._directory.glob("*.log") for line in file.open()]
-        return [line for line in lines if "forbids this process" in line]
+        return [line for line in lines if "forbids a subject to this process" in line]
 
     def kill(self, name: str) -> None:
         process = self._processes.pop(name)

@@ -52,7 +52,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
         ({"model": Path("no/such")}, ModelNotFoundError, "does not exist"),
         ({"model": "/tmp"}, CheckpointError, "has no config.json"),
         ({"quantization": "int3"}, ConfigError, "quantization is 'int3'; choose"),
-        ({"tensor_parallel": 0}, ConfigError, "over 0 devices"),
+        ({"tensor_parallel": 0}, ConfigError, "needs at least 1 device"),
         ({"colour": "red"}, ConfigError, "There is no setting colour"),
         ({"num_blocks": "many"}, ConfigError, "num_blocks"),
         ({"device": "abacus"}, ConfigError, "abacus"),

@@ -169,7 +169,7 @@ def test_a_hub_model_is_fetched_by_revision(
     [
         (errors.LocalEntryNotFoundError("no network"), "check the network"),
         (ConnectionError("refused"), "check the network"),
-        (errors.HFValidationError("bad"), "no hub id"),
+        (errors.HFValidationError("bad"), "not a hub id"),
     ],
 )
 def test_the_hub_s_refusals_are_typed(

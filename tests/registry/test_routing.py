@@ -240,7 +240,7 @@ def test_routes_are_read_and_written(tmp_path: Path) -> None:
         ("{auto: {small: a, large: b, tiers: {gold: small}}}", ["route auto", "gold"]),
         ("{auto: {small: a, large: b, tiers: {free: large}}}", ["tier free", "model b"]),
         ("{auto: {small: a, large: b, colour: red}}", ["route auto", "`colour`"]),
-        ("{a: {small: a, large: b}}", ["route a", "no model's"]),
+        ("{a: {small: a, large: b}}", ["route a", "not a model's name"]),
         ("{'x y': {small: a, large: b}}", ["route x y", "without spaces"]),
     ],
 )

@@ -249,7 +249,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dynamic": (
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-        "field rope_scaling must be of another kind",
+        "field rope_scaling must be of a kind other than",
     ),
 }
 

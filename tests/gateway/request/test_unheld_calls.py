@@ -23,7 +23,7 @@ UNHELD = [kind for kind in EngineKind if not can_hold_calls(kind)]
 NOT_ENFORCED = {
     "code": "strict_not_enforced",
     "param": "tools",
-    "detail": "the openai engine of this model takes no grammar of calls",
+    "detail": "the openai engine of this model does not support grammars for calls",
 }
 VIOLATED = {
     "code": "strict_violated",

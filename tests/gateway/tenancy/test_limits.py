@@ -122,7 +122,7 @@ async def test_a_budget_is_held_and_then_spent(bench: LimitBench) -> None:
     await bench.tenant("acme", monthly_budget=Decimal("1.00"))
     caller = await bench.caller("acme")
     await reserve(bench.limiter, caller, "r1", cost="0.6")
-    with pytest.raises(InsufficientQuotaError, match="set aside for requests that run") as held:
+    with pytest.raises(InsufficientQuotaError, match="reserved for running requests") as held:
         await reserve(bench.limiter, caller, "r2", cost="0.6")
     assert held.value.retry_after_s == 1.0
     await bench.limiter.settle("r1", used(10, 10), Decimal("0.400000001"))

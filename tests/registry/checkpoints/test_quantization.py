@@ -266,7 +266,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (compressed(INT8, "int-quantized", TOKEN | {"symmetric": False}), ["activations.symmetric"]),
     (compressed(INT8, "int-quantized", TOKEN | {"dynamic": False}), ["activations.strategy"]),
     (compressed(INT8, "int-quantized", TOKEN | {"dynamic": "local"}), ["activations.dynamic"]),
-    (compressed(FLOAT8, "float-quantized", FLOAT8_GROUP), ["group_size", "of the weights"]),
+    (compressed(FLOAT8, "float-quantized", FLOAT8_GROUP), ["group_size", "the weights'"]),
     (AWQ | {"version": "gemv"}, ["quantization_config.version", "gemm", "gemv"]),
     (AWQ | {"bits": 3}, ["bits", "4"]),
     (AWQ | {"zero_point": False}, ["zero_point"]),

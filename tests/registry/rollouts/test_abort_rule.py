@@ -65,7 +65,7 @@ def test_a_breach_is_told_in_words(
         ("error_rate<1", "must be conditions such as"),
         ("error_rate>0.1 and ttft_p95>1s", "must be conditions such as"),
         ("or", "must be conditions such as"),
-        ("speed>1x", "no metric 'speed'; there are error_rate, ttft_p50"),
+        ("speed>1x", "no metric 'speed'; use one of error_rate, ttft_p50"),
         ("ttft_p95>3", "ttft_p95 is compared with a time"),
         ("error_rate>3ms", "error_rate is compared with a share"),
         ("error_rate>1.5", "an error_rate is at most 1"),

@@ -173,7 +173,7 @@ def test_the_forms_that_arguments_may_have() -> None:
         (PYTHONIC, {"a b": {}}, "nothing but letters, digits, _ and -"),
         (PYTHONIC, {"a": False}, "'required' of parameters.properties.a of the strict tool f"),
         (QWEN, {"a": {"not": {"const": "y"}}}, "'not' of parameters.properties.a of the strict"),
-        (QWEN, {"a": {"type": "string", "format": "haiku"}}, "'haiku' is not known"),
+        (QWEN, {"a": {"type": "string", "format": "haiku"}}, "'haiku' is not supported"),
         (QWEN, {"a": {"type": "string", "format": "uri"}}, "'uri' is not supported between tags"),
         (GLM, {"a": {"type": "string", "pattern": "^a|b$"}}, "'^a|b$' has a boundary within it"),
     ],

@@ -241,7 +241,7 @@ def test_a_setting_that_it_does_not_have_is_refused_by_name(
     config = EngineConfig(kind=kind, **{name: value})  # type: ignore[arg-type]
     address = ServerAddress(tmp_path, 4711, "secret")
     dialect: type[Dialect] = VllmDialect if kind is VLLM else OpenAiDialect
-    with pytest.raises(ConfigError, match=rf"worker\.engine\.{name} "):
+    with pytest.raises(ConfigError, match=rf"worker\.engine\.{name}\b"):
         dialect(model, config, owned=True).command(Path("/bin/server"), address)
 
 
@@ -279,11 +279,11 @@ _REFUSED = (
     _Refused(TGI, {"window": 64}, {}, ConfigError, "context window is 64 tokens"),
     _Refused(TGI, {"info": {"max_input_tokens": 99}}, {}, ConfigError, "window is 100 tokens"),
     _Refused(TGI, {"api_key": "o"}, {"api_key": "k"}, EngineFailedError, "status 401"),
-    _Refused(TGI, {"tokenizer": _OtherTokenizer()}, {}, ConfigError, "it has another model"),
+    _Refused(TGI, {"tokenizer": _OtherTokenizer()}, {}, ConfigError, "it serves another model"),
     _Refused(TRTLLM, {"version": "0.20.0"}, {}, ConfigError, r"1\.0 or newer is required"),
     _Refused(TRTLLM, {"version": None}, {}, EngineFailedError, "does not report its version"),
     _Refused(TRTLLM, {}, {"served_name": "llama"}, ConfigError, "no model 'llama'"),
-    _Refused(TRTLLM, {"tokenizer": _OtherTokenizer()}, {}, ConfigError, "it has another model"),
+    _Refused(TRTLLM, {"tokenizer": _OtherTokenizer()}, {}, ConfigError, "it serves another model"),
 )
 
 
