@@ -47,7 +47,7 @@ async def test_files_go_with_a_question(front: RunningGateway, page: Page) -> No
         ("a.png", b"\x89PNG\r\n\x1a\n\xff", "a.png is not text"),
         ("b.bin", b"a\0b", "b.bin is a binary file"),
         ("c.txt", b" ", "c.txt is empty"),
-        ("d.txt", b"x" * 3_000, "d.txt is too long with what is attached already: 3,321 tokens"),
+        ("d.txt", b"x" * 3_000, "d.txt is too long with the files already attached: 3,321 tokens"),
         ("e.txt", b"x" * 1_000_001, "e.txt is too large"),
     ):
         await files.set_input_files({"name": name, "mimeType": "", "buffer": data})
