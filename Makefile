@@ -10,7 +10,7 @@ DATA   ?= data
 
 setup: $(READY)
 
-# The programs of a copied environment start the Python of its original checkout.
+# Programs in a copied environment start the Python of the original checkout.
 own-environment:
 	@if [ -e $(BIN)/millrace ] && ! head -n 2 $(BIN)/millrace | grep -qF '$(CURDIR)/$(BIN)/'; then \
 	  echo "$(CURDIR)/$(VENV) was made for another checkout and would run that checkout's code." >&2; \
@@ -24,17 +24,17 @@ $(READY): pyproject.toml constraints.txt | own-environment
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[embedded,rdma,dev]'
 	$(BIN)/python -m millrace.engine.kernels.build
-# Without this, each of the first processes would compile the same modules.
+# Otherwise each of the first processes compiles the same modules.
 	$(BIN)/python -m compileall -q -j 0 $(PACKAGES) benchmarks
 	@touch $(READY)
 
 up: setup  ## run everything on this machine, e.g. make up ARGS="--port 9000 --workers 2"
 	$(BIN)/millrace up --data $(DATA) $(ARGS)
 
-# Many tests wait more than they compute, so one process more than there are cores is no loss.
+# Tests often wait, so one process more than there are cores uses the CPUs fully.
 PROCESSES ?= $(shell nproc | awk '{ print ($$1 < 3) ? $$1 + 1 : 4 }')
 
-# Slow tests of a run: all, none, or those of the change plus a tenth of the others.
+# Slow tests to run: all, none, or some (tests affected by the change and a tenth of the others).
 SLOW ?= some
 # The commit since which files count as changed; empty: see `python -m tests.runner --help`.
 BASE ?=
@@ -48,13 +48,13 @@ else
 	$(PYTEST) --slow $(SLOW) $(SINCE)
 endif
 
-test-changed: setup  ## the fast tests that a change can affect; ARGS=--explain says why
+test-changed: setup  ## the fast tests affected by a change; ARGS=--explain gives the reasons
 	$(BIN)/python -m tests.runner $(SINCE) $(ARGS) -- --numprocesses $(PROCESSES)
 
 test-all: setup  ## every test
 	$(PYTEST) --slow all
 
-measure-tests: setup  ## every test, and what each file took into tests/runner/measured.json
+measure-tests: setup  ## every test; write the CPU time of each test file to tests/runner/measured.json
 	$(PYTEST) --slow all --cpu-times --save-measured
 
 lint: setup
@@ -72,7 +72,7 @@ check: lint types imports test
 bench: setup  ## overhead of the whole path compared with the engine alone
 	$(BIN)/python -m benchmarks.system --only walk $(ARGS)
 
-docs: setup  ## the documents as a site, in build/site; fails for a link that leads nowhere
+docs: setup  ## documentation site in build/site; fails for broken links
 	$(BIN)/python -m tools.site
 
 engines: setup  ## llama.cpp's server, built from source into .engines
@@ -84,10 +84,10 @@ test-engines: setup  ## the tests of third-party engines that are installed
 test-gpu: setup  ## the tests that need a CUDA device
 	TEST_GPU=1 $(BIN)/pytest -m gpu tests/gpu $(ARGS)
 
-test-clients: setup  ## third-party clients against a started system; ARGS selects some
+test-clients: setup  ## tests of third-party clients with a running system; ARGS selects clients
 	$(BIN)/python -m tests.clients.run $(ARGS)
 
-engines-vllm:  ## vLLM for processors, in an environment of its own under .engines
+engines-vllm:  ## vLLM for CPUs, in a separate environment under .engines
 	deploy/engines/install-vllm $(PYTHON)
 
 clean:

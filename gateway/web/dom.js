@@ -1,10 +1,13 @@
-// Elements in one line. Strings become text nodes, never markup.
+// Creation of elements in one call. Strings become text nodes, never markup.
 
 export const byId = (id) => document.getElementById(id);
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** An element with properties and children; `class`, `data-…`, `aria-…` and `role` are attributes. */
+/**
+ * Return an element with properties and children. `class`, `data-…`, `aria-…` and `role` become
+ * attributes.
+ */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -21,7 +24,7 @@ export function button(label, action, properties = {}) {
   return made;
 }
 
-/** A line drawing on a field of 16 by 16. */
+/** Return a line drawing of 16 by 16 units. */
 export function icon(path) {
   const drawing = document.createElementNS(SVG, "svg");
   drawing.setAttribute("viewBox", "0 0 16 16");
@@ -33,7 +36,7 @@ export function icon(path) {
   return drawing;
 }
 
-/** Put text on the clipboard and say so on the button for a moment. */
+/** Copy text to the clipboard and confirm it on the button for a moment. */
 export async function copyText(text, pressed) {
   const label = pressed.textContent;
   pressed.textContent = (await wasCopied(text)) ? "Copied" : "Not allowed";
@@ -44,7 +47,7 @@ async function wasCopied(text) {
   if (navigator.clipboard) {
     return navigator.clipboard.writeText(text).then(() => true, () => false);
   }
-  // Over plain HTTP there is no clipboard API; the old command still works there.
+  // Plain HTTP has no clipboard API; the old command still works there.
   const field = make("textarea", { value: text, class: "spoken", readOnly: true });
   document.body.append(field);
   field.select();

@@ -4,19 +4,19 @@
 const MOST_ASKED = 5;
 const MOST_CHOICES = 128;
 
-/** Sixteen random bytes, in hexadecimal digits. */
+/** Return sixteen random bytes as hexadecimal digits. */
 export function randomId() {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-/** A refusal or a failure, with the gateway's stable code. */
+/** Refusal or failure, with the gateway's stable code. */
 export class MillraceError extends Error {
   /**
-   * @param {string} code Stable; "closed", "connection_lost" and "protocol_error" are the client's own.
+   * @param {string} code Stable code. The client adds "closed", "connection_lost" and "protocol_error".
    * @param {string} message
    * @param {{retryAfterS?: number, param?: string, requestId?: string}} [detail] `retryAfterS` is
-   *   there if trying again may help, `param` names the field at fault.
+   *   set if a retry may help, `param` names the invalid field.
    */
   constructor(code, message, { retryAfterS, param, requestId } = {}) {
     super(message);
@@ -29,14 +29,14 @@ export class MillraceError extends Error {
 }
 
 /**
- * Called as things come; each is also an event of the iterator. `onEvent` gets them all, among them
- * `interrupted` and `resumed`, which the client itself adds.
+ * Callbacks for events, which the iterator returns, too. `onEvent` gets all events, including
+ * `interrupted` and `resumed`, which the client adds.
  * @typedef {object} Listeners
  * @property {(event: object) => void} [onEvent]
  * @property {(text: string, event: object) => void} [onDelta]
- * @property {(call: ToolCall) => void} [onToolCall] At its start, and whenever its arguments grew.
+ * @property {(call: ToolCall) => void} [onToolCall] At its start, and whenever its arguments grow.
  * @property {(step: object) => void} [onToolStep] The gateway has run one of its own tools.
- * @property {AbortSignal} [signal] Cancels it.
+ * @property {AbortSignal} [signal] Cancels the generation.
  */
 
 /** @typedef {{callId: string, name: string, arguments: string}} ToolCall */
@@ -55,9 +55,9 @@ class Place {
 }
 
 /**
- * What has come of one choice. Text and calls follow the delta that counts their tokens, so a
- * connection that is lost may have cut between them: the last delta is asked for again, and what of
- * it is known is passed over.
+ * Received part of a choice. Text and calls follow the delta that counts their tokens, so a lost
+ * connection may cut between them. Therefore the last delta is requested again, and its known part
+ * is skipped.
  */
 class Choice {
   text = "";
@@ -73,7 +73,7 @@ class Choice {
     this.#beforeLast = new Place(index);
   }
 
-  /** Expect the answer from the last delta on; returns its index. */
+  /** Prepare for a repetition from the last delta on; return its index. */
   rewind() {
     this.#told = this.#beforeLast.copy();
     return this.#told.index;
@@ -97,7 +97,7 @@ class Choice {
     return fresh;
   }
 
-  /** The call if it is new, else null. */
+  /** Return the call if it is new, else null. */
   addCall({ call: number, call_id: callId, name }) {
     if (this.calls.some((call) => call.callId === callId)) return null;
     const call = { callId, name, arguments: "", number };
@@ -105,10 +105,10 @@ class Choice {
     return call;
   }
 
-  /** The call, and what of its arguments is new. */
+  /** Return the call and the new part of its arguments. */
   addArguments({ call: number, text }) {
     let place = this.calls.findLastIndex((call) => call.number === number);
-    // Its start was before the index that a resume began with.
+    // The call started before the index at which a resume began.
     if (place < 0) place = this.calls.push({ callId: "", name: "", arguments: "", number }) - 1;
     const call = this.calls[place];
     const told = this.#told.calls[place] ?? 0;
@@ -120,11 +120,11 @@ class Choice {
 }
 
 /**
- * An answer on its way. Iterate over it for its events, or await `done`:
- * `{requestId, text, toolCalls, steps, finishReason, usage, session, choices}`.
+ * Running answer. Iterate over it for its events, or await `done`: `{requestId, text, toolCalls,
+ * steps, finishReason, usage, session, choices}`.
  *
- * Events are the protocol's messages without their `id`. No token is missing or repeated, however
- * often the connection was lost on the way.
+ * Events are the protocol's messages without their `id`. Lost connections cause neither missing nor
+ * repeated tokens.
  */
 export class Generation {
   id = "";
@@ -165,7 +165,7 @@ export class Generation {
     else signal?.addEventListener("abort", () => this.cancel(), { once: true });
   }
 
-  /** Stop it. `done` resolves with what was said, and finishReason "cancelled". */
+  /** Stop the answer. `done` resolves with the text so far and finishReason "cancelled". */
   cancel() {
     if (this.ended || this.isCancelled) return;
     this.isCancelled = true;
@@ -183,14 +183,16 @@ export class Generation {
 
   // Called by the client.
 
-  /** Set an idempotency key, so that it runs once even if sent repeatedly; keep the caller's own key. */
+  /** Set an idempotency key unless the caller gave one, so that repeated sends run once. */
   drawKey() {
     if (this.#message.idempotency_key) return;
     this.#drawnKey = randomId();
     this.#message = { ...this.#message, idempotency_key: this.#drawnKey };
   }
 
-  /** Go without the key that was drawn, if it still may; true if it may be sent so. */
+  /**
+   * Remove the generated key, unless the request was accepted; return true if a key was removed.
+   */
   dropKey() {
     if (this.requestId || !this.#drawnKey) return false;
     this.#drawnKey = "";
@@ -199,12 +201,12 @@ export class Generation {
     return true;
   }
 
-  /** Return whether it is safe to send again. */
+  /** Return whether the request may be sent again safely. */
   get maySendAgain() {
     return this.requestId !== "" || !this.#wasSent || Boolean(this.#message.idempotency_key);
   }
 
-  /** Take over a request that runs, from the token `nextIndex` on: one for each choice. */
+  /** Attach to a running request, from token `nextIndex` on: one index per choice. */
   adopt(requestId, nextIndex) {
     this.requestId = requestId;
     [nextIndex].flat().forEach((index, number) => this.#choiceOf(number).startAt(index));
@@ -215,7 +217,7 @@ export class Generation {
     return !this.#isAttached && this.requestId !== "" && ++this.#numAsked <= MOST_ASKED;
   }
 
-  /** The message that brings it onto a connection. */
+  /** Return the message that starts or resumes the generation on a connection. */
   opening() {
     this.#isAttached = false;
     if (!this.requestId) {
@@ -232,7 +234,7 @@ export class Generation {
     this.#isInterrupted = true;
   }
 
-  /** Take a message; false if tokens before it are missing and must be asked for again. */
+  /** Process a message; return false if earlier tokens are missing and must be requested again. */
   take({ id: _id, ...event }) {
     const choice = this.#choiceOf(event.choice ?? 0);
     switch (event.type) {
@@ -284,7 +286,7 @@ export class Generation {
     this.#wakeAll();
   }
 
-  /** Handle a cancel while no gateway is connected. */
+  /** Handle a cancel without a connected gateway. */
   cancelledHere() {
     this.#finish("cancelled", null, { type: "done", finish_reason: "cancelled" });
   }
@@ -298,7 +300,7 @@ export class Generation {
     const fresh = choice.addDelta(event);
     if (fresh === undefined) {
       if (++this.#numAsked <= MOST_ASKED) return false;
-      this.fail(new MillraceError("protocol_error", "The gateway left tokens out."));
+      this.fail(new MillraceError("protocol_error", "The gateway did not send all tokens."));
     } else if (fresh) {
       this.#numAsked = 0;
       this.#tell("onDelta", fresh.text, fresh);
@@ -330,7 +332,7 @@ export class Generation {
     this.#wakeAll();
   }
 
-  /** Call a listener; report its exception and go on. */
+  /** Call a listener; report its exception and continue. */
   #tell(name, ...values) {
     try {
       this.#listeners[name]?.(...values);

@@ -1,8 +1,8 @@
-// The API key of this browser, and requests that carry it. It is never part of an address.
+// API key of this browser, and requests with it. The key is never part of an address.
 
 const NAME = "millrace.key";
 
-/** Return the key, kept until the tab is closed, or longer if the user chose so; "" without a key. */
+/** Return the key, or "". It is stored until the tab closes, or longer if the user chose so. */
 export function storedKey() {
   return sessionStorage.getItem(NAME) ?? localStorage.getItem(NAME) ?? "";
 }
@@ -26,8 +26,8 @@ export function fetchWithKey(address, options = {}) {
 }
 
 /**
- * Ask for a key in the form of a dialog, saying the reason, and call `onKey` once one is given.
- * A dialog that is open stays as it is.
+ * Ask for a key in the form of a dialog, show the reason, and call `onKey` with the new key. An open
+ * dialog stays unchanged.
  */
 export function askForKey(dialog, reason, onKey) {
   const [field, remember, why] = ["[name=key]", "[name=remember]", ".why"].map((selector) =>

@@ -1,4 +1,4 @@
-// The browser's client of `/v1/ws`: generations that outlive their connection.
+// Browser client of `/v1/ws`. Generations survive a lost connection.
 //
 //   import { Millrace } from "https://gateway.example/static/millrace.js";
 //   const client = new Millrace({ url: "https://gateway.example", token: "mr-…" });
@@ -6,8 +6,8 @@
 //   for await (const event of answer) if (event.type === "delta") show(event.text);
 //   const { text, usage } = await answer.done;
 //
-// It connects by itself, comes back when the connection is lost, and goes on with every generation
-// at the token where it stopped. docs/websocket.md describes the protocol.
+// The client connects and reconnects automatically, and resumes every generation at the next token.
+// docs/websocket.md describes the protocol.
 
 import { Generation, MillraceError } from "./generation.js";
 
@@ -19,8 +19,8 @@ const NO_STATE_CODE = "state_unavailable";
 const BAD_KEY_CODE = "invalid_api_key";
 const UNKNOWN = "The connection was lost before the gateway had accepted the request.";
 const NO_KEY = "This gateway demands an API key.";
-// Why a connection is closed: 1008 says that the key is missing or bad; with 1000 a gateway may
-// forget what runs, with a code of our own it waits for the client to come back.
+// Close codes. 1008: the key is missing or wrong. After 1000, a gateway may forget running
+// generations; after a custom code it waits for the client to reconnect.
 const POLICY_VIOLATION = 1008;
 const FAREWELL = 1000;
 const COMING_BACK = 4000;
@@ -34,19 +34,19 @@ const DEFAULT_TIMING = {
 };
 
 /**
- * What the connection is doing: "connecting" at first, "open", "lost" (it will be tried again),
- * "unauthorized" (it waits for another token), "closed" (by `close`).
+ * State of the connection: "connecting" at first, "open", "lost" (the client retries),
+ * "unauthorized" (the client waits for another token), "closed" (by `close`).
  * @typedef {"connecting" | "open" | "lost" | "unauthorized" | "closed"} State
  */
 
-/** One gateway, one connection at a time, any number of generations on it. */
+/** Client of one gateway: one connection at a time, any number of generations on it. */
 export class Millrace {
   #url;
   #token;
   #onState;
   #timing;
   #state = "connecting";
-  #socket = null; // the connection that generations are on
+  #socket = null; // connection of the generations
   #next = null; // a connection in progress
   #running = new Set();
   #byId = new Map();
@@ -59,10 +59,10 @@ export class Millrace {
   #listening = new AbortController();
 
   /**
-   * Connects at once.
+   * Connect immediately.
    * @param {object} [options]
    * @param {string | URL} [options.url] The gateway (http, https, ws or wss); by default the page's own origin.
-   * @param {string} [options.token] The API key. It goes in the first message, never in the URL.
+   * @param {string} [options.token] API key, sent in the first message, never in the URL.
    * @param {(state: State, detail: {error?: MillraceError, retryMs?: number}) => void} [options.onState]
    * @param {Partial<typeof DEFAULT_TIMING>} [options.timing] Pauses and timeouts, in milliseconds.
    */
@@ -101,9 +101,9 @@ export class Millrace {
   }
 
   /**
-   * Start a generation: now, or as soon as there is a connection. It is safe against doubling: sent
-   * again on another connection, it still runs once. (While the gateway cannot promise that, a
-   * connection that is lost too early ends it with "connection_lost" instead.)
+   * Start a generation now or after connecting. It runs once, even if the request is sent again on
+   * another connection. If the gateway cannot guarantee that, a connection lost before acceptance
+   * ends the generation with "connection_lost".
    * @param {object} request Fields of the protocol's `generate`: model, messages or prompt,
    *   session_id, temperature and so on.
    * @param {import("./generation.js").Listeners} [listeners]
@@ -115,7 +115,7 @@ export class Millrace {
   }
 
   /**
-   * Go on with a generation that was begun elsewhere, say before the page was loaded again.
+   * Resume a generation that was started elsewhere, such as before a reload of the page.
    * @param {string} requestId From `accepted`.
    * @param {import("./generation.js").Listeners & {nextIndex?: number}} [listeners]
    *   `nextIndex` is the index of the first token wanted.
@@ -126,7 +126,7 @@ export class Millrace {
     return this.#begin(generation);
   }
 
-  /** Close for good. Running generations are cancelled, and rejected here. */
+  /** Close permanently. Running generations are cancelled and rejected. */
   close() {
     this.#listening.abort();
     clearTimeout(this.#retry);
@@ -165,7 +165,7 @@ export class Millrace {
     else this.#cancelAway(generation);
   }
 
-  /** End it here, and tell the gateway when there is a connection again. */
+  /** End a generation locally, and cancel it at the gateway after reconnecting. */
   #cancelAway(generation) {
     if (generation.requestId) this.#orphans.push(generation.opening());
     generation.cancelledHere();
@@ -223,7 +223,7 @@ export class Millrace {
       if (message.type === "authenticated") this.#opened(socket);
       else if (message.type === "error") {
         const error = errorOf(message);
-        // The gateway cannot check the key right now, or it is a bad one.
+        // The gateway cannot check the key now, or the key is wrong.
         if (error.retryAfterS !== undefined) this.#drop(socket);
         else this.#refused(socket, error);
       }
@@ -250,16 +250,16 @@ export class Millrace {
     }
     const error = errorOf(message);
     if (error.code === GOING_AWAY_CODE) {
-      // Refused because this gateway shuts down: it is for the next one.
+      // The gateway is shutting down: send the request to the next one.
       this.#detach(generation);
       if (!this.#next) this.#later(() => this.#connect());
     } else if (error.code === BAD_KEY_CODE) {
       this.#refused(this.#socket, error);
     } else if (error.code === NO_STATE_CODE && generation.dropKey()) {
-      // The gateway has nowhere to note idempotency keys right now; it can do without.
+      // The gateway cannot store idempotency keys now: send the request without one.
       this.#attach(generation);
     } else if (error.retryAfterS !== undefined && generation.mayAskAgain()) {
-      // It runs, but cannot be had right now.
+      // The request is running, but its stream is not available now.
       this.#detach(generation);
       setTimeout(() => this.#attachIfFree(generation), error.retryAfterS * 1e3);
     } else this.#end(generation, error);
@@ -287,7 +287,7 @@ export class Millrace {
     if (code === POLICY_VIOLATION) {
       this.#refused(socket, new MillraceError(BAD_KEY_CODE, NO_KEY));
     } else if (isSpare) {
-      // Still on the old connection, whose gateway shuts down.
+      // Still on the old connection, whose gateway is shutting down.
       this.#later(() => this.#connect());
     } else {
       this.#interrupt();
@@ -296,7 +296,7 @@ export class Millrace {
     }
   }
 
-  /** Handle a bad key: running generations wait for another. */
+  /** Handle a wrong key: running generations wait for another. */
   #refused(socket, error) {
     socket.settle();
     this.#abandon(socket);

@@ -38,8 +38,8 @@ _ALL = (
         bound=14.4 * 0.05,
         unit=SHARE,
         meaning="First tokens of a model come late",
-        advice="Look at queue and KV cache on the board Capacity. More workers, or lower bounds "
-        "for the tiers that may wait.",
+        advice="Check queue and KV cache on the board Capacity. Add workers, or lower "
+        "`ttft_bound_ms` of less urgent tiers.",
     ),
     AlertRule(
         name="MillraceFirstTokensOftenLate",
@@ -47,7 +47,7 @@ _ALL = (
         bound=6 * 0.05,
         unit=SHARE,
         meaning="First tokens of a model have come late for hours",
-        advice="Not urgent: capacity is short for hours of the day.",
+        advice="Capacity is short for hours of the day. This is not urgent: plan more workers.",
     ),
     AlertRule(
         name="MillraceStreamsStall",
@@ -56,9 +56,8 @@ _ALL = (
         unit=SHARE,
         for_s=300,
         meaning="Streams of a model stall",
-        advice="Compare the gaps of gateways and engines on the board Latency: engines that are "
-        "slow want smaller chunks of prompts (`worker.engine.itl_bound_ms`), gateways that are "
-        "want company.",
+        advice="Compare the gaps of gateways and engines on the board Latency. For slow engines, "
+        "lower `worker.engine.itl_bound_ms`. For slow gateways, add a gateway.",
     ),
     AlertRule(
         name="MillraceGenerationsFail",
@@ -67,7 +66,7 @@ _ALL = (
         unit=SHARE,
         for_s=120,
         meaning="Generations of a model fail",
-        advice="The board Reliability has the error codes, each with a request to look at on the "
+        advice="The board Reliability has the error codes, each with an example request for the "
         "operations page.",
     ),
     AlertRule(
@@ -77,8 +76,7 @@ _ALL = (
         unit=PER_S,
         for_s=120,
         meaning="Requests for a model are refused",
-        advice="The queue is full, or the wait would be longer than the bound of a tier. More "
-        "workers.",
+        advice="The queue is full, or the predicted wait is above the tier's bound. Add workers.",
     ),
     AlertRule(
         name="MillracePoison",
@@ -86,7 +84,7 @@ _ALL = (
         bound=0,
         unit=COUNT,
         meaning="A request for a model killed its workers",
-        advice="The queue's dead letters have the request. The log names the workers that died.",
+        advice="The queue's dead letters have the request. The log names the workers.",
     ),
     AlertRule(
         name="MillraceKvCacheFull",
@@ -95,7 +93,7 @@ _ALL = (
         unit=SHARE,
         for_s=300,
         meaning="The KV cache of a worker is full",
-        advice="Shorter contexts, more blocks (`worker.engine.kv_cache_bytes`), or more workers.",
+        advice="Shorten contexts, add blocks (`worker.engine.kv_cache_bytes`), or add workers.",
     ),
     AlertRule(
         name="MillraceQueueOld",
@@ -104,7 +102,8 @@ _ALL = (
         unit=SECONDS,
         for_s=60,
         meaning="Requests for a model wait too long",
-        advice="Workers are too few, gone, or full: see the two boards.",
+        advice="Too few workers, lost workers, or full workers: see the boards Capacity and "
+        "Reliability.",
     ),
     AlertRule(
         name="MillraceQueueNearlyFull",
@@ -113,7 +112,7 @@ _ALL = (
         unit=SHARE,
         for_s=120,
         meaning="The queue of a model is nearly full",
-        advice="Before it is full: more workers, or a higher `scheduler.max_queued_jobs`.",
+        advice="Add workers, or raise `scheduler.max_queued_jobs`.",
     ),
     AlertRule(
         name="MillraceNoWorkers",
@@ -122,7 +121,7 @@ _ALL = (
         unit=COUNT,
         for_s=120,
         meaning="A model has no workers",
-        advice="Start one. Requests wait meanwhile and are not lost.",
+        advice="Start a worker. Requests wait, and are not lost.",
     ),
     AlertRule(
         name=SCHEDULER_SILENT,
@@ -130,8 +129,8 @@ _ALL = (
         bound=0,
         unit=COUNT,
         for_s=60,
-        meaning="No scheduler is heard",
-        advice="Start one, or look at the message bus. Requests wait meanwhile and are not lost.",
+        meaning="No scheduler sends reports",
+        advice="Start a scheduler, or check the message bus. Requests wait, and are not lost.",
     ),
     AlertRule(
         name="MillraceStoreFull",
@@ -139,10 +138,11 @@ _ALL = (
         bound=0,
         unit=COUNT,
         for_s=30,
-        meaning="A store takes nothing",
-        advice="Its disk is full, or nats-server gave streams up when it was: `/healthz` of a "
-        "gateway says which. Make room; outside `millrace up`, start nats-server again if it still "
-        "says so then. See [When a disk is full](protocol.md#when-a-disk-is-full).",
+        meaning="A store accepts no writes",
+        advice="Its disk is full, or nats-server closed its streams when the disk was full: "
+        "`/healthz` of a gateway says which. Free disk space. Outside `millrace up`, restart "
+        "nats-server if `/healthz` still reports it. See [When a disk is "
+        "full](protocol.md#when-a-disk-is-full).",
     ),
     AlertRule(
         name="MillraceStoreShort",
@@ -151,7 +151,7 @@ _ALL = (
         unit=BYTES,
         for_s=300,
         meaning="A store's disk is nearly full",
-        advice="Make room, or move the store to a larger disk.",
+        advice="Free disk space, or move the store to a larger disk.",
     ),
     AlertRule(
         name="MillraceTelemetryBehind",
@@ -160,8 +160,8 @@ _ALL = (
         unit=COUNT,
         for_s=600,
         meaning="Analytics are behind",
-        advice="ClickHouse is slow or unreachable, or there is more than one sink can store: start "
-        "another telemetry process.",
+        advice="ClickHouse is slow or unreachable, or one sink is too slow: start another "
+        "telemetry process.",
     ),
     AlertRule(
         name="MillraceTelemetryStands",
@@ -169,8 +169,8 @@ _ALL = (
         bound=120,
         unit=SECONDS,
         for_s=300,
-        meaning="Nothing is stored in ClickHouse though there is something to store",
-        advice="The log of the telemetry process.",
+        meaning="Records wait, but none is stored in ClickHouse",
+        advice="The log of the telemetry process has the cause.",
     ),
     AlertRule(
         name="MillraceOutboxFills",
@@ -179,7 +179,7 @@ _ALL = (
         unit=COUNT,
         for_s=600,
         meaning="Records pile up in the outbox",
-        advice="Kafka is unreachable, or no telemetry process runs. Nothing is lost before "
+        advice="Kafka is unreachable, or no telemetry process runs. Records are lost after "
         "`nats.outbox_max_age_s`.",
     ),
     AlertRule(
@@ -188,9 +188,9 @@ _ALL = (
         bound=300,
         unit=SECONDS,
         for_s=300,
-        meaning="Usage by the minute is old",
-        advice="ClickHouse is busy, or the statement fails: the log says so. Reports of usage lack "
-        "the latest minutes.",
+        meaning="Usage by the minute is out of date",
+        advice="ClickHouse is busy, or the statement fails: the log of the telemetry process has "
+        "the error. Usage reports lack the latest minutes.",
     ),
     AlertRule(
         name="MillraceTelemetryAbsent",
@@ -199,7 +199,7 @@ _ALL = (
         unit=COUNT,
         for_s=600,
         meaning="No telemetry process is scraped",
-        advice="Start it, or give Prometheus its address.",
+        advice="Start a telemetry process, or give Prometheus its address.",
     ),
 )
 

@@ -212,7 +212,7 @@ async def test_a_request_that_was_clicked_does_not_wait_for_the_view(ops: OpsPag
     await page.locator("#status").select_option("failed")
     await eventually(lambda: len(asked) == 3)
     await page.evaluate(f"location.hash += '&request={MOVED_ID}'")
-    await expect(page.get_by_role("dialog")).to_contain_text("Looking it up")
+    await expect(page.get_by_role("dialog")).to_contain_text("Loading…")
     go_on.set()
     await expect(page.get_by_role("dialog").locator(".timeline li")).to_have_count(9)
     assert {"request_details", "request_timeline"} <= set(asked[:6])
@@ -271,7 +271,7 @@ async def test_a_request_is_linked_to_and_leads_on(ops: OpsPage) -> None:
     await page.go_back()
     await expect(sheet).to_be_visible()
     other, _ = await ops.open("#request=req-nobody-knows")
-    await expect(other.get_by_role("dialog")).to_contain_text("No request of this id has ended")
+    await expect(other.get_by_role("dialog")).to_contain_text("No request with this id has ended")
     assert complaints == []
 
 

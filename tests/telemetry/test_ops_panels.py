@@ -91,7 +91,7 @@ async def test_the_reason_of_one_429_is_found_by_its_id(store: Store, ops: OpsPa
     # And the sheet of a request says so, too.
     other, _ = await ops.open("#request=chatcmpl-limit-3")
     sheet = other.get_by_role("dialog")
-    await expect(sheet).to_contain_text("over the limit tokens_per_minute")
+    await expect(sheet).to_contain_text("exceeds the limit tokens_per_minute")
     await expect(sheet).to_contain_text("acme")
     await shoot(other, "ops-refused-request")
     assert complaints == []
@@ -117,7 +117,7 @@ async def test_alerts_say_what_since_when_and_what_to_do(store: Store, ops: OpsP
     await expect(poison.locator(".alert-state")).to_have_text("Firing ticket")
     await expect(poison).to_contain_text("broken")
     await expect(poison).to_contain_text(re.compile("for [678] min"))
-    await expect(poison).to_contain_text("The dead letters of the queue have the request")
+    await expect(poison).to_contain_text("The queue's dead letters have the request")
     outbox = rows.filter(has_text="MillraceOutboxFills")
     await expect(outbox.locator(".alert-state")).to_have_text("Pending")
     await expect(outbox).to_contain_text("150,000")

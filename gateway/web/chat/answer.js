@@ -1,11 +1,11 @@
-// An answer as it is shown: text in Markdown, and the tools that were called on the way.
+// Display of an answer: Markdown text and tool calls.
 
 import { make } from "../dom.js";
 import { Markdown } from "./markdown.js";
 
 const LONGEST_SHOWN = 20_000;
 
-/** Shows a turn's parts; `show` again after they have grown. */
+/** View of a turn's parts. Call `show` again after they have grown. */
 export class AnswerView {
   constructor() {
     this.root = make("div", { class: "said" });
@@ -41,7 +41,7 @@ class TextView {
   }
 }
 
-/** A call: its name and how it went in one line, arguments and result when it is opened. */
+/** Tool call: name and progress in one line, arguments and result when opened. */
 class ToolView {
   constructor() {
     this.name = make("b");

@@ -1,21 +1,24 @@
-// Files and long pastes that go with a question, as text under their names.
+// Attachments: files and long pastes, sent as text under their names.
 
 import { button, byId, icon, make } from "../dom.js";
 import { fetchWithKey } from "../key.js";
 
 const CROSS = "M4 4l8 8M12 4l-8 8";
 const MOST_BYTES = 1_000_000;
-const MOST_CHARACTERS = 100_000; // where tokens cannot be counted
+const MOST_CHARACTERS = 100_000; // used if the gateway cannot count tokens
 const LONG_PASTE_LINES = 40;
 const LONG_PASTE_CHARACTERS = 4_000;
-const LARGEST_SHARE = 0.75; // of the model's window: question and answer need room, too
+const LARGEST_SHARE = 0.75; // share of the model's window, to leave room for question and answer
 const LANGUAGES = {
   cs: "csharp", h: "c", hpp: "cpp", js: "javascript", kt: "kotlin", md: "markdown", mjs: "javascript",
   py: "python", rb: "ruby", rs: "rust", sh: "bash", ts: "typescript", txt: "", yml: "yaml",
 };
 const whole = new Intl.NumberFormat("en");
 
-/** `onChange()` is called when something was added or taken away; `model()` is the one to count for. */
+/**
+ * `onChange()` is called after a change of the attachments. `model()` names the model for token
+ * counts.
+ */
 export class Attachments {
   constructor({ onChange, model }) {
     Object.assign(this, { onChange, model });
@@ -82,7 +85,7 @@ export class Attachments {
     }
   }
 
-  /** Throws UnfitError for more than the model could read with all that is attached already. */
+  /** Throw UnfitError if the model cannot read this with the other attachments. */
   async #measure(item) {
     const counted = await countTokens(this.model(), item.text);
     const others = this.items.reduce((sum, { numTokens, text }) => sum + (numTokens ?? text.length / 4), 0);
@@ -155,7 +158,7 @@ export class Attachments {
   }
 }
 
-/** It cannot be attached; the message goes on behind its name. */
+/** Error: the file cannot be attached. The message follows the file's name. */
 class UnfitError extends Error {}
 
 async function textOf(file) {
@@ -173,7 +176,7 @@ async function textOf(file) {
   return text.replaceAll("\r\n", "\n");
 }
 
-/** `{count, max_model_len}`, or null if the gateway does not say. */
+/** Return `{count, max_model_len}`, or null without an answer of the gateway. */
 async function countTokens(model, prompt) {
   const options = {
     method: "POST",
@@ -184,7 +187,7 @@ async function countTokens(model, prompt) {
   return answer?.ok ? answer.json() : null;
 }
 
-/** The text in a fence that nothing in it closes. */
+/** Return the text in a code fence longer than any fence in the text. */
 function blockOf({ name, text }) {
   const longest = Math.max(2, ...[...text.matchAll(/`{3,}/g)].map(([run]) => run.length));
   const fence = "`".repeat(longest + 1);

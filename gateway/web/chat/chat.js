@@ -33,8 +33,8 @@ const [log, prompt, send] = ["log", "prompt", "send"].map(byId);
 const touch = matchMedia("(pointer: coarse)");
 
 let conversation = null;
-let views = new Map(); // by the turn's id
-const live = new Map(); // conversations whose answer goes on, by id
+let views = new Map(); // keys: ids of turns
+const live = new Map(); // conversations with a running answer, by id
 
 const owner = (sessionStorage["millrace.tab"] ??= randomId());
 const store = new Store(changedElsewhere);
@@ -115,7 +115,7 @@ function showParameters() {
 
 // Conversations.
 
-/** Open a conversation; with `isLinked`, this browser may not know it yet. */
+/** Open a conversation. With `isLinked`, it may be missing in this browser. */
 function open(id, isLinked = false) {
   if (conversation?.isBusy) live.set(conversation.id, conversation);
   else conversation?.leave();
@@ -162,7 +162,7 @@ async function forget(id) {
   store.removeSession(id);
   if (id === conversation.id) startAgain();
   showSessions();
-  // If the gateway cannot be asked, its copies expire by themselves.
+  // If the gateway is unreachable, its copies expire later.
   const deletions = [deleteHistory(id), chats.delete(id)];
   await Promise.all(deletions).catch(({ message }) => announce(`Deleted here only. ${message}`));
 }
@@ -252,7 +252,7 @@ function showEnd(conversationId, turn) {
 
 // Waiting for a worker.
 
-/** The model that a turn waits for because no worker serves it, or "". */
+/** Return the model without workers that a turn waits for, or "". */
 function waitsFor({ facts }) {
   const name = facts.model || models.name;
   return facts.hasStarted || isServed(name) ? "" : name;
@@ -263,7 +263,7 @@ function isServed(name) {
   return workers.serves(card?.id ?? name, !card?.engine);
 }
 
-/** Whether it matters if workers come or go. */
+/** Return true while the page needs to know which models have workers. */
 function isWaiting() {
   const last = conversation.turns.at(-1);
   const isUnanswered = last?.state === "running" && last.parts.length === 0;
@@ -330,7 +330,7 @@ function refresh() {
   following.showLatest();
 }
 
-/** Return the hint of the message box: the demo model knows one subject only. */
+/** Return the hint of the message box. The demo model only knows about serving language models. */
 function hintOf({ isReady, name }) {
   if (!isReady) return "Message";
   return name === DEMO ? "Ask about serving language models" : `Message ${name}`;
@@ -345,7 +345,7 @@ function fitPrompt() {
   prompt.style.height = `${prompt.scrollHeight}px`;
 }
 
-// Hands and keys.
+// Mouse, touch and keyboard.
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -362,7 +362,7 @@ byId("composer").addEventListener("submit", (event) => {
 });
 
 prompt.addEventListener("keydown", (event) => {
-  // On glass, Enter makes a line, and the round button sends.
+  // On touch screens, Enter starts a new line, and the round button sends.
   if (event.key !== "Enter" || event.shiftKey || event.isComposing || touch.matches) return;
   event.preventDefault();
   if (!conversation.isBusy) byId("composer").requestSubmit();

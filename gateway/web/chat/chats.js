@@ -1,4 +1,4 @@
-// Conversations saved at the gateway: all browsers with keys of one tenant share them.
+// Conversations saved at the gateway, shared by all browsers with keys of one tenant.
 
 import { fetchWithKey, storedKey } from "../key.js";
 
@@ -14,11 +14,11 @@ const REASONS = {
   payload_too_large: "This conversation is too long to save on the server. It is kept in this browser.",
 };
 const UNKNOWN = "Kept in this browser only.";
-const KEPT = "Kept on the gateway for your key, and in this browser.";
+const KEPT = "Saved on the server for your API key, and in this browser.";
 
 /**
- * Brings the store and the gateway together. `onList(null)` is called when the list has changed,
- * `onChange(id)` when one conversation has, `onPlace(text)` to say where they are kept.
+ * Synchronization of the store with the gateway. `onList(null)` is called when the list has changed,
+ * `onChange(id)` when a conversation has changed, and `onPlace(text)` with the place of storage.
  */
 export class Chats {
   #store;
@@ -35,7 +35,7 @@ export class Chats {
     this.list();
   }
 
-  /** Look what the gateway has: at first, with another key, and when somebody comes back. */
+  /** Load the gateway's list: at first, with another key, and when the user returns to the page. */
   list() {
     this.#listed = this.#list();
     return this.#listed;
@@ -61,8 +61,10 @@ export class Chats {
     return this.#say.onList(null);
   }
 
-  /** Fetch a conversation of which the gateway has something newer; with `isLinked` one, too, that
-   * this browser has not heard of. */
+  /**
+   * Fetch a conversation if the gateway has a newer revision. With `isLinked`, fetch it even if this
+   * browser does not know it.
+   */
   async pull(id, isLinked = false) {
     await this.#listed;
     const session = this.#store.session(id);
@@ -72,18 +74,18 @@ export class Chats {
     if (answer?.ok) this.#takeOne(id, body, { account: this.#store.account });
   }
 
-  /** Have what other browsers have done since. */
+  /** Load changes of other browsers. */
   async catchUp(id) {
     if (this.#isOn) await this.list();
     await this.pull(id);
   }
 
-  /** Fetch all that are not here yet, to look in them. */
+  /** Fetch all missing conversations, for the search. */
   async pullAll() {
     for (const { id } of this.#store.sessions()) await this.pull(id);
   }
 
-  /** Keep what has changed, in a moment. */
+  /** Save changed conversations after a short delay. */
   push(id) {
     if (!this.#isOn) return;
     clearTimeout(this.#timers.get(id));
@@ -95,7 +97,7 @@ export class Chats {
     await this.#pushing.get(id);
     if (!this.#isOn) return;
     const { answer } = await this.#call(`/${id}`, { method: "DELETE" });
-    if (!answer?.ok && answer?.status !== 404) throw new Error("The gateway keeps its copy: it could not be asked.");
+    if (!answer?.ok && answer?.status !== 404) throw new Error("The copy on the server remains, because the gateway is unreachable.");
   }
 
   async #pushNow(id) {
@@ -126,7 +128,7 @@ export class Chats {
       }
       const found = await this.#call(`/${id}`);
       if (found.answer?.ok) this.#takeOne(id, found.body, { isChanged: true });
-      // It was deleted in another browser, and something was said here since.
+      // Deleted in another browser, but changed here since.
       else if (found.answer?.status === 404) this.#store.putSession(id, { revision: 0 });
       else return;
     }

@@ -1,4 +1,4 @@
-// One conversation: its turns, the answer that is on its way, and what the gateway keeps of it.
+// Conversation: its turns, its running answer, and its copy at the gateway.
 
 import { randomId } from "../generation.js";
 import {
@@ -21,15 +21,15 @@ const STATE_UNAVAILABLE = "state_unavailable";
 /**
  * Conversation with at most one running answer, which it owns. `all` has every version of every
  * turn, `turns` the displayed turns. `catchUp()` loads changes of other browsers into the store.
- * `onTurns(turns)` is called when turns come and go, `onTurn(turn)` when a turn has changed,
- * `onEnd(turn)` when its answer is complete.
+ * `onTurns(turns)` is called after turns are added or removed, `onTurn(turn)` after a change of a
+ * turn, `onEnd(turn)` when its answer is complete.
  */
 export class Conversation {
   constructor({ id, client, store, owner, catchUp, onTurns, onTurn, onEnd }) {
     Object.assign(this, { id, client, store, owner, catchUp, onTurns, onTurn, onEnd });
     this.#read();
-    this.current = null; // the recorder of the running answer
-    this.starting = null; // the turn that will have it
+    this.current = null; // recorder of the running answer
+    this.starting = null; // turn of the running answer
   }
 
   get isBusy() {
@@ -41,8 +41,8 @@ export class Conversation {
   }
 
   /**
-   * Take in what the gateway keeps for requests, once what it keeps for browsers `isHere`, and go on
-   * with an unfinished answer that no tab reads.
+   * Load the gateway's session after its saved chats (`isHere` resolves), and continue an unfinished
+   * answer that no tab reads.
    */
   async open(isHere) {
     this.onTurns(this.turns);
@@ -61,8 +61,8 @@ export class Conversation {
   }
 
   /**
-   * Ask for an answer that follows the last turn shown, or as another version of the turn
-   * `inPlaceOf`. `options` are the request's; `system` is the system prompt, "" for none.
+   * Request an answer that follows the last displayed turn, or as another version of the turn
+   * `inPlaceOf`. `options` are fields of the request; `system` is the system prompt, "" for none.
    */
   async ask(question, { system, ...options }, inPlaceOf = null) {
     if (this.isBusy) return;
@@ -100,7 +100,7 @@ export class Conversation {
     }
   }
 
-  /** Show the newest turns after a version of a turn. */
+  /** Show the newest turns that follow a version of a turn. */
   choose(turn) {
     this.show(newestLeaf(this.all, turn));
   }
@@ -112,18 +112,18 @@ export class Conversation {
     this.onTurns(this.turns);
   }
 
-  /** What the conversation is asked with: `{system, temperature, top_p, max_tokens, seed, stop}`. */
+  /** Return the parameters: `{system, temperature, top_p, max_tokens, seed, stop}`. */
   setParameters(parameters) {
     this.parameters = parameters;
     if (this.store.session(this.id)) this.store.putSession(this.id, { parameters, isChanged: true });
   }
 
-  /** Part with it: the answer goes on, here, until it is complete. */
+  /** Stop displaying the conversation. Its answer is still recorded until it is complete. */
   leave() {
     this.onTurns = this.onTurn = () => {};
   }
 
-  /** Another tab or browser has changed it. */
+  /** Handle a change by another tab or browser. */
   changedElsewhere() {
     if (this.isBusy) return;
     this.#read();
@@ -141,7 +141,7 @@ export class Conversation {
     this.turns = pathTo(this.all, leaf);
   }
 
-  /** Read on where a tab that was closed has stopped. */
+  /** Continue an answer where a closed tab stopped reading. */
   #adopt() {
     const turn = this.all.findLast(({ state }) => state === "running");
     if (!turn || this.isBusy) return;
@@ -155,13 +155,15 @@ export class Conversation {
     if (turn.requestId) {
       const begin = (listeners) => this.client.resume(turn.requestId, listeners);
       this.#record(turn, begin, () => this.#openAgain(turn));
-    } else this.#fail(turn, { code: "lost", message: "The page was closed before it was accepted." });
+    } else this.#fail(turn, { code: "lost", message: "The page was closed before the request was accepted." });
   }
 
-  /** An answer that cannot be had any more may be in the history; true if that is looked up. */
+  /**
+   * Search the history for an answer that cannot be resumed; return true if the search has started.
+   */
   #openAgain(turn) {
     const giveUp = () =>
-      this.#fail(turn, { code: "lost", message: "The rest of this answer is not there any more." });
+      this.#fail(turn, { code: "lost", message: "The rest of this answer is no longer available." });
     fetchHistory(this.id).then((history) => {
       const last = history && turnsOf(history.messages).at(-1);
       if (last?.question !== turn.question) return giveUp();
@@ -172,15 +174,15 @@ export class Conversation {
     return true;
   }
 
-  /** The turns that the gateway has, as far as this browser knows. */
+  /** Return the turns that the gateway has, as far as this browser knows. */
   #heldTurns() {
     const leaf = this.store.session(this.id)?.heldLeaf;
-    // A page that knew no versions did not note it: all was one path.
+    // Earlier versions of the page did not store `heldLeaf`: all turns were one path.
     const held = leaf === undefined ? this.all.filter((turn) => turn !== this.starting) : pathTo(this.all, leaf);
     return held.filter(isHeld);
   }
 
-  /** What of the conversation has to be sent along. */
+  /** Return the part of the conversation that the request must contain. */
   async #plan(turn, system) {
     await this.catchUp();
     const asked = [...systemMessages(system), { role: "user", content: turn.question }];
@@ -191,7 +193,7 @@ export class Conversation {
     // A system prompt in the request replaces the session's; an absent one does not.
     const mayStay = system || !heldSystem;
     if (mayStay && isWhole && (held.length === 0 || heldUntilMs > Date.now())) {
-      // What another browser has added since does not come before this question.
+      // Turns added by another browser do not come before this question.
       const keep = held.length > 0 && numHeld ? { session_keep: numHeld } : {};
       return { session_id: this.id, ...keep, messages: asked };
     }
@@ -207,7 +209,7 @@ export class Conversation {
     return { session_id: this.id, session_keep: 0, messages: this.#wholeOf(turn, system) };
   }
 
-  /** The conversation up to the question of a turn, for a gateway that does not have it. */
+  /** Return the conversation up to the question of a turn, for a gateway without a copy. */
   #wholeOf(turn, system) {
     const before = messagesOf(pathTo(this.all, turn.parent));
     return [...systemMessages(system), ...before, { role: "user", content: turn.question }];
@@ -217,7 +219,7 @@ export class Conversation {
     const begin = (listeners) => this.client.generate(body, listeners);
     this.#record(turn, begin, (error) => {
       if (error.code !== STATE_UNAVAILABLE || turn.requestId || !body.session_id) return false;
-      // The gateway cannot keep conversations right now: it is sent as a whole, and kept here.
+      // The gateway cannot store sessions now: send the whole conversation, and store it here.
       const { session_id: _id, session_keep: _keep, ...rest } = body;
       this.#run(turn, { ...rest, messages: this.#wholeOf(turn, system) }, system);
       return true;
@@ -259,7 +261,7 @@ export class Conversation {
     this.onEnd(turn);
   }
 
-  /** What other tabs have added meanwhile. */
+  /** Load turns that other tabs have added. */
   #takeOthers() {
     const known = new Map(this.all.map((turn) => [turn.id, turn]));
     const stored = this.store.turns(this.id);
@@ -276,7 +278,7 @@ export class Conversation {
     if (this.store.session(this.id)) this.store.putTurn(this.id, turn);
   }
 
-  /** Note whether the gateway has the conversation, and that it has it up to a turn. */
+  /** Record whether the gateway has the conversation up to a turn. */
   #hold(isHere, turn = null) {
     if (!this.store.session(this.id)) return;
     const changes = { heldUntilMs: isHere ? Date.now() + HELD_MS : 0 };
@@ -288,7 +290,10 @@ export class Conversation {
     this.store.putSession(this.id, changes);
   }
 
-  /** How many messages the gateway has with those of a turn; null where tools have added some. */
+  /**
+   * Return the number of messages at the gateway including those of a turn; null if tools added
+   * some.
+   */
   #numHeldWith({ parts, facts, hasSystem }) {
     const numBefore = facts.session?.num_messages;
     if (numBefore === undefined || parts.some(({ kind }) => kind === "tool")) return null;
@@ -304,11 +309,13 @@ export class Conversation {
     this.store.putSession(this.id, changes);
   }
 
-  /** Show what the gateway keeps, as other versions where this browser has something else. */
+  /**
+   * Show the gateway's turns; where they differ from this browser's, show them as other versions.
+   */
   #merge(history) {
     const kept = turnsOf(history.messages);
     const own = this.#heldTurns();
-    // The oldest may be in its summary only.
+    // The oldest turns may be only in the gateway's summary.
     const numOlder = history.num_summarised > 0 ? Math.max(0, own.length - kept.length) : 0;
     let place = 0;
     while (place < kept.length && isSame(kept[place], own[numOlder + place])) place += 1;

@@ -1,4 +1,4 @@
-// The list of conversations: at the side, or over the page where there is no room for it.
+// List of conversations: at the side, or over the page on narrow screens.
 
 import { button, byId, copyText, icon, make } from "../dom.js";
 
@@ -8,14 +8,15 @@ const MORE = "M3 8h.01M8 8h.01M13 8h.01";
 const narrow = matchMedia("(max-width: 60rem)");
 
 /**
- * Calls `onChoose(id)`, `onRename(id, title)`, `onDelete(id)` and `onExport(id, kind)`. `wordsOf(id)`
- * is what was said in a conversation; `onSearch()` is called, and waited for, before it is looked in.
+ * Calls `onChoose(id)`, `onRename(id, title)`, `onDelete(id)` and `onExport(id, kind)`.
+ * `wordsOf(id)` returns the text of a conversation. `onSearch()` loads the conversations, and the
+ * search waits for it.
  */
 export class Drawer {
   constructor({ onChoose, onRename, onDelete, onExport, onSearch, wordsOf }) {
     Object.assign(this, { onChoose, onRename, onDelete, onExport, onSearch, wordsOf });
     this.search = byId("search");
-    this.words = new Map(); // in small letters, while somebody searches
+    this.words = new Map(); // texts of conversations in lower case, for the search
     this.search.addEventListener("focus", async () => {
       await this.onSearch();
       this.words.clear();

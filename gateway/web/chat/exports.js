@@ -72,7 +72,7 @@ function turnOf(given) {
   const { id, question, parts } = given;
   const parent = typeof given.parent === "string" ? given.parent : null;
   const state = STATES.has(given.state) ? given.state : "failed";
-  const failure = { code: "lost", message: text(given.error?.message) || "It was not complete.", retryAtMs: 0 };
+  const failure = { code: "lost", message: text(given.error?.message) || "This answer is incomplete.", retryAtMs: 0 };
   const error = state === "failed" ? failure : null;
   const askedMs = Number(given.askedMs) || 0;
   return { id, parent, question, parts, state, askedMs, savedMs: askedMs, requestId: "", facts: {}, error };

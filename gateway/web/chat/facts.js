@@ -1,4 +1,4 @@
-// The figures under an answer.
+// Figures below an answer.
 
 import { make } from "../dom.js";
 

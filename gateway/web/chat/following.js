@@ -4,7 +4,7 @@ import { byId } from "../dom.js";
 
 const NEAR_THE_END_PX = 80;
 
-/** `isEmpty()`: there is nothing to follow. */
+/** `isEmpty()` returns true if the conversation has no turns. */
 export class Following {
   constructor({ isEmpty, onReturn }) {
     this.main = byId("scroll");

@@ -1,4 +1,4 @@
-// Formulas in LaTeX: found among Markdown, drawn by KaTeX, which is loaded with the first one.
+// Formulas in LaTeX, found in Markdown and drawn by KaTeX, which loads with the first formula.
 
 import { make } from "../dom.js";
 
@@ -13,7 +13,7 @@ const FENCES = [
 const AMOUNT = /^\d[\d.,]*(?:[kKmMbB]\b)?\s+[A-Za-z]{2,}/;
 const OPTIONS = { throwOnError: true, strict: "ignore", trust: false, maxSize: 20, maxExpand: 500 };
 
-const drawn = new Map(); // what was made of a source, to be copied
+const drawn = new Map(); // rendered formulas by source, to be cloned
 let loading = null;
 
 /**
@@ -54,7 +54,7 @@ function blockToken(source) {
   // The rest of the paragraph is not Markdown while the formula is unfinished.
   if (end < 0) return { type: "formulaBlock", raw: room, isDisplay: true };
   const after = end + closing.length;
-  if (!/^[ \t]*(?:\n|$)/.test(room.slice(after))) return undefined; // words follow on its line
+  if (!/^[ \t]*(?:\n|$)/.test(room.slice(after))) return undefined; // the line continues after the formula
   const text = room.slice(indent + opening.length, end);
   return { type: "formulaBlock", raw: room.slice(0, after), text, isDisplay: true };
 }
@@ -96,7 +96,7 @@ function inlineHtml({ raw, text, isDisplay }) {
 
 const escaped = (text) => text.replace(/[&<>"]/g, (character) => `&#${character.charCodeAt(0)};`);
 
-/** Draw the formulas within an element: now, or once the library is there. */
+/** Draw the formulas in an element, now or after KaTeX has loaded. */
 export function drawFormulas(root) {
   const found = root.querySelectorAll("code.formula:not(.open, .broken)");
   if (found.length === 0) return;
@@ -110,7 +110,7 @@ export function drawFormulas(root) {
 
 function load() {
   document.head.append(make("link", { rel: "stylesheet", href: STYLES }));
-  // Where it cannot be loaded the source stays, and the next formula tries again.
+  // If KaTeX cannot load, the source stays visible, and the next formula tries again.
   return import(LIBRARY).catch(() => (loading = null));
 }
 

@@ -25,7 +25,9 @@ const TEMPLATE = "`(?:\\\\.|[^`\\\\])*`";
 const NUMBER = String.raw`\b(?:0[xXbBoO][\da-fA-F_]+|\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\b`;
 const WORD = String.raw`\b[A-Za-z_]\w*\b`;
 
-/** The code as nodes: text, and spans of class "comment", "string", "number" and "keyword". */
+/**
+ * Return the code as nodes: text, and spans of class "comment", "string", "number" and "keyword".
+ */
 export function highlighted(code, language) {
   const name = language.toLowerCase();
   if (PLAIN.has(name) || code.length > LONGEST_CHARACTERS) return [code];

@@ -1,13 +1,16 @@
-// Sessions of the gateway.
+// Sessions stored by the gateway.
 
 import { fetchWithKey } from "../key.js";
 
 const TIMEOUT_MS = 6_000;
 
-/** The gateway could not say whether it has the conversation. */
+/** Error: the gateway could not tell whether it has the conversation. */
 export class HistoryUnavailableError extends Error {}
 
-/** The history (see schemas/sessions.py), null if it is not kept; throws HistoryUnavailableError. */
+/**
+ * Return the history (see schemas/sessions.py), null if the gateway has none. Throw
+ * HistoryUnavailableError if it cannot tell.
+ */
 export async function fetchHistory(sessionId) {
   const answer = await call(sessionId, "GET");
   if (answer.status === 404) return null;
@@ -32,7 +35,9 @@ async function call(sessionId, method) {
   }
 }
 
-/** The turns of a history: `{question, parts, at}`, where `at` is the place of the question. */
+/**
+ * Return the turns of a history: `{question, parts, at}`, where `at` is the index of the question.
+ */
 export function turnsOf(messages) {
   const turns = [];
   const calls = new Map();
@@ -89,7 +94,7 @@ export function placeAfter(history, before, numHeld) {
   return isThere ? history.num_summarised + (kept[count]?.at ?? history.messages.length) : -1;
 }
 
-/** The turns of the page as messages, for a gateway that has forgotten them. */
+/** Return the page's turns as messages, for a gateway that no longer has them. */
 export function messagesOf(turns) {
   return turns
     .filter((turn) => isHeld(turn) && answerOf(turn))

@@ -59,7 +59,7 @@ class ChatTokenizer extends Tokenizer {
 }
 
 const renderer = {
-  // The page's own headings are above.
+  // Heading levels start below the page's own headings.
   heading({ tokens, depth }) {
     const tag = `h${Math.min(6, depth + 2)}`;
     return `<${tag}>${this.parser.parseInline(tokens)}</${tag}>`;
@@ -117,7 +117,7 @@ function anchor(address, raw, label, properties = "") {
   return `<a href="${href}" title="${href}" target="_blank" rel="noopener noreferrer nofollow"${properties}>${label || href}</a>`;
 }
 
-/** The address, if it may be followed: absolute, of a scheme that runs no code. */
+/** Return the address if it is absolute and its scheme runs no code, else null. */
 function safeUrl(address) {
   if (address.length > LONGEST_URL || !URL.canParse(address)) return null;
   const url = new URL(address);
@@ -155,15 +155,15 @@ const isGrowing = (block) => block?.type === "code" && !CLOSED_FENCE.test(block.
 /** View of a growing text: finished blocks stay, only the last block is rendered again. */
 export class Markdown {
   #root;
-  #finished = 0; // characters of the text whose blocks stay as they are
-  #last = []; // the elements of the text behind them
+  #finished = 0; // number of characters in finished blocks
+  #last = []; // elements of the unfinished text
   #lastBlock = null;
 
   constructor(root) {
     this.#root = root;
   }
 
-  /** The text must begin with what was shown before. */
+  /** `text` must begin with the text shown before. */
   show(text) {
     const source = text.replaceAll("\r", "");
     const tokens = marked.lexer(source.slice(this.#finished));
@@ -175,7 +175,7 @@ export class Markdown {
     this.#lastBlock = last;
     this.#root.append(...this.#last);
     this.#last.forEach(drawFormulas);
-    // One line may still join the block before it: the next item of a list.
+    // The next line may still join the previous block, such as a list item.
     if (!last?.raw.includes("\n")) return;
     this.#last = this.#last.slice(-1);
     const before = tokens.slice(0, tokens.indexOf(last));

@@ -1,4 +1,4 @@
-// The choice of a model.
+// Choice of a model.
 
 import { byId } from "../dom.js";
 import { fetchWithKey } from "../key.js";

@@ -1,4 +1,4 @@
-// The key, the theme, and which of the gateway's tools the model may use.
+// Settings: API key, theme, and tools that the model may use.
 
 import { byId, make } from "../dom.js";
 import { askForKey, fetchWithKey } from "../key.js";
@@ -6,7 +6,7 @@ import { askForKey, fetchWithKey } from "../key.js";
 const THEME = "millrace.theme"; // theme.js reads it
 const TOOLS = "millrace.tools";
 
-/** Calls `onKey()` when another key was given. */
+/** Calls `onKey()` after the user has entered another key. */
 export class Settings {
   constructor({ onKey }) {
     this.onKey = onKey;
@@ -25,13 +25,13 @@ export class Settings {
     askForKey(byId("settings"), reason, this.onKey);
   }
 
-  /** The gateway's tools that are switched on. */
+  /** Return the gateway's tools that are switched on. */
   get tools() {
     const wanted = JSON.parse(localStorage.getItem(TOOLS) ?? "[]");
     return this.names.filter((name) => wanted.includes(name));
   }
 
-  /** Show the tools; none if the gateway does not answer. */
+  /** Show the tools; hide them if the gateway does not answer. */
   async load() {
     const answer = await fetchWithKey("/v1/tools").catch(() => null);
     const { data = [] } = answer?.ok ? await answer.json() : {};

@@ -6,16 +6,17 @@ import { merged, newestLeaf, withParents } from "./tree.js";
 const SESSIONS = "millrace.sessions";
 const TURNS = "millrace.turns.";
 const MOST_SESSIONS = 60;
-const MOST_CHARACTERS = 250_000; // of one conversation
+const MOST_CHARACTERS = 250_000; // limit for one conversation
 const FRESH = { title: "", isRenamed: false, model: "", heldUntilMs: 0, leaf: null, parameters: {} };
-// Fields of a session that the gateway stores, too; the others are this browser's own.
+// Fields of a session that the gateway stores, too. The other fields are only in this browser.
 const SHARED = ["title", "isRenamed", "model", "leaf", "heldLeaf", "heldSystem", "parameters"];
 
 /**
  * Sessions are `{id, title, isRenamed, model, parameters, createdMs, usedMs, leaf}`, where `leaf` is
- * the last turn that is shown. The gateway has the conversation up to the turn `heldLeaf` behind the
- * system prompt `heldSystem`, `numHeld` messages in all (null: unknown), at least until
- * `heldUntilMs`. A session of an `account` (the id of a key, "": none) is kept there as a chat of `revision`; `isChanged` if it has changed since.
+ * the last displayed turn. The gateway has the conversation up to the turn `heldLeaf`, after the
+ * system prompt `heldSystem`, at least until `heldUntilMs`: `numHeld` messages (null: unknown).
+ * With an `account` (id of a key, "" for none) the gateway saves the session as a chat; `revision`
+ * is the saved revision, and `isChanged` means changes since.
  *
  * A turn is `{id, parent, question, parts, state, owner, askedMs, savedMs, requestId, facts, error}`,
  * its parts `{kind: "text", text}` or `{kind: "tool", callId, name, arguments, ok, output,
@@ -24,7 +25,7 @@ const SHARED = ["title", "isRenamed", "model", "leaf", "heldLeaf", "heldSystem",
 export class Store {
   account = "";
 
-  /** `onChange(sessionId)` tells of what another tab has changed; null: the list of sessions. */
+  /** `onChange(sessionId)` reports a change by another tab; null means the list of sessions. */
   constructor(onChange) {
     addEventListener("storage", ({ key }) => {
       if (key === SESSIONS || key === null) onChange(null);

@@ -1,7 +1,7 @@
-// The turns of a conversation are a tree: each has the id of its `parent`, the turn that it follows
-// (null: it is a first one). Turns with one parent are versions of one another.
+// Tree of a conversation's turns. Each turn has the id of its `parent`, the previous turn; a first
+// turn has null. Turns with the same parent are versions of one another.
 
-/** The turns from a first one to the one with the id `leaf`. */
+/** Return the turns from a first turn to the one with the id `leaf`. */
 export function pathTo(turns, leaf) {
   const byId = new Map(turns.map((turn) => [turn.id, turn]));
   const path = [];
@@ -13,7 +13,7 @@ export function pathTo(turns, leaf) {
   return path;
 }
 
-/** The versions of a turn, it among them, the oldest first. */
+/** Return the versions of a turn, including the turn, oldest first. */
 export function versionsOf(turns, { parent }) {
   return turns.filter((turn) => turn.parent === parent);
 }

@@ -13,8 +13,8 @@ const LATER = "M6 3.5 10.5 8 6 12.5";
 const whole = new Intl.NumberFormat("en");
 
 /**
- * `show` again after the turn has changed. Calls `onRetry(turn)`, `onEdit(turn, question)` and
- * `onChoose(turn, step)` for another version; `waitsFor(turn)` is the model that no worker serves, or
+ * Call `show` again after a change of the turn. Calls `onRetry(turn)`, `onEdit(turn, question)` and
+ * `onChoose(turn, step)` for another version. `waitsFor(turn)` returns the model without workers, or
  * "".
  */
 export class TurnView {
@@ -74,7 +74,7 @@ export class TurnView {
     const missing = this.waitsFor(this.turn);
     if (missing) {
       const also = place && ` (${place})`;
-      return `Waiting for a worker: none serves ${missing} now. The answer comes when one does${also}`;
+      return `No worker serves ${missing} now. The answer starts when a worker is available${also}`;
     }
     if (facts.queued === undefined) return "";
     const inSeconds = facts.etaS > 0 ? `, in about ${whole.format(Math.ceil(facts.etaS))} s` : "";
@@ -95,7 +95,7 @@ export class TurnView {
     return [words, toggle];
   }
 
-  /** Show the version's number, with buttons to the others. */
+  /** Show the version's number, with buttons for the other versions. */
   showVersions(versions) {
     const place = versions.findIndex(({ id }) => id === this.turn.id);
     const words = `${place + 1}/${versions.length}`;

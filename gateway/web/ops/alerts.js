@@ -36,7 +36,7 @@ const OBJECTIVES = [
 ];
 
 const wrong = new Table("alerts", ALERTS, "No alerts are firing.");
-const passing = new Table("alerts-well", ALERTS, "No rule is known to be OK.");
+const passing = new Table("alerts-well", ALERTS, "No rules are OK.");
 const objectives = new Table("slo", OBJECTIVES, "No request has ended in this window.");
 
 /** Show the alerts, with passing rules apart, and the objectives' rows. The summary above them also
@@ -66,7 +66,7 @@ export function showAlerts({ alerts, budget, refusals }) {
 }
 
 function stateOf({ state, severity, for_s }) {
-  const title = state === "pending" ? `It fires when it has held for ${lasting(for_s)}` : "";
+  const title = state === "pending" ? `The alert fires if its condition lasts for ${lasting(for_s)}` : "";
   const cell = make("td", { class: "alert-state", "data-state": state, title }, make("span", { class: "dot", "aria-hidden": "true" }), NAMES[state]);
   if (state === "firing") cell.append(" ", make("span", { class: "severity" }, severity));
   return cell;

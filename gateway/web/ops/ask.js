@@ -8,7 +8,7 @@ const TIMEOUT_MS = 15_000;
 // Telemetry has a time limit for each query, so do not run all at once.
 const MAX_AT_ONCE = 3;
 
-/** The gateway demands an administrator's key. */
+/** Error: the gateway requires an administrator's key. */
 export class KeyNeededError extends Error {}
 
 /** Refusal of the query itself: a retry fails the same way. */
@@ -37,10 +37,13 @@ async function rowsOf(name, params, signal) {
   return (await answer.json()).map(withNumbers);
 }
 
-// 2026-11-01T08:30:00.123456Z, of which Date keeps the milliseconds.
+// Example: 2026-11-01T08:30:00.123456Z. Date keeps only milliseconds.
 const TIME = /^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.(\d+))?Z$/;
 
-/** A row whose whole numbers and times are numbers, as charts and spans want them: `t` in seconds, `done_at` as `done_us`. */
+/**
+ * Return a row with numbers instead of text for integers and times: `t` in seconds, `done_at` as
+ * `done_us`.
+ */
 function withNumbers(row) {
   for (const [name, value] of Object.entries(row)) {
     row[name] = exactNumber(name, value);
@@ -53,7 +56,7 @@ function withNumbers(row) {
   return row;
 }
 
-/** Save a saved query's rows as a file; `requests` is every request of a range. */
+/** Save the rows of a saved query as a file. `requests` saves all requests of a range. */
 export async function save(name, params) {
   const answer = await send(`${name}.csv`, params, "text/csv");
   const address = URL.createObjectURL(await answer.blob());

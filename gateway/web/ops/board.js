@@ -1,4 +1,4 @@
-// Charts of the page: their queries and series.
+// Charts of the page: queries and series.
 
 import { Chart } from "./chart.js";
 import { moneyOf } from "./currencies.js";
@@ -31,7 +31,7 @@ export class Board {
   constructor(save, onZoom) {
     const chart = (section, query, options) => {
       const made = new Chart({ format: compact, onZoom, onSave: () => save(query, { step_s: made.step }), ...options });
-      // Tables stand last in their section.
+      // Tables come last in their section.
       const table = [...byId(section).children].find((panel) => panel.querySelector("table"));
       byId(section).insertBefore(made.panel, table ?? null);
       return made;
@@ -71,8 +71,10 @@ export class Board {
     });
   }
 
-  /** Draw rows of the queries over the frame's range; the store's clock sets the axis, as the
-   * reader's own may be wrong. */
+  /**
+   * Draw rows of the queries over the frame's range. The store's clock sets the axis, as the
+   * browser's may be wrong.
+   */
   show(rows, { step, barStep, seconds }) {
     const { before } = rows;
     const former = (name, of = (all) => all) => before && { rows: of(before[name]), shift: before.shift, words: before.words };

@@ -1,4 +1,4 @@
-// A time chart, drawn by uPlot: lines, an area, or stacked bars, and a read-out that all charts share.
+// Time chart drawn by uPlot: lines, an area, or stacked bars, with a cursor shared by all charts.
 
 import { clock, day, isMidnight, moment } from "./format.js";
 import { button, make } from "/static/dom.js";
@@ -11,18 +11,17 @@ const MIN_ZOOM_S = 10;
 const DAY_S = 86_400;
 const FONT = "11px sans-serif";
 const OUTSIDE = { left: -10, top: -10 };
-const FILL_ALPHA = "21"; // of a colour #rrggbb
+const FILL_ALPHA = "21"; // hexadecimal, appended to #rrggbb
 
-// The line of a range before.
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /**
- * One panel. `series` are `{key, label, hue}` from the lowest up, `hue` one of the page's colours if it
- * is not that of their place; `kind` is "line", "area" (lines with the first one filled), "stack" or
- * "bars" (both stacked). `format` makes a value text; the axis asks it for as many digits as its ticks
- * have. `note` explains the figures; `onSave` saves the displayed rows; `onZoom(from,
- * to)` takes a stretch of time that was drawn, in Unix seconds. `former` is the key of the series that is
- * drawn once more, dashed, as it was in a range before; of stacked ones it is all of them together.
+ * Panel with a chart. `series` are `{key, label, hue}` from the lowest up; `hue` is a page colour
+ * that replaces the default of the series' place. `kind` is "line", "area" (lines, the first one
+ * filled), "stack" or "bars" (both stacked). `format` makes text of a value and takes the number of
+ * digits for the axis. `note` explains the figures. `onSave` saves the displayed rows. `onZoom(from,
+ * to)` is called with a selected time range, in Unix seconds. `former` is the key of the series that
+ * is also drawn dashed for an earlier range; for stacked series it is their sum.
  */
 export class Chart {
   constructor({ title, unit, series, kind = "line", format, onZoom, most = null, note = "", onSave, former = series[0]?.key }) {
@@ -64,8 +63,10 @@ export class Chart {
     this.#drawLegend();
   }
 
-  /** Show these rows, each with its time `t`, over a range in steps; all in Unix seconds. `former` are
-   * `{rows, shift, words}` of a range that began `shift` seconds before, or null. */
+  /**
+   * Show rows with their time `t`, over a range in steps, all in Unix seconds. `former` is `{rows,
+   * shift, words}` of a range that began `shift` seconds earlier, or null.
+   */
   update(rows, { from, to, step }, series = this.series, former = null) {
     const names = (all, one) => `${all.map(({ key }) => key).join()} ${one?.words ?? ""}`;
     const changed = names(series, former) !== names(this.series, this.former);
@@ -95,8 +96,10 @@ export class Chart {
     return this.kind === "stack" || this.kind === "bars";
   }
 
-  /** Times in the middle of their steps, then a line for each series: of stacked ones the topmost
-   * first, so that lower ones are drawn over it. */
+  /**
+   * Return times in the middle of their steps, then a line for each series. Of stacked series the
+   * topmost comes first, so that lower ones are drawn over it.
+   */
   #data() {
     this.steps = this.#steps();
     const { steps } = this;
@@ -129,7 +132,10 @@ export class Chart {
     return Object.values(values).reduce((sum, value) => sum + (typeof value === "number" ? value : 0), 0);
   }
 
-  /** The rows, and `{t}` for each step of the range without one: a gap is not a straight line. */
+  /**
+   * Return the rows, with `{t}` for each step without a row, so that gaps are not drawn as straight
+   * lines.
+   */
   #steps() {
     const { rows, from, to, step } = this;
     if (rows.length === 0 && this.former?.rows.length) {
@@ -273,7 +279,7 @@ export class Chart {
   }
 }
 
-/** The line of a range before. */
+/** Return the line of an earlier range. */
 function formerLine() {
   const hue = () => colour("--soft");
   return { stroke: hue, width: 1.4, dash: [5, 4], points: { show: true, size: 4, fill: hue, filter: lonely } };
@@ -285,13 +291,13 @@ function lonely(plot, line) {
   return [...values.keys()].filter((i) => values[i] !== null && (values[i - 1] ?? null) === null && (values[i + 1] ?? null) === null);
 }
 
-/** Digits after the decimal point. */
+/** Return the number of digits after the decimal point. */
 function decimals(value) {
   const [mantissa, exponent] = String(value).split("e-");
   return (mantissa.split(".")[1] ?? "").length + Number(exponent ?? 0);
 }
 
-/** Button that saves the rows of a panel. */
+/** Return a button that saves the rows of a panel. */
 export function saveButton(title, onSave) {
   const words = `Save “${title}” as a CSV file`;
   return button("CSV", onSave, { class: "save", title: words, "aria-label": words });

@@ -1,5 +1,5 @@
-// Columns of the tables of the analytics store, with type, meaning and unit. The
-// rows are a file of this version: they need no key, and are those of docs/tables.md.
+// Columns of the analytics store's tables, with type, meaning and unit. The rows come from a file of
+// this version, without a key, and equal docs/tables.md.
 
 import { Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
@@ -22,9 +22,9 @@ try {
   const answer = await fetch("tables.json");
   if (!answer.ok) throw new Error(`the gateway answered ${answer.status}`);
   rows = (await answer.json()).map((row) => ({ ...row, text: [row.table, row.column, row.comment].join(" ").toLowerCase() }));
-  byId("said").textContent = "Times are UTC. Query the views that end in _once, which have each row of their table once.";
+  byId("said").textContent = "Times are UTC. Query the views with the suffix _once: they have each row of their table once.";
   byId("find").addEventListener("input", show);
   show();
 } catch (error) {
-  byId("said").textContent = `The tables cannot be read now: ${error.message}. Load this page again.`;
+  byId("said").textContent = `The tables cannot be read now: ${error.message}. Reload this page.`;
 }

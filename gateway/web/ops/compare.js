@@ -1,12 +1,12 @@
-// Figures beside those of an earlier range.
+// Comparison of figures with an earlier range.
 
 import { compact } from "./format.js";
 import { make } from "/static/dom.js";
 
 /**
- * How far `now` is from `before`, as an arrow and percents, and in words for whom the page is read to:
- * `better` is "less" or "more" if one of them is, which has a colour and a word; `shown(value)` makes
- * text of a value. Nothing where there is nothing to compare.
+ * Return the change from `before` to `now` as an arrow and percentage, with words for screen
+ * readers. `better` is "less", "more" or absent, and sets colour and word. `shown(value)` makes text
+ * of a value. Without a comparison, return nothing.
  */
 export function difference(now, before, { better, shown, words }) {
   const [value, former] = [asNumber(now), asNumber(before)];
@@ -25,7 +25,7 @@ export function difference(now, before, { better, shown, words }) {
   );
 }
 
-/** In percents; where those have too many digits, how many times as much. */
+/** Return the change in percent, or as a factor if the percentage is too long. */
 function sizeOf(value, former) {
   if (former === 0) return "";
   const percents = Math.abs((100 * (value - former)) / former);

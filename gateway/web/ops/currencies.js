@@ -1,4 +1,4 @@
-// Money of each currency by itself: amounts of two currencies are never added.
+// Money by currency: amounts of two currencies are never added.
 
 /** Return the cost of requests and devices of a range: a row for each currency with costs, in
  * order; one row if there are none. `cost` and `device_cost` are exact, as text. */

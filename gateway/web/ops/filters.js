@@ -1,4 +1,4 @@
-// The controls above the figures: range, tenant, model.
+// Controls for range, tenant and model.
 
 import { compact } from "./format.js";
 import { COMPARISONS, CUSTOM, RANGES } from "./view.js";
@@ -24,7 +24,7 @@ export function makeFilters(change) {
     event.preventDefault();
     const from = Date.parse(byId("from").value) / 1000;
     const to = Date.parse(byId("to").value) / 1000;
-    const why = !(from > 0) || !(to > 0) ? "Give both times." : to <= from ? "The end must be after the beginning." : "";
+    const why = !(from > 0) || !(to > 0) ? "Enter both times." : to <= from ? "The end must be after the beginning." : "";
     byId("custom-why").textContent = why;
     if (!why) change({ range: CUSTOM, from, to });
   });
@@ -49,7 +49,7 @@ function mark(id) {
   }
 }
 
-/** Show the view in the controls; times not chosen are the bounds of the frame. */
+/** Show the view in the controls. Without chosen times, show the bounds of the frame. */
 export function showFilters(view, { bounds }) {
   mark(view.range);
   byId("custom").hidden = view.range !== CUSTOM;
@@ -79,7 +79,7 @@ export function offer(rows, view) {
   }
 }
 
-/** A Unix time as a field for date and time shows it, where the reader is. */
+/** Return a Unix time as the value of a date and time field, in the browser's time zone. */
 function local(seconds) {
   const date = new Date(seconds * 1000);
   const shifted = new Date(date.getTime() - date.getTimezoneOffset() * 60_000);

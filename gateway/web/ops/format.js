@@ -25,7 +25,7 @@ function trim(text) {
   return text.includes(".") ? text.replace(/\.?0+$/, "") : text;
 }
 
-/** Whole numbers with separators. */
+/** Format whole numbers with separators. */
 export function whole(value) {
   return value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en");
 }
@@ -42,8 +42,8 @@ export function ms(value) {
 }
 
 /**
- * Money with as many digits as a small amount needs, or with exactly `digits` after the point. The
- * amount may be text, which is exact.
+ * Format money with as many digits as a small amount needs, or with exactly `digits` after the
+ * point. The amount may be exact text.
  */
 export function money(value, currency, digits) {
   if (value === null || value === undefined || Number.isNaN(Number(value))) return NONE;
@@ -62,17 +62,17 @@ export function money(value, currency, digits) {
   }
 }
 
-// Decimal places of money in the store.
+// Number of decimal places of money in the store.
 const MONEY_DIGITS = 12;
 
-/** `a + sign * b`, exactly, of amounts that are text as the store gives them. */
+/** Return `a + sign * b` exactly, for amounts that are text from the store. */
 export function addMoney(a, b, sign = 1n) {
   const sum = units(a) + sign * units(b);
   const text = String(sum < 0n ? -sum : sum).padStart(MONEY_DIGITS + 1, "0");
   return trim(`${sum < 0n ? "-" : ""}${text.slice(0, -MONEY_DIGITS)}.${text.slice(-MONEY_DIGITS)}`);
 }
 
-/** The last digits that are kept, as a whole number. */
+/** Return an amount in the store's smallest unit, as an integer. */
 function units(text) {
   const [, minus, wholes, fraction = ""] = /^(-?)(\d+)(?:\.(\d+))?$/.exec(text);
   const size = BigInt(wholes + fraction.padEnd(MONEY_DIGITS, "0").slice(0, MONEY_DIGITS));
@@ -83,13 +83,13 @@ export function percent(value) {
   return value === null || value === undefined ? NONE : `${compact(value)} %`;
 }
 
-/** The time of day of a Unix time in seconds, where the reader is. */
+/** Format a Unix time in seconds as a time of day, in the browser's time zone. */
 export function clock(seconds, withSeconds = true) {
   // "hh:mm:ss" and a zone, independent of the locale.
   return new Date(seconds * 1000).toTimeString().slice(0, withSeconds ? 8 : 5);
 }
 
-/** The Unix time in seconds of a time as the store writes it, in UTC with or without saying so. */
+/** Return the Unix time in seconds of a time from the store: UTC, with or without a zone. */
 export function secondsOf(text) {
   return Date.parse(`${text.replace(" ", "T").replace(/Z$/, "")}Z`) / 1000;
 }
@@ -100,31 +100,31 @@ export function isMidnight(seconds) {
 
 const DAY_S = 86_400;
 
-/** The parts of a date in English, where the reader is. */
+/** Return the parts of a date in English, in the browser's time zone. */
 function dateParts(seconds) {
   const [weekday, month, number, year] = new Date(seconds * 1000).toDateString().split(" ");
   return { weekday, month, number: Number(number), year };
 }
 
-/** A day: its name within a range of about a week, its month in a longer one. */
+/** Format a day: its name in a range of about a week, day and month in a longer one. */
 export function day(seconds, rangeSeconds = 0) {
   const { weekday, month, number } = dateParts(seconds);
   return rangeSeconds > 9 * DAY_S ? `${number} ${month}` : `${weekday} ${number}`;
 }
 
-/** A moment within a range of that length. */
+/** Format a time for a range of that length. */
 export function moment(seconds, rangeSeconds) {
   const long = rangeSeconds > DAY_S;
   return (long ? `${day(seconds, rangeSeconds)} ` : "") + clock(seconds, !long);
 }
 
-/** Date and time to the second, where the reader is. */
+/** Format date and time to the second, in the browser's time zone. */
 export function dateTime(seconds) {
   const { month, number, year } = dateParts(seconds);
   return `${number} ${month} ${year}, ${clock(seconds)}`;
 }
 
-/** Bytes as GiB or MiB. */
+/** Format bytes as GiB or MiB. */
 export function bytes(value) {
   return value >= 2 ** 30 ? `${compact(value / 2 ** 30)} GiB` : `${compact(value / 2 ** 20)} MiB`;
 }
@@ -137,7 +137,7 @@ export function span(us) {
   return ms(us / 1000);
 }
 
-/** A time that is counted in seconds, minutes, hours or days. */
+/** Format a duration in seconds, minutes, hours or days. */
 export function lasting(seconds) {
   if (seconds >= 2 * DAY_S) return `${compact(seconds / DAY_S)} days`;
   if (seconds >= 7_200) return `${compact(seconds / 3_600)} h`;

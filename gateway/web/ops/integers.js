@@ -1,4 +1,4 @@
-// Columns of 64-bit integers, which answers have as text: JSON's numbers are exact up to 2^53 only.
+// Columns of 64-bit integers. Answers have them as text, as JSON numbers are exact only up to 2^53.
 
 const COLUMNS = new Set([
   "accepted_tokens", "busy_us", "cached_tokens", "cancelled", "charged_us", "completion_tokens",
@@ -10,7 +10,7 @@ const COLUMNS = new Set([
   "window_met", "window_requests", "window_s", "workers",
 ]);
 
-/** The value of a column: of those above as a number, where a number is exact. */
+/** Return the value of a column; listed columns become numbers if the number is exact. */
 export function exactNumber(name, value) {
   if (typeof value !== "string" || !COLUMNS.has(name)) return value;
   const number = Number(value);

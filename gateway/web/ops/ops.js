@@ -152,9 +152,9 @@ function sayRefused({ message }) {
 }
 
 function sayUnreachable(error) {
-  const reason = error.name === "TimeoutError" ? "It does not answer." : `${error.message.replace(/\.$/, "")}.`;
-  const since = lastSeen === null ? "Nothing has been seen yet." : `What you see is from ${clock(lastSeen)}.`;
-  complain("unreachable", "Unreachable", `Telemetry is unreachable. ${reason} ${since} Requests are served and recorded meanwhile; this page tries again every few seconds.`);
+  const reason = error.name === "TimeoutError" ? "It does not respond." : `${error.message.replace(/\.$/, "")}.`;
+  const since = lastSeen === null ? "No data has loaded yet." : `The page shows data from ${clock(lastSeen)}.`;
+  complain("unreachable", "Unreachable", `Telemetry is unreachable. ${reason} ${since} Requests are still served and recorded. This page retries every few seconds.`);
 }
 
 document.addEventListener("visibilitychange", () => {

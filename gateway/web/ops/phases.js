@@ -2,8 +2,10 @@
 
 const WAITS = { received: "Queued", interrupted: "Waiting again", dispatched: "On its way to the worker" };
 
-/** Stretches `{kind, label, us}` from its first event to its end, in order. `kind` is "queued",
- * "prefill", "decode" or "earlier": a run that another one went on from. */
+/**
+ * Phases `{kind, label, us}` from the first event to the end, in order. `kind` is "queued",
+ * "prefill", "decode" or "earlier": an attempt that another one continued.
+ */
 export function phasesOf(events) {
   const own = events.filter(({ event }) => event !== "first_byte" && event !== "delivered");
   const interrupted = new Set(own.filter(({ event }) => event === "interrupted").map(({ run }) => run));
@@ -21,7 +23,7 @@ export function phasesOf(events) {
   return phases;
 }
 
-/** The time of all phases of a kind, in µs. */
+/** Return the time of all phases of a kind, in µs. */
 export function sumOf(phases, kind) {
   return phases.reduce((sum, phase) => (phase.kind === kind ? sum + phase.us : sum), 0);
 }

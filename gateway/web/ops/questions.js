@@ -38,8 +38,10 @@ async function askNow(query, params, forMs, signal) {
   return rows;
 }
 
-/** All that the page shows of a view in its frame; `before` is of the range that it is compared with,
- * with its `shift` and `words`. */
+/**
+ * Return all rows that the page shows for a view in its frame. `before` has the rows of the compared
+ * range, with its `shift` and `words`.
+ */
 export async function askAll(view, frame, signal) {
   const { step, barStep, bounds } = frame;
   const put = (query, more) => ask(query, { ...asked(query, view, bounds), ...more }, { signal });

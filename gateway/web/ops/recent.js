@@ -1,4 +1,4 @@
-// The table of recent requests, with its filters.
+// Table of recent requests, with its filters.
 
 import { clock, compact, dateTime, day, money, whole } from "./format.js";
 import { number, saidAs, statusMark, Table } from "./table.js";
@@ -48,8 +48,10 @@ export function showRecentFilters(view) {
   if (document.activeElement !== byId("id")) byId("id").value = view.id;
 }
 
-/** Show these rows; rows that are there already stay as they are, so that a selection survives.
- * `addressOf(id)` is where one request is looked at. */
+/**
+ * Show rows. Existing rows keep their elements, so that a selection survives. `addressOf(id)`
+ * returns the link to a request.
+ */
 export function showRecent(rows, { seconds }, addressOf) {
   const text = JSON.stringify([rows, addressOf("")]);
   if (text === shown) return;
@@ -77,5 +79,5 @@ function status(row) {
 
 function statusTitle(row) {
   if (!row.num_lives) return row.status;
-  return `${row.status}; it went on ${row.num_lives > 1 ? `${row.num_lives} times` : "once"} on another worker`;
+  return `${row.status}; continued on another worker ${row.num_lives > 1 ? `${row.num_lives} times` : "once"}`;
 }

@@ -39,8 +39,8 @@ const LATEST = [
   { name: "Request ids", of: ids, kind: "mono" },
 ];
 
-const kinds = new Table("refusals", KINDS, "Nothing was refused in this range.");
-const latest = new Table("recent-refusals", LATEST, "Nothing of this kind was refused in this range.");
+const kinds = new Table("refusals", KINDS, "No requests were refused in this range.");
+const latest = new Table("recent-refusals", LATEST, "No refusals of this kind in this range.");
 
 /** Make the search field of refusals; `change(part)` is called with its value. */
 export function makeRefusals(change) {
@@ -56,7 +56,7 @@ export function showRefusalFilter({ refused }) {
   if (document.activeElement !== byId("refused")) byId("refused").value = refused;
 }
 
-/** Show the tables; rows that are there already stay as they are, so that a selection survives. */
+/** Show the tables. Existing rows keep their elements, so that a selection survives. */
 export function showRefusals({ refusals, recentRefusals }, { seconds }) {
   const text = JSON.stringify([refusals, recentRefusals]);
   if (text === shown) return;
@@ -67,8 +67,10 @@ export function showRefusals({ refusals, recentRefusals }, { seconds }) {
   byId("refusals-note").textContent = numRefused ? `${whole(numRefused)} requests` : "";
 }
 
-/** Rows by time and reason as `{t, reason: number …}` and the series that a chart draws of them; the
- * reasons of the fewest requests are one. */
+/**
+ * Return rows `{t, reason: number …}` by time, and the series of a chart. The rarest reasons are
+ * combined.
+ */
 export function reasonsOf(rows) {
   const sums = new Map();
   for (const row of rows) sums.set(nameOf(row), (sums.get(nameOf(row)) ?? 0) + Number(row.refused));
@@ -94,7 +96,7 @@ function reason(row) {
   const text = row.code || row.door;
   const cell = statusMark("td", "", row.status < 500 ? "shed" : "failed");
   const find = row.limit_reached || row.code;
-  cell.append(find ? button(text, () => choose({ refused: find }), { class: "link", title: `Show what was refused for ${find}` }) : text);
+  cell.append(find ? button(text, () => choose({ refused: find }), { class: "link", title: `Show refusals for ${find}` }) : text);
   return cell;
 }
 

@@ -12,8 +12,10 @@ let open = "";
 
 let locked = () => {};
 
-/** Make the sheet: `onClose` is called when somebody closes it, `filter(part)` for a filter, and
- * `onLocked(error)` when the gateway demands a key. */
+/**
+ * Make the sheet. `onClose` is called when the user closes it, `filter(part)` with a chosen filter,
+ * and `onLocked(error)` when the gateway requires a key.
+ */
 export function makeRequest({ onClose, filter, onLocked }) {
   locked = onLocked;
   dialog.addEventListener("close", () => {
@@ -41,7 +43,7 @@ export async function showRequest(id) {
   }
   byId("request-id").textContent = id;
   byId("request-status").replaceChildren();
-  body.replaceChildren(make("p", { class: "quiet-note" }, "Looking it up…"));
+  body.replaceChildren(make("p", { class: "quiet-note" }, "Loading…"));
   if (!dialog.open) dialog.showModal();
   try {
     const questions = ["request_details", "request_timeline"];
@@ -51,7 +53,7 @@ export async function showRequest(id) {
     else body.replaceChildren(await notAccepted(id));
   } catch (error) {
     if (open !== id) return;
-    body.replaceChildren(make("p", { class: "notice" }, `It cannot be shown. ${error.message}`));
+    body.replaceChildren(make("p", { class: "notice" }, `The request cannot be shown. ${error.message}`));
     if (error instanceof KeyNeededError) {
       open = "";
       dialog.close();
@@ -60,7 +62,7 @@ export async function showRequest(id) {
   }
 }
 
-/** Show an id without an ended request: it may be of a refused request. */
+/** Show an id without an ended request: the request may have been refused. */
 async function notAccepted(id) {
   const [refusal] = await ask("refusal_details", { id }, { urgent: true });
   if (!refusal) return missing();
@@ -68,7 +70,7 @@ async function notAccepted(id) {
   return make(
     "div",
     { class: "missing" },
-    make("p", {}, refusal.limit_reached ? `It was refused, because it would have exceeded the limit ${refusal.limit_reached}.` : "It was refused, and never accepted."),
+    make("p", {}, refusal.limit_reached ? `The request was refused because it exceeds the limit ${refusal.limit_reached}.` : "The request was refused before it was accepted."),
     group("Refusal", [
       ["Status", String(refusal.status)],
       ["Error code", refusal.code],
@@ -78,7 +80,7 @@ async function notAccepted(id) {
       ["Endpoint", refusal.door],
       ["Gateway", refusal.gateway],
       ["At", dateTime(refusal.last_us / 1e6)],
-      ["Same refusals in that second", whole(refusal.refused)],
+      ["Equal refusals in the same second", whole(refusal.refused)],
     ]),
   );
 }
@@ -87,8 +89,8 @@ function missing() {
   return make(
     "div",
     { class: "missing" },
-    make("p", {}, "No request of this id has ended."),
-    make("p", { class: "quiet-note" }, "It may still be running: it appears here a second after its end. Records are kept for 400 days."),
+    make("p", {}, "No request with this id has ended."),
+    make("p", { class: "quiet-note" }, "The request may still be running. It appears here a second after its end. Records are kept for 400 days."),
   );
 }
 
@@ -118,7 +120,7 @@ function facts(request) {
   ];
 }
 
-/** Phases to scale, with a minimum width; the list below has the same in words. */
+/** Draw phases to scale, with a minimum width; the list below names them. */
 function bar(phases) {
   const parts = phases.map(({ kind, label, us }) => {
     const part = make("span", { class: `phase ${kind}`, title: `${label}: ${span(us)}` });
@@ -153,7 +155,7 @@ function timeline(events, begun) {
   return list;
 }
 
-/** Which of several generations of the request an event is of; "" for the request's own. */
+/** Return the generation of an event if the request has several; "" for the request itself. */
 function partOf({ event, choice, round, attempt }) {
   if (["received", "first_byte", "delivered"].includes(event)) return "";
   return [`choice ${choice}`, round ? `round ${round}` : "", attempt ? `attempt ${attempt}` : ""].filter(Boolean).join(", ");
@@ -165,7 +167,7 @@ function wordsOf({ event, run, place, detail, device_us }, isMoved) {
     case "received": return { title: "Received, queued", detail: `by ${detail}` };
     case "dispatched": return { title: "Dispatched", detail: place ? `to ${place}, epoch ${run}` : "" };
     case "started": return { title: "Prefill", detail: where };
-    case "interrupted": return { title: "Interrupted", detail: `${where}, epoch ${run}; ${device_us ? `${span(device_us)} of the device` : "its device time is lost"}` };
+    case "interrupted": return { title: "Interrupted", detail: `${where}, epoch ${run}; ${device_us ? `${span(device_us)} of the device` : "device time unknown"}` };
     case "first_token": return { title: isMoved ? "First token of this run" : "First token", detail: "decode begins" };
     case "ended": return { title: detail === "done" ? "Done" : `Ended: ${detail}`, detail: where };
     case "first_byte": return { title: "First byte to the client", detail: `by ${place}` };
@@ -230,12 +232,12 @@ function groups(request) {
   return made;
 }
 
-/** Tokens that its attempts pulled from other workers' KV caches, in the order of attempts. */
+/** Return the tokens pulled from other workers' KV caches, in order of attempts. */
 function pulls({ pull_sources, pull_tokens }) {
   return pull_sources.map((source, i) => ["Pulled", `${whole(pull_tokens[i])} from ${source}`]);
 }
 
-/** A list of names and values; those without a value are left out. */
+/** Return a list of names and values, without empty values. */
 function group(title, rows) {
   const list = make("dl");
   for (const [name, value] of rows) if (value) list.append(make("dt", {}, name), make("dd", {}, value));

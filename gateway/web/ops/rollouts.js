@@ -1,11 +1,11 @@
-// Rollouts: which version of a model has which share of its requests, and how each of them does.
+// Rollouts: share of requests and results of each version.
 
 import { ms, percent, whole } from "./format.js";
 import { number, Table } from "./table.js";
 import { byId, make } from "/static/dom.js";
 
 const NAMES = { waiting: "Waiting for a worker", running: "Running", completed: "Completed", aborted: "Aborted" };
-// As alerts are coloured.
+// Colours of alerts.
 const STATES = { waiting: "pending", running: "pending", completed: "ok", aborted: "firing" };
 
 const table = new Table(
@@ -24,7 +24,10 @@ const table = new Table(
   "There has been no rollout.",
 );
 
-/** Show the latest rollout of each model, the new version above the old one; nothing if there is none. */
+/**
+ * Show the latest rollout of each model, the new version above the old one. Hide the panel if there
+ * is none.
+ */
 export function showRollouts({ rollouts }) {
   byId("rollouts-panel").hidden = !rollouts.length;
   table.show(rollouts.flatMap(rowsOf));

@@ -3,10 +3,13 @@
 import { button, byId, make } from "/static/dom.js";
 
 /**
- * Fills the table of that id. Each of `columns` has a `name`, perhaps with its `unit` and a `note`;
- * `of(row, context)`, what stands in its cells, or a whole cell; `title(row)`, what these say when
- * pointed at; their class, `kind`: that of numbers is also the heading's; and, where one may sort by
- * it, `sort(row)`, what rows are compared by. `none` is said of no rows.
+ * Table in the element with that id. Each of `columns` has:
+ * - `name`, optionally with `unit` and `note`
+ * - `of(row, context)`: text of a cell, or the whole cell
+ * - `title(row)`: tooltip of a cell
+ * - `kind`: class of the cells; the heading of a number column has it, too
+ * - `sort(row)`: sort key, if the table can be sorted by the column
+ * `none` is the text of a table without rows.
  */
 export class Table {
   constructor(id, columns, none) {
@@ -20,8 +23,7 @@ export class Table {
     this.describe(columns);
   }
 
-  /** Have other columns, with nothing in them; they are in the order of the rows until somebody
-   * sorts. */
+  /** Replace the columns and remove all rows. Rows keep the given order until the user sorts. */
   describe(columns) {
     this.columns = columns;
     this.sorted = null;
@@ -30,7 +32,7 @@ export class Table {
     this.foot.replaceChildren();
   }
 
-  /** Show rows, and `sums` below them, which no sorting moves. */
+  /** Show rows, with `sums` below them, which sorting does not move. */
   show(rows, context, sums = []) {
     Object.assign(this, { rows, context, sums });
     const lines = this.#inOrder().map((row) => this.#lineOf(row));
@@ -58,7 +60,7 @@ export class Table {
     return labelled(heading, kind === "number" && kind, note);
   }
 
-  /** By a column, the other way round if it is so already: numbers from the largest down first. */
+  /** Sort by a column, or reverse the order. Numbers start with the largest. */
   #sortBy(column) {
     const up = this.sorted?.column === column ? !this.sorted.up : column.kind !== "number";
     this.sorted = { column, up };
@@ -82,17 +84,17 @@ function labelled(element, kind, title) {
   return element;
 }
 
-/** A column of numbers. */
+/** Return a column of numbers. */
 export function number(name, of, more = {}) {
   return { name, of, kind: "number", ...more };
 }
 
-/** How a request ended, with its dot, in an element of that name. */
+/** Return an element with the status of a request and its dot. */
 export function statusMark(tag, text, status) {
   return make(tag, { class: "status", "data-status": status }, make("span", { class: "dot" }), text);
 }
 
-/** Visible text with an alternative for screen readers. */
+/** Return visible text with an alternative for screen readers. */
 export function saidAs(said, text) {
   return [make("span", { "aria-hidden": "true" }, text), make("span", { class: "spoken" }, said)];
 }

@@ -7,7 +7,7 @@ import { byId, make } from "/static/dom.js";
 
 const PULLED = "Tokens pulled from other workers' KV caches in the last 45 seconds";
 const SERVED = "Tokens other workers pulled from its KV cache in the last 45 seconds";
-// A column with `isOf(row)` is there while that holds for any row.
+// A column with `isOf(row)` is shown if that is true for any row.
 const WORKERS = [
   { name: "Worker", of: (row) => row.name || row.worker, kind: "mono", title: (row) => row.worker },
   { name: "Model", of: (row) => row.model },
@@ -42,7 +42,7 @@ const ERRORS = [
   }),
   number("Latest", latestLink, { title: (row) => dateTime(latestS(row)) }),
 ];
-// From a request to its first token, in the order in which time passes.
+// Columns from the request to its first token, in order of time.
 const WAYS = [
   { key: "intake", label: "Before receipt", note: "From the request at the gateway to its receipt: key, body, parsing" },
   { key: "ttft", label: "TTFT", note: "From receipt to when the worker had the first token: admission, queue, prefill" },
@@ -56,7 +56,7 @@ const FIRST_BYTE = [
 ];
 
 const workers = new Table("workers", WORKERS, "No worker has reported within the last 15 seconds.");
-const unitCost = new Table("unit-cost", UNIT_COST, "Nothing was computed in this range.");
+const unitCost = new Table("unit-cost", UNIT_COST, "No tokens were computed in this range.");
 const errors = new Table("errors", ERRORS, "No errors in this range.");
 const firstByte = new Table("first-byte", FIRST_BYTE, "No client received a first token in this range.");
 
@@ -68,7 +68,7 @@ export function makeTables(save) {
   }
 }
 
-/** Show the rows of each; `addressOf(id)` is where a request is seen. */
+/** Show the rows of each table. `addressOf(id)` returns the link to a request. */
 export function showTables(rows, addressOf) {
   showWorkers(rows.workersNow);
   byId("workers-note").textContent = rows.workersNow.length ? `${rows.workersNow.length} now` : "";

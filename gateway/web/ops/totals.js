@@ -1,4 +1,4 @@
-// The figures of the whole range.
+// Figures of the whole range.
 
 import { difference } from "./compare.js";
 import { moneyOf, nothingOf } from "./currencies.js";
@@ -10,8 +10,8 @@ const TTFT = "Time to first token, median: from receipt to when the worker had i
 const FIRST_BYTE = "First byte, median: from the request at the gateway to writing the first token";
 
 /**
- * Show the totals. `rows` are answers by the names of their questions; `rows.before` those of the
- * range that is compared with, in its `words`, or null.
+ * Show the totals. `rows` has rows by the names of their queries. `rows.before` has those of the
+ * compared range, described by `words`, or null.
  */
 export function showTotals(rows, { seconds }, words) {
   const figures = figuresOf(rows);
@@ -38,14 +38,17 @@ export function showTotals(rows, { seconds }, words) {
     latency("First byte", "first_byte", figures.latencies, FIRST_BYTE),
     latency("TPOT", "tpot", figures.latencies, "Time per output token, median"),
     latency("Whole answer", "e2e", figures.latencies, "From receipt to the end, median"),
-    { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached${ahead(totals)}`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in; ${whole(totals.accepted_tokens)} of the output came as they had been proposed ahead`, of: (one) => one.totals.completion_tokens },
+    { name: "Output tokens", value: compact(totals.completion_tokens), detail: `${compact(totals.prompt_tokens)} in, ${cached} cached${ahead(totals)}`, title: `${whole(totals.completion_tokens)} out, ${whole(totals.prompt_tokens)} in; ${whole(totals.accepted_tokens)} of the output were proposed by speculative decoding`, of: (one) => one.totals.completion_tokens },
     ...figures.money.flatMap((sums) => moneyTiles(sums, totals, figures.money.length > 1)),
   ];
   byId("totals").classList.toggle("wide", figures.money.length > 1);
   byId("totals").replaceChildren(...tiles.map((tile) => draw(tile, figures, before, words)));
 }
 
-/** What tenants pay and what devices cost in a currency; the energy is that of all requests. */
+/**
+ * Return the tiles of a currency: cost for tenants and cost of devices. The energy is that of all
+ * requests.
+ */
 function moneyTiles(sums, { energy_j }, isOneOfSeveral) {
   const { currency } = sums;
   const name = (what) => (isOneOfSeveral ? `${what}, ${currency}` : what);
@@ -72,7 +75,7 @@ function figuresOf(rows) {
   };
 }
 
-/** Of output tokens, how many had been proposed before they were drawn. */
+/** Return the share of output tokens accepted from speculative decoding. */
 const ahead = ({ accepted_tokens, completion_tokens }) =>
   accepted_tokens ? `, ${percent((100 * accepted_tokens) / completion_tokens)} proposed ahead` : "";
 

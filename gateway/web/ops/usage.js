@@ -25,7 +25,7 @@ const FIGURES = [
   number("Tenants pay", (row) => money(row.cost, row.currency), { sort: (row) => byCurrency(row, row.cost), title: (row) => `Exactly ${row.cost} ${row.currency}` }),
 ];
 
-/** Sort key of amounts: amounts of one currency stand together. */
+/** Sort key of amounts: it groups amounts by currency. */
 function byCurrency({ currency }, amount) {
   return `${currency} ${Number(amount).toFixed(12).padStart(40, "0")}`;
 }
@@ -33,7 +33,10 @@ function byCurrency({ currency }, amount) {
 let table = null;
 let by = "";
 
-/** Make the switch and the button: `change(part)` takes what was chosen, `save(query)` saves all. */
+/**
+ * Make the switch and the button. `change(part)` is called with the choice, `save(query)` saves all
+ * rows.
+ */
 export function makeUsage(change, save) {
   const group = byId("usage-by");
   for (const name of DIMENSIONS) group.append(button(TITLES[name], () => change({ by: name }), { value: name }));
@@ -41,14 +44,14 @@ export function makeUsage(change, save) {
   head.append(saveButton("Usage and spend", () => save(`usage_by_${by}`)));
 }
 
-/** Show rows of the view's dimension, the most spent first, and all of the range below them. */
+/** Show rows of the view's dimension by falling cost, with the sum of the whole range below. */
 export function showUsage({ usage, usageSums }, view, change) {
   const chosen = view.by || DIMENSIONS[0];
   if (chosen !== by) {
     by = chosen;
     for (const one of byId("usage-by").children) one.setAttribute("aria-pressed", String(one.value === by));
     const names = COLUMNS[by].map((name) => nameColumn(name, change));
-    table ??= new Table("usage", [], "Nothing was used in this range.");
+    table ??= new Table("usage", [], "No usage in this range.");
     table.describe([...names, ...FIGURES]);
   }
   const all = sumsOf(usageSums);
@@ -66,7 +69,7 @@ function nameColumn(name, change) {
   return { name: TITLES[name], of, sort: (row) => row[name] };
 }
 
-/** Of all rows of a currency together. */
+/** Return the sum of all rows of a currency. */
 function sumsOf(rows) {
   const sums = new Map();
   for (const row of rows) sums.set(row.currency, added(sums.get(row.currency), row, 1n));

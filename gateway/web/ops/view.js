@@ -1,5 +1,5 @@
-// The view: range, filters and the open request, all of it in the address
-// behind the "#", where it can be shared and reaches no server's log.
+// View: range, filters and the open request. All are in the address after the "#", so that a link
+// contains them and no server logs them.
 
 export const RANGES = [
   { id: "15m", label: "15 min", words: "the last 15 minutes", seconds: 900, refresh: 2_000 },
@@ -17,7 +17,7 @@ const STEPS_S = [1, 2, 5, 10, 15, 30, 60, 120, 180, 300, 600, 720, 900, 1800, 36
 const MAX_POINTS = 120;
 const MAX_BARS = 30;
 const TEXTS = ["tenant", "model", "compare", "by", "refused", "status", "id", "request"];
-// Ranges to compare with, and how long before they begin; null: right before the range.
+// Ranges to compare with, and how long before they begin. null: directly before the range.
 export const COMPARISONS = [
   { id: "previous", label: "the time before", shift: null },
   { id: "day", label: "a day before", shift: 86_400 },
@@ -41,7 +41,7 @@ export function readView(hash) {
   return view;
 }
 
-/** The address of a view, from its "#" on. */
+/** Return the address of a view, from its "#" on. */
 export function hashOf(view) {
   const parts = new URLSearchParams();
   if (view.range === CUSTOM) {
@@ -52,14 +52,14 @@ export function hashOf(view) {
   return `#${parts.toString().replaceAll("%3A", ":")}`;
 }
 
-/** UTC, to the second, or to the minute if that says it all. */
+/** Format a UTC time to the second, or to the minute if it has no seconds. */
 function iso(seconds) {
   return new Date(seconds * 1000).toISOString().replace(/(:00)?\.\d+Z$/, "Z");
 }
 
 /**
- * What to ask for a view, and how often: `bounds` are parameters of every saved query, `step` is of
- * lines, `barStep` of bars, in seconds; `refresh` in ms, 0 for a range that is over.
+ * Return the frame of a view: `bounds` are parameters of every saved query, `step` (of lines) and
+ * `barStep` (of bars) are in seconds, `refresh` is in ms, 0 for a range that is over.
  */
 export function frameOf(view, now = Date.now() / 1000) {
   const known = RANGES.find((one) => one.id === view.range);
@@ -71,8 +71,10 @@ export function frameOf(view, now = Date.now() / 1000) {
   return { ...steps(seconds), bounds: { from_s: view.from, to_s: view.to }, seconds, refresh, words: "in this range" };
 }
 
-/** What a view is compared with: `bounds` as a frame has them, `shift` in seconds, and `words`; null
- * if with nothing. */
+/**
+ * Return the compared range: `bounds` as in a frame, `shift` in seconds, and `words`; null without a
+ * comparison.
+ */
 export function comparedWith(view, { bounds, seconds }) {
   const known = COMPARISONS.find((one) => one.id === view.compare);
   if (!known) return null;

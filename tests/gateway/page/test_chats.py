@@ -19,7 +19,7 @@ from tests.support.waiting import eventually
 
 pytestmark = MARKS
 
-KEPT = "Kept on the gateway for your key"
+KEPT = "Saved on the server for your API key"
 
 
 class Keyed:

@@ -83,7 +83,7 @@ async def test_it_says_that_no_worker_is_there(front: RunningGateway, page: Page
     await front.worker.announce(retired=True)
     await page.locator("#prompt").fill("anybody?")
     await page.keyboard.press("Enter")
-    await expect(page.locator(".status")).to_contain_text("none serves echo now")
+    await expect(page.locator(".status")).to_contain_text("No worker serves echo now")
     await expect(page.locator("#notice")).to_contain_text("No worker serves echo now.")
     worker = EchoWorker(MemoryBus(front.broker), worker_id="echo-2")
     await worker.start()

@@ -100,7 +100,7 @@ async def test_an_answer_that_is_gone_is_said_to_be(
         scripted.runs.clear()
         scripted.sessions.clear()
         await page.reload()
-        await expect(page.locator(".trouble")).to_contain_text("not there any more")
+        await expect(page.locator(".trouble")).to_contain_text("no longer available")
 
 
 async def test_the_operations_page_asks_for_a_key(
