@@ -1,11 +1,10 @@
-"""``python -m benchmarks.books``: all figures of one load in every report.
+"""``python -m benchmarks.books``: check that all reports agree about one load.
 
-A whole system serves two models, priced in dollars and in euros, to two tenants that ask in every
-way that takes several generations: choices, prompts, inputs, rounds of tools, lines of batches.
-Answers are asked for again, clients leave, and a worker, a gateway and telemetry are killed on the
-way. Then what the clients were told is compared with rows, generations, Kafka's records, usage by
-the minute, `millrace usage`, invoices, budgets and the operations page. Exits with 1 if any figure
-differs.
+A system serves two models, priced in dollars and in euros, to two tenants. Requests make several
+generations in every way: choices, prompts, inputs, tool rounds, batch lines. Clients repeat
+requests and leave, and a worker, a gateway and telemetry are killed meanwhile. Then the clients'
+figures are compared with rows, generations, Kafka's records, usage by the minute, `millrace usage`,
+invoices, budgets and the operations page. Exits with 1 if any figure differs.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ async def _kill(system: System, parts: Sequence[str], load: asyncio.Future[Any])
     for part in parts:
         await asyncio.wait([load], timeout=_BETWEEN_KILLS_S)
         if load.done():
-            print(f"the load was over before {part} could be killed")
+            print(f"the load ended before {part} was killed")
             return
         print(f"kill -9 {part}", flush=True)
         system.kill(part)

@@ -1,21 +1,25 @@
 """``python -m benchmarks.chaos``: streams of clients while parts of the system are killed.
 
-A whole ``millrace up`` with the demo model on real engines: two workers, two gateways. Clients,
-half by WebSocket and half by server-sent events, stream greedy answers; in each round something
-happens to parts (``benchmarks.chaos.faults`` has the table): ``kill -9`` of a worker, of its
-engine, of both workers, of the scheduler, alone or with a worker, of a gateway (whose clients go on
-at another), of nats-server, of Redis; SIGTERM of a worker, which drains; a part that stands still
-for five seconds; a second worker of a name. ``millrace up`` starts again what died. Further rounds
-kill a worker under what is hard to move: answers held to a JSON Schema, forced tool calls, three
-choices, log-probabilities, penalties; or either worker under long prompts, or a worker that drains
-while its streams' blocks are being pulled. With ``--workers prefill:1,decode:1`` the first computes
-long prompts, and the second goes on with them. In the last round, which needs root, the disk is
-full for a while: new requests must be refused by name, and accepted within 10 s of room.
+``millrace up`` runs the demo model on real engines, with two workers and two gateways. Clients,
+half by WebSocket and half by server-sent events, stream greedy answers. Each round has one fault
+(``benchmarks.chaos.faults`` has the table):
 
-Of each round it checks that no answer is lost, that no token index is missing or repeated, that
-each request has one record in ClickHouse, and that each answer is that of the undisturbed run,
-token for token. It prints the longest silence of each affected stream across the event, beside the
-longest of the undisturbed run, and how long the workers that ended took to load.
+  - ``kill -9`` of a worker, its engine, both workers, the scheduler alone or with a worker, a
+    gateway (whose clients resume at the other), nats-server, or Redis;
+  - SIGTERM of a worker, which drains;
+  - a part that is frozen for five seconds; a second worker of the same name.
+
+``millrace up`` restarts killed parts. Further rounds kill a worker under answers that are hard to
+move (JSON Schema, forced tool calls, three choices, log-probabilities, penalties), either worker
+under long prompts, or a draining worker while its streams' blocks are being pulled. With
+``--workers prefill:1,decode:1`` the first worker computes long prompts and the second continues
+them. In the last round, which needs root, the disk is full for a while: new requests must be
+refused with that reason, and accepted within 10 s after space is free.
+
+Each round checks that no answer is lost, no token index is missing or repeated, each request has
+one record in ClickHouse, and each answer equals the undisturbed run's, token by token. Prints the
+longest silence of each affected stream across the event, beside the longest of the undisturbed run,
+and the loading time of restarted workers.
 """
 
 from __future__ import annotations
@@ -142,7 +146,7 @@ async def _run(plan: Plan, streams: Streams) -> list[Round]:
     for number in range(plan.rounds):
         for event in (event for event in EVENTS if event.name in plan.events):
             if time.monotonic() > deadline_s:
-                print(f"the time is up in round {number + 1}")
+                print(f"time limit reached in round {number + 1}")
                 return rounds
             rounds.append(await streams.run(event))
             _say(number, event, rounds[-1])
@@ -180,7 +184,7 @@ def _report(plan: Plan, streams: Streams, rounds: Sequence[Round]) -> dict[str, 
             + (f", workers loaded after {sums['loading_p50_s']} s" if sums["num_loaded"] else "")
         )
     num_wrong = sum(sum(one.num_wrong.values()) for one in rounds)
-    print(f"{num_wrong} things are wrong" if num_wrong else "all as it had to be")
+    print(f"{num_wrong} checks failed" if num_wrong else "all checks passed")
     return {
         "plan": msgspec.to_builtins(plan),
         "undisturbed": _gap_figures(streams.usual_gaps_s),

@@ -2,8 +2,8 @@
 
     python -m benchmarks.engine --only ceilings [--model PATH] [--threads N]
 
-Reads from memory, multiplies matrices, and runs nothing but the linear maps of a decode step, by
-the path that the engine takes. Without a model, the 100M Llama of the comparisons is used.
+Reads from memory, multiplies matrices, and runs only the linear maps of a decode step, by the
+engine's own code. The default model is the 100M Llama of the comparisons.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.engines --engine vllm|llamacpp [--model PATH] [--save]
 
-The server is started once, with the arguments that a worker gives it, and measured in turns: asked
-directly over HTTP, and through ``millrace up --engine KIND --engine-url``. Then ``millrace up``
-starts one of its own, which is killed with -9 under 20 streams: the time from the moment that the
-next one is ready to each stream's next token is the gap.
+The server is started once, with a worker's arguments, and measured in turns: directly over HTTP,
+and through ``millrace up --engine KIND --engine-url``. Then ``millrace up`` starts a server itself,
+which is killed with -9 under 20 streams. A gap is the time from the next server's readiness to a
+stream's next token.
 
 The model is a Llama of 100M parameters with random weights: a folder for vLLM, a GGUF file in bf16
 for llama.cpp.

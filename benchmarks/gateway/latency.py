@@ -3,17 +3,17 @@
     python -m benchmarks.gateway --only latency [--rate 200] [--seconds 20] [--json FILE]
 
 A simulated worker answers every job at once. Requests arrive at a Poisson rate, in turns of a few
-seconds, either at the gateway (a streamed chat completion) or at NATS itself (a job in the queue,
-its frames on a subject), so that noise of the machine meets both alike. The time to the first
-token by the one less that by the other is what the gateway adds, by quantile.
+seconds, either at the gateway (a streamed chat completion) or directly at NATS (a job in the queue,
+its frames on a subject), so the machine's noise affects both alike. The added time is the
+difference of both TTFT distributions, by quantile.
 
-The same is measured within each request too: the client's process listens on the bus beside the
-gateway, and so sees the gateway's job go out and the first token come back. What lies between the
-client's request and that job, and between that token and the client's, is the gateway's alone:
-the paired figure, whose p99 has none of the worker's and the queue's own waiting in it.
+The paired figure is measured within each request. The client's process also listens on the bus, and
+sees the gateway's job leave and the first token return. The gateway's time is from the client's
+request to that job, plus from that token to the client's. It excludes the waits of worker and
+queue.
 
-The gateway's CPU time of a request is taken over the same turns. To compare two trees run each
-several times in turns: a core that others use has colder caches, and costs a request more.
+The gateway's CPU time of a request is measured over the same turns. To compare two source trees,
+run each several times in turns: on a shared core, colder caches make a request more expensive.
 """
 
 from __future__ import annotations

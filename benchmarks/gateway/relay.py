@@ -3,12 +3,11 @@
     python -m benchmarks.gateway --only relay [--clients 200] [--seconds 4] [--json FILE]
 
 A scripted worker sends one token to every stream in each step: first at a steady pace that the
-gateway follows token by token (uncoalesced), then as fast as it can, so that tokens gather and
-leave together (coalesced). The figure is tokens per second of one gateway core: tokens over the CPU
-time of the gateway process. Beside each stands the raw stack, the same libraries with a bare
-handler between them (``benchmarks.support.raw_stack``), and once the two floors: the same messages
-received, decoded by the bus's reader and dropped, and a write of a token's size to each client by
-a bare uvloop server.
+gateway follows token by token (uncoalesced), then as fast as it can, so that tokens leave in groups
+(coalesced). The figure is tokens over the gateway's CPU time, that is, tokens per second of one
+core. Beside it is the raw stack, the same libraries with a bare handler between them
+(``benchmarks.support.raw_stack``), and two floors: the same messages received, decoded by the bus's
+reader and dropped, and a write of a token's size to each client by a bare uvloop server.
 """
 
 from __future__ import annotations

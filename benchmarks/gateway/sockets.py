@@ -2,12 +2,11 @@
 
     python -m benchmarks.gateway --only sockets [--sockets 10000] [--seconds 20] [--json FILE]
 
-Clients in processes of their own open all sockets, which then stay idle: the growth of the
-gateway's resident memory over their number is what a connection costs. Then each asks for a
-generation that a simulated worker answers with 2 tokens/s. The text of a token is the time at which
-the worker sent it, so its latency is from the worker's publish to the arrival in the client's
-process, on the one monotonic clock of the machine. Beside it stands the raw stack: the same
-libraries with a bare handler between them (``benchmarks.support.raw_stack``).
+Client processes open all sockets, which then stay idle. The cost of a connection is the growth of
+the gateway's resident memory over their number. Then each socket requests a generation, which a
+simulated worker answers with 2 tokens/s. A token's text is its sending time at the worker. Its
+latency lasts until its arrival in the client's process, on the machine's monotonic clock. Beside it
+is the raw stack: the same libraries with a bare handler (``benchmarks.support.raw_stack``).
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 
     python -m benchmarks.gateway --only tracing [--rounds 3] [--seconds 5] [--clients 32] [--smoke]
 
-One gateway for each way, in turn, round after round: clients ask for short answers one after the
-other, then for long ones. The figures are CPU time: of the gateway's event loop by request and by
-token, and of its other threads, one of which sends the spans. The median of the rounds is shown
-with the spread. Beside them stands what a span costs by itself: to be told, on the event loop, and
-all of it.
+Each mode has a gateway, in turns, round after round. Clients request short answers one after the
+other, then long ones. The figures are CPU time: of the gateway's event loop per request and token,
+and of its other threads, one of which sends the spans. Prints the median of the rounds with the
+spread, and the cost of a single span: its recording on the event loop, and its total.
 """
 
 from __future__ import annotations
@@ -160,7 +159,9 @@ def run(rounds: int = 3, seconds: float = 5.0, clients: int = 32, smoke: bool = 
         measured = [
             _round(way, collector, clients, seconds) for _ in range(num_rounds) for way in _WAYS
         ]
-    print(f"a span: {told_us:.0f} us to tell, {whole_us:.0f} us with encoding, sending, receiving")
+    print(
+        f"a span: {told_us:.0f} us to record, {whole_us:.0f} us with encoding, sending, receiving"
+    )
     rows = []
     for way in _WAYS:
         figures = [one for one in measured if one.way == way]

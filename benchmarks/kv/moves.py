@@ -3,15 +3,15 @@
     python -m benchmarks.kv --only drain [--streams 20] [--tokens 2000] [--save]
     python -m benchmarks.kv --only roles --tokens 8000 --beside 16 --save
 
-  drain   so many streams with contexts of so many tokens are on one of two workers, which is then
-          drained: the longest time for which each stands still, less what the longest gap of one
-          was undisturbed, p50 and p99; with blocks that move, and without (engine.transfer: false)
-  roles   six prompts of so many tokens enter one after the other beside 8 streams, which make a
-          quarter as many tokens: a prefill worker and a decode worker, against two workers of both
+  drain   ``--streams`` streams with contexts of ``--tokens`` tokens run on one of two workers,
+          which is then drained. The figure is each stream's longest gap, less the longest
+          undisturbed gap, p50 and p99; with moved blocks and without (engine.transfer: false)
+  roles   six prompts of ``--tokens`` tokens enter one after the other beside 8 streams, which make
+          a quarter as many tokens, on a prefill and a decode worker, and on two workers of both
           roles: the streams' gaps p99, the prompts' TTFT p50
 
-A Llama of 100M parameters with random weights; the workers share the cores of one machine, which
-those of a cluster do not. The goals: 60 and 150 ms; 0.4 and 1.2 times.
+The model is a Llama of 100M parameters with random weights. The workers share the cores of one
+machine, unlike those of a cluster. The goals: 60 and 150 ms; 0.4 and 1.2 times.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python -m benchmarks.parallel --only steps [--save]
 
-No group of GPUs was run: everything here is derived. The tables are those of
-docs/parallel-steps.md, which has the formulas. A Llama 3.1 70B is computed by 4
-devices of one host, a 405B by 8 of each of two hosts, one behind the other.
-The last table has the same steps by ``millrace simulate``.
+No group of GPUs was run: all figures are derived. The tables are those of docs/parallel-steps.md,
+which has the formulas. 4 devices of one host compute a Llama 3.1 70B. A 405B runs on 8 devices of
+each of two hosts, as two stages. The last table has the same steps by ``millrace simulate``.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
     python -m benchmarks.quantization [--only PART ...] [--save]
 
-The model of the speeds is a Llama of 100M parameters with random weights, the load closed loops of
-1, 8 and 32 streams, 128 tokens in and 64 out; each system is measured alone, the median of several
+Speeds are of a Llama of 100M parameters with random weights, under closed loops of 1, 8 and 32
+streams, 128 tokens in and 64 out. Each system is measured alone; figures are medians of several
 runs after a warm-up:
 
   served   ``millrace up --quantization int8`` and ``int4``, and llama.cpp's server (`make engines`)
            with the same weights in q8_0 and q4_0, over HTTP by one client; started in turns
   engine   the engine alone in bfloat16, int8 and int4: tokens a second, and the rate at which a
-           step of one stream reads its weights beside what the machine reads at best
+           step of one stream reads its weights, beside the machine's best read rate
   quality  exact answers of the demo model to held-out questions
   logits   the largest error of logits beside the same quantized weights in float64
 """

@@ -1,9 +1,9 @@
-"""``affinity``: workers chosen by their caches beside workers chosen by load.
+"""``affinity``: routing by prefix cache beside routing by load.
 
-On real servers with one scheduler process and eight simulated workers. Conversations share one of a
-few system prompts and grow by each turn; between turns somebody reads. The same conversations run
+Real servers run one scheduler process and eight simulated workers. Conversations share one of a few
+system prompts and grow by each turn, with reading pauses between turns. The same conversations run
 on a fresh system with each policy, at a load within capacity and at a load above it. The ceiling of
-the hit rate is the share that conversations repeat, which is printed beside the rate. The ceiling
+the hit rate is the share of prompts that conversations repeat, printed beside the rate. The ceiling
 of the token rate is that of engines whose prompts cost nothing.
 """
 
@@ -77,7 +77,7 @@ class _Result(NamedTuple):
 
 
 class _Conversations:
-    """Clients that keep a number of conversations going, and replace each that ends."""
+    """Clients that keep a number of conversations running, and replace ended conversations."""
 
     def __init__(self, service: Service, load: _Load) -> None:
         self.answers: list[Answer] = []
@@ -155,7 +155,7 @@ def _print(load: _Load, policy: _Policy, result: _Result) -> None:
 
 
 async def _measure(loads: Sequence[_Load], duration_s: float, rounds: int) -> bool:
-    """Return whether affinity cost no throughput, found more, and answered sooner."""
+    """Return whether affinity cost no throughput, raised the hit rate and lowered TTFT."""
     kept = True
     print(
         f"{_NUM_WORKERS} workers, {_NUM_SYSTEM_PROMPTS} system prompts of {_SYSTEM_TOKENS} tokens"

@@ -1,11 +1,11 @@
 """``dispatch``: latency and rate that the scheduler adds between the queue and a worker.
 
-On a real nats-server with one scheduler process and workers that take everything at once: the time
-from publish to a worker's receipt when there is room, at a modest rate of random arrivals, and
-dispatches per second while there is a backlog, each with one tenant and with many; the first job of
-a tenant, for which the server makes a consumer, is timed for itself. Beside them, in
-the same run, what JetStream alone needs from publish to a pulling consumer at that rate, and how
-fast one consumer pulls and acknowledges, by bare nats-py.
+A real nats-server runs with one scheduler process and workers that accept everything at once.
+Measured with one tenant and with many: the time from publish to a worker's receipt when there is
+room, at a modest rate of random arrivals, and dispatches per second with a backlog. A tenant's
+first job, for which the server makes a consumer, is timed separately. Beside them, in the same run,
+is JetStream alone by bare nats-py: the time from publish to a pulling consumer at that rate, and
+the rate at which one consumer pulls and acknowledges.
 
 Dispatches per second of one core are dispatches over the scheduler's CPU time: its rate if it never
 waited for the other processes, which share the machine's cores.

@@ -1,13 +1,13 @@
-"""``lines``: ends of jobs that services publish all at once.
+"""``lines``: endings of jobs that services publish all at once.
 
-On real servers with a scheduler process and the demo model on Millrace's own engine, with default
-limits: a tenant's service publishes all its jobs, and each is counted by how it ends. Meanwhile
-another tenant asks for one answer after the other, as a gateway publishes it, and its first tokens
-are timed. A part is run for each tier that is named. With ``--tenants`` the jobs are those of so
-many tenants, whose lines a scheduler keeps at the same time.
+Real servers run a scheduler process and the demo model on Millrace's own engine, with default
+limits. A tenant's service publishes all its jobs, which are counted by their endings. Meanwhile
+another tenant sends one request after the other, as a gateway publishes it, and its first tokens
+are timed. A part runs for each named tier. With ``--tenants``, the jobs belong to that many
+tenants, whose queues a scheduler keeps at the same time.
 
-Tenants are of the tier ``--tenants-tier``, whose limits hold: with ``pro``, 600 requests a minute
-admit 3,000 jobs within about four minutes.
+The limits are those of the tier ``--tenants-tier``: in ``pro``, 600 requests a minute admit 3,000
+jobs within about four minutes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TTFT_GOAL_MS = 1_000.0
 
 
 class LineResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one part: ends of jobs, seconds since the first publish, and the other's TTFT."""
+    """Result of one part: endings of jobs, seconds since the first publish, other tenant's TTFT."""
 
     tier: Tier
     tenants_tier: Tier
@@ -158,7 +158,7 @@ def _tell(line: LineResult) -> None:
     goal = f"(goal: at most {_TTFT_GOAL_MS:.0f} ms)"
     print(f"  first token of another tenant: {ttft}   max {line.other_ttft_max_ms:7.1f} ms {goal}")
     cpu_ms = f"{line.scheduler_cpu_ms_per_job:.2f} ms a job"
-    print(f"  processor time of the scheduler: {line.scheduler_cpu_s:.1f} s, {cpu_ms}")
+    print(f"  CPU time of the scheduler: {line.scheduler_cpu_s:.1f} s, {cpu_ms}")
 
 
 def _is_kept(lines: Sequence[LineResult]) -> bool:

@@ -1,11 +1,11 @@
 """``prediction``: the predicted first token compared with the actual one.
 
-The real scheduler in virtual time, as ``millrace simulate`` has it, with simulated workers: the
-figures do not depend on the machine. Each load makes requests wait. Like a gateway, every request
-records the scheduler's latest prediction of its tenant's first token when it is sent. The figure is
-the factor, up or down, by which that is wrong, for requests that were predicted to wait, or waited,
-at least a second. The lengths of answers are unknown, so no prediction is exact: they are drawn
-evenly from a half to one and a half of a mean.
+The real scheduler runs in virtual time with simulated workers, as in ``millrace simulate``, so the
+figures do not depend on the machine. Each load makes requests wait. When it is sent, every request
+records the scheduler's latest prediction of its tenant's first token, like a gateway. The figure is
+the factor, up or down, between prediction and result, for requests with a predicted or actual wait
+of at least a second. No prediction is exact, because answers have unknown lengths: drawn evenly
+from a half to one and a half of a mean.
 """
 
 from __future__ import annotations

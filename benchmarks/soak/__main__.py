@@ -1,9 +1,9 @@
-"""Thousands of mixed requests through ``millrace generate`` on a pool a tenth of what they ask for.
+"""Thousands of mixed requests through ``millrace generate`` on a pool of a tenth of their blocks.
 
     python -m benchmarks.soak [--requests 10000] [--limit-s 900]
 
-Prints how it went and exits with 1 if a request ended otherwise than it had to, if the memory of
-the process grew, if its blocks leaked, or if the time was up.
+Prints the result. Exits with 1 if a request has an unexpected end, the process's memory grows,
+blocks leak, or the time is up.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> Told:
     _report(drawn, ran, blocks, grown)
     for line in found[:_MAX_SHOWN]:
         print(f"WRONG: {line}")
-    print(f"{len(found)} things are wrong" if found else "all as it had to be")
+    print(f"{len(found)} checks failed" if found else "all checks passed")
     return Told(found, not found)
 
 

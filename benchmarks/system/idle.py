@@ -2,12 +2,11 @@
 
     python -m benchmarks.system --only idle [--seconds 60] [--settle 60] [--requests 1]
 
-``millrace up`` is started with the demo model, answers ``--requests`` short requests, so that
-every part has worked once, and rests for ``--settle`` seconds. Then the CPU time (user and system)
-and the voluntary context switches of all its processes are counted for ``--seconds``; the goal is
-1 % of a core in all together. RSS counts pages that processes share in each of them, PSS shares
-them out, so that the sum of PSS is what the system takes. The ceiling printed beside it is a Python
-process that only sleeps.
+``millrace up`` starts with the demo model, answers ``--requests`` short requests, so that every
+part has worked once, and rests for ``--settle`` seconds. Then CPU time (user and system) and
+voluntary context switches of all its processes are counted for ``--seconds``. The goal is 1 % of a
+core in total. RSS counts shared pages in each process; PSS divides them, so the sum of PSS is the
+system's memory. The ceiling is a Python process that only sleeps.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """``outage``: duration of the lag after ClickHouse was down.
 
-nats-server, a Kafka and a publisher of records run as processes; bridge, sink and ClickHouse's
-embedded engine in this one, over a store that takes nothing for ``--outage-s``. Records are
-published all the time, at ``--rate`` a second. Behind is what waits in the outbox and in Kafka.
-The pipeline has caught up when as many rows have landed as waited at the end of the outage, and no
-more wait than are published in ``_ALLOWANCE_S``, which a batch and a look at the lag take.
-In the end every record has to be there once.
+nats-server, a Kafka and a publisher of records run as processes. Bridge, sink and ClickHouse's
+embedded engine run in this process, over a store that rejects inserts for ``--outage-s``. Records
+are published all the time, at ``--rate`` a second. The lag is the number of records in the outbox
+and in Kafka. The pipeline has caught up when as many rows have landed as waited at the end of the
+outage, and no more wait than are published in ``_ALLOWANCE_S``, the time of a batch and of reading
+the lag. In the end every record must be stored once.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Outage:
         await self._until(self._is_level, self._limit_s)
         await asyncio.sleep(_WARM_UP_S)
         self._store.away = True
-        print(f"ClickHouse is away for {outage_s:g} s", flush=True)
+        print(f"ClickHouse is unreachable for {outage_s:g} s", flush=True)
         away_until_s = time.monotonic() + outage_s
         await self._until(lambda _: time.monotonic() > away_until_s, 2 * outage_s + 60)
         self._store.away = False
