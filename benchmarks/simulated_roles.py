@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from millrace.bench.settings import Slo
 from millrace.bench.spread import parse_spread
 from millrace.schemas.config import (
@@ -349,7 +349,7 @@ def run(
     window: float | None = None,
     jobs: int = 1,
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Run the fleets.
 
     ``rates`` (comma-separated) and ``window`` replace a load's own; ``fleets`` are names separated
@@ -374,7 +374,7 @@ def run(
         for row in processes.map(run_case, cases):
             rows.append(row)
             print(_line(row), flush=True)
-    return Told(Results(device=_device(), loads=tuple(loads), rows=tuple(rows)))
+    return PartResult(Results(device=_device(), loads=tuple(loads), rows=tuple(rows)))
 
 
 def _fleets(given: str | None) -> list[Fleet]:

@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks.adapters.engine import EngineFigures, measure
 from benchmarks.adapters.placement import HitRates, hit_rates
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.processes import in_new_process
 
@@ -71,7 +71,7 @@ def _lines(result: Result) -> list[str]:
     return lines
 
 
-def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
+def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> PartResult:
     """Report the medians of ``runs`` rounds."""
     result = Result(cpu=cpu_name())
     if "engine" in only:
@@ -80,7 +80,7 @@ def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
     if "placement" in only:
         result.placement = [hit_rates(skew) for skew in _SKEWS]
     print("\n".join(_lines(result)))
-    return Told(result)
+    return PartResult(result)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,8 @@ import msgspec
 import yaml
 from aiokafka import AIOKafkaConsumer
 
-from benchmarks.books.load import BooksClient, Tenant, Told
-from benchmarks.support.command import Told as Outcome
-from benchmarks.support.command import run_command
+from benchmarks.books.load import BooksClient, ClientAnswers, Tenant
+from benchmarks.support.command import PartResult, run_command
 from millrace.bus import codec, subjects
 from millrace.registry.pricing import PriceBook, cost
 from millrace.schemas.records import RequestRecord
@@ -69,11 +68,11 @@ class Figures(msgspec.Struct, frozen=True):
     cost: Decimal
 
 
-def run(rounds: int = 4, no_kills: bool = False) -> Outcome:
+def run(rounds: int = 4, no_kills: bool = False) -> PartResult:
     """Take each way to ask ``rounds`` times; ``no_kills`` leaves all parts alive."""
     with tempfile.TemporaryDirectory(prefix="millrace-books-") as folder:
         kills = () if no_kills else _KILLED
-        return Outcome(None, not asyncio.run(keep_books(Path(folder), rounds, kills)))
+        return PartResult(None, not asyncio.run(keep_books(Path(folder), rounds, kills)))
 
 
 async def keep_books(folder: Path, rounds: int, kills: Sequence[str]) -> int:
@@ -82,7 +81,7 @@ async def keep_books(folder: Path, rounds: int, kills: Sequence[str]) -> int:
         system = System(folder, arguments=_arguments(folder, tools)).start()
         try:
             tenants = [_tenant(system, f"of-{model}", model) for model in _PRICES]
-            told = [Told() for _ in tenants]
+            told = [ClientAnswers() for _ in tenants]
             clients = [
                 BooksClient(system, tenant, one) for tenant, one in zip(tenants, told, strict=True)
             ]
@@ -141,7 +140,7 @@ def _tenant(system: System, name: str, model: str) -> Tenant:
     return Tenant(name, made["key"], model)
 
 
-async def _compare(system: System, tenant: Tenant, told: Told, client: BooksClient) -> int:
+async def _compare(system: System, tenant: Tenant, told: ClientAnswers, client: BooksClient) -> int:
     """Print the figures of a tenant; return how many differ from those of its rows."""
 
     seen: list[tuple[Figures, float]] = []
@@ -192,7 +191,7 @@ async def _compare(system: System, tenant: Tenant, told: Told, client: BooksClie
     return differing
 
 
-def _accepted(told: Told, rows: Figures) -> int:
+def _accepted(told: ClientAnswers, rows: Figures) -> int:
     """Count requests that have a row and broke off before their client knew the id."""
     num_known = len(told.accepted)
     return num_known + min(max(rows.requests - num_known, 0), told.num_lost)
@@ -216,7 +215,7 @@ def _sums(system: System, table: str, tenant: Tenant, requests: str) -> Figures:
     return Figures(int(row["n"]), int(row["prompt"]), int(row["completion"]), Decimal(row["paid"]))
 
 
-def _by_answers(system: System, tenant: Tenant, told: Told) -> Figures:
+def _by_answers(system: System, tenant: Tenant, told: ClientAnswers) -> Figures:
     """Add up the usage in the answers, at the price book's prices.
 
     Requests whose client left are added by their rows.

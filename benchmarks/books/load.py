@@ -36,7 +36,7 @@ class Tenant(msgspec.Struct, frozen=True):
         return {"authorization": f"Bearer {self.key}"}
 
 
-class Told(msgspec.Struct):
+class ClientAnswers(msgspec.Struct):
     """Answers of a client, by request id.
 
     ``usage`` holds prompt, cached and completion tokens of answered requests. Other requests were
@@ -66,7 +66,7 @@ class Told(msgspec.Struct):
 class BooksClient:
     """Client of one tenant that repeats a request under its Idempotency-Key until answered."""
 
-    def __init__(self, system: System, tenant: Tenant, told: Told) -> None:
+    def __init__(self, system: System, tenant: Tenant, told: ClientAnswers) -> None:
         self._system = system
         self._told = told
         self._tenant = tenant

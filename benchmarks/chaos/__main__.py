@@ -38,7 +38,7 @@ import msgspec
 
 from benchmarks.chaos.faults import DISK_FULL, EVENTS, Event
 from benchmarks.chaos.rounds import WRONGS, Round, Streams
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from benchmarks.support.figures import percentile
 from tests.support.small_disk import NoDiskError, mounted_disk
 from tests.support.system import System
@@ -83,7 +83,7 @@ def run(
     limit_s: float = 3_600.0,
     round_limit_s: float = 120.0,
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Run ``rounds`` of each event in ``only``; ``smoke`` is one round with few streams."""
     if unknown := set(only) - set(_NAMES):
         sys.exit(f"no such event: {', '.join(sorted(unknown))}; there are {', '.join(_NAMES)}")
@@ -106,7 +106,7 @@ def run(
     if report["num_wrong"] and smoke:
         sys.exit(1)  # a smoke run has no goals but this
     file = "chaos.json" if workers == _WORKERS else "chaos_roles.json"
-    return Told(report, not report["num_wrong"], f"scheduler/{file}")
+    return PartResult(report, not report["num_wrong"], f"scheduler/{file}")
 
 
 def _play(plan: Plan, folder: Path) -> tuple[Streams, list[Round]]:

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import msgspec
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.model import write_100m
 from benchmarks.support.processes import busy_processes, in_new_process
 from millrace.engine.threads.choice import configure_threads
@@ -102,11 +102,11 @@ def _print(starts: Starts) -> None:
     print(f"  {'one thread':12} {starts.one_thread[0]:.2f} ms")
 
 
-def run(starts: int = 8, beside: int = 12) -> Told:
+def run(starts: int = 8, beside: int = 12) -> PartResult:
     """Measure ``starts`` of each kind, with ``beside`` processes of the lowest priority."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = in_new_process(write_100m, Path(folder) / "llama-100m")
         measured = [measure(checkpoint, starts, n) for n in (0, beside)]
     for one in measured:
         _print(one)
-    return Told(measured)
+    return PartResult(measured)

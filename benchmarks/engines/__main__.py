@@ -29,7 +29,7 @@ import msgspec
 from benchmarks.checkpoints import LlamaShape, write_llama
 from benchmarks.peers.loads import DISTINCT_LOADS
 from benchmarks.peers.servers import MAX_NUM_SEQUENCES, measure_server, serving
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from benchmarks.support.figures import Figures, medians
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.prompts import Prompt, distinct_prompts
@@ -236,7 +236,7 @@ def run(
     model: Path | None = None,
     runs: int = 3,
     only: Literal["loads", "kill"] | None = None,
-) -> Told:
+) -> PartResult:
     """Measure ``model``, or a new checkpoint; report the medians of ``runs``."""
     result = Result(engine=EngineKind(engine), cpu=cpu_name())
     with tempfile.TemporaryDirectory() as folder:
@@ -250,7 +250,7 @@ def run(
         if only != "loads":
             result.killed = measure_kill(result.engine, path, Path(folder) / "killed")
     _print(result)
-    return Told(result, file=f"engines/{result.engine}.json")
+    return PartResult(result, file=f"engines/{result.engine}.json")
 
 
 if __name__ == "__main__":

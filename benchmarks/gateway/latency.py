@@ -29,7 +29,7 @@ import numpy as np
 import uvloop
 from nats.aio.msg import Msg
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.gateway_process import GATEWAY_ID, GatewayProcess, running_gateway
 from benchmarks.support.simulated_worker import MODEL, simulated_worker
@@ -243,7 +243,7 @@ def _quantiles(values_ms: Sequence[float]) -> Quantiles:
     return Quantiles(p50=float(p50), p90=float(p90), p99=float(p99), max=float(largest))
 
 
-def run(rate: float = 200.0, seconds: float = 20.0) -> Told:
+def run(rate: float = 200.0, seconds: float = 20.0) -> PartResult:
     """Measure each way for ``seconds``; goals are of the paired figure and of CPU time."""
     with running_gateway() as gateway, simulated_worker(gateway.nats_url, _TOKENS_PER_S):
         figures = uvloop.run(_measure(gateway, rate, seconds))
@@ -266,4 +266,4 @@ def run(rate: float = 200.0, seconds: float = 20.0) -> Told:
         f"was late by p99 {figures.client.lag_p99_ms:.1f} ms"
     )
     is_quick = figures.paired.p50 <= _MAX_P50_MS and figures.paired.p99 <= _MAX_P99_MS
-    return Told(figures, is_quick and figures.gateway_cpu_ms <= _MAX_CPU_MS)
+    return PartResult(figures, is_quick and figures.gateway_cpu_ms <= _MAX_CPU_MS)

@@ -21,7 +21,7 @@ from typing import cast
 import msgspec
 import uvloop
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.gateway_process import (
     GATEWAY_ID,
@@ -252,7 +252,7 @@ async def _measure(num_clients: int, seconds: float) -> list[Figures]:
     return results
 
 
-def run(clients: int = 200, seconds: float = 4.0) -> Told:
+def run(clients: int = 200, seconds: float = 4.0) -> PartResult:
     """Run each uncoalesced measurement for ``seconds``."""
     results = uvloop.run(_measure(clients, seconds))
     rows = [
@@ -265,4 +265,4 @@ def run(clients: int = 200, seconds: float = 4.0) -> Told:
     ]
     names = ("", "path", "mode", "tokens/s", "CPU us/token", "tokens/s per core", "goal")
     print(table(names, rows))
-    return Told(results)
+    return PartResult(results)

@@ -29,7 +29,7 @@ from typing import NamedTuple, cast
 import msgspec
 import uvloop
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.gateway_process import (
     HANDSHAKE,
     TEXT_FRAME,
@@ -348,7 +348,7 @@ def _mean_rss(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
     return statistics.fmean(s.rss_bytes for s in samples if from_s <= s.at_s <= to_s)
 
 
-def run(minutes: float = 10.0, clients: int = 500, seed: int = 0) -> Told:
+def run(minutes: float = 10.0, clients: int = 500, seed: int = 0) -> PartResult:
     """Soak the gateway; the goal is that nothing leaks."""
     if minutes < 0.5:
         sys.exit("--minutes must be at least 0.5")
@@ -363,4 +363,4 @@ def run(minutes: float = 10.0, clients: int = 500, seed: int = 0) -> Told:
     print(f"all resources were released {figures.settled_s:.0f} s after the last client")
     for problem in figures.problems:
         print(f"PROBLEM: {problem}")
-    return Told(figures, not figures.problems)
+    return PartResult(figures, not figures.problems)

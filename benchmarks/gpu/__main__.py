@@ -17,7 +17,7 @@ Sections in their order (--only takes the beginning of a name; the ceilings are 
   adapters        twenty LoRA adapters of rank 16 in one batch beside the base alone, at 1 to 256
                   streams, and steps while adapters load; by --only it has enough time
   speculation     mostly predicted answers, with and without proposals; deterministic
-  tiles           only by --only: tiles of the kernels beside those that their tables choose;
+  tiles           only by --only: tiles of the kernels beside the tiles that their tables choose;
                   --kernels selects kernels by parts of their names
 
 Each section has a share of --minutes. Figures are written when they are measured, so an interrupted

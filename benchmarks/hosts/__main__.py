@@ -25,7 +25,7 @@ import httpx
 import msgspec
 import yaml
 
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from millrace.bus import nats
 from millrace.bus.nats.permissions import Part
 from millrace.runtime.binaries import nats_server_path, redis_server_path
@@ -203,7 +203,7 @@ def run(
     streams: int = 30,
     tokens: int = 250,
     logs: Path | None = None,
-) -> Told:
+) -> PartResult:
     """Run each event of ``only`` for ``for_s``; ``logs`` is a folder for the parts' logs."""
     if unknown := set(only) - set(_NAMES):
         sys.exit(f"hosts: no such event: {', '.join(sorted(unknown))}")
@@ -216,7 +216,7 @@ def run(
             )
     except NoNetworkError as error:
         sys.exit(f"hosts: no network can be made here: {error}")
-    return Told(results, not any(result.wrongs for result in results), "scheduler/hosts.json")
+    return PartResult(results, not any(result.wrongs for result in results), "scheduler/hosts.json")
 
 
 async def _run(

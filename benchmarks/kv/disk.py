@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.model import measured_model
 from millrace.schemas.config import EngineConfig
@@ -270,7 +270,7 @@ def run(
     stores: bool = False,
     model: Path | None = None,
     threads: int = 0,
-) -> Told:
+) -> PartResult:
     """Use files in ``folder``; report the median of ``repeats``; 0 threads means all cores."""
     with tempfile.TemporaryDirectory(dir=folder) as made, measured_model(model, threads) as path:
         folder = Path(made)
@@ -301,4 +301,4 @@ def run(
             f"objects: {store.found_ms:.0f} ms, looked for in vain {store.absent_ms:.0f} ms, "
             f"computed {store.computed_ms:.0f} ms; written within {store.written_ms:.0f} ms"
         )
-    return Told(result, file="disk_reload_stores.json" if stores else "disk_reload.json")
+    return PartResult(result, file="disk_reload_stores.json" if stores else "disk_reload.json")

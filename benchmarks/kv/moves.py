@@ -33,7 +33,7 @@ import httpx
 import msgspec
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LLAMA_100M, write_llama
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import percentile
 from benchmarks.support.machine_rates import cpu_name
 from tests.support.system import System
@@ -196,7 +196,7 @@ async def _beside_prompts(system: System, num_tokens: int, num_beside: int) -> R
     )
 
 
-def drain(streams: int = 20, tokens: int = _USUAL_TOKENS) -> Told:
+def drain(streams: int = 20, tokens: int = _USUAL_TOKENS) -> PartResult:
     """Drain with ``tokens`` in each context."""
     found: dict[str, DrainFigures | RoleFigures] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -205,10 +205,10 @@ def drain(streams: int = 20, tokens: int = _USUAL_TOKENS) -> Told:
             with _system(model, "--workers", "2", transfer=transfer) as system:
                 found[name] = asyncio.run(_drain(system, streams, tokens))
             print(f"drain, {name}: {found[name]}", flush=True)
-    return Told(Results(cpu=cpu_name(), streams=streams, tokens=tokens, systems=found))
+    return PartResult(Results(cpu=cpu_name(), streams=streams, tokens=tokens, systems=found))
 
 
-def roles(tokens: int = _USUAL_TOKENS, beside: int = 8) -> Told:
+def roles(tokens: int = _USUAL_TOKENS, beside: int = 8) -> PartResult:
     """Measure ``beside`` streams beside prompts of ``tokens`` tokens."""
     found: dict[str, DrainFigures | RoleFigures] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -217,4 +217,4 @@ def roles(tokens: int = _USUAL_TOKENS, beside: int = 8) -> Told:
             with _system(model, "--workers", workers) as system:
                 found[name] = asyncio.run(_beside_prompts(system, tokens, beside))
             print(f"roles, {name}: {found[name]}", flush=True)
-    return Told(Results(cpu=cpu_name(), streams=beside, tokens=tokens, systems=found))
+    return PartResult(Results(cpu=cpu_name(), streams=beside, tokens=tokens, systems=found))

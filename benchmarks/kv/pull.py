@@ -33,7 +33,7 @@ import msgspec
 
 from benchmarks.checkpoints import LLAMA_8B, LLAMA_100M, LlamaShape
 from benchmarks.kv.host import BLOCK_TOKENS, cache_of
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.model import measured_model
 from benchmarks.support.processes import SPAWN
@@ -280,7 +280,9 @@ def _print(name: str, tokens: int, figures: BlockFigures) -> None:
     )
 
 
-def run(tokens: int = 4096, repeats: int = 5, model: Path | None = None, threads: int = 0) -> Told:
+def run(
+    tokens: int = 4096, repeats: int = 5, model: Path | None = None, threads: int = 0
+) -> PartResult:
     """Report the median of ``repeats``; 0 threads means all cores."""
     with measured_model(model, threads) as path:
         result = Result(
@@ -299,4 +301,4 @@ def run(tokens: int = 4096, repeats: int = 5, model: Path | None = None, threads
         f"{engine.pulled_ms:.0f} ms, computed {engine.computed_ms:.0f} ms: "
         f"{engine.pulled_ms / engine.computed_ms:.2f}"
     )
-    return Told(result, file="kv_transfer.json")
+    return PartResult(result, file="kv_transfer.json")

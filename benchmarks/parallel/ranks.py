@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from benchmarks.checkpoints import LlamaShape, write_llama
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.processes import busy_processes, in_new_process, remote_stages
 from millrace.engine.threads.choice import configure_threads
@@ -117,14 +117,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     memory: list[Memory]
 
 
-def run(ranks: int = 2, rounds: int = 3, beside: int = 0) -> Told:
+def run(ranks: int = 2, rounds: int = 3, beside: int = 0) -> PartResult:
     """Measure in turns, beside ``beside`` processes that use a core each."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_llama(Path(folder) / "llama-100m")
         with busy_processes(beside, niceness=0):
             figures = _measure(checkpoint, ranks, rounds)
     print(_report(figures))
-    return Told(figures, file="parallel.json")
+    return PartResult(figures, file="parallel.json")
 
 
 def _measure(checkpoint: Path, ranks: int, rounds: int) -> Figures:

@@ -29,7 +29,7 @@ from benchmarks.parallel.formulas import (
     simulated,
     step_of,
 )
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 
 FILE = "parallel_steps.json"
 _BATCHES = (1, 8, 32, 64, 128, 256)
@@ -145,9 +145,9 @@ def _simulated_table(found: Sequence[Simulated]) -> list[str]:
     return _table(names, rows)
 
 
-def run() -> Told:
+def run() -> PartResult:
     """Print the tables, as Markdown."""
     found = results()
     for title, lines in tables(found):
         print(f"{title}:\n\n" + "\n".join(lines) + "\n")
-    return Told(found, file=FILE)
+    return PartResult(found, file=FILE)

@@ -38,7 +38,7 @@ from benchmarks.quantization.engine import (
     measure_logits,
     measure_quality,
 )
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from benchmarks.support.figures import Figures, medians
 from benchmarks.support.machine_rates import cpu_name, machine_rates
 from benchmarks.support.processes import in_new_process
@@ -155,12 +155,12 @@ def _lines(result: Result) -> list[str]:
     return lines
 
 
-def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> Told:
+def run(only: Sequence[_Part] = get_args(_Part), runs: int = 3) -> PartResult:
     """Report the medians of ``runs`` rounds."""
     with tempfile.TemporaryDirectory() as folder:
         result = _measure(only, runs, Path(folder))
     print("\n".join(_lines(result)))
-    return Told(result)
+    return PartResult(result)
 
 
 if __name__ == "__main__":

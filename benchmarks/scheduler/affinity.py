@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import simulated_system
 from millrace.schemas.config import EngineConfig, SchedulerConfig, SimulationConfig, WorkerConfig
@@ -183,10 +183,10 @@ def _median(results: Sequence[_Result]) -> _Result:
     return _Result(*(statistics.median(values) for values in zip(*results, strict=True)))
 
 
-def run(seconds: float = 30.0, rounds: int = 2, smoke: bool = False) -> Told:
+def run(seconds: float = 30.0, rounds: int = 2, smoke: bool = False) -> PartResult:
     """Run each load for ``seconds``; report the median of ``rounds``."""
     loads: Sequence[_Load] = _LOADS
     if smoke:
         loads, seconds, rounds = [_Load("smoke", 8, 0.1)], 2.0, 1
     measuring = asyncio.wait_for(_measure(loads, seconds, rounds), _TIMEOUT_S)
-    return Told(None, uvloop.run(measuring))
+    return PartResult(None, uvloop.run(measuring))

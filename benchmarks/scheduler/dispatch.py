@@ -23,7 +23,7 @@ import uvloop
 from nats.js.api import ConsumerConfig, StreamConfig
 
 from benchmarks.support.bus_client import Service
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import percentile
 from benchmarks.support.simulated_system import MODEL, SimulatedSystem, simulated_system
 from millrace.bus import nats
@@ -219,12 +219,12 @@ def run(
     backlog: int = 10_000,
     tenants: int = 200,
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Measure latency by ``requests`` at ``rate`` jobs a second, and rates by ``backlog``."""
     if smoke:
         requests, backlog, tenants = 50, 200, 10
     measuring = asyncio.wait_for(_measure(requests, rate, backlog, tenants), _TIMEOUT_S)
-    return Told(None, uvloop.run(measuring))
+    return PartResult(None, uvloop.run(measuring))
 
 
 _HEARTBEAT_S = 0.5

@@ -31,7 +31,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from millrace.bus import nats
@@ -82,7 +82,7 @@ _BACKLOGGED = (
 )
 # Both tenants ask for more than half of the capacity. One sends four times as many requests to its
 # publisher as the other to both publishers together.
-_PUBLISHED = (_Load("at-one", 80.0, 64, 128), _Load("at-both", 10.0, 64, 128))
+_REPLICA_LOADS = (_Load("at-one", 80.0, 64, 128), _Load("at-both", 10.0, 64, 128))
 
 
 def largest_gap(one: Sequence[float], other: Sequence[float]) -> float:
@@ -220,10 +220,10 @@ async def _replicas(system: SimulatedSystem, duration_s: float) -> bool:
         shares = await _shares_of_phases(system, publishers, duration_s)
     finally:
         await other.close()
-    at_one_publisher, at_each_publisher = (load.per_s for load in _PUBLISHED)
+    at_one_publisher, at_each_publisher = (load.per_s for load in _REPLICA_LOADS)
     per_s = f"{at_one_publisher:g}/s at one publisher, {2 * at_each_publisher:g}/s at both"
     print(f"two schedulers, two publishers; {per_s}; {duration_s:g} s")
-    bound = vtc_bound(_PUBLISHED)
+    bound = vtc_bound(_REPLICA_LOADS)
     gaps = [abs(at_one - at_both) for at_one, at_both in shares]
     for phase, gap, (at_one, at_both) in zip(_PHASES, gaps, shares, strict=True):
         share = at_one / max(at_one + at_both, 1e-9)
@@ -240,9 +240,9 @@ async def _shares_of_phases(
     system: SimulatedSystem, publishers: Sequence[Service], duration_s: float
 ) -> list[tuple[float, float]]:
     """Return the work given to each of the two tenants in each phase."""
-    prompts, tenants = random.Random(7), [load.tenant for load in _PUBLISHED]
+    prompts, tenants = random.Random(7), [load.tenant for load in _REPLICA_LOADS]
     warm_up_s, phase_s = duration_s * _WARM_UP_SHARE, duration_s / len(_PHASES)
-    at_one, at_both = _PUBLISHED
+    at_one, at_both = _REPLICA_LOADS
     ways = [(publishers[0], at_one), (publishers[0], at_both), (publishers[1], at_both)]
     offering = [
         asyncio.create_task(_offer(publisher, prompts, load, warm_up_s + duration_s))
@@ -295,25 +295,27 @@ async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> bool:
     return True
 
 
-def _kept(part: Callable[[SimulatedSystem], Awaitable[bool]], num_schedulers: int = 1) -> Told:
+def _kept(
+    part: Callable[[SimulatedSystem], Awaitable[bool]], num_schedulers: int = 1
+) -> PartResult:
     """Run a part on a system of its own, and report whether it met its goals."""
 
     async def measure() -> bool:
         async with simulated_system(_NUM_WORKERS, num_schedulers, worker=_WORKER) as system:
             return await part(system)
 
-    return Told(None, uvloop.run(asyncio.wait_for(measure(), _TIMEOUT_S)))
+    return PartResult(None, uvloop.run(asyncio.wait_for(measure(), _TIMEOUT_S)))
 
 
-def neighbours(seconds: float = 60.0, smoke: bool = False) -> Told:
+def neighbours(seconds: float = 60.0, smoke: bool = False) -> PartResult:
     """Run each load for ``seconds``."""
     return _kept(lambda system: _neighbours(system, 2.0 if smoke else seconds))
 
 
-def replicas(seconds: float = 60.0, smoke: bool = False) -> Told:
+def replicas(seconds: float = 60.0, smoke: bool = False) -> PartResult:
     return _kept(lambda system: _replicas(system, 2.0 if smoke else seconds), num_schedulers=2)
 
 
-def backlog(backlog: int = 100_000, smoke: bool = False) -> Told:
+def backlog(backlog: int = 100_000, smoke: bool = False) -> PartResult:
     """Give one tenant ``backlog`` jobs."""
     return _kept(lambda system: _behind_a_backlog(system, 300 if smoke else backlog))

@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.machine_rates import cpu_name
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
@@ -179,7 +179,7 @@ def run(
     tenants: int = 1,
     engine: Literal["real", "simulated"] = "real",
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Publish the jobs; the goals are that all are done and the other tenant does not wait."""
     if smoke:
         jobs, engine = 100, "simulated"
@@ -203,4 +203,4 @@ def run(
         load_average=os.getloadavg()[0],
         lines=lines,
     )
-    return Told(results, _is_kept(lines), "scheduler/job_lines.json")
+    return PartResult(results, _is_kept(lines), "scheduler/job_lines.json")

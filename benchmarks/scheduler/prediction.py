@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import percentile, table
 from millrace.schemas.config import (
     Config,
@@ -168,7 +168,7 @@ def run_load(load: Load, seconds: float) -> Accuracy:
     return accuracy_of(outcomes, seconds)
 
 
-def run(seconds: float = 120.0) -> Told:
+def run(seconds: float = 120.0) -> PartResult:
     """Run each load for ``seconds`` of virtual time."""
     rows = []
     kept = True
@@ -181,4 +181,4 @@ def run(seconds: float = 120.0) -> Told:
         kept = kept and found.p90 <= _RATIO_GOAL
     print(table(("load", "waited", "mean s", "wrong by p50", "p90", "p99", "unknown"), rows))
     print(f"goal: p90 at most {_RATIO_GOAL}")
-    return Told(None, kept)
+    return PartResult(None, kept)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import uvloop
 
 from benchmarks.support.bus_client import Answer, Service, random_prompt
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import p50_p99, percentile
 from benchmarks.support.simulated_system import simulated_system
 from millrace.schemas.config import EngineConfig, SimulationConfig, WorkerConfig
@@ -134,7 +134,7 @@ async def _measure(duration_s: float) -> bool:
     return p99_ms <= _TTFT_GOAL_MS
 
 
-def run(seconds: float = 30.0, smoke: bool = False) -> Told:
+def run(seconds: float = 30.0, smoke: bool = False) -> PartResult:
     """Ask as the enterprise tenant for ``seconds`` beside the free streams."""
     measuring = asyncio.wait_for(_measure(2.0 if smoke else seconds), _TIMEOUT_S)
-    return Told(None, uvloop.run(measuring))
+    return PartResult(None, uvloop.run(measuring))

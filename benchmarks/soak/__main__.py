@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.checkpoints import FIRST_TEXT_TOKEN, LlamaShape, write_llama
 from benchmarks.soak.requests import LONGEST_TOKENS, Drawer, Expected, problems, twins
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 
 SHAPE = LlamaShape(
     hidden_size=64,
@@ -149,7 +149,7 @@ def findings(requests: Sequence[Expected], ran: GenerateRun) -> list[str]:
     return found
 
 
-def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> Told:
+def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> PartResult:
     """Run the requests for at most ``limit_s``."""
     drawn = draw(requests, seed)
     blocks = num_blocks(drawn)
@@ -166,7 +166,7 @@ def soak(requests: int = 10_000, seed: int = 0, limit_s: float = 900.0) -> Told:
     for line in found[:_MAX_SHOWN]:
         print(f"WRONG: {line}")
     print(f"{len(found)} checks failed" if found else "all checks passed")
-    return Told(found, not found)
+    return PartResult(found, not found)
 
 
 def draw(count: int, seed: int) -> list[Expected]:

@@ -30,7 +30,7 @@ from benchmarks.checkpoints import LLAMA_100M, write_llama
 from benchmarks.speculation.copier import write_copier, write_copier_head
 from benchmarks.speculation.equality import Equality, compare
 from benchmarks.speculation.loads import LOADS, Load, Model, Proposer
-from benchmarks.support.command import Told, run_command
+from benchmarks.support.command import PartResult, run_command
 from millrace.engine.step.engine import Engine
 from millrace.registry.demo import MODEL_DIR
 from millrace.schemas.config import EngineConfig
@@ -80,7 +80,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     equality: Equality
 
 
-def run(runs: int = 6, requests: int = 2_000, only: str = "") -> Told:
+def run(runs: int = 6, requests: int = 2_000, only: str = "") -> PartResult:
     """Print a line per load with ``only`` in its name, and how many of ``requests`` differ."""
     with tempfile.TemporaryDirectory() as folder:
         paths = {
@@ -108,7 +108,7 @@ def run(runs: int = 6, requests: int = 2_000, only: str = "") -> Told:
         f"{equality.num_different} differ; {equality.accepted} of {equality.proposed} proposed "
         "tokens came"
     )
-    return Told(Results(num_threads=torch.get_num_threads(), loads=loads, equality=equality))
+    return PartResult(Results(num_threads=torch.get_num_threads(), loads=loads, equality=equality))
 
 
 def _measure(load: Load, path: Path, speculation: str | None, num_runs: int) -> Measured:

@@ -16,11 +16,11 @@ import msgspec
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-class Told(NamedTuple):
+class PartResult(NamedTuple):
     """Figures of a part, whether it met its goals, and the file in ``RESULTS`` for ``--save``."""
 
     figures: object
-    kept: bool = True
+    met_goals: bool = True
     file: str = ""
 
 
@@ -52,7 +52,7 @@ def run_parts(package: str, description: str | None, parts: Mapping[str, str]) -
 
 def run_command(
     name: str,
-    function: Callable[..., Told | None],
+    function: Callable[..., PartResult | None],
     description: str | None,
     part: str = "",
     given: Sequence[str] | None = None,
@@ -70,11 +70,11 @@ def run_command(
         _add_option(parser, parameter)
     options = vars(parser.parse_args(given))
     file, is_saved = options.pop("json"), options.pop("save")
-    told = function(**options) or Told(None)
+    result = function(**options) or PartResult(None)
     if is_saved:
-        file = RESULTS / (told.file or (f"{name}/{part}.json" if part else f"{name}.json"))
-    write_json(file, told.figures)
-    return 0 if told.kept or options.get("smoke") else 1
+        file = RESULTS / (result.file or (f"{name}/{part}.json" if part else f"{name}.json"))
+    write_json(file, result.figures)
+    return 0 if result.met_goals or options.get("smoke") else 1
 
 
 def _add_only(parser: argparse.ArgumentParser, parts: Mapping[str, str]) -> None:

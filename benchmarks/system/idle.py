@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.processes import Reading, read
 from benchmarks.support.sse_load import run_load
@@ -90,7 +90,7 @@ def _print(processes: Sequence[Idle], floor: Idle) -> None:
     print(f"goal: at most {_GOAL_CORE_PERCENT:g} % of a core in all processes together")
 
 
-def run(seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: str = "") -> Told:
+def run(seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: str = "") -> PartResult:
     """Measure for ``seconds`` after a rest of ``settle``; ``up`` has options of millrace up."""
     with tempfile.TemporaryDirectory() as folder:
         system = System(Path(folder) / "data", ("--port", _PORT, *shlex.split(up))).start()
@@ -106,4 +106,4 @@ def run(seconds: float = 60.0, settle: float = 60.0, requests: int = 1, up: str 
         sleeper.kill()
     floor = msgspec.structs.replace(floor, role="(a Python that sleeps)")
     _print(processes, floor)
-    return Told({"processes": processes, "floor": floor})
+    return PartResult({"processes": processes, "floor": floor})

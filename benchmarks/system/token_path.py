@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.peers.loads import Load, distinct
 from benchmarks.peers.servers import completions
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.figures import table
 from benchmarks.support.model import write_100m
 from benchmarks.support.processes import Reading, in_new_process, read
@@ -119,7 +119,9 @@ def _print(cost: Cost) -> None:
     print(f"ceiling if the engine had all CPU time: {cores * 1e6 / engine_us:.1f} tokens/s")
 
 
-def run(streams: Sequence[int] = (1, 8, 32), requests: int = 4, model: Path | None = None) -> Told:
+def run(
+    streams: Sequence[int] = (1, 8, 32), requests: int = 4, model: Path | None = None
+) -> PartResult:
     """Send ``requests`` requests in each stream; ``model`` is a checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         checkpoint = model or in_new_process(write_100m, Path(name) / "llama-100m")
@@ -135,4 +137,4 @@ def run(streams: Sequence[int] = (1, 8, 32), requests: int = 4, model: Path | No
             system.stop()
     for cost in costs:
         _print(cost)
-    return Told({"loads": costs})
+    return PartResult({"loads": costs})

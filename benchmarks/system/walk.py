@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.sse_load import LoadResult, run_load
 from millrace.engine.threads.choice import default_num_threads, usable_cores
 from tests.support.system import System
@@ -112,14 +112,14 @@ def _measure(folder: Path, clients: int, max_tokens: int, rounds: int) -> dict[s
     }
 
 
-def run(max_tokens: int = 128, rounds: int = 3) -> Told:
+def run(max_tokens: int = 128, rounds: int = 3) -> PartResult:
     """Generate ``max_tokens`` per answer; report the median of ``rounds``."""
     rows = []
     with tempfile.TemporaryDirectory() as name:
         for clients in CLIENTS:
             rows.append(_measure(Path(name), clients, max_tokens, rounds))
             print(_line(rows[-1]), flush=True)
-    return Told(rows, file="walk.json")
+    return PartResult(rows, file="walk.json")
 
 
 def _line(row: dict[str, float]) -> str:

@@ -25,7 +25,7 @@ import msgspec
 import uvloop
 
 from benchmarks.support.bus_client import Service
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.simulated_system import SimulatedSystem, simulated_system
 from millrace.bus.nats.stores import NatsOutbox
 from millrace.runtime.settings import load_config
@@ -189,8 +189,10 @@ def run_worker(file: str) -> None:
     uvloop.run(run())
 
 
-def run(rate: float = 200.0, turns: int = 10, turn_s: float = 6.0, smoke: bool = False) -> Told:
+def run(
+    rate: float = 200.0, turns: int = 10, turn_s: float = 6.0, smoke: bool = False
+) -> PartResult:
     """Send ``rate`` requests a second, for ``turns`` with records and as many without."""
     if smoke:
         rate, turns, turn_s = 20.0, 1, 1.5
-    return Told(None, uvloop.run(measure(rate, turns, turn_s)))
+    return PartResult(None, uvloop.run(measure(rate, turns, turn_s)))

@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.support.processes import SPAWN, spawned
 from benchmarks.telemetry.record_load import record_load, running_kafka
 from millrace.bus import nats
@@ -321,7 +321,7 @@ async def measure(directory: Path, seconds: float, rate: float) -> Figures:
     return soak.figures
 
 
-def run(minutes: float = 10.0, rate: float = 100.0, smoke: bool = False) -> Told:
+def run(minutes: float = 10.0, rate: float = 100.0, smoke: bool = False) -> PartResult:
     """Publish records at ``rate`` a second."""
     seconds = 4.0 if smoke else 60.0 * minutes
     with tempfile.TemporaryDirectory(prefix="millrace-soak-") as folder:
@@ -329,4 +329,4 @@ def run(minutes: float = 10.0, rate: float = 100.0, smoke: bool = False) -> Told
     print(msgspec.json.format(msgspec.json.encode(figures)).decode())
     missed = figures.missed()
     print("\n".join(f"missed: {each}" for each in missed) or "all goals met")
-    return Told(figures, not missed)
+    return PartResult(figures, not missed)

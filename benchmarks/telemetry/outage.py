@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.support.command import Told
+from benchmarks.support.command import PartResult
 from benchmarks.telemetry.record_load import (
     Published,
     RecordLoad,
@@ -193,10 +193,10 @@ def run(
     limit_s: float = 600.0,
     kafka: Literal["apache", "embedded"] | None = None,
     smoke: bool = False,
-) -> Told:
+) -> PartResult:
     """Publish ``rate`` records a second; the recovery may take ``limit_s``."""
     if smoke:
         outage_s, rate, kafka = 2.0, 200.0, "embedded"
     with tempfile.TemporaryDirectory(prefix="millrace-outage-") as folder:
         name = kafka or available()[0]
-        return Told(None, asyncio.run(measure(name, outage_s, rate, limit_s, Path(folder))))
+        return PartResult(None, asyncio.run(measure(name, outage_s, rate, limit_s, Path(folder))))
