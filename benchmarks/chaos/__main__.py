@@ -153,13 +153,13 @@ async def _run(plan: Plan, streams: Streams) -> list[Round]:
     return rounds
 
 
-def _say(number: int, event: Event, told: Round) -> None:
+def _say(number: int, event: Event, outcome: Round) -> None:
     print(
-        f"{number + 1:2} {event.name:<27} {told.num_streaming:4} streaming, {len(told.gaps_s):4} "
-        f"affected, gap p50 {percentile(told.gaps_s, 0.5):.2f} s p99 "
-        f"{percentile(told.gaps_s, 0.99):.2f} s, round {told.wall_s:.1f} s"
-        + "".join(f", a worker loaded after {loading_s:.1f} s" for loading_s in told.loading_s)
-        + "".join(f"\n   WRONG: {wrong}" for wrong in told.wrongs[:5]),
+        f"{number + 1:2} {event.name:<27} {outcome.num_streaming:4} streaming, "
+        f"{len(outcome.gaps_s):4} affected, gap p50 {percentile(outcome.gaps_s, 0.5):.2f} s p99 "
+        f"{percentile(outcome.gaps_s, 0.99):.2f} s, round {outcome.wall_s:.1f} s"
+        + "".join(f", a worker loaded after {loading_s:.1f} s" for loading_s in outcome.loading_s)
+        + "".join(f"\n   WRONG: {wrong}" for wrong in outcome.wrongs[:5]),
         flush=True,
     )
 
@@ -173,14 +173,14 @@ def _report(plan: Plan, streams: Streams, rounds: Sequence[Round]) -> dict[str, 
     }
     for name, sums in events.items():
         goals = _GOALS_S.get(name)
-        told = "" if goals is None else f" (goals: p50 {goals[0] or '-'}, p99 {goals[1]})"
+        goal_text = "" if goals is None else f" (goals: p50 {goals[0] or '-'}, p99 {goals[1]})"
         print(
             f"{name}: {sums['num_rounds']} rounds, {sums['num_lost']} lost, "
             f"{sums['num_wrong_indices']} with wrong indices, "
             f"{sums['num_other_texts']} with another text, "
             f"{sums['num_without_record']} without and {sums['num_doubled_records']} with two "
             f"records; gap of {sums['num_affected']} p50 {sums['gap_p50_s']} s, "
-            f"p99 {sums['gap_p99_s']} s{told}"
+            f"p99 {sums['gap_p99_s']} s{goal_text}"
             + (f", workers loaded after {sums['loading_p50_s']} s" if sums["num_loaded"] else "")
         )
     num_wrong = sum(sum(one.num_wrong.values()) for one in rounds)

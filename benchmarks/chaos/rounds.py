@@ -247,9 +247,9 @@ def is_other(answer: Answer, expected: Answer) -> bool:
     if not (isinstance(answer, PartsAnswer) and isinstance(expected, PartsAnswer)):
         return False
     return any(
-        abs(told - wanted) > _LOGPROB_TOLERANCE
+        abs(given - wanted) > _LOGPROB_TOLERANCE
         for index, values in expected.logprobs.items()
-        for told, wanted in zip(answer.logprobs[index], values, strict=True)
+        for given, wanted in zip(answer.logprobs[index], values, strict=True)
     )
 
 
