@@ -196,7 +196,7 @@ async def _neighbours(system: SimulatedSystem, duration_s: float) -> bool:
             f"  {load.tenant:<8}{asks:<26}{share:6.1%} of the work (equal: {1 / len(gained):.1%})"
         )
     print(f"  fewest waiting jobs of a backlogged tenant: {watch.fewest_waiting}")
-    print(f"  Jain index of work served {jain:.4f} (goal: at least {_JAIN_GOAL})")
+    print(f"  Jain index of the work {jain:.4f} (goal: at least {_JAIN_GOAL})")
     print(f"  largest gap {gap:,.0f} of {sum(gained.values()):,.0f} (VTC's bound: {bound:,.0f})")
     print(f"  TTFT of quiet tenants alone:  {p50_p99(alone_ms, '7.1f')}")
     print(f"  TTFT of quiet tenants beside: {p50_p99(beside_ms, '7.1f')}")
