@@ -295,7 +295,7 @@ async def _behind_a_backlog(system: SimulatedSystem, num_jobs: int) -> bool:
     return True
 
 
-def _kept(
+def _run_part(
     part: Callable[[SimulatedSystem], Awaitable[bool]], num_schedulers: int = 1
 ) -> PartResult:
     """Run a part on a system of its own, and report whether it met its goals."""
@@ -309,13 +309,13 @@ def _kept(
 
 def neighbours(seconds: float = 60.0, smoke: bool = False) -> PartResult:
     """Run each load for ``seconds``."""
-    return _kept(lambda system: _neighbours(system, 2.0 if smoke else seconds))
+    return _run_part(lambda system: _neighbours(system, 2.0 if smoke else seconds))
 
 
 def replicas(seconds: float = 60.0, smoke: bool = False) -> PartResult:
-    return _kept(lambda system: _replicas(system, 2.0 if smoke else seconds), num_schedulers=2)
+    return _run_part(lambda system: _replicas(system, 2.0 if smoke else seconds), num_schedulers=2)
 
 
 def backlog(backlog: int = 100_000, smoke: bool = False) -> PartResult:
     """Give one tenant ``backlog`` jobs."""
-    return _kept(lambda system: _behind_a_backlog(system, 300 if smoke else backlog))
+    return _run_part(lambda system: _behind_a_backlog(system, 300 if smoke else backlog))

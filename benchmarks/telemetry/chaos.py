@@ -168,9 +168,9 @@ def run(
     if smoke:
         rounds, rate = 2, 200.0
     names = [kafka] if kafka else ["embedded"] if smoke else available()
-    kept = True
+    all_met = True
     for name in names:
         with tempfile.TemporaryDirectory(prefix="millrace-telemetry-") as folder:
-            kept = asyncio.run(drill(name, rounds, rate, seed, Path(folder))) and kept
-    if not kept:
+            all_met = asyncio.run(drill(name, rounds, rate, seed, Path(folder))) and all_met
+    if not all_met:
         sys.exit(1)  # also for a smoke run: no record may be missing
