@@ -59,7 +59,7 @@ class LineResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Results(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a run and the CPU that it ran on. ``load_average`` is the kernel's figure for
+    """Figures of a run, and the CPU that it ran on. ``load_average`` is the kernel's figure for
     the last minute of the run. Above ``num_cores``, other processes used the cores, too."""
 
     cpu: str
